@@ -55,6 +55,7 @@ LAUNCHING = ("volseg", "volseg.__main__", "volseg.cli", "volseg.experiment", "vo
 RESUME_HINTS = {
     "train": "a training that had begun is saved, go on with it by --resume",
     "cross-validate": "a training that had begun is saved, go on with it by --resume",
+    "search": "trials that had begun are saved, go on with them by the same command",
     "quickstart": "start again with another --output; a training that had begun is saved: continue it by the command "
     "in the first line",
     "predict": "every written label map is complete, continue with the others by --resume",

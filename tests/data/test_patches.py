@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from volseg.data.patches import PatchBatches, num_foreground, plan_epoch
+from volseg.data.patches import PatchBatches, _draw_cases, num_foreground, plan_epoch
 from volseg.data.volume_cache import ForegroundVoxels, VolumeCache
 from volseg.errors import ConfigError
 
@@ -87,6 +87,51 @@ def test_every_place_of_a_case_is_reached():
         for axis, (length, side) in enumerate(zip(shape, PATCH, strict=True)):
             expected = set(range(length - side + 1)) if length >= side else {-((side - length) // 2)}
             assert set(corners[:, axis].tolist()) == expected
+
+
+def plan_of_three(weights, iterations=4, batch_size=2):
+    """Plan an epoch of three equal cases."""
+    labels = [torch.ones(1, 9, 9, 9, dtype=torch.uint8)] * 3
+    return plan_epoch(
+        torch.tensor([[9, 9, 9]] * 3), ForegroundVoxels.find(labels, most=50), (4, 4, 4), batch_size=batch_size,
+        iterations=iterations, share=0.5, generator=torch.Generator().manual_seed(5), weights=weights,
+    )  # fmt: skip
+
+
+def test_without_weights_cases_and_places_are_those_that_they_always_were():
+    plan = plan_of_three(None)
+    assert plan.cases.tolist() == [[1, 2], [0, 1], [0, 2], [0, 1]]
+    assert plan.corners.sum(-1).tolist() == [[5, 5], [5, 13], [4, 3], [8, 13]]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e300, 1e-300])
+def test_cases_are_drawn_as_often_as_their_weights_say(scale):
+    """At every place of a batch, the oversampled ones too: within five standard deviations of 20,000 draws."""
+    drawn = plan_of_three(scale * torch.tensor([1.0, 0.0, 3.0], dtype=torch.float64), 20_000, 4).cases
+    assert drawn.shape == (20_000, 4)
+    counts = torch.stack([torch.bincount(place, minlength=3) for place in drawn.T])
+    assert not counts[:, 1].any()
+    assert (counts[:, 0] - 5000).abs().max() < 5 * (20_000 * 0.25 * 0.75) ** 0.5
+    pairs = torch.bincount((drawn[:, 0] > 0) * 2 + (drawn[:, 1] > 0), minlength=4) / 20_000  # independent of each other
+    torch.testing.assert_close(pairs, torch.tensor([1, 3, 3, 9]) / 16, atol=0.02, rtol=0)
+
+
+@given(
+    weights=st.lists(st.floats(0, 1e308), min_size=1, max_size=6).filter(any),
+    lots=st.lists(st.sampled_from([0.0, 0.5, 1 - 2**-53]), min_size=1, max_size=4),
+)
+def test_no_round_off_draws_a_case_of_weight_zero(weights, lots):
+    """The lots are the first and the last number that torch draws from [0, 1), and one between."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "rand", lambda *_, **__: torch.tensor(lots, dtype=torch.float64))
+        chosen = _draw_cases(len(weights), len(lots), torch.tensor(weights, dtype=torch.float64), torch.Generator())
+    assert all(weights[case] > 0 for case in chosen.tolist())
+
+
+def test_equal_weights_are_no_weights():
+    cases = [{"case": str(n), "image": torch.zeros(1, 4, 4, 4), "label": torch.zeros(1, 4, 4, 4)} for n in range(2)]
+    assert VolumeCache([{**case, "weight": 0.5} for case in cases]).weights is None
+    assert VolumeCache([{**cases[0], "weight": 0.5}, cases[1]]).weights.tolist() == [0.5, 1.0]
 
 
 def test_oversampled_patches_hold_each_class_of_their_case():

@@ -32,14 +32,13 @@ def cuda(monkeypatch):
             for name in ("capture_begin", "capture_end", "replay", "reset", "register_generator_state"):
                 setattr(self, name, play(name))
 
-        def pool(self):
-            return "its pool"
-
     for name, result in (("set_stream", None), ("set_device", None), ("synchronize", None), ("empty_cache", None)):
         monkeypatch.setattr(graphs.torch.cuda, name, play(name, result))
     monkeypatch.setattr(graphs.torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(graphs.torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
     monkeypatch.setattr(graphs.torch.cuda, "CUDAGraph", PlayedGraph)
+    monkeypatch.setattr(graphs.torch.cuda, "graph_pool_handle", lambda: "its pool")
+    monkeypatch.setattr(graphs, "end_allocations_to_pool", play("end_allocations_to_pool"))
     played.stream = SimpleNamespace(device="cuda:1")
     return played
 
@@ -73,11 +72,12 @@ def test_the_caller_goes_on_where_it_was_also_after_a_failure(cuda, fails):
         record_nothing(recorded)
     assert cuda.asked[-2:] == [("set_stream", "the caller's on cuda:1"), ("set_device", 3)]
     assert cuda.asked.count(("set_device", 3)) == 1
+    assert (("end_allocations_to_pool", "cuda:1", "its pool") in cuda.asked) is (fails == "capture_end")
 
 
 def test_a_function_shares_memory_with_another_and_is_ended_where_it_fails(cuda):
     first = RecordedFunction(lambda x: x + 1, {"x": torch.zeros(2)}, stream=cuda.stream)
-    assert ("capture_begin", None, "thread_local") in cuda.asked
+    assert ("capture_begin", "its pool", "thread_local") in cuda.asked
     cuda.asked.clear()
     with pytest.raises(ZeroDivisionError):
         RecordedFunction(lambda x: 1 / 0, {"x": torch.zeros(2)}, stream=cuda.stream, shares=first)
@@ -174,3 +174,23 @@ def test_a_recording_under_autocast_reads_the_weights_of_now():
         expected = layer(x)
     torch.testing.assert_close(recorded({"x": x}), expected, rtol=0, atol=0)
     recorded.release()
+
+
+@pytest.mark.gpu
+def test_memory_returns_after_a_capture_that_cuda_has_broken():
+    """Before torch 2.12 the allocator went on with the capture, and kept what a second stream had used."""
+    recorded, other = Graph(torch.cuda.Stream()), torch.cuda.Stream()
+    values = torch.ones(2, device="cuda")
+    recorded.begin()
+    with pytest.raises(RuntimeError):
+        values.nonzero()
+    with pytest.raises(RuntimeError):
+        recorded.end()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    used = torch.empty(1 << 20, device="cuda")
+    used.record_stream(other)
+    del used
+    torch.cuda.synchronize()
+    values.clone()  # the allocator looks at its events
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] == before

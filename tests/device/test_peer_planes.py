@@ -20,7 +20,7 @@ from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, PlaneMailbox, small_en
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
 from volseg.parallel.processes.group import start_group
-from volseg.parallel.spatial.plan.shards import spans, transfers
+from volseg.parallel.spatial.plan.shards import Fetch, spans
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Halo, return_gradients, start_filling
 from volseg.parallel.spatial.transport.one_process import LocalDevices
@@ -381,11 +381,12 @@ def fetch(folder: Path) -> None:
     ):
         slab = torch.empty(shape, dtype=dtype, device=group.home).contiguous(memory_format=layout)
         for wanted, widths in product((near, shifted, wholes), ((), (1, 2, 0, 1))):
+            plan = Fetch(0, 2, size, wanted)
 
-            def run(wanted: list = wanted, widths: tuple = widths, slab: Tensor = slab) -> list[Tensor]:
-                fetched = group.exchange(slab, 0, 2, size, wanted, 1, widths, 3.0)
-                inside = group.exchange(slab, 0, 2, size, wanted)
-                return [fetched, group.give_back(inside.square(), 0, 2, size, wanted)]
+            def run(plan: Fetch = plan, widths: tuple = widths, slab: Tensor = slab) -> list[Tensor]:
+                fetched = group.exchange(slab, plan, widths, 3.0)
+                inside = group.exchange(slab, plan)
+                return [fetched, group.give_back(inside.square(), plan)]
 
             for repeat in range(2):
                 slab.normal_()
@@ -400,7 +401,7 @@ def fetch(folder: Path) -> None:
                     graph.replay()
                 else:
                     found = run()
-                apart = [move for move in transfers(size, wanted) if move.source != move.target]
+                apart = [move for move in plan.moves if move.source != move.target]
                 most = max(move.stop - move.start for move in apart) * slab[:, :, 0].nbytes
                 by_box = repeat or most <= EAGER_LIMIT
                 assert int(box.calls[0]) - before == 3 * by_box

@@ -618,6 +618,7 @@ def test_a_gpu_is_kept_busy() -> None:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     internals.keep_gpu_busy(10_000_000)
+    internals.end_allocations_to_pool(torch.device("cuda:0"), torch.cuda.graph_pool_handle())  # of no capture
     stop.record()
     torch.cuda.synchronize()
     assert start.elapsed_time(stop) > 1  # 10 ms at 1 GHz; no GPU runs at 10

@@ -1,12 +1,17 @@
 """The model of torch's allocator: sequences worked out by hand from its rules, and what holds for all of them."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from volseg.errors import ConfigError, OutOfMemoryError
-from volseg.estimate.allocator import Allocator, AllocatorSettings, find_memory_use
-from volseg.estimate.trace import Allocate, Free, Mark, StepTrace
+from volseg.estimate.allocator import Allocator, AllocatorSettings, find_memory_use, repeat_last_step
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.trace import Allocate, Free, Mark, StepTrace, Used
+from volseg.estimate.tracing import tracing
+from volseg.parallel.pipeline.flow.transfer import send
 
 MIB = 2**20
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -135,6 +140,75 @@ def test_a_trace_that_does_not_fit_says_where():
     events = (Allocate(0, 30 * MIB), Mark("forward"), Allocate(1, 30 * MIB))
     with pytest.raises(OutOfMemoryError, match=r"out of memory in forward \(event 2 of the trace\)"):
         find_memory_use(StepTrace(events), capacity=60 * MIB, outside=10 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("is_ahead", "last", "expected"), [(False, "end", 40), (True, "end", 80), (True, "empty_cache", 80)]
+)
+def test_a_block_that_two_streams_use_comes_back_at_the_end_of_the_step_where_python_is_ahead(is_ahead, last, expected):
+    """Whoever leaves a block uses it no more, and it is reserved; then it is as free as any other."""
+    events = (
+        Allocate(1, 40 * MIB),
+        Used(1),
+        Free(1),
+        Allocate(2, 40 * MIB),
+        Free(2),
+        Mark(last),
+        Allocate(3, 40 * MIB),
+    )
+    use = find_memory_use(StepTrace(events), is_ahead=is_ahead)
+    assert (use.used, use.reserved) == (40 * MIB, expected * MIB)
+
+
+def follow_two(steps):
+    """Follow so many steps of two stages, each on a device of its own, and a sum behind the last one."""
+    first, second = nn.Conv3d(1, 8, 3, padding=1), nn.Conv3d(8, 2, 3, padding=1)
+    with tracing(find_kind("v100-16"), 2) as followed:
+        one, two = followed.devices
+        left, right = followed.copy(first).to(one), followed.copy(second).to(two)
+        optimizer = torch.optim.AdamW([*left.parameters(), *right.parameters()])
+        kept = None
+        for _ in range(steps):
+            followed.mark("step")
+            optimizer.zero_grad()
+            sent, passage = send(left(torch.zeros(2, 1, 16, 16, 16, device=one)), two)
+            loss = right(passage.wait(sent)).square().mean()
+            loss.backward()
+            del sent, passage
+            optimizer.step()
+            kept = loss  # up to the end of the next step
+            followed.mark("end")
+        followed.mark("validate")
+        assert kept is not None
+        kept.detach().add(1)
+    return [list(trace.events) for trace in followed.traces()]
+
+
+def list_requests(events):
+    """Return what a device is asked for, with blocks by the order in which they were taken."""
+    order, asked = {}, []
+    for event in events:
+        match event:
+            case Allocate(block, size, stream):
+                asked.append((order.setdefault(block, len(order)), size, stream))
+            case Free(block) | Used(block):
+                asked.append((type(event), order[block]))
+            case Mark(name):
+                asked.append(name)
+    return asked
+
+
+def test_a_step_is_repeated_with_what_comes_behind_it():
+    for two, three in zip(follow_two(2), follow_two(3), strict=True):
+        repeated = list_requests(repeat_last_step(two))
+        assert len(repeated) > 60
+        assert any(Used in request for request in repeated if isinstance(request, tuple))
+        assert repeated == list_requests(three)
+
+
+def test_what_cannot_be_told_is_not_repeated():
+    events = [Allocate(1, MIB), Mark("step"), Allocate(2, 2 * MIB), Free(1), Mark("end")]
+    assert repeat_last_step(events) == events
 
 
 REQUESTS = st.lists(

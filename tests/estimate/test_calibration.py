@@ -100,12 +100,11 @@ def test_what_is_timed_is_counted_as_in_a_trace(dtype: torch.dtype, monkeypatch:
     monkeypatch.setattr(calibration, "VOLUMES", ((4, 4),))
     monkeypatch.setattr(calibration, "PRODUCTS", ((5, 6, 7),))
     groups = set()
-    for make in (calibration._make_convolutions, calibration._make_passes, calibration._make_products):
-        for operator, args in make(dtype, torch.device("cpu")):
-            run = describe_kernel(operator, args, {}, list_tensors(args), operator(*args), 0)
-            assert run is not None
-            assert find_kind("h200").seconds(run) > 0
-            groups.add(name_group(run))
+    for operator, args in calibration._list_calls(dtype, torch.device("cpu")):
+        run = describe_kernel(operator, args, {}, list_tensors(args), operator(*args), 0)
+        assert run is not None
+        assert find_kind("h200").seconds(run) > 0
+        groups.add(name_group(run))
     kind = "float32" if dtype is torch.float32 else "half"
     assert groups == {f"products, {kind}", f"passes, {kind}"}
 

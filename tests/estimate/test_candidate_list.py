@@ -2,8 +2,7 @@
 
 import pytest
 
-from volseg.estimate.candidate import Candidate
-from volseg.estimate.candidate_list import Freedom, list_candidates, name_candidate, relieve
+from volseg.estimate.candidate import Candidate, Freedom, list_candidates, name_candidate, relieve
 
 
 def names(*arguments, **freedom):

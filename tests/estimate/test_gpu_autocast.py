@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.following import follow
 from volseg.device.torch_internals import find_autocast_operators
 from volseg.errors import FollowError
 from volseg.estimate.gpu_autocast import BANNED, FLOAT32, FLOAT32_RESULT, HALF, WIDEST
-from volseg.estimate.tracing import TracedStep, follow
+from volseg.estimate.tracing import TracedStep
 
 
 @dataclass(frozen=True)

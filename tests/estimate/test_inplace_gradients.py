@@ -4,11 +4,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch import nn
 
+from tests.following import follow
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.trace import Allocate, KernelRun, Mark
-from volseg.estimate.tracing import follow
 
 SIDE = 1000
 BYTES = SIDE * SIDE * 4
@@ -73,24 +72,3 @@ def test_real_gradients_are_summed_in_place():
 def test_what_was_read_by_indices_is_summed_in_place():
     names, _ = follow_backward(lambda x: x.index_select(0, torch.zeros(SIDE, dtype=torch.int64, device=x.device)))
     assert "aten.index_add_" in names
-
-
-def test_a_change_of_a_view_has_its_gradient_written_anew():
-    """Of an activation in place behind an instance norm, whose output is a view: as the account of a DynUNet says."""
-
-    def step(followed):
-        net = nn.Sequential(nn.Conv3d(4, 8, 1), nn.InstanceNorm3d(8), nn.LeakyReLU(inplace=True), nn.Conv3d(8, 8, 1))
-        net = followed.copy(net).to(followed.devices[0])
-        result = net(followed.empty(2, 4, 32, 32, 32)).sum()
-        followed.mark("backward")
-        result.backward()
-
-    (trace,) = follow(step, gpu=find_kind("h200"))
-    events = trace.events[trace.events.index(Mark("backward")) :]
-    size = 2 * 8 * 32**3 * 4
-    # The last layer's: gradient of the sum, laid out, and of its input. That one by strides, as the whole, as a copy of
-    # the part, the activation's, and the norm's.
-    before = [event for event in events if isinstance(event, Allocate | KernelRun)]
-    copied = next(n for n, event in enumerate(before) if isinstance(event, KernelRun) and event.name == "aten.copy_")
-    taken = [event for event in before[:copied] if isinstance(event, Allocate) and event.size == size]
-    assert [event.size for event in taken[-2:]] == [size, size]

@@ -17,8 +17,6 @@ def test_the_table_is_complete_and_consistent() -> None:
         assert instance.gpu in KINDS.values()
         assert instance.num_gpus in (1, 4, 8)
         assert instance.links.bandwidth > 0
-        assert instance.links.source
-        assert (instance.num_gpus == 1) == (instance.links.kind == "one GPU")
         assert "2026" in instance.price_source
         assert "us-east-1" in instance.price_source
         assert instance.price_per_hour is None or 0.3 < instance.price_per_hour < 100

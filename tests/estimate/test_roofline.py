@@ -51,7 +51,7 @@ MEASURED = [
     (add(2**16), 3e-6),
     (add(2**24), 250e-6),
 ]
-TABLE = RateTable.of_rows([measure(*row) for row in MEASURED], PEAKS, processors=100, gap=GAP)
+TABLE = RateTable([measure(*row) for row in MEASURED], PEAKS, processors=100, gap=GAP)
 
 
 def seconds_of(run: KernelRun, **other: object) -> float:
@@ -126,7 +126,7 @@ def test_what_was_never_measured_takes_as_long_as_what_moves_as_much() -> None:
 
 
 def test_an_empty_table_refuses_to_guess() -> None:
-    empty = RateTable({}, PEAKS, 100, GAP)
+    empty = RateTable([], PEAKS, 100, GAP)
     with pytest.raises(ConfigError, match=r"no rate is known for aten\.add.*calibrate"):
         empty.seconds(classify(add(8))[0])
 

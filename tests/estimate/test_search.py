@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import Freedom, list_candidates, relieve
+from volseg.estimate.candidate import Candidate, Estimate, Freedom, list_candidates, relieve
 from volseg.estimate.search import choose, find_bound, guess_least, judge, search
 
 GIB = 2**30
@@ -203,7 +202,7 @@ def test_where_ways_were_given_up_none_is_said_to_be_the_least():
         Estimate(candidate=Candidate(spatial=2, checkpoint="all"), refused="needs more", more_than=16 * GIB),
     ]
     assert choose(forecasts)[1] == "nothing fits: one GPU needs 40.0 GiB, and there are 16.0 GiB"
-    assert guess_least(forecasts) == Candidate(data=2, checkpoint="all")
+    assert guess_least(forecasts).candidate == Candidate(data=2, checkpoint="all")
     assert guess_least(forecasts[:1]) is None
 
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.following import follow
 from volseg.device import fusions
 from volseg.device.gpus import host_values
 from volseg.errors import FollowError, OutOfMemoryError
 from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, StepTrace
-from volseg.estimate.tracing import TracedStep, follow, tracing
+from volseg.estimate.tracing import TracedStep, tracing
 from volseg.parallel import FastKernels
 from volseg.workflow.components import build_loss, build_optimizer
 from volseg.workflow.precision import Precision

@@ -16,8 +16,8 @@ from volseg.config.schema import ExperimentConfig
 from volseg.estimate.candidate import Candidate
 from volseg.experiment import kernel_worker, training
 from volseg.experiment.compiled_kernels import CompiledKernels
-from volseg.experiment.data_ranks import CaseReading
 from volseg.experiment.kernel_worker import KernelWorker, OwnGpu, make_order, serve_kernels
+from volseg.experiment.training_mesh import CaseReading
 from volseg.lifetime import end_with_launcher
 from volseg.parallel.devices import count_processes, find_local_rank, find_rank
 

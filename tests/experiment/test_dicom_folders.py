@@ -11,7 +11,7 @@ from volseg.data.dicom_elements import read_elements
 from volseg.data.dicom_series import choose_series, name_series, search_series
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, ReaderError
-from volseg.experiment.images import resolve_images
+from volseg.experiment.predicting import resolve_images
 
 SimpleITK = pytest.importorskip("SimpleITK", reason="a machine that only runs GPU tests may lack it")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from volseg.errors import ConfigError
-from volseg.estimate.candidate_list import list_candidates, relieve
+from volseg.estimate.candidate import list_candidates, relieve
 from volseg.experiment import find_machine, load_config, train
 from volseg.experiment.plan_command import list_settings, plan_training
 from volseg.experiment.training_work import find_freedom

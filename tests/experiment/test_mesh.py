@@ -13,9 +13,9 @@ from volseg.errors import ConfigError
 from volseg.experiment import load_config, mesh_resolution, placed_network, train
 from volseg.experiment.building import build_training
 from volseg.experiment.cases import choose_cases
-from volseg.experiment.data_ranks import CaseReading
 from volseg.experiment.mesh_resolution import Needed, join_processes, resolve_mesh
 from volseg.experiment.placed_network import build_model, choose_device
+from volseg.experiment.training_mesh import CaseReading
 from volseg.parallel.devices import find_rank
 from volseg.workflow import load_checkpoint
 from volseg.workflow.randomness import seed_everything

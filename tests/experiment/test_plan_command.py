@@ -15,7 +15,7 @@ from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.report import VolumesReport
 from volseg.experiment import find_machine, load_config
-from volseg.experiment.mesh_choice import choose_mesh
+from volseg.experiment.mesh_resolution import choose_mesh
 from volseg.experiment.plan_command import list_settings, plan_training
 from volseg.workflow.components import LOSSES
 

@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 from volseg.checkpointing.folder import RunFolder
 from volseg.cli import app
 from volseg.data import load_task
+from volseg.data.readers import read_label
 from volseg.errors import ConfigError, DataError
-from volseg.experiment import apply_postprocessing, determine_postprocessing, train
+from volseg.experiment import apply_postprocessing, determine_postprocessing, predict, train
+from volseg.inference.postprocessing import Postprocessing
 
 
 @pytest.fixture
@@ -82,3 +84,20 @@ def test_what_cannot_be_measured_or_changed_is_refused(crossed, task, tmp_path):
     again = [str(crossed), "--apply", str(run.validation), "-o", str(tmp_path / "out"), "--overwrite"]
     assert CliRunner().invoke(app, ["postprocess", *again]).exit_code == 0
     assert (tmp_path / "out" / gone.name).read_bytes() != b"somebody's"
+
+
+def test_a_run_keeps_the_largest_component_of_the_labels_that_its_config_names(configured, own_run, task, tmp_path):
+    images = sorted((task / "imagesTr").iterdir())[:2]
+    name, steps = "Anterior", ["inference.keep_largest=[Anterior]"]
+    plain = predict(own_run, images, tmp_path / "plain", overrides=["inference.keep_largest=[]"])
+    kept = predict(own_run, images, tmp_path / "kept", overrides=steps)
+    order = Postprocessing.keep_largest(own_run.task(), [name])
+    changes = 0
+    for case, path in plain.label_maps.items():
+        before = read_label(path)
+        assert np.array_equal(read_label(kept.label_maps[case]), order(before))
+        changes += int((order(before) != before).sum())
+    assert changes, "the untrained network predicts no stray component, and nothing is tested"
+    with pytest.raises(ConfigError, match=r"keep_largest: no label is called 'Anterio'"):
+        train(configured("training.epochs=1", "inference.keep_largest=[Anterio]", f"output={tmp_path / 'typo'}"))
+    assert not (tmp_path / "typo" / "history.jsonl").exists()

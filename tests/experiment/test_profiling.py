@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from volseg.cli import app
 from volseg.errors import ConfigError
 from volseg.experiment import load_config, profile_training
-from volseg.experiment.data_facts import find_facts
+from volseg.experiment.network_plan import find_facts
 from volseg.experiment.profiled_step import build_profiled
 from volseg.experiment.profiling import watch_replays
 from volseg.profiling.report import ProfileReport

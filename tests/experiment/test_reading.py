@@ -6,8 +6,8 @@ from in_group import in_group
 from torch import nn
 
 from volseg.experiment.cases import choose_cases
-from volseg.experiment.data_ranks import CaseReading
 from volseg.experiment.mesh_resolution import resolve_mesh
+from volseg.experiment.training_mesh import CaseReading
 
 
 def test_one_process_reads(configured):

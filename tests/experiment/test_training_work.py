@@ -11,7 +11,7 @@ from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.experiment import load_config
-from volseg.experiment.data_facts import find_facts
+from volseg.experiment.network_plan import find_facts
 from volseg.experiment.training_work import (
     AUGMENTATION,
     at_size,

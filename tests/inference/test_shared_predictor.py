@@ -56,8 +56,9 @@ def make(count: int, **settings) -> tuple[Predictor, SharedPredictor]:
         {"memory": 9 * 8 * 8 * 4 * 4},  # cut into strips as well
         {"windows_per_step": 3, "overlap": 0.3, "mirror": (1,)},
         {"regions": True, "values": (1, 2, 7), "skip_background": True},
+        {"postprocess": lambda labels: 2 - labels},
     ],
-    ids=str,
+    ids=lambda settings: " ".join(settings),
 )
 def test_label_maps_are_those_of_one_device(count, settings):
     case = draw_case()

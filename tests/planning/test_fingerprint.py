@@ -250,3 +250,13 @@ def test_a_damaged_one_is_taken_anew(task, content, caplog):
     place.write_text(content, encoding="utf-8")
     assert load_fingerprint(task) is None
     assert content == '{"key": 1}' or "is no fingerprint" in caplog.text
+
+
+def test_the_share_of_the_largest_component_is_that_of_structures_in_the_case(write):
+    image, label = draw_case()
+    label[10, 8, 6] = 1  # beside 64 - 8 voxels
+    first, second = take_fingerprint(
+        write([(image, label, np.eye(4)), (image, np.zeros_like(label), np.eye(4))])
+    ).fingerprint.cases
+    assert first.largest == {"organ": 56 / 57, "tumour": 1.0}
+    assert second.largest == {}

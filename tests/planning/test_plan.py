@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -39,6 +40,15 @@ def test_hippocampus_gets_its_published_plan():
     assert values["patch"]["batch"] == 9
     assert values["network"]["strides"] == [[1, 1, 1], [2, 2, 2], [2, 2, 2], [2, 2, 2]]
     assert values["optimizer"] == {"name": "AdamW", "lr": 3.0e-3, "weight_decay": 0.01}  # as tuned on it
+
+
+@pytest.mark.parametrize(("count", "share", "kept"), [(10, 0.99, ["organ"]), (9, 1.0, None), (10, 0.98, None)])
+def test_stray_components_are_removed_where_every_case_has_one(count, share, kept):
+    fingerprint = make_fingerprint(count=count)
+    cases = [replace(case, largest={"organ": share} if number else {}) for number, case in enumerate(fingerprint.cases)]
+    more = replace(cases[0], case="one more", largest={"organ": 1.0})
+    inference = plan(replace(fingerprint, cases=(*cases, more))).values()["inference"]
+    assert inference.get("keep_largest") == kept
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -100,6 +110,32 @@ def test_each_channel_has_its_scheme():
 @pytest.mark.parametrize(("kept", "nonzero"), [(0.74, True), (0.75, False), (1.0, False)])
 def test_moments_are_those_of_what_is_not_zero_where_cropping_takes_much(kept, nonzero):
     assert steps(plan(make_fingerprint(kept=kept)))["ZScore"].get("nonzero", False) is nonzero
+
+
+@pytest.mark.parametrize(
+    ("preset", "memory", "shape", "mm", "count", "patch", "batch", "strides"),
+    [
+        ("unet", 8.0, (512, 300), (0.8, 0.8), 900, [512, 320], 20, [[2, 2]] * 6),
+        ("resenc", 8.0, (1400, 512), (0.8, 0.8), 40, [768, 320], 13, [*[[2, 2]] * 6, [2, 1]]),
+        ("resenc", 24.0, (900, 1400), (0.8, 0.8), 5, [640, 1152], 9, [[2, 2]] * 7),
+        ("unet", 8.0, (64, 128), (2.2, 1.0), 5, [64, 128], 2, [[1, 2], *[[2, 2]] * 4]),
+    ],
+)
+def test_a_data_set_of_single_slices_has_nnunets_2d_plan(preset, memory, shape, mm, count, patch, batch, strides):
+    """As nnunetv2 2.8.1 plans them; the spacing across a slice changes nothing, nor does the axis of the slices."""
+    for axis, thick in ((2, 9.0), (2, 0.1), (0, 1.0)):
+
+        def place(pair, single, axis=axis):
+            return [*pair[:axis], single, *pair[axis:]]
+
+        values = plan(make_fingerprint(tuple(place(shape, 1)), tuple(place(mm, thick)), count=count), preset, memory)
+        network = values.values()["network"]
+        assert values.values()["patch"]["size"] == place(patch, 1)
+        assert values.values()["patch"]["batch"] == batch
+        assert network["strides"] == [[1, 1, 1], *(place(stride, 1) for stride in strides)]
+        assert {kernel[axis] for kernel in network["kernel_size"]} == {1}
+        assert max(network["filters"]) == 512
+        assert values.config().augmentation.scaling.axes == tuple(place([True, True], False))
 
 
 def test_thick_slices_stay_slices():

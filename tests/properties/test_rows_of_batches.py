@@ -65,9 +65,12 @@ def augmentation(elastic: bool) -> BatchAugmentation:
     return BatchAugmentation(config, PATCH, num_classes=2)
 
 
-def batches(batch_size, rows=None, *, budget_bytes=0, elastic=False, prefetch=None) -> AugmentedBatches:
+def batches(
+    batch_size, rows=None, *, budget_bytes=0, elastic=False, prefetch=None, weights=(1, 1, 1)
+) -> AugmentedBatches:
     augment = augmentation(elastic)
-    bank = RecordedBank(cases(), budget_bytes=budget_bytes)
+    weighed = [{**case, "weight": weight} for case, weight in zip(cases(), weights, strict=True)]
+    bank = RecordedBank(weighed, budget_bytes=budget_bytes)
     patches = PatchBatches(
         bank, PATCH, batch_size, ITERATIONS, source_size=augment.source_size, seed=3, prefetch=prefetch
     )
@@ -91,15 +94,20 @@ def layouts(draw):
 
 @settings(max_examples=40)
 @given(
-    layout=layouts(), budgets=st.lists(BUDGETS, min_size=8, max_size=8), elastic=st.booleans(), epoch=st.integers(0, 3)
+    layout=layouts(),
+    budgets=st.lists(BUDGETS, min_size=8, max_size=8),
+    elastic=st.booleans(),
+    epoch=st.integers(0, 3),
+    weights=st.sampled_from([(1, 1, 1), (2, 0, 0.5)]),
 )
-def test_the_rows_of_all_processes_are_the_batch_of_one(layout, budgets, elastic, epoch):
+def test_the_rows_of_all_processes_are_the_batch_of_one(layout, budgets, elastic, epoch, weights):
     """Each process's device holds as many cases as it has room for."""
     batch_size, processes, start = layout
-    whole = list(batches(batch_size, budget_bytes=budgets[0], elastic=elastic).epoch(epoch, start))
+    made = {"elastic": elastic, "weights": weights}
+    whole = list(batches(batch_size, budget_bytes=budgets[0], **made).epoch(epoch, start))
     assert len(whole) == ITERATIONS - start
     for rows, budget_bytes in zip(processes, budgets[1:], strict=False):
-        own = list(batches(batch_size, rows, budget_bytes=budget_bytes, elastic=elastic).epoch(epoch, start))
+        own = list(batches(batch_size, rows, budget_bytes=budget_bytes, **made).epoch(epoch, start))
         for mine, batch in zip(own, whole, strict=True):
             for name in ("image", "label"):
                 assert torch.equal(mine[name], torch.cat([batch[name][part] for part in rows]))

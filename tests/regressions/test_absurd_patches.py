@@ -11,12 +11,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from volseg.cli import app
-from volseg.estimate.auto_strategy import describe_network
-from volseg.estimate.candidate import Candidate
-from volseg.estimate.candidate_list import Freedom
-from volseg.estimate.estimator import Machine, Planned, estimate_work
+from volseg.estimate.candidate import Candidate, Freedom
+from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.instances import find_links
+from volseg.estimate.network_plan import describe_network
 from volseg.estimate.planning import _find_volumes
 
 SMALL = ["--set", "network={name: UNet, channels: [4, 8, 8], strides: [4, 4]}", "--instance", "p3.2xlarge"]
@@ -64,5 +63,5 @@ def test_the_largest_volume_is_found_from_such_a_size():
 
 def forecast_too_large(work, kind):
     machine = Machine(gpu=kind, num_gpus=1, links=find_links(kind), gpu_bytes=kind.memory)
-    forecast = estimate_work(work, Candidate(kernels="torch"), machine)
+    forecast = Planned(work=work, machine=machine).follow(Candidate(kernels="torch"))
     return forecast.more_than is not None and forecast.memory is None and not forecast.runs

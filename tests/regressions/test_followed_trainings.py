@@ -16,7 +16,7 @@ from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.kernel_class import classify
 from volseg.estimate.trace import KernelRun, Sent
 from volseg.estimate.tracing import tracing
-from volseg.experiment.data_facts import find_facts
+from volseg.experiment.network_plan import find_facts
 from volseg.experiment.training_work import describe_training, find_reserve
 from volseg.parallel.followed_replicas import FollowedReplicas
 

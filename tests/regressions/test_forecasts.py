@@ -5,16 +5,17 @@ import torch
 from torch import nn
 from torch.library import Library, register_fake
 
+from tests.following import follow
 from volseg.device.torch_internals import get_storage_key
 from volseg.estimate import operator_cache
-from volseg.estimate.auto_strategy import describe_network
 from volseg.estimate.candidate import Candidate
-from volseg.estimate.estimator import Machine, estimate_work
+from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.instances import find_links
+from volseg.estimate.network_plan import describe_network
 from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.trace import KernelRun
-from volseg.estimate.tracing import follow, tracing
+from volseg.estimate.tracing import tracing
 
 V100, H200 = find_kind("v100-16"), find_kind("h200")
 aten = torch.ops.aten
@@ -98,7 +99,8 @@ def test_a_step_that_would_not_be_recorded_is_forecast_as_it_runs_then():
         recorded = Candidate(kernels="torch", recorded=True)
         optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=fused)  # noqa: E731
         work = describe_network(net, (1, 1, 16, 16, 16), dtype=torch.bfloat16, optimizer=optimizer)
-        return estimate_work(work, recorded, Machine(gpu=H200, num_gpus=1, links=find_links(H200), gpu_bytes=2**37))
+        machine = Machine(gpu=H200, num_gpus=1, links=find_links(H200), gpu_bytes=2**37)
+        return Planned(work=work, machine=machine).follow(recorded)
 
     eager, fused = plan_for(fused=None), plan_for(fused=True)
     assert eager.refused is fused.refused is None

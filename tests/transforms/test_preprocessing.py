@@ -242,7 +242,8 @@ def test_config_that_cannot_work_is_refused(component, message):
 
 
 def test_every_component_is_named_once_and_documented():
-    assert list(PREPROCESSING) == ["ClipZScore", "CropForeground", "Orientation", "Pad", "Spacing", "ZScore"]
+    names = ["ClipZScore", "CropForeground", "Orientation", "Pad", "PreviousStage", "Spacing", "ZScore"]
+    assert list(PREPROCESSING) == names
     assert all(component.__doc__ for component in PREPROCESSING.values())
 
 

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import nibabel
+import numpy as np
 import pytest
 import torch
 from documented import ROOT
 
+from volseg.data import load_task
 from volseg.data.mock_msd import make_mock_task
 from volseg.experiment import REGISTRIES
 
@@ -81,6 +84,30 @@ def test_predict_folder(run):
     said = run("predict_folder.py", "runs/task04_cpu", "task/imagesTs")
     assert "1 predicted" in said
     assert re.search(r"synthetic_\d+: (nothing|\d+: \d+\.\d\d ml)", said)
+
+
+def test_unlabelled(run):
+    """What is certain is kept, what is not is ignored, and the third network trains on both."""
+    values = [*SMALL, *NARROW, "data.root=task"]
+    Path("new").mkdir()
+    for name, image in zip(("a", "b", "c"), sorted(Path("task/imagesTr").glob("*.gz")), strict=False):
+        volume = nibabel.load(image)
+        nibabel.save(nibabel.Nifti1Image(volume.get_fdata() + 1, volume.affine), f"new/{name}.nii.gz")
+    said = run("unlabelled.py", "new", "configs/task04_cpu.yaml", "--keep", "0.67", "--entropy", "0.9", values=values)
+    assert "Posterior" in said
+    task = load_task("runs/unlabelled/data/cases.csv")
+    weights = task.columns["weight"]
+    new = [name for name in weights if name in ("a", "b", "c")]
+    assert len(new) == 2
+    assert {weights[name] for name in new} == {"2.0"}  # half of the patches are of two cases, the others of four
+    [split] = task.splits
+    assert set(new) < set(split.training)
+    assert task.ignore == 3
+    for case in task.training:
+        if case["case"] in new:
+            values = np.unique(np.asanyarray(nibabel.load(case["label"]).dataobj))
+            assert set(values) <= {0, 1, 2, 3}
+            assert 3 in values
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from volseg.checkpointing.folder import RunFolder, list_labelled
+from volseg.checkpointing.folder import RunFolder, list_labelled, list_weights
 from volseg.checkpointing.state import TrainingState
 from volseg.config.loading import differences
 from volseg.config.parallel import ParallelConfig
@@ -34,6 +34,7 @@ __all__ = [
     "require_same_mesh",
     "require_same_split",
     "require_same_task",
+    "require_same_weights",
 ]
 
 
@@ -94,6 +95,14 @@ RULES: Mapping[str, ResumeRule] = {
         "the cases are no longer those of {file}: {count} came, went or changed between training and validation, "
         "first {first!r}. Restore the data set, or start a new run with another --output: what was trained on must "
         "not validate",
+        DataError,
+    ),
+    "weights of cases": ResumeRule(
+        "must be equal",
+        "they decide which cases are drawn",
+        "task.json",
+        "the weights of cases are no longer those of {file}: {changes}. Restore the column 'weight' of the table, or "
+        "start a new run with another --output",
         DataError,
     ),
     "voxels of each case, and which cases are bad": ResumeRule(
@@ -234,6 +243,21 @@ def require_same_split(folder: RunFolder, split: Split) -> None:
     sides = ((begun.training, split.training), (begun.validation, split.validation))
     if moved := sorted({name for before, now in sides for name in set(before) ^ set(now)}):
         refuse("cases that train, cases that validate", folder.path, count=len(moved), first=moved[0])
+
+
+def require_same_weights(folder: RunFolder, task: Task) -> None:
+    """Raise unless cases are drawn as often as when the run was begun.
+
+    Raises
+    ------
+    DataError
+        Names the cases whose weights changed.
+    """
+    begun, now = read_json(folder.task_file).get("weights", {}), list_weights(task)
+    names = sorted(name for name in begun.keys() | now.keys() if begun.get(name, 1.0) != now.get(name, 1.0))
+    if names:
+        changes = list_some([f"{name} {begun.get(name, 1.0):g} -> {now.get(name, 1.0):g}" for name in names])
+        refuse("weights of cases", folder.path, changes=changes)
 
 
 def require_same_cases(folder: RunFolder, fingerprints: Mapping[str, str | None]) -> None:

@@ -50,7 +50,7 @@ from volseg.files import remove_partials, replacing, require_text
 from volseg.monitoring import run_files
 from volseg.reporting import NAME
 
-__all__ = ["CASES", "ENVIRONMENT", "MEMORY", "NETWORK", "RunFolder", "list_labelled"]
+__all__ = ["CASES", "ENVIRONMENT", "MEMORY", "NETWORK", "RunFolder", "list_labelled", "list_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class RunFolder:
             "regions": {name: list(values) for name, values in task.regions.items()},
             "ignore": task.ignore,
             "labelled": list_labelled(task),
+            "weights": list_weights(task),
         }
         for name, content in {**files, TASK: described}.items():
             self.write_json(name, content)
@@ -203,6 +204,7 @@ class RunFolder:
             ignore=labels.ignore,
             training=(),
             test=(),
+            stage_labels=self.config().stage_labels,
         )
 
     def plan(self) -> NetworkPlan:
@@ -273,3 +275,8 @@ def list_labelled(task: Task) -> dict[str, list[int]]:
     """Return the labels that were looked for in each partially labelled training case."""
     found = {case["case"]: task.labelled(case) for case in task.training}
     return {name: list(values) for name, values in found.items() if values is not None}
+
+
+def list_weights(task: Task) -> dict[str, float]:
+    """Return the weight of each training case that has one."""
+    return {case["case"]: case["weight"] for case in task.training if "weight" in case}

@@ -39,6 +39,7 @@ __all__ = [
     "complete_network",
     "complete_run",
     "complete_shipped",
+    "gather_overrides",
     "verb",
 ]
 
@@ -193,6 +194,16 @@ Overrides = Annotated[
         autocompletion=complete_key,
     ),
 ]
+
+
+def gather_overrides(given: Sequence[str] | None, output: Path | None, *, no_cache: bool) -> list[str]:
+    """Return the overrides of a verb, with those that its options ``--output`` and ``--no-cache`` stand for."""
+    from volseg.config.loading import path_override  # pydantic: not for --help
+
+    folder = [path_override("output", output)] if output else []
+    return [*(given or ()), *folder, *(["data.cache=none"] if no_cache else [])]
+
+
 NoCache = Annotated[bool, Option("--no-cache", help="Prepare all cases anew, and keep none: data.cache=none.")]
 
 

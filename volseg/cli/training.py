@@ -20,6 +20,7 @@ from volseg.cli.options import (
     check_config,
     complete_config,
     complete_run,
+    gather_overrides,
     verb,
 )
 from volseg.streams import show
@@ -32,8 +33,10 @@ training_app = typer.Typer()
 @verb(training_app, "Data", "volseg configure Task04_Hippocampus -o my_task.yaml")
 def configure(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config.")],
-    preset: Annotated[str, Option(help="unet, resenc (residual encoder), vnet, whole (cut over GPUs).")] = "unet",
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config to write.")],
+    preset: Annotated[
+        str, Option(help="unet, resenc (residual encoder), vnet, whole (cut over GPUs), cascade (two configs).")
+    ] = "unet",
     gpu_memory: Annotated[str, Option(metavar="SIZE", help="Of the GPU, such as 24GiB.")] = "8GiB",
     like: Annotated[
         Path | None,
@@ -93,11 +96,10 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a network, validate it, and write a run folder."""
-    from volseg.config.loading import is_config_file, path_override  # imports pydantic: not for --help
+    from volseg.config.loading import is_config_file  # imports pydantic: not for --help
     from volseg.parallel.devices import count_launched, is_launched
 
-    overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
-    overrides += ["data.cache=none"] if no_cache else []
+    overrides = gather_overrides(overrides, output, no_cache=no_cache)
     if not is_config_file(config) and experiment.is_data_set(config):
         from volseg.planning import parse_memory  # imports torch: not for --help
 
@@ -152,16 +154,60 @@ def cross_validate(
     quiet: Quiet = False,
 ) -> None:
     """Train all folds that are not finished, and write one table of all cases."""
-    from volseg.config.loading import path_override  # imports pydantic: not for --help
-
     if more_folds and not folds:
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
-    overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
-    overrides += ["data.cache=none"] if no_cache else []
+    overrides = gather_overrides(overrides, output, no_cache=no_cache)
     # Numbers after `--folds 0` are arguments to click, which gives an option one value.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
     crossed = experiment.cross_validate(loaded, folds=chosen, gpus=gpus, resume=resume)
     show(experiment.format_cross_validation(crossed))
     if crossed.failures:
+        raise typer.Exit(1)
+
+
+@training_app.command(
+    cls=SuggestingCommand,
+    epilog="Example: volseg search configs/task04_unet.yaml --over search.yaml --trials 30 --gpus 4\n\n"
+    "A line of search.yaml: `optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}`, or a list of choices.",
+    rich_help_panel="Train",
+)
+def search(
+    config: ConfigFile,
+    over: Annotated[
+        Path,
+        typer.Option("--over", metavar="FILE", help="YAML file of keys, each with a range or a list of choices."),
+    ],
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the run folders trial_0 ...; default runs/NAME.")
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Trials in all: of earlier calls and of other machines too.")] = 20,
+    gpus: Annotated[int, typer.Option(min=1, help="Train so many trials at a time, each on a GPU of its own.")] = 1,
+    metric: Annotated[
+        str, typer.Option(help="What is compared, as TensorBoard shows it below val/, such as dice/LABEL.")
+    ] = "dice_mean",
+    minimize: Annotated[bool, typer.Option("--minimize", help="Smaller values of the metric are better.")] = False,
+    pruner: Annotated[
+        str, typer.Option(help="Optuna's, which stops bad trials: median, halving (successive halving) or none.")
+    ] = "median",
+    no_cache: NoCache = False,
+    components: Components = None,
+    json_logs: JsonLogs = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train with other values again and again, and find the best ones; run again, it goes on.
+
+    Machines that share the folder share the trials. Needs Optuna: pip install optuna.
+    """
+    del json_logs, quiet  # their callbacks have heard them
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    overrides = gather_overrides(overrides, output, no_cache=no_cache)
+    record = experiment.search(
+        config, over, overrides, trials=trials, gpus=gpus, metric=metric, minimize=minimize, pruner=pruner
+    )
+    show(experiment.format_search(record))
+    if record.best is None:
         raise typer.Exit(1)

@@ -20,7 +20,7 @@ from volseg.config.loading import load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.files import replacing
 
-__all__ = ["describe_values", "write_commented"]
+__all__ = ["describe_values", "format_inline", "write_commented"]
 
 WIDTH = 110
 
@@ -82,9 +82,9 @@ def _describe_section(
             yield from _describe_section(value, f"{indent}  ", minimal=minimal, names=names)
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
             yield f"{indent}{name}:"
-            yield from (f"{indent}  - {_flow(item)}" for item in value)
+            yield from (f"{indent}  - {format_inline(item)}" for item in value)
         else:
-            yield f"{indent}{name}: {_flow(value)}"
+            yield f"{indent}{name}: {format_inline(value)}"
 
 
 def _describe_component(section: str, name: str, field: FieldInfo, names: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -117,7 +117,7 @@ def _say(field: FieldInfo, default: FieldInfo | None) -> str:
     meaning = re.sub(r"``([^`]*)``", r"\1", " ".join((field.description or "").split()))
     said = [meaning, describe_values(field)]
     if default is not None and not field.is_required():
-        said.append(f"Default {_flow(field.get_default(call_default_factory=True))}.")
+        said.append(f"Default {format_inline(field.get_default(call_default_factory=True))}.")
     return " ".join(part for part in said if part)
 
 
@@ -175,7 +175,7 @@ def _flatten(metadata: Sequence[Any]) -> Iterator[Any]:
         yield from constraint.metadata if isinstance(constraint, FieldInfo) else (constraint,)
 
 
-def _flow(value: Any) -> str:
+def format_inline(value: Any) -> str:
     """Return a value on one line of YAML."""
     if isinstance(value, ComponentConfig):
         value = value.model_dump(mode="json", exclude_defaults=True) | {"name": value.name}
@@ -183,9 +183,9 @@ def _flow(value: Any) -> str:
     elif isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_flow(key)}: {_flow(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{format_inline(key)}: {format_inline(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_flow, value)) + "]"
+        return "[" + ", ".join(map(format_inline, value)) + "]"
     if isinstance(value, str | Path):
         plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_./]*", str(value)) and str(value).lower() not in WORDS
         return str(value) if plain else json.dumps(str(value), ensure_ascii=False)  # a JSON text is a YAML text

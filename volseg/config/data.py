@@ -9,7 +9,11 @@ from pydantic import Field, field_validator, model_validator
 from volseg.config.base import ConfigModel, NonNegative, Positive, Seed
 from volseg.errors import ConfigError
 
-__all__ = ["DataConfig", "SplitConfig", "compile_group"]
+__all__ = ["PREVIOUS_STAGE", "DataConfig", "SplitConfig", "compile_group"]
+
+
+PREVIOUS_STAGE = "PreviousStage"
+"""Component of the preprocessing that joins the label map of a previous stage to the image."""
 
 
 class DataConfig(ConfigModel):
@@ -25,6 +29,13 @@ class DataConfig(ConfigModel):
     main memory; batches are the same bits whatever lies where."""
     device_limit: Positive | None = None
     """GiB of the GPU that ``keep: auto`` may take for cases, in place of 30 % of what is free."""
+    weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    """How often patches of training cases are drawn, in relation to the others' weight of 1:
+    ``{pseudo_*: 0.3, case_07: 0}``, by names of cases or patterns of names; the last that fits counts. 0: never. They
+    replace the column ``weight`` of a table."""
+    previous_stage: Path | None = None
+    """A cross-validation of a coarser network, whose label maps are further channels of the images (nnU-Net's cascade);
+    ``{name: PreviousStage}`` in ``preprocessing`` joins them."""
     cache: str = "auto"
     """Folder in which preprocessed cases are kept for the next fold, restart or resume, and mapped from. ``auto``:
     ``$VOLSEG_CACHE``, else ``~/.cache/volseg``; ``none``: they are prepared anew and held in memory."""

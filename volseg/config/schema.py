@@ -5,7 +5,7 @@ follows from the data (channels, classes) is not written here.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from volseg.config.components import (
     OptimizerConfig,
     ScheduleConfig,
 )
-from volseg.config.data import DataConfig, SplitConfig
+from volseg.config.data import PREVIOUS_STAGE, DataConfig, SplitConfig
 from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
 from volseg.config.training import KERNELS_OF, UNSETTLED_KERNELS, GrowthConfig, PatchConfig, TrainingConfig
 
@@ -69,6 +69,9 @@ class InferenceConfig(ConfigModel):
     skip_background: bool = False
     """Take windows in which the preprocessed image has one value, such as clipped air, for background unseen; not for
     structures that look like that."""
+    keep_largest: tuple[str, ...] = ()
+    """Labels or regions of which a label map keeps only the largest component, in validations too. What
+    `volseg postprocess` measures comes after it."""
 
 
 class EvaluationConfig(ConfigModel):
@@ -151,26 +154,27 @@ class ExperimentConfig(ConfigModel):
     """How one training uses several devices; ``auto`` chooses."""
 
     @model_validator(mode="after")
-    def _strategy_has_these_kernels(self) -> "ExperimentConfig":
+    def _stage_is_whole(self) -> "ExperimentConfig":
+        if (self.data.previous_stage is None) == bool(self.stage_labels):
+            raise ValueError(
+                "a cascade needs data.previous_stage and, as the last step of preprocessing, {name: PreviousStage, "
+                "labels: [1, ...]}; `volseg configure --preset cascade` writes both"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _training_is_of_one_mind(self) -> "ExperimentConfig":
         kernels, strategy = self.training.kernels, self.parallel.model_strategy
         if kernels not in KERNELS_OF[strategy]:
             raise ValueError(
                 f"training.kernels is {kernels}, which parallel.strategy: {strategy} does not run; it takes "
                 f"{' or '.join(KERNELS_OF[strategy])}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _same_bits_are_of_known_kernels(self) -> "ExperimentConfig":
-        if self.training.deterministic and self.training.kernels in UNSETTLED_KERNELS:
+        if self.training.deterministic and kernels in UNSETTLED_KERNELS:
             raise ValueError(
-                f"training.kernels is {self.training.kernels}, where kernels are chosen by how long they take, and "
+                f"training.kernels is {kernels}, where kernels are chosen by how long they take, and "
                 "training.deterministic: true promises the same bits each time; set kernels to auto, fast or torch"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _patience_has_validations(self) -> "ExperimentConfig":
         if self.training.patience is not None and self.training.validate_every is None:
             raise ValueError(
                 "training.patience counts validations on the way, and training.validate_every: null makes none; leave "
@@ -179,33 +183,30 @@ class ExperimentConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
-    def _what_grows_is_whole(self) -> "ExperimentConfig":
+    def _training_goes_with_its_devices(self) -> "ExperimentConfig":
         if self.patch.growth and self.parallel.may_cut:
             raise ValueError(
                 "patch.growth changes the size of volumes, for which parallel has settled who computes what; train "
                 "without patch.growth, or on whole volumes (parallel.data, and parallel.strategy: spatial with "
                 "parallel.devices: 1 or parallel.spatial: 1 where activations are recomputed)"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _replicas_have_samples(self) -> "ExperimentConfig":
         data, batch = self.parallel.data, self.patch.batch
         if data is not None and data > batch:
             raise ValueError(
                 f"parallel.data is {data} and patch.batch {batch}: each replica needs a sample of the batch, which is "
                 "that of all together"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _same_bits_are_not_replanned(self) -> "ExperimentConfig":
         if self.training.deterministic and self.parallel.on_oom == "replan":
             raise ValueError(
                 "parallel.on_oom: replan goes on with other kernels or another mesh, and training.deterministic: true "
                 "promises the same bits from begin to end; leave out one of them"
             )
         return self
+
+    def with_values(self, **sections: Mapping[str, Any]) -> "ExperimentConfig":
+        """Return the config with other values in some sections, which are not checked: ``patch={"batch": 1}``."""
+        changed = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
+        return self.model_copy(update=changed)
 
     def on_one_device(self, num_processes: int = 1) -> "ExperimentConfig":
         """Return the config for one device of each of ``num_processes``; nothing is cut where that is one process."""
@@ -239,13 +240,23 @@ class ExperimentConfig(ConfigModel):
 
     def located(self) -> "ExperimentConfig":
         """Return the config with absolute paths to what it reads, from any working directory."""
-        cache = self.data.cache if self.data.cache in ("auto", "none") else str(_absolute(Path(self.data.cache)))
-        data = self.data.model_copy(update={"root": _absolute(self.data.root), "cache": cache})
-        file = self.split.file
-        split = self.split.model_copy(update={"file": file and _absolute(file)})
-        start = self.training.start_from
-        training = self.training.model_copy(update={"start_from": start and _absolute(start)})
-        return self.model_copy(update={"data": data, "split": split, "training": training})
+        stage = self.data.previous_stage
+        cache, file, start = self.data.cache, self.split.file, self.training.start_from
+        return self.with_values(
+            data={
+                "root": _absolute(self.data.root),
+                "previous_stage": stage and _absolute(stage),
+                "cache": cache if cache in ("auto", "none") else str(_absolute(Path(cache))),
+            },
+            split={"file": file and _absolute(file)},
+            training={"start_from": start and _absolute(start)},
+        )
+
+    @property
+    def stage_labels(self) -> tuple[int, ...]:
+        """Values of the previous stage's label maps, each a further channel of the images."""
+        steps = [step.spec() for step in self.preprocessing]
+        return tuple(steps[-1].get("labels", ())) if steps and steps[-1]["name"] == PREVIOUS_STAGE else ()
 
     @property
     def folder(self) -> Path:

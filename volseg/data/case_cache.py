@@ -49,6 +49,9 @@ LIBRARIES = ("monai", "nibabel", "numpy", "scipy", "SimpleITK", "torch")
 OWN_CODE = (Path(__file__).parent, Path(volseg.transforms.__file__).parent)
 """Folders of our own code that reads, checks and prepares."""
 
+FILES = ("image", "label", "stage")
+"""Fields of a case that are files."""
+
 VOXEL_PARTS = (".voxels", ".count")
 """Of a list of voxels, as they are stored beside the volumes."""
 
@@ -106,9 +109,7 @@ class CaseCache:
     def key_of(self, case: Case) -> str | None:
         """Return the name of what a case is prepared to; None if its files cannot be read."""
         try:
-            files = {
-                field: self._digests.of_images(list_files(case[field])) for field in ("image", "label") if field in case
-            }
+            files = {field: self._digests.of_images(list_files(case[field])) for field in FILES if field in case}
         except (OSError, ReaderError):  # what is wrong is told by the check
             return None
         return sha256(_format_json([self._common, _without_files(case), files]).encode()).hexdigest()
@@ -290,7 +291,7 @@ def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
 
 
 def _without_files(case: Case) -> Case:
-    return {name: value for name, value in case.items() if name not in ("case", "image", "label")}
+    return {name: value for name, value in case.items() if name not in ("case", "weight", *FILES)}
 
 
 def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str, Any]:
@@ -298,7 +299,7 @@ def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str
     if preprocessing.components is None:
         raise ConfigError("cases can be stored that build_preprocessing prepares; set data.cache to none for others")
     about = {field.name: getattr(task, field.name) for field in fields(task)}
-    for name in ("root", "training", "test", "splits"):
+    for name in ("root", "training", "test", "splits", "columns"):
         del about[name]
     about["labels"] = sorted(task.labels.items())  # JSON's keys are texts
     # Which number stands for hidden background goes by what all cases were looked through for.

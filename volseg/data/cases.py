@@ -49,6 +49,9 @@ class Task:
     columns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """What else the data set says of its cases, such as their patients: by column, and by case."""
 
+    stage_labels: tuple[int, ...] = ()
+    """Values of a previous stage's label maps, whose masks a network has for further channels."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", Path(self.root))
         shown = sorted(self.labels)
@@ -77,6 +80,11 @@ class Task:
     def num_channels(self) -> int:
         """Channels of every image."""
         return len(self.modalities)
+
+    @property
+    def num_inputs(self) -> int:
+        """Channels that a network sees: those of the image, and the masks of a previous stage."""
+        return len(self.modalities) + len(self.stage_labels)
 
     @property
     def num_classes(self) -> int:

@@ -69,10 +69,12 @@ def plan_epoch(
     share: float,
     generator: torch.Generator,
     annotated: ForegroundVoxels | None = None,
+    weights: Tensor | None = None,
 ) -> EpochPlan:
     """Choose case and place of every patch of an epoch.
 
-    Cases come in shuffled rounds, each once per round (nnU-Net draws them with replacement). A patch lies anywhere
+    Cases come in shuffled rounds, each once per round (nnU-Net draws them with replacement); cases with weights are
+    drawn with replacement, and the number of batches stays the same. A patch lies anywhere
     within its case, and centred on it along an axis where the case is the smaller one. The last patches of each batch
     are moved so that they hold a random voxel of a random class that the case has, as near to their centre as the
     case's border allows. Where voxels may lack an annotation, the other patches are moved likewise to a random voxel
@@ -94,12 +96,11 @@ def plan_epoch(
         On the CPU.
     annotated : ForegroundVoxels, optional
         Annotated voxels as one class; None where all are. A case without any gets ordinary patches.
+    weights : Tensor, optional
+        Relative probability of each case, (N,) in float64, finite and not negative; a case of 0 is never drawn.
     """
     num_patches = iterations * batch_size
-    rounds = -(-num_patches // len(shapes))
-    order = torch.rand(rounds, len(shapes), generator=generator, dtype=torch.float64).argsort(1)
-    cases = order.flatten()[:num_patches]
-
+    cases = _draw_cases(len(shapes), num_patches, weights, generator)
     room = shapes[cases] - torch.tensor(patch_size)
     anywhere = _draw_below(room.clamp(min=0) + 1, generator)
     voxel, found = _draw_voxels(foreground, cases, generator)
@@ -114,6 +115,18 @@ def plan_epoch(
     corners = torch.where(oversampled[:, None], around, anywhere)
     corners = torch.where(room < 0, room.div(2, rounding_mode="trunc"), corners)
     return EpochPlan(cases.view(iterations, batch_size), corners.view(iterations, batch_size, 3))
+
+
+def _draw_cases(num_cases: int, count: int, weights: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Return the case of each patch: in shuffled rounds, or with replacement by weights."""
+    if weights is None:
+        rounds = -(-count // num_cases)
+        order = torch.rand(rounds, num_cases, generator=generator, dtype=torch.float64).argsort(1)
+        return order.flatten()[:count]
+    ends = (weights / weights.max()).cumsum(0)  # by the largest first: the sum of finite weights may not be finite
+    lots = torch.rand(count, generator=generator, dtype=torch.float64)
+    # The last end is 1 exactly and lots are below 1, so that no round-off draws a case of weight 0.
+    return torch.searchsorted(ends / ends[-1], lots, right=True)
 
 
 def _draw_voxels(foreground: ForegroundVoxels, cases: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -204,6 +217,7 @@ class PatchBatches:
             share=self.share,
             generator=torch.Generator().manual_seed(mix_seed(self.seed, epoch)),
             annotated=self.cache.annotated,
+            weights=self.cache.weights,
         )
 
     def places(self, number: int, rows: Sequence[slice] = (slice(None),)) -> EpochPlaces:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from volseg.data.cases import Case, Task
 from volseg.data.labels import to_classes
-from volseg.data.readers import Read
+from volseg.data.readers import Read, read_volume
 from volseg.data.threads import compute_in_one_thread, map_in_threads
 from volseg.transforms.preprocessing import Preprocessing as Composed
 from volseg.transforms.preprocessing import choose_label_dtype
@@ -45,6 +45,8 @@ def preprocess(
     A `volseg.transforms.Preprocessing` empties ``read``: a large volume is not held beside what is made of it.
     """
     label = read.get("label") if keep_reference else None
+    if isinstance(read.get("stage"), str | Path):
+        read["stage"] = read_volume(read["stage"])
     with compute_in_one_thread():
         prepared = preprocessing.consume(read) if isinstance(preprocessing, Composed) else preprocessing(read)
     if task is not None and "label" in prepared:

@@ -105,7 +105,7 @@ class VolumeCache:
     cases : sequence of mapping
         Each with ``case`` (id), ``image`` (C, D, H, W) and ``label`` (1, D, H, W) on one grid. One that comes from a
         cache has ``voxels`` as well, what `list_voxels` gives; then its voxels are not looked at here, which would read
-        them from a disk; and ``mapped``, a `StoredCase`.
+        them from a disk; and ``mapped``, a `StoredCase`. One without ``weight`` has 1.
     device : torch.device or str
         Where training happens.
     keep : {"auto", "device", "memory"}
@@ -131,6 +131,8 @@ class VolumeCache:
         Where each class lies, on the CPU.
     annotated : ForegroundVoxels or None
         Where voxels are annotated at all, the background too, in place of classes; None where all are.
+    weights : Tensor or None
+        How often each case is drawn, (N,) in float64; None where all are drawn alike.
     is_resident : Tensor
         Which cases lie on ``device``, (N,) bool, on the CPU.
     num_on_device : int
@@ -165,6 +167,8 @@ class VolumeCache:
         for name, image, label, known in zip(self.names, images, labels, listed, strict=True):
             require_fit(name, image, label, images[0].shape[0], values=known is None)
         labels = [label.to(torch.uint8) for label in labels]
+        weights = [float(case.get("weight", 1.0)) for case in cases]
+        self.weights = torch.tensor(weights, dtype=torch.float64) if len(set(weights)) > 1 else None
         self.num_channels = int(images[0].shape[0])
         self.shapes = torch.tensor([image.shape[1:] for image in images])
         found = [
@@ -385,8 +389,7 @@ def choose_budget(free_bytes: int, limit_bytes: int | None = None) -> int:
 def choose_resident(sizes_bytes: Sequence[int], budget_bytes: int) -> list[bool]:
     """Choose as many cases as the budget holds: the smallest, of equal ones the first.
 
-    All cases are drawn equally often, so the number of cases decides how many patches need not be fetched, and which
-    ones they are does not.
+    If all cases are drawn equally often, only the number of resident cases decides how many patches are fetched.
 
     >>> choose_resident([40, 10, 30, 10], budget_bytes=50)
     [False, True, True, True]

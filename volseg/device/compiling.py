@@ -5,8 +5,8 @@ compiles depends on the types of the arguments, on numbers that are 1 or multipl
 what the kernel is told by name: a *specialization*. A step that is traced on a fake GPU asks for all of them
 (``hearing_calls``), and processes compile them meanwhile::
 
-    with Compiling((9, 0), processes=2) as compiling, hearing_calls(compiling.ask):
-        follow(step, gpu=gpu)
+    with Compiling((9, 0), processes=2) as compiling, hearing_calls(compiling.ask), tracing(gpu) as followed:
+        step(followed)
     compiling.compiled
 
 Each process takes a GPU of that capability for Triton's current device and calls ``JITFunction.warmup``: what it looks

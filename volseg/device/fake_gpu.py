@@ -67,9 +67,6 @@ class GpuObserver:
     def on_used(self, tensor: Tensor, stream: int) -> None:
         """Take a tensor that another stream than its own uses."""
 
-    def on_ordered(self, device: torch.device, stream: int, event: int, waits: bool) -> None:
-        """Take a stream that records an event of a number, or waits for it."""
-
     def on_mark(self, name: str) -> None:
         """Take the begin of a part of the step; see ``volseg.estimate.trace.Mark``."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from volseg.device.gpus import empty_cache, fake_recording, has_values, observer
 from volseg.device.streams import FakeStream, on_stream
-from volseg.device.torch_internals import get_version, tree_flatten, tree_map
+from volseg.device.torch_internals import end_allocations_to_pool, get_version, tree_flatten, tree_map
 from volseg.errors import ParallelError
 
 __all__ = [
@@ -167,7 +167,8 @@ class Graph:
     """
 
     def __init__(self, stream: torch.cuda.Stream, pool: Any = None, generators: Iterable[torch.Generator] = ()) -> None:
-        self._stream, self._pool = stream, pool
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._graph = torch.cuda.CUDAGraph()
         for generator in generators:
             self._graph.register_generator_state(generator)
@@ -176,7 +177,7 @@ class Graph:
     @property
     def pool(self) -> Any:
         """Its memory pool, for graphs that share it."""
-        return self._graph.pool()
+        return self._pool
 
     def begin(self) -> None:
         """Record on the graph's own stream: ``torch.cuda.graph``'s default one belongs to one device only."""
@@ -196,6 +197,9 @@ class Graph:
             return
         try:
             self._graph.capture_end()
+        except BaseException:
+            end_allocations_to_pool(self._stream.device, self._pool)
+            raise
         finally:
             self._go_back()
 

@@ -28,20 +28,13 @@ __all__ = [
 
 @dataclass(eq=False)
 class FakeEvent:
-    """A point in the work of a fake GPU's stream: nothing has to wait, but the trace has the order of streams."""
-
-    number: int = 0
-    """Of all that were recorded; 0 before."""
+    """A point in the work of a fake GPU's stream: nothing has to wait for it."""
 
     def record(self, stream: Any = None) -> None:
-        """Trace that it is recorded."""
-        if isinstance(stream, FakeStream):
-            stream.record_event(self)
+        """Do nothing."""
 
     def wait(self, stream: Any = None) -> None:
-        """Trace that a stream waits."""
-        if isinstance(stream, FakeStream):
-            stream.wait_event(self)
+        """Do nothing."""
 
     def synchronize(self) -> None:
         """Do nothing."""
@@ -63,24 +56,14 @@ class FakeStream:
     number: int
 
     def wait_stream(self, stream: Any) -> None:
-        """Trace that it waits for the work of another one so far."""
-        if isinstance(stream, FakeStream):
-            self.wait_event(stream.record_event())
+        """Do nothing."""
 
     def wait_event(self, event: Any) -> None:
-        """Trace that it waits."""
-        if event.number:
-            observer().on_ordered(self.device, self.number, event.number, waits=True)
+        """Do nothing."""
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """Return the event."""
-        recorded = FakeEvent() if event is None else event
-        streams = _get_streams()
-        if streams is not None:
-            streams.events += 1
-            recorded.number = streams.events
-            observer().on_ordered(self.device, self.number, recorded.number, waits=False)
-        return recorded
+        return FakeEvent() if event is None else event
 
     def synchronize(self) -> None:
         """Do nothing."""
@@ -95,7 +78,6 @@ class _Streams:
     """Those of one trace."""
 
     made: int = 0
-    events: int = 0
     current: dict[torch.device, FakeStream] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ nothing.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, wraps
 from operator import attrgetter
@@ -40,6 +40,7 @@ __all__ = [
     "check_gradients",
     "count_dispatch_modes",
     "count_references",
+    "end_allocations_to_pool",
     "find_autocast_operators",
     "find_backward_node",
     "find_backward_pass",
@@ -407,6 +408,12 @@ def is_in_bad_fork() -> bool:
 def keep_gpu_busy(cycles: int) -> None:
     """Let the current stream do nothing for so many cycles of the GPU's clock."""
     torch.cuda._sleep(cycles)
+
+
+def end_allocations_to_pool(device: torch.device, pool: Any) -> None:
+    """Tell the allocator that a capture has failed; before torch 2.12 it goes on with one that CUDA has ended."""
+    with suppress(RuntimeError):  # it has ended: torch 2.12 (pytorch/pytorch#180395), or an error of Python's
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def find_default_group() -> dist.ProcessGroup:

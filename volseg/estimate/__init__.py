@@ -6,10 +6,9 @@ measured ones, says how long (`roofline`, `step_time`). `search` takes the faste
 is `plan` here.
 """
 
-from volseg.estimate.auto_strategy import describe_network
-from volseg.estimate.candidate_list import Freedom
+from volseg.estimate.candidate import Freedom
 from volseg.estimate.estimator import Machine, Planned
-from volseg.estimate.network_plan import plan
+from volseg.estimate.network_plan import describe_network, plan
 from volseg.estimate.planning import StepPlan
 from volseg.estimate.report import PlanReport
 from volseg.estimate.work import Work

@@ -22,14 +22,14 @@ References
 
 import os
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from volseg.errors import ConfigError, OutOfMemoryError
-from volseg.estimate.trace import Allocate, Free, LetGo, Mark, StepTrace
+from volseg.estimate.trace import Allocate, Event, Free, Mark, StepTrace, Used
 
-__all__ = ["Allocator", "AllocatorSettings", "MemoryUse", "find_memory_use"]
+__all__ = ["Allocator", "AllocatorSettings", "MemoryUse", "find_memory_use", "repeat_last_step"]
 
 MIB = 2**20
 SMALLEST_BLOCK = 512
@@ -129,42 +129,37 @@ class AllocatorSettings:
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
-    """A piece of a segment, in use or free."""
-
-    address: int
-    size: int
-    pool: "_Pool"
-    before: "_Block | None" = None
-    after: "_Block | None" = None
-    is_free: bool = True
-
-
-@dataclass(slots=True, eq=False)
 class _Pool:
-    """Free blocks of one kind, owner and stream."""
+    """Free pieces of one kind, owner and stream: by size, and by the addresses where they begin and end."""
 
     is_small: bool
-    keys: list[tuple[int, int]] = field(default_factory=list)
-    """Size and address of the free blocks, in order."""
-    by_address: dict[int, _Block] = field(default_factory=dict)
-    last: _Block | None = None
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    """Size and address of each, in order."""
+    begins: dict[int, int] = field(default_factory=dict)
+    """Size by address."""
+    ends: dict[int, int] = field(default_factory=dict)
+    """Address by the end."""
+    segments: dict[int, int] = field(default_factory=dict)
+    """Size by address of what was taken from the device; pieces of two segments never join."""
+    end: int = 0
     """Where an expandable segment ends."""
 
-    def add(self, block: _Block) -> None:
-        """Put a free block in its place."""
-        insort(self.keys, (block.size, block.address))
-        self.by_address[block.address] = block
+    def add(self, address: int, size: int) -> None:
+        """Put a piece in its place, joined with its free neighbours."""
+        if address in self.ends and address not in self.segments:
+            before = self.ends[address]
+            address, size = before, size + self.remove(before)
+        if address + size in self.begins and address + size not in self.segments:
+            size += self.remove(address + size)
+        insort(self.sizes, (size, address))
+        self.begins[address], self.ends[address + size] = size, address
 
-    def remove(self, block: _Block) -> None:
-        """Take a free block out."""
-        del self.keys[bisect_left(self.keys, (block.size, block.address))]
-        del self.by_address[block.address]
-
-    def find(self, size: int) -> _Block | None:
-        """Return the smallest free block that is large enough."""
-        place = bisect_left(self.keys, (size, -1))
-        return self.by_address[self.keys[place][1]] if place < len(self.keys) else None
+    def remove(self, address: int) -> int:
+        """Take the piece at an address out; return its size."""
+        size = self.begins.pop(address)
+        del self.ends[address + size]
+        del self.sizes[bisect_left(self.sizes, (size, address))]
+        return size
 
 
 class Allocator:
@@ -205,7 +200,7 @@ class Allocator:
         self.used = self.reserved = self.peak_used = self.peak_reserved = 0
         self._place = place or self._place_below
         self._pools: dict[tuple[str, bool, int], _Pool] = {}
-        self._held: dict[Any, _Block] = {}
+        self._held: dict[Any, tuple[_Pool, int, int]] = {}
         self._left: set[Any] = set()
         self._lowest_address = TOP
 
@@ -234,133 +229,106 @@ class Allocator:
         rounded = -(-size // SMALLEST_BLOCK) * SMALLEST_BLOCK
         key = owner, rounded <= LARGEST_SMALL, stream
         pool = self._pools.setdefault(key, _Pool(rounded <= LARGEST_SMALL))
-        block = self._find_free(pool, rounded) or self._ask_device(pool, rounded, recording=bool(owner))
-        if self._is_divided(block, rounded):
-            self._divide(block, rounded)
-        block.is_free = False
-        self._held[name] = block
-        self.used += block.size
+        address, found = self._find_free(pool, rounded) or self._ask_device(pool, rounded, recording=bool(owner))
+        if self._is_divided(pool, found, rounded):
+            pool.add(address + rounded, found - rounded)
+            found = rounded
+        self._held[name] = pool, address, found
+        self.used += found
         self.peak_used = max(self.peak_used, self.used)
 
     def give_back(self, name: Any) -> None:
         """Take back the block of ``name``; it stays reserved."""
-        block = self._held.pop(name, None)
-        if block is None:
+        if name not in self._held:
             return  # of no bytes
+        pool, address, size = self._held.pop(name)
         if name in self._left:
             self._left.remove(name)
         else:
-            self.used -= block.size
-        block.is_free = True
-        for other in (block.before, block.after):
-            if other is not None and other.is_free:
-                block.pool.remove(other)
-                self._join(block, other)
-        block.pool.add(block)
+            self.used -= size
+        pool.add(address, size)
 
     def leave(self, name: Any) -> None:
         """Count the block of ``name`` as used no more; another stream still works on it, until it is given back."""
         if name in self._held:
-            self.used -= self._held[name].size
+            self.used -= self._held[name][2]
             self._left.add(name)
+
+    def wait(self) -> None:
+        """Take back what was left: the other streams have come to where it is free."""
+        for name in list(self._left):
+            self.give_back(name)
 
     def empty_cache(self) -> None:
         """Return to the device what is not divided and not a recording's: ``torch.cuda.empty_cache``."""
-        for name in list(self._left):  # torch waits for the other streams before it returns memory
-            self.give_back(name)
+        self.wait()  # as torch does before it returns memory
         for (owner, _, _), pool in self._pools.items():
             if not owner:
                 self._release(pool)
 
     def find_block(self, name: Any) -> tuple[int, int]:
         """Return address and size of the block of ``name``."""
-        return self._held[name].address, self._held[name].size
+        return self._held[name][1:]
 
-    def _find_free(self, pool: _Pool, size: int) -> _Block | None:
-        """Take the free block that fits best out of its pool; None where none fits."""
-        found = pool.find(size)
-        if found is None:
+    def _find_free(self, pool: _Pool, size: int) -> tuple[int, int] | None:
+        """Take the free piece that fits best out of its pool; None where none fits."""
+        place = bisect_left(pool.sizes, (size, -1))
+        if place == len(pool.sizes):
             return None
+        found, address = pool.sizes[place]
         limit = self.settings.max_split_size
-        if limit is not None and size < limit <= found.size:
-            return None
-        if limit is not None and size >= limit and found.size >= size + self.settings.large_segment:
-            return None
-        pool.remove(found)
-        return found
+        if limit is not None:  # large pieces are for large blocks, and for those of about their size
+            is_kept = size < limit <= found or (size >= limit and found >= size + self.settings.large_segment)
+            if is_kept:
+                return None
+        return address, pool.remove(address)
 
-    def _is_divided(self, block: _Block, size: int) -> bool:
-        left = block.size - size
-        if block.pool.is_small or self.settings.expandable_segments:
-            return left >= SMALLEST_BLOCK
+    def _is_divided(self, pool: _Pool, found: int, size: int) -> bool:
+        """Return whether the rest of a piece, behind ``size`` bytes of it, becomes a piece of its own."""
+        if pool.is_small or self.settings.expandable_segments:
+            return found - size >= SMALLEST_BLOCK
         limit = self.settings.max_split_size
-        return (limit is None or size < limit) and left > LARGEST_SMALL
+        return (limit is None or size < limit) and found - size > LARGEST_SMALL
 
-    def _divide(self, block: _Block, size: int) -> None:
-        """Keep the first ``size`` bytes of a block; the rest is a free block behind it."""
-        rest = _Block(block.address + size, block.size - size, block.pool, before=block, after=block.after)
-        if block.after is not None:
-            block.after.before = rest
-        block.after, block.size = rest, size
-        if block.pool.last is block:
-            block.pool.last = rest
-        block.pool.add(rest)
-
-    @staticmethod
-    def _join(block: _Block, other: _Block) -> None:
-        """Let a block, which is in no list, take up its free neighbour, which is in none either."""
-        block.size += other.size
-        if other is block.before:
-            block.address, block.before = other.address, other.before
-            if block.before is not None:
-                block.before.after = block
-        else:
-            block.after = other.after
-            if block.after is not None:
-                block.after.before = block
-        if block.pool.last is other:
-            block.pool.last = block
-
-    def _ask_device(self, pool: _Pool, size: int, recording: bool) -> _Block:
-        """Return a new block; give cached ones back to the device where it has no more."""
-        block = self._try_device(pool, size)
-        if block is None and not recording:  # nothing may be freed while a recording is made
+    def _ask_device(self, pool: _Pool, size: int, recording: bool) -> tuple[int, int]:
+        """Return a new piece; give cached ones back to the device where it has no more."""
+        take = self._expand if self.settings.expandable_segments else self._take_segment
+        found = take(pool, size)
+        if found is None and not recording:  # nothing may be freed while a recording is made
             self.empty_cache()
-            block = self._try_device(pool, size)
-        if block is None:
+            found = take(pool, size)
+        if found is None:
             raise OutOfMemoryError(
                 f"{size:,} bytes are asked for, and of the device's {self.capacity:,} bytes {self.reserved:,} are "
                 f"reserved, {self.used:,} of them in use"
             )
-        return block
+        return found
 
-    def _try_device(self, pool: _Pool, size: int) -> _Block | None:
-        """Return a new block, in no list; None where the device has no more."""
-        if self.settings.expandable_segments:
-            return self._expand(pool, size)
+    def _take_segment(self, pool: _Pool, size: int) -> tuple[int, int] | None:
+        """Return a new segment; None where the device has no more."""
         wanted = -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
         if pool.is_small:
             wanted = SMALL_SEGMENT
         elif size < SMALLEST_OWN_SEGMENT:
             wanted = self.settings.large_segment
-        return _Block(self._place(wanted), wanted, pool) if self._reserve(wanted) else None
+        if not self._reserve(wanted):
+            return None
+        address = self._place(wanted)
+        pool.segments[address] = wanted
+        return address, wanted
 
-    def _expand(self, pool: _Pool, size: int) -> _Block | None:
-        """Let a pool's expandable segment grow until its last block has so many bytes, and return that."""
-        last = pool.last
-        free = last.size if last is not None and last.is_free else 0
+    def _expand(self, pool: _Pool, size: int) -> tuple[int, int] | None:
+        """Let a pool's expandable segment grow until so many bytes at its end are free, and return these."""
+        pool.end = pool.end or self._place(2**40)
+        first = pool.ends.get(pool.end, pool.end)
         page = SMALL_SEGMENT if pool.is_small else self.settings.large_segment
-        more = -(-(size - free) // page) * page
+        more = -(-(size - (pool.end - first)) // page) * page
         if not self._reserve(more):
             return None
-        if last is None:
-            pool.last = _Block(self._place(2**40), more, pool)
-        elif last.is_free:
-            pool.remove(last)
-            last.size += more
-        else:
-            last.after = pool.last = _Block(last.address + last.size, more, pool, before=last)
-        return pool.last
+        if first < pool.end:
+            pool.remove(first)
+        pool.end += more
+        return first, pool.end - first
 
     def _place_below(self, size: int) -> int:
         self._lowest_address -= size + SEGMENT_ROUNDING
@@ -375,29 +343,17 @@ class Allocator:
 
     def _release(self, pool: _Pool) -> None:
         """Return the whole segments of a pool, or the free pages at the end of its expandable one."""
-        if self.settings.expandable_segments:
-            self._shrink(pool)
-            return
-        for block in list(pool.by_address.values()):
-            if block.before is None and block.after is None:
-                pool.remove(block)
-                self.reserved -= block.size
-
-    def _shrink(self, pool: _Pool) -> None:
-        last = pool.last
-        if last is None or not last.is_free:
-            return
-        page = SMALL_SEGMENT if pool.is_small else self.settings.large_segment
-        kept = last.size % page
-        pool.remove(last)
-        self.reserved -= last.size - kept
-        last.size = kept
-        if kept:
-            pool.add(last)
-        else:
-            pool.last = last.before
-            if last.before is not None:
-                last.before.after = None
+        for address in [each for each, size in pool.begins.items() if pool.segments.get(each) == size]:
+            self.reserved -= pool.remove(address)
+            del pool.segments[address]
+        if pool.end in pool.ends:
+            first = pool.ends[pool.end]
+            size = pool.remove(first)
+            kept = size % (SMALL_SEGMENT if pool.is_small else self.settings.large_segment)
+            self.reserved -= size - kept
+            pool.end = first + kept
+            if kept:
+                pool.add(first, kept)
 
 
 def find_memory_use(
@@ -406,6 +362,7 @@ def find_memory_use(
     capacity: int | None = None,
     *,
     outside: int = 0,
+    is_ahead: bool = False,
 ) -> MemoryUse:
     """Return the peaks of a trace.
 
@@ -420,6 +377,9 @@ def find_memory_use(
         Without, the trace takes what it needs.
     outside : int
         Bytes of the device that are taken beside the allocator.
+    is_ahead : bool
+        Whether Python is through with a step before the device: then a block that two streams use, as each copy between
+        devices does, comes back at the step's end; otherwise it comes back at once.
 
     Raises
     ------
@@ -429,6 +389,7 @@ def find_memory_use(
     allocator = Allocator(settings, None if capacity is None else capacity - outside)
     part, peak_in, peak = "placing", "placing", 0
     by_steps: int | None = None
+    shared: set[int] = set()
     for number, event in enumerate(trace.events):
         match event:
             case Allocate(block, size, stream, pool):
@@ -438,13 +399,17 @@ def find_memory_use(
                     raise OutOfMemoryError(f"out of memory in {part} (event {number} of the trace): {fault}") from fault
                 if allocator.reserved > peak:
                     peak, peak_in = allocator.reserved, part
+            case Used(block) if is_ahead:
+                shared.add(block)
+            case Free(block) if block in shared:
+                allocator.leave(block)
             case Free(block):
                 allocator.give_back(block)
-            case LetGo(block):
-                allocator.leave(block)
             case Mark("empty_cache"):
                 allocator.empty_cache()
             case Mark(name):
+                if name == "end":
+                    allocator.wait()
                 part = name
                 by_steps = allocator.peak_reserved if name == "validate" else by_steps
     return MemoryUse(
@@ -454,3 +419,32 @@ def find_memory_use(
         peak_in=peak_in,
         reserved_by_steps=by_steps,
     )
+
+
+def repeat_last_step(events: Sequence[Event]) -> Sequence[Event]:
+    """Return what a device was asked for, with the last step once more.
+
+    The further step gives back of the one before what that gives back of the one before it (gradients, mostly). Where
+    these cannot be told from their sizes and order, nothing is repeated.
+    """
+    marks = {event.name: number for number, event in enumerate(events) if isinstance(event, Mark)}
+    step = events[marks.get("step", 0) : marks.get("end", -1) + 1]
+    taken = {event.block: replace(event, block=0) for event in events if isinstance(event, Allocate)}
+    own = [event.block for event in step if isinstance(event, Allocate)]
+    given_back = {event.block for event in step if isinstance(event, Free)}
+    left = [block for block in own if block not in given_back]
+    earlier = sorted(given_back.difference(own))  # numbers rise as blocks are taken
+    if not step or [taken[block] for block in earlier] != [taken[block] for block in left]:
+        return events
+    first = max(taken, default=0) + 1
+    numbers = {block: first + place for place, block in enumerate(own)}
+    end, before = marks["end"] + 1, dict(zip(earlier, left, strict=True))
+    return [*events[:end], *_rename(step, before | numbers), *_rename(events[end:], numbers)]
+
+
+def _rename(events: Sequence[Event], numbers: Mapping[int, int]) -> list[Event]:
+    """Return events with other numbers of blocks."""
+    kinds = Allocate | Free | Used
+    return [
+        replace(each, block=numbers.get(each.block, each.block)) if isinstance(each, kinds) else each for each in events
+    ]

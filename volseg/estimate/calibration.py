@@ -13,7 +13,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -153,47 +153,32 @@ def measure_factors(base: GpuKind, device: torch.device) -> dict[str, float]:
     dtypes = torch.bfloat16 if base.takes_bfloat16() else torch.float16, torch.float32
     with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):
         for dtype in dtypes:
-            for make in (_make_convolutions, _make_passes, _make_products):
-                for operator, args in make(dtype, device):
-                    out = operator(*args)
-                    run = describe_kernel(operator, args, {}, list_tensors(args), out, 0)
-                    assert run is not None
-                    seconds = time_calls(partial(operator, *args), stream)
-                    found.setdefault(name_group(run), []).append(seconds / base.seconds(run))
+            for operator, args in _list_calls(dtype, device):
+                run = describe_kernel(operator, args, {}, list_tensors(args), operator(*args), 0)
+                assert run is not None
+                seconds = time_calls(partial(operator, *args), stream)
+                found.setdefault(name_group(run), []).append(seconds / base.seconds(run))
     return {group: statistics.median(factors) for group, factors in found.items()}
 
 
-def _draw(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return noise: zeros would let matrix units run at a higher clock."""
-    return torch.randn(shape, device=device, dtype=dtype)
+def _list_calls(dtype: torch.dtype, device: torch.device) -> Iterator[Call]:
+    """Yield convolutions with their gradients, passes over memory and products of matrices, on noise.
 
-
-def _make_convolutions(dtype: torch.dtype, device: torch.device) -> list[Call]:
-    calls: list[Call] = []
+    Zeros would let matrix units run at a higher clock.
+    """
+    draw = partial(torch.randn, device=device, dtype=dtype)
     for channels, side, kernel in CONVOLUTIONS:
         for layout in (torch.contiguous_format, torch.channels_last_3d):
-            slab = _draw(device, dtype, 1, channels, side, side, side).to(memory_format=layout)
-            weight = _draw(device, dtype, channels, channels, kernel, kernel, kernel).to(memory_format=layout)
+            slab = draw(1, channels, side, side, side).to(memory_format=layout)
+            weight = draw(channels, channels, kernel, kernel, kernel).to(memory_format=layout)
             settings = [1] * 3, [kernel // 2] * 3, [1] * 3, False, [0] * 3, 1
-            calls.append((aten.convolution.default, (slab, weight, None, *settings)))
-            back = (slab, slab, weight, None, *settings, [True, True, False])
-            calls.append((aten.convolution_backward.default, back))
-    return calls
-
-
-def _make_passes(dtype: torch.dtype, device: torch.device) -> list[Call]:
-    calls: list[Call] = []
+            yield aten.convolution.default, (slab, weight, None, *settings)
+            yield aten.convolution_backward.default, (slab, slab, weight, None, *settings, [True, True, False])
     for channels, side in VOLUMES:
-        x = _draw(device, dtype, 1, channels, side, side, side)
-        calls += [(aten.add.Tensor, (x, x.clone())), (aten.clone.default, (x,)), (aten.leaky_relu.default, (x,))]
-    return calls
-
-
-def _make_products(dtype: torch.dtype, device: torch.device) -> list[Call]:
-    return [
-        (aten.mm.default, (_draw(device, dtype, rows, inner), _draw(device, dtype, inner, columns)))
-        for rows, inner, columns in PRODUCTS
-    ]
+        x = draw(1, channels, side, side, side)
+        yield from ((aten.add.Tensor, (x, x.clone())), (aten.clone.default, (x,)), (aten.leaky_relu.default, (x,)))
+    for rows, inner, columns in PRODUCTS:
+        yield aten.mm.default, (draw(rows, inner), draw(inner, columns))
 
 
 def time_once(call: Callable[[], object]) -> float:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from volseg.device.fake_gpu import GpuLike
 from volseg.device.gpus import host_values, observer
+from volseg.device.torch_internals import tree_leaves
 from volseg.errors import NotRecordedError, ParallelError
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.gpu_kinds import GpuKind
-from volseg.estimate.pipeline_order import Pace, order_by_threads, repeat_last_step
+from volseg.estimate.operator_work import list_tensors
 from volseg.estimate.single_rank import Exchange, be_process
 from volseg.estimate.trace import KernelRun, StepTrace
 from volseg.estimate.tracing import TracedStep, tracing
@@ -48,7 +49,6 @@ def trace_candidate(
     *,
     time_kernel: TimeKernel | None = None,
     one_process: bool = False,
-    pace: Pace | None = None,
     limit: int | None = None,
 ) -> tuple[StepTrace, ...]:
     """Return what each GPU of a candidate is asked for, or each that differs from the others.
@@ -65,8 +65,6 @@ def trace_candidate(
         Says how many seconds a kernel takes: a pipeline is cut by it. By default the kind of GPU says so.
     one_process : bool
         Whether the slabs lie on GPUs of one process, and not each on that of its own.
-    pace : Pace, optional
-        By which a pipeline's requests come in the order in which its threads make them; see ``order_by_threads``.
     limit : int, optional
         Bytes of tensors on a GPU, above which nothing is followed any further; see ``tracing``.
 
@@ -91,10 +89,9 @@ def trace_candidate(
             StepTrace(one.events, rank % candidate.spatial) for rank, (one,) in zip(ranks, traces, strict=True)
         )
     num_devices = candidate.num_gpus // candidate.data
-    followed = _follow_process(work, candidate, follow(num_devices, time_kernel), candidate.data - 1, candidate.data)
-    if pace is None or candidate.pipeline == 1:
-        return followed.traces()
-    return order_by_threads(repeat_last_step(followed.list_issued()), num_devices, pace)
+    return _follow_process(
+        work, candidate, follow(num_devices, time_kernel), candidate.data - 1, candidate.data
+    ).traces()
 
 
 def _check(work: Work, candidate: Candidate) -> None:
@@ -233,7 +230,7 @@ def _run(
         followed.listen(partial(_refuse_early, step))
     elif records_itself:
         num_steps = NUM_STEPS + 2
-    handles = [optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))]
+    handle = optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))
     with _marked(model):
         for _ in range(num_steps):
             followed.mark("step")
@@ -242,8 +239,7 @@ def _run(
             followed.mark("end")
             if isinstance(step, RecordedStep) and step.refused is not None:
                 raise NotRecordedError(f"the step would not be recorded: {step.refused}")
-    for handle in handles:
-        handle.remove()
+    handle.remove()
     # A model that several processes share is validated by calls of the leader, which nobody follows here.
     if work.validate is not None and not (isinstance(model, ModelParallel) and model.strategy.is_shared):
         # Beside what the training keeps: its cache can be used again, a recording's memory cannot.
@@ -286,15 +282,7 @@ def _end_forward(module: nn.Module, args: Any, output: Any) -> None:  # noqa: AR
             observer().on_mark("backward")
         is_over = True
 
-    for tensor in _list_tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(turn)
-
-
-def _list_tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, ShardedVolume):
-        return list(output.slabs)
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    return [tensor for value in values for tensor in _list_tensors(value)]
+    for leaf in tree_leaves(output):
+        for tensor in leaf.slabs if isinstance(leaf, ShardedVolume) else list_tensors(leaf):
+            if tensor.requires_grad:
+                tensor.register_hook(turn)

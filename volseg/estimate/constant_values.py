@@ -9,7 +9,6 @@ Torch does the like for single numbers (``FakeTensor.constant``), as long as the
 """
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from volseg.device.fake_internals import FakeTensor
 from volseg.device.torch_internals import get_schema, get_storage_key, without_dispatch
-from volseg.estimate.operator_work import list_tensors
+from volseg.estimate.operator_work import by_operator, list_tensors
 
 __all__ = ["ConstantValues"]
 
@@ -64,22 +63,14 @@ class ConstantValues:
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put down what an operator did: a tensor that was made of numbers, asked about, or changed."""
-        meaning = _meanings.get(id(function)) or _find_meaning(function)
-        if meaning is Meaning.OTHER:
-            return
-        if meaning is Meaning.MADE:
-            if not isinstance(args[0], FakeTensor):
-                self._keep(out, args[0])
-            return
-        if meaning is Meaning.COUNTED:
-            if isinstance(out, FakeTensor) and out.numel() <= MOST:
-                self._compute(function, args, kwargs, out)
-            return
-        if not self._known:
-            return
-        if meaning is Meaning.CHANGING:
+        meaning = _find_meaning(function)
+        if meaning == "made" and not isinstance(args[0], FakeTensor):
+            self._keep(out, args[0])
+        elif meaning == "counted" and isinstance(out, FakeTensor) and out.numel() <= MOST:
+            self._compute(function, args, kwargs, out)
+        elif meaning == "changing" and self._known:
             self._forget(list_tensors((args, kwargs)))
-        elif self._are_known(list_tensors((args, kwargs))):
+        elif meaning == "asking" and self._known and self._are_known(list_tensors((args, kwargs))):
             self._compute(function, args, kwargs, out)
 
     def _are_known(self, tensors: Sequence[Tensor]) -> bool:
@@ -117,28 +108,9 @@ class ConstantValues:
             self._memory.add(get_storage_key(tensor.untyped_storage()))
 
 
-class Meaning(Enum):
-    """What an operator means to known values."""
-
-    MADE, COUNTED, CHANGING, ASKING, OTHER = range(5)
-
-
-_meanings: dict[int, Meaning] = {}
-"""By what ``id`` says of an operator: its hash is Python of torch's, and every operator of a step comes by here."""
-
-_operators: list[Any] = []
-"""Those operators, whose numbers no others get while they are here."""
-
-
-def _find_meaning(function: Any) -> Meaning:
-    packet = function.overloadpacket
-    if packet in MADE:
-        meaning = Meaning.MADE
-    elif packet in COUNTED:
-        meaning = Meaning.COUNTED
-    elif get_schema(function).is_mutable:
-        meaning = Meaning.CHANGING
-    else:
-        meaning = Meaning.ASKING if packet in ASKING else Meaning.OTHER
-    _operators.append(function)
-    return _meanings.setdefault(id(function), meaning)
+@by_operator
+def _find_meaning(function: Any) -> str:
+    """Return what an operator means to known values."""
+    kinds = {"made": MADE, "counted": COUNTED, "asking": ASKING}
+    found = next((name for name, packets in kinds.items() if function.overloadpacket in packets), "other")
+    return "changing" if found in ("asking", "other") and get_schema(function).is_mutable else found

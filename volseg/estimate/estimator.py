@@ -4,22 +4,21 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from volseg.errors import NotRecordedError, OutOfMemoryError, VolsegError
-from volseg.estimate.allocator import AllocatorSettings, MemoryUse, find_memory_use
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import Freedom
+from volseg.estimate.allocator import AllocatorSettings, MemoryUse, find_memory_use, repeat_last_step
+from volseg.estimate.candidate import Candidate, Estimate, Freedom
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.instances import Machine
 from volseg.estimate.largest_volume import Need, Sides
-from volseg.estimate.pipeline_order import Pace, repeat_last_step
 from volseg.estimate.search import GIB, judge
-from volseg.estimate.step_time import OF_STAGES, find_host_seconds, find_times
-from volseg.estimate.trace import Allocate, Issued, KernelRun, Ordered, Sent, StepTrace, Used
+from volseg.estimate.step_time import find_times
+from volseg.estimate.trace import Allocate, Event, KernelRun, Sent, StepTrace
 from volseg.estimate.work import Work
 
-__all__ = ["Machine", "Planned", "Resize", "Sides", "estimate_work", "find_outside"]
+__all__ = ["Machine", "Planned", "Resize", "Sides", "find_outside"]
 
 MOST_TIMES, SMALLEST = 64, 16 * 2**30
 """How often the memory of a GPU, or of such a small one, is taken before a step is given up: no number of GPUs that is
@@ -67,7 +66,7 @@ class Planned:
 
     work: Work
     machine: Machine
-    free: Freedom
+    free: Freedom = field(default_factory=Freedom)
     """What may be chosen."""
     reserve: int = 0
     """Bytes of each GPU that something else takes."""
@@ -102,10 +101,83 @@ class Planned:
         return replace(forecast, **{name: self.times * getattr(forecast, name) for name in names})
 
     def follow(self, candidate: Candidate, *, to_end: bool = True) -> Estimate:
-        """Return the forecast of what is traced, which may be a part of an optimizer step."""
-        free = self.free
-        return estimate_work(
-            self.work, candidate, self.machine, reserve=self.reserve, one_process=free.one_process, to_end=to_end
+        """Trace a candidate, and return what it needs; what is traced may be a part of an optimizer step.
+
+        Parameters
+        ----------
+        candidate : Candidate
+            Who computes what.
+        to_end : bool
+            Whether to trace what cannot fit to its end, for its numbers. Otherwise it is given up once the tensors that
+            are alive together do not fit: torch's allocator can only take more.
+
+        Returns
+        -------
+        Estimate
+            Refused, with the reason, where it cannot run or does not fit. Where it would not be recorded, of the same
+            step without a recording.
+        """
+        work, gpu, one_process = self.work, self.machine.gpu, self.free.one_process
+        limit = MOST_TIMES * max(self.machine.gpu_bytes, SMALLEST)
+        processes = 1 if one_process else candidate.data * candidate.spatial
+        refuse = partial(Estimate, candidate=candidate)
+        if math.prod(work.shape) > limit * candidate.num_gpus:  # torch cannot count the bytes of the largest ones
+            refused = (
+                f"a batch of {' x '.join(map(str, work.shape))} is larger than {MOST_TIMES} times the memory of all "
+                "GPUs; take smaller patches or volumes, or a smaller batch"
+            )
+            return refuse(refused=refused, more_than=limit)
+        try:
+            with _quietly():
+                traces = trace_candidate(
+                    work,
+                    candidate,
+                    replace(gpu, memory=self.capacity),  # by which a pipeline decides how many stages it needs
+                    time_kernel=gpu.seconds,
+                    one_process=one_process,
+                    limit=limit if to_end else self.capacity - find_least_outside(processes),
+                )
+        except NotRecordedError:  # then a training goes on without
+            return self.follow(replace(candidate, recorded=False), to_end=to_end)
+        except OutOfMemoryError as fault:
+            there = max(0, self.capacity)  # cases and batches on their way may take all
+            short = f"needs more than the {there / GIB:.1f} GiB that there are"
+            return refuse(refused=_tell(fault) if to_end else short, more_than=limit if to_end else there)
+        except VolsegError as fault:
+            return refuse(refused=_tell(fault))
+        except Exception as fault:  # whatever a network of the user's own runs into: it looks at values, or the like
+            return refuse(refused=f"{type(fault).__name__}: {_tell(fault)}")
+        return judge(self._measure(traces, candidate, processes), self.capacity)
+
+    def _measure(self, traces: tuple[StepTrace, ...], candidate: Candidate, processes: int) -> Estimate:
+        """Return memory and time of traces."""
+        is_so = {
+            "recorded": candidate.recorded,
+            "spatial": candidate.spatial > 1,
+            "recomputed": candidate.checkpoint is not None,
+        }
+        margin = max([1.0, *(MARGINS[name] for name in MARGINS if is_so[name])])
+        own = -(-self.work.batch_size // candidate.data)
+        times = find_times(
+            traces,
+            self.machine.gpu,
+            self.machine.links,
+            recorded=candidate.recorded,
+            stages=candidate.pipeline > 1,
+            micro_batches=-(-own // (candidate.split_size or own)),
+        )
+        is_ahead = candidate.pipeline > 1 and times.seconds > times.host
+        uses = {
+            trace.device: _find_memory_use(trace, self.capacity, find_outside(trace, processes), margin, is_ahead)
+            for trace in traces
+        }
+        return Estimate(
+            candidate=candidate,
+            memory=max(uses.values(), key=lambda use: use.total),
+            devices=_list_devices(uses, candidate),
+            seconds=times.seconds,
+            host_seconds=times.host,
+            host_forward_seconds=times.host_forward,
         )
 
     def need(self, candidate: Candidate, sides: Sides) -> Need | None:
@@ -120,105 +192,6 @@ class Planned:
             return None
         beside = forecast.memory.outside + reserve
         return Need(total=forecast.memory.reserved + beside, held=forecast.memory.used + beside)
-
-
-def estimate_work(
-    work: Work,
-    candidate: Candidate,
-    machine: Machine,
-    *,
-    reserve: int = 0,
-    one_process: bool = False,
-    to_end: bool = True,
-) -> Estimate:
-    """Trace a candidate, and return what it needs.
-
-    Parameters
-    ----------
-    work : Work
-        The step.
-    candidate : Candidate
-        Who computes what.
-    machine : Machine
-        On which GPUs.
-    reserve : int
-        Bytes of each GPU that something else takes.
-    one_process : bool
-        Whether one process has all GPUs.
-    to_end : bool
-        Whether to trace what cannot fit to its end, for its numbers. Otherwise it is given up once the tensors that
-        are alive together do not fit: torch's allocator can only take more.
-
-    Returns
-    -------
-    Estimate
-        Refused, with the reason, where it cannot run or does not fit. Where it would not be recorded, of the same step
-        without a recording.
-    """
-    capacity = machine.gpu_bytes - reserve
-    limit = MOST_TIMES * max(machine.gpu_bytes, SMALLEST)
-    processes = 1 if one_process else candidate.data * candidate.spatial
-    if math.prod(work.shape) > limit * candidate.num_gpus:  # torch cannot count the bytes of the largest ones
-        refused = (
-            f"a batch of {' x '.join(map(str, work.shape))} is larger than {MOST_TIMES} times the memory of all GPUs; "
-            "take smaller patches or volumes, or a smaller batch"
-        )
-        return Estimate(candidate=candidate, refused=refused, more_than=limit)
-    try:
-        with _quietly():
-            traces = trace_candidate(
-                work,
-                candidate,
-                replace(machine.gpu, memory=capacity),  # by which a pipeline decides how many stages it needs
-                time_kernel=machine.gpu.seconds,
-                one_process=one_process,
-                pace=_find_pace(machine),
-                limit=limit if to_end else capacity - find_least_outside(processes),
-            )
-    except NotRecordedError:  # then a training goes on without
-        eager = replace(candidate, recorded=False)
-        return estimate_work(work, eager, machine, reserve=reserve, one_process=one_process, to_end=to_end)
-    except OutOfMemoryError as fault:
-        if to_end:
-            return Estimate(candidate=candidate, refused=_tell(fault), more_than=limit)
-        there = max(0, capacity)  # cases and batches on their way may take all
-        refused = f"needs more than the {there / GIB:.1f} GiB that there are"
-        return Estimate(candidate=candidate, refused=refused, more_than=there)
-    except VolsegError as fault:
-        return Estimate(candidate=candidate, refused=_tell(fault))
-    except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
-        return Estimate(candidate=candidate, refused=f"{type(fault).__name__}: {_tell(fault)}")
-    return judge(_measure(traces, work, candidate, machine, capacity, processes), capacity)
-
-
-def _measure(
-    traces: tuple[StepTrace, ...], work: Work, candidate: Candidate, machine: Machine, capacity: int, processes: int
-) -> Estimate:
-    """Return memory and time of traces."""
-    is_so = {
-        "recorded": candidate.recorded,
-        "spatial": candidate.spatial > 1,
-        "recomputed": candidate.checkpoint is not None,
-    }
-    margin = max([1.0, *(MARGINS[name] for name in MARGINS if is_so[name])])
-    uses = [_find_memory_use(trace, capacity, find_outside(trace, processes), margin) for trace in traces]
-    own = -(-work.batch_size // candidate.data)
-    times = find_times(
-        traces,
-        machine.gpu,
-        machine.links,
-        recorded=candidate.recorded,
-        stages=candidate.pipeline > 1,
-        micro_batches=-(-own // (candidate.split_size or own)),
-    )
-    return Estimate(
-        candidate=candidate,
-        memory=max(uses, key=lambda use: use.total),
-        devices=_list_devices({trace.device: use for trace, use in zip(traces, uses, strict=True)}, candidate),
-        seconds=times.seconds,
-        host_seconds=times.host,
-        host_forward_seconds=times.host_forward,
-    )
 
 
 def _list_devices(followed: Mapping[int, MemoryUse], candidate: Candidate) -> tuple[MemoryUse, ...]:
@@ -259,16 +232,6 @@ def find_least_outside(processes: int = 1) -> int:
     return CONTEXT + LIBRARIES + (STREAM + GROUP if processes > 1 else 0)
 
 
-def _find_pace(machine: Machine) -> Pace:
-    """Return how fast a pipeline's GPUs, links and Python are."""
-    rates = machine.gpu.host_rates()
-
-    def find_host_seconds_of(event: KernelRun | Sent, part: str) -> float:
-        return find_host_seconds(event, part, rates, on_slabs=False) * (OF_STAGES if part == "forward" else 1.0)
-
-    return Pace(kernel=machine.gpu.seconds, message=machine.links.seconds, host=find_host_seconds_of)
-
-
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Let the strategies log nothing about what is only traced."""
@@ -285,20 +248,22 @@ def _tell(fault: Exception) -> str:
     return str(fault).strip().partition("\n")[0]
 
 
-def _find_memory_use(trace: StepTrace, capacity: int, outside: int, margin: float) -> MemoryUse:
+def _find_memory_use(trace: StepTrace, capacity: int, outside: int, margin: float, is_ahead: bool) -> MemoryUse:
     """Return the peaks of a trace; near the end of the memory torch gives back what is cached, and may still fit."""
     settings = AllocatorSettings.find()
-    free = find_memory_use(trace, settings, outside=outside)
+    # What a kernel or a message does is of no matter to memory, and most events are kernels.
+    asked = StepTrace(tuple(event for event in trace.events if not isinstance(event, KernelRun | Sent)), trace.device)
+    free = find_memory_use(asked, settings, outside=outside, is_ahead=is_ahead)
     safe = replace(free, reserved=int(margin * free.reserved))
     # What tensors hold at a time fits into no less, whatever is given back.
     if safe.total <= capacity or free.used + outside > capacity:
         return safe
-    issued: Sequence[Issued] = [Issued(trace.device, event, backward=False) for event in trace.events]
+    events: Sequence[Event] = asked.events
     for _ in range(MORE_STEPS):  # torch gives cached memory back in every step, and finds other pieces each time
-        issued = repeat_last_step(issued)
-    steps = StepTrace(tuple(one.event for one in issued if not isinstance(one.event, Used | Ordered)), trace.device)
+        events = repeat_last_step(events)
     try:
-        squeezed = find_memory_use(steps, settings, capacity, outside=outside)
+        more = StepTrace(tuple(events), trace.device)
+        squeezed = find_memory_use(more, settings, capacity, outside=outside, is_ahead=is_ahead)
     except OutOfMemoryError:
         return safe
     return replace(squeezed, reserved=min(safe.reserved, capacity - outside))

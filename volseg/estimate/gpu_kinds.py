@@ -19,7 +19,7 @@ from volseg.estimate.kernel_class import FULL, KernelClass, classify, name_dtype
 from volseg.estimate.roofline import Peaks, RateTable
 from volseg.estimate.trace import KernelRun
 
-__all__ = ["KINDS", "GpuKind", "HostRates", "find_kind", "name_group", "name_kinds", "read_host_rates", "read_table"]
+__all__ = ["KINDS", "GpuKind", "HostRates", "find_kind", "name_group", "read_host_rates", "read_table"]
 
 BY_CUDA_CORES = 0.6
 """Of the peak of float32 without matrix units, which convolutions come to: cuDNN's usual efficiency there, and no
@@ -152,7 +152,7 @@ def read_table() -> Table:
     """Return the table that comes with the package (``workflows/benchmarks/kernel_rates.py``)."""
     stored = json.loads(gzip.decompress(files("volseg.estimate").joinpath("tables", "h200.json.gz").read_bytes()))
     machine, host = stored["machine"], stored["host"]
-    rates = RateTable.of_rows(stored["rows"], KINDS["h200"].peaks, machine["processors"], host["graph"])
+    rates = RateTable(stored["rows"], KINDS["h200"].peaks, machine["processors"], host["graph"])
     return Table(rates, read_host_rates(host), tuple(stored["links"]))
 
 
@@ -201,11 +201,6 @@ KINDS: Mapping[str, GpuKind] = {
     ),
 }
 """By the name that options take. Memory as CUDA tells it on these GPUs, from memory but for the H200's."""
-
-
-def name_kinds() -> list[str]:
-    """Return the names that ``find_kind`` takes."""
-    return list(KINDS)
 
 
 def find_kind(name: str) -> GpuKind:

@@ -5,29 +5,27 @@ A followed step runs on tensors of the CPU. Their sizes and dtypes are those of 
 output, copies of tensors that lie otherwise than a kernel wants, and the mask of a dropout are not. Each function here
 does with memory what torch's CUDA implementation of the operator does, step by step [1]_.
 
-Not modelled: partial sums (less than 0.1 % of the steps that were measured), and convolutions of tensors above 2**31
-elements where cuDNN is older than 9.3.
+Not modelled: partial sums, and dense copies of what upsampling, rolls, layer norms and writing by indices read (nothing
+of the steps that were measured), and convolutions of tensors above 2**31 elements where cuDNN is older than 9.3.
 
 References
 ----------
-.. [1] ``aten/src/ATen/native``: ``cudnn/ConvShared.cpp``, ``cudnn/BatchNorm.cpp``, ``cuda/Reduce.cuh``,
-   ``cuda/DilatedMaxPool3d.cu``, ``cuda/UpSampleNearest3d.cu``, ``cuda/TensorTransformations.cu``, ``group_norm.cpp``,
-   ``Dropout.cpp``, ``cuda/SoftMax.cu``, ``cuda/layer_norm_kernel.cu``, ``cuda/Indexing.cu``
+.. [1] ``aten/src/ATen/native``: ``cudnn/ConvShared.cpp``, ``cudnn/BatchNorm.cpp``, ``group_norm.cpp``, ``Dropout.cpp``,
+   ``cuda/SoftMax.cu``
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import count_processors, on_gpu
+from volseg.device.gpus import on_gpu
 from volseg.device.torch_internals import overriding_operators, suggest_memory_format
 from volseg.estimate.workspaces import ConvolutionPass, find_workspace
 
-__all__ = ["GPU_OPERATORS", "WITHOUT_RESULT", "composing_like_gpus"]
+__all__ = ["GPU_OPERATORS", "WITH_RESULT", "composing_like_gpus"]
 
 aten = torch.ops.aten
 CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last_3d
@@ -38,12 +36,12 @@ GPU_OPERATORS: dict[Any, Handler] = {}
 """What takes memory in place of an operator: ``(note, plain, *arguments)`` to the operator's result.
 
 It may call operators, which are noted as such. ``note(result)`` says that the operator's own kernel runs now. ``plain``
-is the result as of a CPU: of the right shape.
+is the result as of a CPU, of the right shape, where it is asked for (``WITH_RESULT``).
 """
 
-WITHOUT_RESULT: set[Any] = set()
-"""Those for whom a CPU's result is not asked: they need none, which takes milliseconds where torch computes it by
-parts, or torch has none without values, or not from half to float32."""
+WITH_RESULT = frozenset({aten.convolution.default})
+"""Those for whom a CPU's result is asked: it takes milliseconds where torch computes it by parts, and torch has none of
+some operators without values, or from half to float32."""
 
 
 def _replaces(*operators: Any) -> Callable[[Handler], Handler]:
@@ -200,101 +198,7 @@ def _differentiate_plain_softmax(
     return found
 
 
-# Layers are normalized densely.
-
-
-@_replaces(aten.native_layer_norm.default)
-def _normalize_layer(note: Note, plain: Any, input: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    dense = input.contiguous()
-    out = torch.empty_like(dense)
-    mean, rstd = (_empty(saved.shape, input, CONTIGUOUS, torch.float32) for saved in plain[1:])
-    note((out, mean, rstd))
-    del dense
-    return out, mean, rstd
-
-
-LONG, OF_LONG = 65_536, 32
-"""Rows from which on the gradients of a layer norm's weights are summed in two passes, and how many the first sums."""
-
-
-@_replaces(aten.native_layer_norm_backward.default)
-def _differentiate_layer_norm(note: Note, plain: Any, gradient: Tensor, input: Tensor, sides: Any, *rest: Any) -> Any:
-    dense = input.contiguous()
-    found = torch.empty_like(dense) if plain[0] is not None else None
-    sums = [None if one is None else torch.empty_like(one) for one in plain[1:]]
-    note((found, *sums))
-    values = prod(sides)
-    rows = input.numel() // max(1, values)
-    if rows > LONG and values // OF_LONG < count_processors(input.device) / 2:
-        parts = [None if one is None else one.new_empty((-(-rows // OF_LONG), *one.shape)) for one in sums]
-        sums = [None if part is None else part.sum(0) for part in parts]
-    del dense
-    return found, *sums
-
-
-# Sums over some dims.
-
-
-@_replaces(aten.sum.dim_IntList, aten.mean.dim)
-def _sum(note: Note, plain: Tensor, input: Tensor, dims: Sequence[int] | None, *rest: Any, **options: Any) -> Tensor:
-    out = _empty(plain.shape, input, suggest_memory_format(plain), plain.dtype)
-    note(out)
-    return out
-
-
 # Others.
-
-
-@_replaces(aten.upsample_nearest3d.default, aten._upsample_nearest_exact3d.default)
-def _upsample_nearest(note: Note, plain: Any, input: Tensor, size: Sequence[int], *scales: Any) -> Tensor:
-    out = _empty((*input.shape[:2], *size), input, suggest_memory_format(input))
-    dense_out = out if out.is_contiguous() else _empty(out.shape, input, CONTIGUOUS)
-    dense = input.contiguous()
-    note(dense_out)
-    del dense
-    return out if dense_out is out else out.copy_(dense_out)
-
-
-@_replaces(aten.upsample_trilinear3d_backward.default)
-def _differentiate_upsampling(note: Note, plain: Tensor, gradient: Tensor, *rest: Any) -> Tensor:
-    found = _empty(plain.shape, gradient, suggest_memory_format(gradient))
-    dense = gradient.contiguous()
-    dense_found = found if found.is_contiguous() else _empty(found.shape, gradient, CONTIGUOUS)
-    note(dense_found)
-    if dense_found is not found:
-        found.copy_(dense_found)
-    # As C++ does at the end of a function: what was made last goes first.
-    del dense_found, dense
-    return found
-
-
-@_replaces(aten.roll.default)
-def _roll(note: Note, plain: Any, input: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-    rolled = [_empty(input.shape, input, CONTIGUOUS) for _ in dims or (0,)]  # dim after dim, each a call within another
-    for one in rolled:
-        note(one)
-    last = rolled.pop()
-    while rolled:
-        del rolled[-1]
-    return last
-
-
-@_replaces(aten.index_put.default)
-def _add_to_places(
-    note: Note, plain: Any, input: Tensor, indices: Sequence[Tensor | None], values: Tensor, adds: bool = False
-) -> Tensor:
-    if not adds:
-        out = input.clone()
-        note(out)
-        return out
-    # Gradients of what was read by indices, which torch sorts; it adds to what it made for them.
-    many = max(index.numel() for index in indices if index is not None)
-    whole = [_empty((many,), input, CONTIGUOUS, torch.int64)]
-    whole.append(values.contiguous())
-    whole += [_empty((many,), input, CONTIGUOUS, torch.int64) for _ in range(3)]
-    whole.append(_empty((2 * many,), input, CONTIGUOUS, torch.int64))
-    note(input)
-    return input
 
 
 @_replaces(
@@ -303,14 +207,6 @@ def _add_to_places(
 )  # fmt: skip
 def _step_fused(note: Note, plain: Any, *lists: Any, **options: Any) -> None:
     note(None)  # in place, without memory of its own
-
-
-READ_NO_RESULT = (
-    _differentiate_convolution, _normalize, _differentiate_norm, _softmax, _differentiate_softmax,
-    _differentiate_plain_softmax, _upsample_nearest, _roll, _add_to_places, _step_fused,
-)  # fmt: skip
-
-WITHOUT_RESULT |= {operator for operator, handler in GPU_OPERATORS.items() if handler in READ_NO_RESULT}
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import count_references, find_backward_node
+from volseg.device.torch_internals import count_references
 
-__all__ = ["IN_PLACE", "NEW_STRIDED", "InPlace"]
+__all__ = ["IN_PLACE", "InPlace"]
 
 ADD = torch.ops.aten.add.Tensor
 IN_PLACE: dict[Any, Any] = {
@@ -27,7 +27,6 @@ IN_PLACE: dict[Any, Any] = {
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
 }
-NEW_STRIDED = torch.ops.aten.new_empty_strided.default
 ENGINE = "_engine_run_backward"
 """The Python function that autograd's own operators come from; those of a backward in Python come from that one's."""
 BETWEEN = ("torch._dynamo.", "torch._compile", "volseg.estimate.")
@@ -51,20 +50,9 @@ class InPlace:
 
     def replace(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Return the operator that is run on plain tensors: that which writes to its first argument, or ``func``."""
-        if func not in IN_PLACE or torch.is_grad_enabled() or not _comes_from_engine():
+        if torch.is_grad_enabled() or not _comes_from_engine():
             return func
         return IN_PLACE[func] if func is not ADD or self._adds_in_place(args) else func
-
-    def is_scattered(self, func: Any) -> bool:
-        """Say whether autograd would have written a gradient anew for a tensor that was changed by a view of it.
-
-        It does so by strides (``as_strided_backward``) before it hands the gradient to the change, which comes by here;
-        of tensors without values the view is undone, which takes no memory.
-        """
-        if func is not NEW_STRIDED or not _comes_from_engine():
-            return False
-        node = find_backward_node()
-        return node is not None and node.name().endswith("CopySlices")
 
     def _adds_in_place(self, args: tuple[Any, ...]) -> bool:
         if len(args) != 2:

@@ -1,18 +1,82 @@
-"""Machines that can be rented: their GPUs, what connects these, and a price with its date.
+"""Machines that can be rented: their GPUs, how long data take between these, and a price with its date.
 
 Prices change, and differ by region and contract: they are there to compare candidates by, and are printed with their
 date. Where a family is no longer, or not everywhere, to be had, its figures still say what it would take.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
 
 from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, read_table
-from volseg.estimate.links import Links, read_links
+from volseg.estimate.trace import Sent
 
-__all__ = ["INSTANCES", "Machine", "find_instance", "find_links"]
+__all__ = ["INSTANCES", "Links", "Machine", "find_instance", "find_links", "read_links"]
+
+Points = tuple[tuple[int, float], ...]
+"""Bytes and seconds, both rising."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What connects the GPUs of one machine.
+
+    Where times were measured they are read between their points; else a message takes ``latency_s`` and its bytes
+    travel at ``bandwidth``.
+    """
+
+    bandwidth: float
+    """Bytes per second from one GPU to its neighbour, in one direction, as messages get it."""
+    latency_s: float
+    """Of a message."""
+    points: Mapping[str, Points] = field(default_factory=dict)
+    """By kind of message, between two GPUs."""
+
+    def seconds(self, sent: Sent) -> float:
+        """Return how long a message takes; one that nobody else takes part in takes none."""
+        if sent.devices < 2 or sent.size <= 0:
+            return 0.0
+        # A sum over a ring sends each byte twice, less what the device itself holds.
+        share = 2 * (sent.devices - 1) / sent.devices if sent.kind == "all_reduce" else 1.0
+        if points := self.points.get(sent.kind):
+            return read_curve(points, sent.size * share)
+        return (
+            self.latency_s * (sent.devices - 1 if sent.kind == "all_reduce" else 1) + sent.size * share / self.bandwidth
+        )
+
+
+def read_curve(points: Points, size: float) -> float:
+    """Return seconds between measured sizes, no fewer than those of the first, in proportion behind the last."""
+    sizes, seconds = np.array(points).T
+    beyond = max(1.0, size / sizes[-1])
+    return float(beyond * np.exp(np.interp(np.log(size), np.log(sizes), np.log(seconds))))
+
+
+def read_links(rows: Iterable[Mapping[str, Any]], otherwise: Links) -> Links:
+    """Return the links of rows as ``calibration.links`` measures them between two GPUs; the rest as ``otherwise``.
+
+    Those of recorded messages: without what Python takes to send them. Planes of a halo travel through peer memory up
+    to the size at which the rows of that way end, and by NCCL above.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for row in sorted(rows, key=lambda row: row["way"].startswith("peer")):
+        is_copy = row["kind"] == "copy" and row["way"] == "peer"
+        if row["devices"] == 2 and (is_copy or row["way"].endswith("recorded")):
+            found.setdefault(row["kind"], {})[int(row["size"])] = float(row["seconds"])
+    return replace(otherwise, points={kind: _rise(values) for kind, values in found.items()})
+
+
+def _rise(values: Mapping[int, float]) -> Points:
+    """Return points of which no larger message is faster than a smaller one."""
+    found: list[tuple[int, float]] = []
+    for size, seconds in sorted(values.items()):
+        found.append((size, max(seconds, found[-1][1] if found else 0.0)))
+    return tuple(found)
+
 
 GIGA = 1e9
 
@@ -28,39 +92,22 @@ OF_A_LINK = 0.87
 COPY_S = 13e-6
 """Of a copy between two GPUs that NVLink connects, however small: measured on H200, taken for others too."""
 
-_NO_LINK = Links(kind="one GPU", bandwidth=1.0, latency_s=0.0, source="there is no other GPU")
+_NO_LINK = Links(bandwidth=1.0, latency_s=0.0)
 
-_CUBE_MESH = Links(
-    kind="NVLink 2, hybrid cube mesh: one or two links of 25 GB/s between neighbours, some pairs of eight have none",
-    bandwidth=OF_A_LINK * 25 * GIGA,
-    latency_s=COPY_S,
-    source="https://images.nvidia.com/content/pdf/dgx1-v100-system-architecture-whitepaper.pdf: each V100 has six "
-    "links of 25 GB/s; counted with the single link that every pair of neighbours has",
-)
-_SWITCHED_A100 = Links(
-    kind="NVLink 3 through switches, 300 GB/s in each direction",
-    bandwidth=OF_A_LINK * 300 * GIGA,
-    latency_s=COPY_S,
-    source="https://www.nvidia.com/en-us/data-center/a100/",
-)
-_SWITCHED_H100 = Links(
-    kind="NVLink 4 through switches, 450 GB/s in each direction",
-    bandwidth=OF_A_LINK * 450 * GIGA,
-    latency_s=COPY_S,
-    source="copies between two H200: docs/measurements.md; https://www.nvidia.com/en-us/data-center/h100/",
-)
-_PCIE_4 = Links(
-    kind="PCIe 4 through the host",
-    bandwidth=8 * GIGA,
-    latency_s=30e-6,
-    source="an estimate: these GPUs do not write to each other's memory, so that each byte crosses PCIe twice",
-)
-_PCIE_3 = Links(
-    kind="PCIe 3 through the host",
-    bandwidth=5 * GIGA,
-    latency_s=30e-6,
-    source="an estimate, as for PCIe 4",
-)
+_CUBE_MESH = Links(bandwidth=OF_A_LINK * 25 * GIGA, latency_s=COPY_S)
+"""NVLink 2, hybrid cube mesh: each V100 has six links of 25 GB/s, one or two between neighbours, and some pairs of
+eight have none; counted with the single link that every pair of neighbours has.
+https://images.nvidia.com/content/pdf/dgx1-v100-system-architecture-whitepaper.pdf"""
+
+_SWITCHED_A100 = Links(bandwidth=OF_A_LINK * 300 * GIGA, latency_s=COPY_S)
+"""NVLink 3 through switches, 300 GB/s in each direction: https://www.nvidia.com/en-us/data-center/a100/"""
+
+_SWITCHED_H100 = Links(bandwidth=OF_A_LINK * 450 * GIGA, latency_s=COPY_S)
+"""NVLink 4 through switches, 450 GB/s in each direction: copies between two H200 (docs/measurements.md);
+https://www.nvidia.com/en-us/data-center/h100/"""
+
+_PCIE_4, _PCIE_3 = Links(bandwidth=8 * GIGA, latency_s=30e-6), Links(bandwidth=5 * GIGA, latency_s=30e-6)
+"""Through the host, an estimate: these GPUs do not write to each other's memory, so each byte crosses PCIe twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +125,6 @@ class Machine:
     price_per_hour: float | None = None
     """In US dollars; None where it is not sold by the hour to everybody."""
     price_source: str | None = None
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether times rest on measurements of this kind of GPU."""
-        return self.gpu.is_measured
 
 
 _FAMILIES: Mapping[str, tuple[str, Links, Mapping[str, tuple[int, float | None]]]] = {

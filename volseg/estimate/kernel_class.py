@@ -55,8 +55,7 @@ take as long as a hundred."""
 PROCESSORS = 132
 """Of the GPU whose table comes with the package."""
 
-FEW_TAPS = "few_taps"
-COUNTED_BY_TAPS = (FEW_TAPS, "many_taps", "few_in", "few_out")
+COUNTED_BY_TAPS = ("few_taps", "many_taps", "few_in", "few_out")
 """Kernels of our own whose speed is that of a matrix product, and not of memory."""
 
 ON_CORES = "depthwise"
@@ -190,9 +189,7 @@ def _classify_taps(run: KernelRun, dtype: str) -> KernelClass:
     voxels = min(shape[0] * prod(shape[2:]) for shape in volumes)  # of the output: a stride leaves some out
     taps = _count_taps([shape for shape in run.shapes if shape not in volumes], channels)
     flops = 2 * voxels * channels[0] * channels[-1] * taps
-    shape: tuple[float, ...] = log2(channels[0]), log2(channels[-1]), log2(taps)
-    if FEW_TAPS in run.name:  # taps of all channels in are one row there: 32 channels of one tap are as one of 27
-        shape = log2(channels[0] * taps), log2(channels[-1])
+    shape = log2(channels[0]), log2(channels[-1]), log2(taps)
     return KernelClass(f"{run.name}, {dtype}", shape, flops, run.bytes_moved, dtype)
 
 

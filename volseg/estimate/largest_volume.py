@@ -20,7 +20,7 @@ MOSTLY_HELD, MOST_HELD = 0.85, 0.97
 """Part of the memory that the tensors of the largest size hold, about: the rest is in pieces that nothing fits into.
 Only what is looked at first depends on it."""
 
-TOO_MUCH = 1.05
+TOO_MUCH = 1.01
 """Of the memory, from which on tensors do not fit, by a line through what two known sizes hold."""
 
 TRIES = 24
@@ -108,7 +108,7 @@ def find_largest(
         if high - low <= 1:
             break
         # Now and then by halves: a line may miss again and again.
-        step = _guess({} if tries % 4 == 3 and high <= MOST_STEPS else known, low, high, capacity, aspect, divisors)
+        step = _guess({} if tries % 6 == 5 and high <= MOST_STEPS else known, low, high, capacity, aspect, divisors)
     if best is None:
         return None
     limit = scale_sides(high, aspect, divisors) if high <= MOST_STEPS else None
@@ -134,7 +134,9 @@ def _guess(
     fits = max((voxels for voxels, each in known.items() if each.total <= capacity), default=0)
     fails = min((voxels for voxels, each in known.items() if each.total > capacity), default=None)
     if fails is not None:
-        guess = min(guess, _find_step(fails - 1, aspect, divisors))
+        # Where a search begins is a good guess: the largest is not far below.
+        most = _find_step(fails - 1, aspect, divisors)
+        guess = _find_step(fails // 2, aspect, divisors) if len(known) == 1 else min(guess, most)
     return min(max(guess, _find_step(fits, aspect, divisors), low + 1), high - 1)
 
 

@@ -27,6 +27,7 @@ from volseg.device.torch_internals import (
     without_dispatch,
     without_overrides,
 )
+from volseg.estimate.operator_work import by_operator
 
 __all__ = ["OperatorCache"]
 
@@ -97,12 +98,15 @@ class OperatorCache:
 
     def find(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Known | None]:
         """Return what it returns, and what is remembered of it; None where nothing is."""
-        told = _told.get(id(function))
-        told = _tell_apart(function) if told is None else told
-        if not told.may_be_known:
+        if not _may_be_known(function):
             return function(*args, **kwargs), None
         tensors: list[FakeTensor] = []
-        key: list[Any] = [told, torch.get_default_dtype(), torch.is_inference_mode_enabled(), read_global_flags()]
+        key: list[Any] = [
+            id(function),
+            torch.get_default_dtype(),
+            torch.is_inference_mode_enabled(),
+            read_global_flags(),
+        ]
         if not _describe(args, key, tensors) or (kwargs and not _describe(kwargs.items(), key, tensors)):
             return function(*args, **kwargs), None
         whole = tuple(key)
@@ -119,22 +123,7 @@ class OperatorCache:
         return out, known
 
 
-@dataclass(slots=True, eq=False)
-class OperatorTold:
-    """An operator, told from others by what it is: its own hash is Python of torch's."""
-
-    function: Any
-    may_be_known: bool
-
-
-_told: dict[int, OperatorTold] = {}
-"""By what ``id`` says of an operator, which is here for good."""
-
-
-def _tell_apart(function: Any) -> OperatorTold:
-    return _told.setdefault(id(function), OperatorTold(function, _may_be_known(function)))
-
-
+@by_operator
 def _may_be_known(function: Any) -> bool:
     """Say whether an operator's results follow from the sizes, strides, dtypes and devices of what it is given."""
     schema = get_schema(function)

@@ -1,10 +1,9 @@
 """How much an operator computes and how many bytes it moves: torch's operators, and kernels of our own."""
 
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +16,9 @@ from volseg.device.torch_internals import get_schema
 from volseg.estimate.kernel_class import LAID_OUT_ANEW, TURNED_ROUND
 from volseg.estimate.trace import KernelRun
 
-__all__ = ["describe_kernel", "describe_noted", "list_tensors"]
+__all__ = ["by_operator", "describe_kernel", "describe_noted", "list_tensors"]
+
+Found = TypeVar("Found")
 
 SILENT = {
     "empty",
@@ -35,6 +36,19 @@ SILENT = {
 
 FILLING = {"new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like"}
 """Operators that read nothing of the tensor that they are given: it says what the result is like."""
+
+
+def by_operator(find: Callable[[Any], Found]) -> Callable[[Any], Found]:
+    """Remember a function of operators by their ``id``: their hash is Python of torch's, which takes longer."""
+    known: dict[int, tuple[Any, Found]] = {}
+
+    def ask(operator: Any) -> Found:
+        found = known.get(id(operator))
+        if found is None:
+            found = known[id(operator)] = operator, find(operator)  # no other one has its number while it is here
+        return found[1]
+
+    return ask
 
 
 def describe_kernel(
@@ -133,7 +147,7 @@ def _is_tensor(value: Any) -> bool:
     return _kinds.setdefault(kind, issubclass(kind, Tensor)) if known is None else known
 
 
-@cache
+@by_operator
 def _starts_kernel(function: Any) -> bool:
     if function.namespace not in ("aten", "volseg") or function.overloadpacket.__name__ in SILENT:
         return False

@@ -7,8 +7,7 @@ from typing import Any
 
 from volseg.errors import ParallelError
 from volseg.estimate.allocator import AllocatorSettings
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import list_candidates, name_candidate, relieve
+from volseg.estimate.candidate import Candidate, Estimate, list_candidates, name_candidate, relieve
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.largest_volume import Largest, Sides, find_largest
 from volseg.estimate.report import PlanReport, build_row, build_skipped_row, format_table
@@ -75,7 +74,7 @@ class StepPlan:
             num_gpus=machine.num_gpus,
             gpu_bytes=machine.gpu_bytes,
             reserve_bytes=self.reserve,
-            rates="measured" if machine.is_measured else "published",
+            rates="measured" if machine.gpu.is_measured else "published",
             instance=machine.instance,
             price_per_hour=machine.price_per_hour,
             price_source=machine.price_source,
@@ -160,7 +159,10 @@ def plan_work(
         )
         least = guess_least(found.forecasts) if found.chosen is None else None
         if least is not None:
-            found = _put_in(found, judge(planned.estimate(least), planned.capacity), planned.capacity)
+            whole = judge(planned.estimate(least.candidate), planned.capacity)
+            forecasts = tuple(whole if each is least else each for each in found.forecasts)
+            chosen, why = choose(forecasts, planned.capacity)
+            found = replace(found, forecasts=forecasts, chosen=chosen, why=why)
         if all(each.memory is None for each in found.forecasts):
             first = found.forecasts[0]
             raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
@@ -176,20 +178,6 @@ def plan_work(
         notes=tuple(notes),
         steps_per_epoch=steps_per_epoch,
     )
-
-
-def _put_in(found: Found, whole: Estimate, capacity: int) -> Found:
-    """Return what was found with the forecast of a candidate that was traced to its end."""
-
-    def plain(candidate: Candidate) -> Candidate:
-        return replace(candidate, recorded=False, kernels="torch")
-
-    forecasts = tuple(
-        whole if each.more_than is not None and plain(each.candidate) == plain(whole.candidate) else each
-        for each in found.forecasts
-    )
-    chosen, why = choose(forecasts, capacity)
-    return replace(found, forecasts=forecasts, chosen=chosen, why=why)
 
 
 def _list_remedies(planned: Planned, found: Found, workers: ForkedWorkers[Planned]) -> Iterator[str]:

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import name_candidate
+from volseg.estimate.candidate import Candidate, Estimate, name_candidate
 from volseg.estimate.search import Skipped, describe_seconds
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "build_skipped_row",
     "format_table",
     "format_volumes",
-    "list_columns",
 ]
 
 GIB = 2**30
@@ -235,7 +233,7 @@ def _describe_use(use: MemoryUse) -> dict[str, Any]:
     }
 
 
-def list_columns(rows: Sequence[CandidateRow]) -> list[tuple[str, list[str]]]:
+def _list_columns(rows: Sequence[CandidateRow]) -> list[tuple[str, list[str]]]:
     """Return titles and cells of the table: GiB of the fullest GPU, times, and prices where there are any."""
     titles = [_title(row) for row in rows]
     columns: list[tuple[str, list[str]]] = [
@@ -284,7 +282,7 @@ def _gib(num_bytes: int | None) -> str:
 
 def format_table(rows: Sequence[CandidateRow]) -> str:
     """Return the table of candidates as plain text of `WIDTH` columns at most."""
-    return _format(list_columns(rows))
+    return _format(_list_columns(rows))
 
 
 def format_volumes(rows: Sequence[LargestRow]) -> str:

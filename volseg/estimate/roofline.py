@@ -9,7 +9,7 @@ References
 .. [1] Williams, Waterman, Patterson: Roofline. Communications of the ACM 52, 2009, doi:10.1145/1498765.1498785.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import dist, exp, log
 from typing import Any
@@ -17,13 +17,10 @@ from typing import Any
 import torch
 
 from volseg.errors import ConfigError
-from volseg.estimate.kernel_class import FULL, HALF, ON_CORES, KernelClass, classify
+from volseg.estimate.kernel_class import FULL, HALF, KernelClass, classify
 from volseg.estimate.trace import KernelRun
 
-__all__ = ["Family", "Peaks", "RateTable", "read_run"]
-
-Measured = Mapping[tuple[float, ...], Sequence[tuple[int, int, float]]]
-"""By shape: flops, bytes and seconds."""
+__all__ = ["Peaks", "RateTable", "read_run"]
 
 NOTHING = 1e-12
 """The bound of a kernel that neither computes nor moves anything, in seconds."""
@@ -61,38 +58,13 @@ class Peaks:
         return max(kernel.flops / (self.by_cores if kernel.on_cores else matrices), kernel.bytes_moved / self.bandwidth)
 
 
-class Family:
-    """Measured kernels of one function, in one layout and one type of numbers.
-
-    Parameters
-    ----------
-    measured
-        By shape: the roofline's seconds, and those that were measured.
-    """
-
-    def __init__(self, measured: Mapping[tuple[float, ...], Sequence[tuple[float, float]]]) -> None:
-        self._points = [
-            (shape, log(bound), log(seconds)) for shape, points in measured.items() for bound, seconds in points
-        ]
-
-    def seconds(self, shape: tuple[float, ...], bound: float) -> float:
-        """Return the seconds of a kernel of a shape, whose roofline is ``bound``."""
-        work = log(bound)
-        of_shape = BY_SHAPE if len(shape) > 1 else BY_CHANNELS
-        _, at, took = min(
-            (of_shape * (dist(known, shape) if len(known) == len(shape) else FAR) + abs(at - work) / log(2), at, took)
-            for known, at, took in self._points
-        )
-        return exp(took + (work - at) * (MORE if work > at else LESS))
-
-
 class RateTable:
     """Measured kernels of one GPU.
 
     Parameters
     ----------
-    families
-        By name and shape: lists of flops, bytes and seconds.
+    rows
+        Kernels, as ``workflows/benchmarks/kernel_rates.py`` measures them.
     peaks
         Of the GPU that was measured.
     processors
@@ -101,36 +73,19 @@ class RateTable:
         Seconds of a kernel that does nothing, in a recording.
     """
 
-    def __init__(self, families: Mapping[str, Measured], peaks: Peaks, processors: int, gap: float) -> None:
+    def __init__(self, rows: Iterable[Mapping[str, Any]], peaks: Peaks, processors: int, gap: float) -> None:
         self.peaks, self.processors, self.gap = peaks, processors, gap
-        self._families = {
-            name: Family(
-                {
-                    shape: [(max(self._bound(name, *point[:2]), NOTHING), point[2]) for point in points]
-                    for shape, points in at.items()
-                }
-            )
-            for name, at in families.items()
-        }
-
-    @classmethod
-    def of_rows(cls, rows: Iterable[Mapping[str, Any]], peaks: Peaks, processors: int, gap: float) -> "RateTable":
-        """Return the table of rows as ``calibration.kernels`` measures them."""
-        found: dict[str, dict[tuple[float, ...], list[tuple[int, int, float]]]] = {}
+        self._families: dict[str, list[tuple[tuple[float, ...], float, float]]] = {}
+        """By family: shape, and logarithms of the roofline's seconds and of the measured ones."""
         for row in rows:
             run = read_run(row)
             kinds = classify(run)
             if len(kinds) == 1:  # of an operator that does several things it is not known what each took
                 (kind,) = kinds
-                point = kind.flops, kind.bytes_moved, float(row["seconds"])
-                for name in (kind.family, *(name_pools(kind) if joins_pool(run, kind) else ())):
-                    shape = kind.shape if name == kind.family else ()
-                    found.setdefault(name, {}).setdefault(shape, []).append(point)
-        return cls(found, peaks, processors, gap)
-
-    def _bound(self, family: str, flops: int, moved: int) -> float:
-        dtype = HALF if HALF in family else FULL
-        return self.peaks.bound(KernelClass(family, (), flops, moved, dtype, on_cores=ON_CORES in family))
+                point = log(max(peaks.bound(kind), NOTHING)), log(float(row["seconds"]))
+                self._families.setdefault(kind.family, []).append((kind.shape, *point))
+                for pool in name_pools(kind) if joins_pool(run, kind) else ():
+                    self._families.setdefault(pool, []).append(((), *point))
 
     def knows(self, kernel: KernelClass) -> bool:
         """Say whether kernels of this family were measured."""
@@ -147,26 +102,33 @@ class RateTable:
             Of another GPU than the measured one: it comes as near to its own bound as the measured one did with as much
             work for each multiprocessor.
         """
-        family = self._find(kernel)
         bound = max(self.peaks.bound(kernel), NOTHING)
         if peaks is None or processors is None:
-            return max(self.gap, family.seconds(kernel.shape, bound))
+            return max(self.gap, self._interpolate(kernel, bound))
         if kernel.least_bytes:
             # A multiprocessor of another GPU is about as fast where it is alone: none has the memory to itself.
             own = kernel.least_bytes / peaks.bandwidth
-            return max(self.gap + own, family.seconds(kernel.shape, bound))
+            return max(self.gap + own, self._interpolate(kernel, bound))
         alike = bound * self.processors / processors
-        beyond = max(0.0, family.seconds(kernel.shape, alike) - self.gap)
+        beyond = max(0.0, self._interpolate(kernel, alike) - self.gap)
         return self.gap + beyond * peaks.bound(kernel) / alike
 
-    def _find(self, kernel: KernelClass) -> Family:
-        for name in (kernel.family, *name_relatives(kernel.family), *name_pools(kernel)):
-            if name in self._families:
-                return self._families[name]
-        raise ConfigError(
-            f"no rate is known for {kernel.family}, nor for anything like it: the table holds {len(self._families)} "
-            "families; measure this machine anew with volseg plan --calibrate"
+    def _interpolate(self, kernel: KernelClass, bound: float) -> float:
+        """Return the seconds of a kernel whose roofline is ``bound``, by the nearest one of its family or pool."""
+        names = (kernel.family, *name_relatives(kernel.family), *name_pools(kernel))
+        points = next((self._families[name] for name in names if name in self._families), None)
+        if points is None:
+            raise ConfigError(
+                f"no rate is known for {kernel.family}, nor for anything like it: the table holds "
+                f"{len(self._families)} families; measure this machine anew with volseg plan --calibrate"
+            )
+        shape, work = kernel.shape, log(bound)
+        of_shape = BY_SHAPE if len(shape) > 1 else BY_CHANNELS
+        _, at, took = min(
+            (of_shape * (dist(known, shape) if len(known) == len(shape) else FAR) + abs(at - work) / log(2), at, took)
+            for known, at, took in points
         )
+        return exp(took + (work - at) * (MORE if work > at else LESS))
 
 
 def name_relatives(family: str) -> Iterable[str]:

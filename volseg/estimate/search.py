@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import name_candidate
+from volseg.estimate.candidate import LEVELS, Candidate, Estimate, name_candidate
 from volseg.estimate.step_time import OF_STAGES
 
 __all__ = [
@@ -106,22 +105,33 @@ def search(
     groups: dict[Candidate, list[Estimate]] = {candidate: [] for candidate in candidates}
     skipped: list[Skipped] = []
 
-    def look(candidate: Candidate, least: float, group: list[Estimate]) -> Estimate | None:
+    def loses(least: float) -> bool:
         best = _find_fastest(each for each in chain.from_iterable(groups.values()) if _is_sure(each, capacity))
-        if not thorough and best is not None and best.seconds is not None and least >= best.seconds:
+        return not thorough and best is not None and best.seconds is not None and least >= best.seconds
+
+    def bound(candidate: Candidate) -> float:
+        return find_bound(candidate, chain.from_iterable(groups.values()), batch_size)
+
+    def look(candidate: Candidate, least: float, group: list[Estimate]) -> Estimate | None:
+        if loses(least):
             skipped.append(Skipped(candidate=candidate, least_seconds=least))
             return None
         group.append(judge(follow(candidate), capacity))
         return group[-1]
 
-    begin(sort_candidates(candidates))
     plain_ones: list[tuple[list[Estimate], Estimate, Sequence[Candidate]]] = []
-    for first in sort_candidates(candidates):
-        group = groups[first]
-        plain = look(first, find_bound(first, chain.from_iterable(groups.values()), batch_size), group)
-        is_refused = plain is None or (plain.memory is None and (plain.more_than is None or plain.more_than > capacity))
-        if plain is not None and not is_refused and (thorough or not _is_sure(plain, capacity)):
-            plain_ones.append((group, plain, relieve(first)))
+    ordered = sort_candidates(candidates)
+    # The others bound pipelines, most of which are then not begun.
+    for several in ([each for each in ordered if (each.pipeline > 1) is staged] for staged in (False, True)):
+        begin([each for each in several if not loses(bound(each))])
+        for first in several:
+            group = groups[first]
+            plain = look(first, bound(first), group)
+            is_refused = plain is None or (
+                plain.memory is None and (plain.more_than is None or plain.more_than > capacity)
+            )
+            if plain is not None and not is_refused and (thorough or not _is_sure(plain, capacity)):
+                plain_ones.append((group, plain, relieve(first)))
     # All plain ones come first: the faster the best one is, the fewer of these can win.
     for group, plain, relieving in plain_ones:
         if not relieving:
@@ -258,17 +268,18 @@ def _describe_need(forecast: Estimate) -> str:
     return "" if forecast.memory is None else f"{forecast.memory.total / GIB:.1f} GiB of each GPU"
 
 
-def guess_least(forecasts: Iterable[Estimate]) -> Candidate | None:
+def guess_least(forecasts: Iterable[Estimate]) -> Estimate | None:
     """Return which of those that were given up may need least: of most GPUs and recomputation, least cut.
 
     None where none was given up. Only which of them is followed to its end depends on it.
     """
-    levels = [None, 1, 2, 3, "all", "tiled"]
+    levels = [None, *LEVELS]
 
-    def rank(each: Candidate) -> tuple[int, int, int, int, int]:
+    def rank(given_up: Estimate) -> tuple[int, int, int, int, int]:
+        each = given_up.candidate
         return each.num_gpus, levels.index(each.checkpoint), -each.spatial, each.pipeline, -(each.split_size or 0)
 
-    return max((each.candidate for each in forecasts if each.more_than is not None), key=rank, default=None)
+    return max((each for each in forecasts if each.more_than is not None), key=rank, default=None)
 
 
 def _explain_refusals(forecasts: Sequence[Estimate]) -> str:

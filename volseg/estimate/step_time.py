@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from volseg.estimate.gpu_kinds import GpuKind, HostRates
-from volseg.estimate.links import Links
+from volseg.estimate.instances import Links
 from volseg.estimate.trace import Event, KernelRun, Mark, Sent, StepTrace
 
 __all__ = [
@@ -31,9 +31,6 @@ SLAB_KERNELS = ("norm.passes", "norm.statistics")
 
 OF_STAGES = 2.4
 """Times what a forward pass alone takes Python, which a pipeline's takes: 10.4 ms beside 4.3 (docs/measurements.md)."""
-
-OF_CLIPPING = ("aten.linalg_vector_norm", "aten.mul_", "aten._foreach")
-"""Operators that follow backward, before the optimizer says that it begins, and have no autograd."""
 
 OF_MESSAGES = "peer.planes."
 """Kernels by which planes travel: the time of a message was measured with the one that sends and the one that reads."""
@@ -204,8 +201,6 @@ def find_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_s
     if isinstance(event, Sent):
         return {"halo": rates.exchange, "copy": rates.operator}.get(event.kind, rates.message)
     if part not in ("forward", "loss", "backward"):
-        return rates.operator
-    if event.name.startswith(OF_CLIPPING):
         return rates.operator
     if not event.name.startswith("aten.") or (on_slabs and "convolution" in event.name):
         return rates.slab if on_slabs else rates.triton

@@ -4,19 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "Allocate",
-    "Event",
-    "Free",
-    "Issued",
-    "KernelRun",
-    "LetGo",
-    "Mark",
-    "Ordered",
-    "Sent",
-    "StepTrace",
-    "Used",
-]
+__all__ = ["Allocate", "Event", "Free", "KernelRun", "Mark", "Sent", "StepTrace", "Used"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +29,10 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
-    """Nobody holds a block any more, and another stream may still work on it: it is given back later (``Free``)."""
-
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
 class Used:
-    """A stream that is not a block's own works on it: it must not be handed out before that stream has come here."""
+    """A stream that is not a block's own works on it: the block comes back only when that stream has come here."""
 
     block: int
-    stream: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ordered:
-    """A stream records an event, or waits for one."""
-
-    event: int
-    """Number of the event."""
-    stream: int
-    waits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +79,7 @@ class Mark:
     name: str
 
 
-Event = Allocate | Free | LetGo | KernelRun | Sent | Mark
+Event = Allocate | Free | Used | KernelRun | Sent | Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +89,3 @@ class StepTrace:
     events: tuple[Event, ...]
     device: int = 0
     """Number of the device among those of the strategy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """Something that is asked of a device, and by which thread of the host."""
-
-    device: int
-    event: Event | Used | Ordered
-    backward: bool
-    """Whether a backward pass asks for it, which has a thread for each device."""

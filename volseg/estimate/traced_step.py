@@ -18,18 +18,7 @@ from volseg.errors import OutOfMemoryError
 from volseg.estimate.inplace_gradients import InPlace
 from volseg.estimate.operator_cache import Known
 from volseg.estimate.operator_work import describe_kernel, describe_noted, list_tensors
-from volseg.estimate.trace import (
-    Allocate,
-    Event,
-    Free,
-    Issued,
-    KernelRun,
-    Mark,
-    Ordered,
-    Sent,
-    StepTrace,
-    Used,
-)
+from volseg.estimate.trace import Allocate, Event, Free, KernelRun, Mark, Sent, StepTrace, Used
 
 __all__ = ["TracedStep", "find_gpu"]
 
@@ -66,23 +55,17 @@ class TracedStep(GpuObserver):
         self.devices = [fake_device(index) for index in range(num_gpus)]
         self.mode = FakeTensorMode(allow_fallback_kernels=False)
         self.in_place = InPlace()
-        self._issued: list[Issued] = []
         self._events: list[list[Event]] = [[] for _ in self.devices]
-        self._held: dict[int, tuple[int, int, int]] = {}
-        """By the memory's key: its device, its size and its block."""
+        self._held: dict[int, tuple[int, int, int, int]] = {}
+        """By the memory's key: its device, its size, its block and its stream."""
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blocks = 0
         self._checked: set[int] = set()
-        self._of_changes: set[int] = set()
         self._multiplied: set[tuple[torch.device, int, bool]] = set()
 
     def traces(self) -> tuple[StepTrace, ...]:
         """Return what each device was asked for so far."""
         return tuple(StepTrace(tuple(events), index) for index, events in enumerate(self._events))
-
-    def list_issued(self) -> list[Issued]:
-        """Return what all devices of several were asked for, in the order of a single thread."""
-        return self._issued
 
     def mark(self, name: str) -> None:
         """Say on all devices that a part begins; see ``Mark``."""
@@ -124,26 +107,17 @@ class TracedStep(GpuObserver):
         """Put down that a stream works on a tensor that is another one's."""
         key = get_storage_key(tensor.untyped_storage())
         if key in self._held:
-            number, _, block = self._held[key]
-            self._order(number, Used(block, stream))
-
-    def on_ordered(self, device: torch.device, stream: int, event: int, waits: bool) -> None:
-        """Put down that a stream records an event, or waits for one."""
-        self._order(self._number(device), Ordered(event, stream, waits))
+            number, _, block, own = self._held[key]
+            if stream != own:
+                self._put(number, Used(block))
 
     def end(self) -> None:
         """Trace nothing more: when Python frees what the step leaves, and in which order, is no part of the step."""
         self._has_ended = True
 
     def _put(self, number: int, event: Event) -> None:
-        if self._has_ended:
-            return
-        self._events[number].append(event)
-        self._order(number, event)
-
-    def _order(self, number: int, event: Event | Used | Ordered) -> None:
-        if len(self.devices) > 1:
-            self._issued.append(Issued(number, event, find_backward_pass() != -1))
+        if not self._has_ended:
+            self._events[number].append(event)
 
     def _note_run(self, number: int, run: KernelRun) -> None:
         self._put(number, run)
@@ -171,22 +145,10 @@ class TracedStep(GpuObserver):
             number = self._give_back(key)
             self._take(key, number, storage.nbytes(), tensor.device)
 
-    def note_scattered(self, gradient: Tensor) -> None:
-        """Put down that a gradient was written to memory of its own, unless a change in place has made it."""
-        key = get_storage_key(gradient.untyped_storage())
-        if key in self._held and key not in self._of_changes:
-            number, size, block = self._held[key]
-            self._sizes[number] -= size
-            self._take(key, number, size, gradient.device)
-            self._put(number, Free(block))
-
-    def note_of_change(self, gradient: Tensor) -> None:
-        """Remember a gradient that a change in place makes: the change before it gets it as it is."""
-        self._of_changes.add(get_storage_key(gradient.untyped_storage()))
-
     def _take(self, key: int, number: int, size: int, device: torch.device) -> None:
         self._blocks += 1
-        self._held[key] = number, size, self._blocks
+        stream = find_current_stream(device).number
+        self._held[key] = number, size, self._blocks, stream
         self._sizes[number] += size
         if self._limit is not None and self._sizes[number] > self._limit and self._is_in_order():
             self.fault = OutOfMemoryError(
@@ -195,7 +157,6 @@ class TracedStep(GpuObserver):
             )
             raise self.fault
         if size:
-            stream = find_current_stream(device).number
             self._put(number, Allocate(self._blocks, size, stream, _find_pool()))
 
     def _is_in_order(self) -> bool:
@@ -208,8 +169,7 @@ class TracedStep(GpuObserver):
 
     def _give_back(self, key: int) -> int:
         self._checked.discard(key)
-        self._of_changes.discard(key)
-        number, size, block = self._held.pop(key)
+        number, size, block, _ = self._held.pop(key)
         self._sizes[number] -= size
         if size:
             self._put(number, Free(block))

@@ -17,31 +17,30 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from volseg.device.fake_gpu import GpuLike, faking
-from volseg.device.fake_internals import FakeTensor, quiet_fake_tensors, taking_lists
+from volseg.device.fake_internals import UNFOLLOWABLE, FakeTensor, quiet_fake_tensors, taking_lists
 from volseg.device.gpus import find_device, is_gpu
-from volseg.device.module_internals import swapping_by
+from volseg.device.module_internals import Loss, swapping_by
 from volseg.device.torch_internals import TorchDispatchMode, check_gradients, read_value
+from volseg.errors import FollowError, VolsegError
 from volseg.estimate.constant_values import ConstantValues
 from volseg.estimate.gpu_autocast import casting_like_gpus
-from volseg.estimate.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
-from volseg.estimate.inplace_gradients import IN_PLACE, NEW_STRIDED
+from volseg.estimate.gpu_operators import GPU_OPERATORS, WITH_RESULT, composing_like_gpus
+from volseg.estimate.inplace_gradients import IN_PLACE
 from volseg.estimate.operator_cache import OperatorCache
-from volseg.estimate.operator_work import list_tensors
-from volseg.estimate.refusals import explaining_refusals
-from volseg.estimate.trace import (
-    KernelRun,
-    StepTrace,
-)
+from volseg.estimate.operator_work import by_operator, list_tensors
+from volseg.estimate.trace import KernelRun
 from volseg.estimate.traced_step import TracedStep, find_gpu
 
-__all__ = ["TracedStep", "follow", "tracing"]
+__all__ = ["TracedStep", "explaining_refusals", "tracing"]
 
 OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
 """Operators that are given memory itself, which a cache of operators would hold for good."""
@@ -49,29 +48,11 @@ OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
 
-HANDLERS = {id(operator): handler for operator, handler in GPU_OPERATORS.items()}
-OF_AUTOGRAD = frozenset(map(id, (*IN_PLACE, NEW_STRIDED)))
-SET_STORAGES, MULTIPLYING = frozenset(map(id, OF_STORAGES)), frozenset(map(id, PRODUCTS))
-"""The same by what ``id`` says of an operator. All of these are constants of modules, which stay."""
+find_handler = by_operator(GPU_OPERATORS.get)
+has_form_in_place = by_operator(IN_PLACE.__contains__)
+sets_storage, multiplies = by_operator(OF_STORAGES.__contains__), by_operator(PRODUCTS.__contains__)
 
 FIND_DEVICE = torch.ops.prim.device.default
-
-
-def follow(step: Callable[["TracedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
-    """Run ``step`` once on GPUs that are not there; return what each is asked for.
-
-    Parameters
-    ----------
-    step
-        Builds what it needs (``copy`` and ``to``), runs, and says where parts begin (``mark``).
-    gpu
-        The kind of GPU.
-    num_gpus
-        How many there are: ``TracedStep.devices``.
-    """
-    with tracing(gpu, num_gpus) as followed:
-        step(followed)
-    return followed.traces()
 
 
 @contextmanager
@@ -85,8 +66,10 @@ def tracing(
 
     Parameters
     ----------
-    gpu, num_gpus
-        See ``follow``.
+    gpu
+        The kind of GPU.
+    num_gpus
+        How many there are: ``TracedStep.devices``.
     time_kernel
         Says how many seconds a kernel takes, for what would time the network's parts; without it, nothing is timed.
     limit
@@ -138,22 +121,17 @@ class _Noting(TorchDispatchMode):
         if func is FIND_DEVICE:  # asked more often than all else together
             return find_device(args[0])
         kwargs = kwargs or {}
-        number = id(func)  # an operator's hash is Python of torch's
-        handler = HANDLERS.get(number)
+        handler = find_handler(func)
         if handler is not None and find_gpu(list_tensors(args)) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
         if func is read_value:
             value = 0.0 if self.followed.is_checked(args[0]) else self.values.read(args[0])
             if value is not None:
                 return value
-        is_scattered = False
-        if number in OF_AUTOGRAD:
+        if has_form_in_place(func):
             func = self.followed.in_place.replace(func, args)
-            is_scattered = self.followed.in_place.is_scattered(func)
-        if is_scattered:
-            self.followed.note_scattered(args[0])
         known = None
-        if number in SET_STORAGES:
+        if sets_storage(func):
             out = self.known.run_anew(func, args, kwargs)
         else:
             out, known = self.known.find(func, args, kwargs)
@@ -161,9 +139,7 @@ class _Noting(TorchDispatchMode):
         if type(out) is FakeTensor or isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
-            if is_scattered:
-                self.followed.note_of_change(out)
-            if number in MULTIPLYING:
+            if multiplies(func):
                 self.followed.note_product(out.device)
         elif isinstance(out, list | tuple):
             for tensor in list_tensors(out):
@@ -176,7 +152,7 @@ class _Noting(TorchDispatchMode):
         return out
 
     def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plain = None if func in WITHOUT_RESULT else self.known.run(func, args, kwargs)
+        plain = self.known.run(func, args, kwargs) if func in WITH_RESULT else None
         with self:  # what the handler calls is noted too
             return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
 
@@ -281,3 +257,79 @@ def _take_over(old: Tensor, new: Tensor) -> None:
     if isinstance(old, FakeTensor):  # not so where a network is built, with values
         assert isinstance(new, FakeTensor)
         old.fake_device = new.fake_device
+
+
+@contextmanager
+def explaining_refusals() -> Iterator[None]:
+    """Raise ``FollowError`` for what torch refuses where tensors have no values, and for what a module refuses.
+
+    Errors of ours, and those outside of any module's ``forward``, pass as they are.
+    """
+    try:
+        yield
+    except VolsegError:
+        raise
+    except UNFOLLOWABLE as fault:
+        raise FollowError(
+            f"the step cannot be followed without a GPU: {_locate(fault)} asks for {_name_operator(fault)}, and "
+            f"tensors have no values here; {_advise(fault)}"
+        ) from fault
+    except Exception as fault:
+        if "FakeTensor" in str(fault) or ".numpy() is not supported" in str(fault):
+            raise FollowError(
+                f"the step cannot be followed without a GPU: {_locate(fault)} needs values of tensors, which are not "
+                f"there ({_shorten(fault)}); {_advise(fault)}"
+            ) from fault
+        if not _list_modules(fault.__traceback__):
+            raise
+        raise FollowError(
+            f"the network refuses this step: {_locate(fault)} raised {type(fault).__name__}: {_shorten(fault)}; give "
+            "it volumes that it takes, or fix it"
+        ) from fault
+
+
+def _advise(fault: BaseException) -> str:
+    """Return what to do about code that looks at values."""
+    if any(isinstance(module, Loss) for module, _, _ in _list_modules(fault.__traceback__)):
+        return (
+            "plan with another loss in its place (DiceCELoss), which tells what everything but this one takes; it can "
+            "be trained with all the same"
+        )
+    return (
+        "compute with tensors instead of numbers (torch.where for a branch), keep a size or a setting as a number from "
+        "the beginning, or measure on a GPU"
+    )
+
+
+def _name_operator(fault: BaseException) -> str:
+    """Return what was asked for, as a user would write it."""
+    operator = str(getattr(fault, "func", fault))
+    if "_local_scalar_dense" in operator or "equal" in operator:
+        return f"a tensor's value (.item(), float(), bool(), an if on a tensor: {operator})"
+    return f"a result whose size depends on values ({operator})"
+
+
+def _locate(fault: BaseException) -> str:
+    """Return the innermost module that ran, by its path and type, and the line where it did."""
+    found = _list_modules(fault.__traceback__)
+    if not found:
+        return "the step"
+    (root, *_), (module, file, line) = found[0], found[-1]
+    path = next((name for name, part in root.named_modules() if part is module), "")
+    return f"{type(module).__name__}{f' {path!r}' if path else ''} ({Path(file).name}, line {line})"
+
+
+def _list_modules(trace: TracebackType | None) -> list[tuple[nn.Module, str, int]]:
+    """Return the modules whose functions ran, outermost first, each with the line where it was."""
+    found = []
+    while trace is not None:
+        frame = trace.tb_frame
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and not frame.f_code.co_filename.endswith("nn/modules/module.py"):
+            found.append((module, frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    return found
+
+
+def _shorten(fault: BaseException) -> str:
+    return str(fault).strip().split("\n", 1)[0]

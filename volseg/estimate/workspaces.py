@@ -18,12 +18,13 @@ are taken to do as the H200 does.
 import gzip
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from math import log2, prod
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 __all__ = ["ConvolutionPass", "find_workspace"]
@@ -43,27 +44,7 @@ byte, 80 % within 4 % of the volumes' size."""
 Kind = tuple[int, bool, bool, bool, bool]
 """Bytes of an element, and whether channels are last, the kernel is one voxel, it is transposed, has a stride."""
 
-Copied = tuple[int, int, int]
-"""How often input, output and weight are copied: once or never."""
-
-COPIES: tuple[Copied, ...] = tuple((one, two, three) for one in (0, 1) for two in (0, 1) for three in (0, 1))
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredConvolution:
-    """What was taken for one shape."""
-
-    inputs: int
-    """Channels."""
-    outputs: int
-    voxels: int
-    """Of all volumes of the input."""
-    taps: int
-    """Voxels of the kernel."""
-    sizes: tuple[tuple[int, ...], tuple[int, ...], int]
-    """Of input and output, (B, C, ...), and bytes of an element."""
-    taken: int
-    """Bytes in all."""
+Size = tuple[int, ...]
 
 
 def find_workspace(
@@ -94,103 +75,72 @@ def find_workspace(
     strided, transposed : bool
         Whether it has a stride, and is a transposed convolution.
     """
-    return _find(part, *map(tuple, (first, second, weight)), dtype.itemsize, channels_last, strided, transposed)
+    return _find(part, *map(tuple, (first, second, weight)), min(dtype.itemsize, 4), channels_last, strided, transposed)
 
 
 @cache
 def _find(
     part: str,
-    first: tuple[int, ...],
-    second: tuple[int, ...],
-    weight: tuple[int, ...],
+    first: Size,
+    second: Size,
+    weight: Size,
     itemsize: int,
     channels_last: bool,
     strided: bool,
     transposed: bool,
 ) -> int:
-    itemsize = min(itemsize, 4)  # float64 as float32
     taps, voxels = prod(weight[2:]), first[0] * prod(first[2:])
-    others = _list_distances(part, (itemsize, channels_last, taps == 1, transposed, strided), first[1], second[1], taps)
-    _, _, nearest = min(
-        (by_weight + BY_VOXELS * abs(log2(voxels / other.voxels)) + by_alignment, number, other)
-        for number, (by_weight, by_alignment, other) in enumerate(others)
-    )
-    copied, rest = _explain(nearest)
-    sizes = _count_copies(first, second, weight, itemsize)
-    return sum(times * size for times, size in zip(copied, sizes, strict=True)) + rest
-
-
-@cache
-def _list_distances(
-    part: str, kind: Kind, inputs: int, outputs: int, taps: int
-) -> "list[tuple[float, float, MeasuredConvolution]]":
-    """Return what was measured of a kind, and how far each is by its weight and by alignment, whatever the volume."""
-    found = []
-    for other in _find_kind(part, kind):
-        channels = (inputs, other.inputs), (outputs, other.outputs)
-        by_weight = BY_CHANNELS * sum(abs(log2(one / two)) for one, two in channels)
-        by_weight += BY_TAPS * abs(log2(taps / other.taps))
-        found.append((by_weight, BY_ALIGNMENT * sum(map(_count_misalignment, channels)), other))
-    return found
-
-
-def _find_kind(part: str, kind: Kind) -> "list[MeasuredConvolution]":
-    """Return what was measured of a kind, or of that which has most in common with it, the first properties first."""
-    table = _read_table()
+    table, kind = _read_table(), (itemsize, channels_last, taps == 1, transposed, strided)
+    # Of the kinds that were measured that which has most in common with it, the first properties first.
     known = [other for name, other in table if name == part]
-    nearest = max(known, key=lambda other: [one == two for one, two in zip(kind, other, strict=True)])
-    return table[part, nearest]
+    places, measured = table[
+        part, max(known, key=lambda other: [one == two for one, two in zip(kind, other, strict=True)])
+    ]
+    distances = np.abs(places - _place(first[1], second[1], taps, voxels)).sum(axis=1)
+    their_first, their_second, their_taps, their_itemsize, taken = measured[int(distances.argmin())]
+    theirs = _count_copies(their_first, their_second, (their_first[1], their_second[1], their_taps), their_itemsize)
+    own = _count_copies(first, second, weight, itemsize)
+    # The copies that leave the smallest rest of what was taken.
+    possible = [
+        (taken - _sum(copied, theirs), copied) for copied in product((0, 1), repeat=3) if _sum(copied, theirs) <= taken
+    ]
+    rest, copied = min(possible)
+    return _sum(copied, own) + rest
 
 
-def _count_misalignment(channels: tuple[int, int]) -> int:
-    """Return how many of the properties that cuDNN chooses by differ."""
-    return sum((channels[0] <= few) != (channels[1] <= few) for few in (1, 4)) + sum(
-        (channels[0] % many == 0) != (channels[1] % many == 0) for many in (4, 8)
-    )
+def _sum(copied: Sequence[int], sizes: Sequence[int]) -> int:
+    return sum(times * size for times, size in zip(copied, sizes, strict=True))
+
+
+def _place(inputs: int, outputs: int, taps: int, voxels: int) -> Any:
+    """Return coordinates of a convolution, whose differences add up to its distance from another."""
+    sizes = (BY_CHANNELS, inputs), (BY_CHANNELS, outputs), (BY_TAPS, taps), (BY_VOXELS, voxels)
+    # What cuDNN chooses by.
+    aligned = [(few <= 1, few <= 4, few % 4 == 0, few % 8 == 0) for few in (inputs, outputs)]
+    return np.array([*(scale * log2(size) for scale, size in sizes), *BY_ALIGNMENT * np.ravel(aligned)])
 
 
 @cache
-def _read_table() -> dict[tuple[str, Kind], list[MeasuredConvolution]]:
+def _read_table() -> dict[tuple[str, Kind], tuple[Any, list[tuple[Size, Size, int, int, int]]]]:
+    """Return what was measured by pass and kind: coordinates; sizes, taps, bytes of an element, bytes in all."""
     stored = files("volseg.estimate").joinpath("tables", f"{TABLE}.json.gz").read_bytes()
-    found: dict[tuple[str, Kind], list[MeasuredConvolution]] = {}
-    for part, first, second, taps, itemsize, channels_last, strided, transposed, taken in json.loads(
-        gzip.decompress(stored)
-    ):
-        voxels, sizes = first[0] * prod(first[2:]), (tuple(first), tuple(second), itemsize)
-        one = MeasuredConvolution(first[1], second[1], voxels, taps, sizes, taken)
-        found.setdefault((part, (itemsize, channels_last, taps == 1, transposed, strided)), []).append(one)
-    return found
-
-
-@cache
-def _explain(measured: MeasuredConvolution) -> tuple[Copied, int]:
-    """Return the copies that leave the smallest rest, and that; asked of few of the thousands that were measured."""
-    first, second, itemsize = measured.sizes
-    taken = measured.taken
-    sizes = _count_copies(first, second, [first[1], second[1], measured.taps], itemsize)
-    return min(
-        (
-            (copied, taken - sum(times * size for times, size in zip(copied, sizes, strict=True)))
-            for copied in COPIES
-            if sum(times * size for times, size in zip(copied, sizes, strict=True)) <= taken
-        ),
-        key=lambda one: one[1],
-    )
+    found: dict[tuple[str, Kind], list[tuple[Size, Size, int, int, int]]] = {}
+    for part, first, second, taps, size, last, strided, transposed, taken in json.loads(gzip.decompress(stored)):
+        found.setdefault((part, (size, last, taps == 1, transposed, strided)), []).append(
+            (first, second, taps, size, taken)
+        )
+    return {
+        key: (np.stack([_place(a[1], b[1], taps, a[0] * prod(a[2:])) for a, b, taps, *_ in rows]), rows)
+        for key, rows in found.items()
+    }
 
 
 def _count_copies(first: Sequence[int], second: Sequence[int], weight: Sequence[int], itemsize: int) -> list[int]:
     """Return the bytes of a copy of input, output and weight."""
-    return [_count_volume(first, itemsize), _count_volume(second, itemsize), _count_weight(weight, itemsize)]
+    volumes = [size[0] * _fill_up(size[1], itemsize) * prod(size[2:]) * itemsize for size in (first, second)]
+    return [*volumes, prod(_fill_up(count, itemsize) for count in weight[:2]) * prod(weight[2:]) * itemsize]
 
 
 def _fill_up(channels: int, itemsize: int) -> int:
     multiple = ALIGNED // itemsize
     return -(-channels // multiple) * multiple
-
-
-def _count_volume(size: Sequence[int], itemsize: int) -> int:
-    return size[0] * _fill_up(size[1], itemsize) * prod(size[2:]) * itemsize
-
-
-def _count_weight(size: Sequence[int], itemsize: int) -> int:
-    return prod(_fill_up(count, itemsize) for count in size[:2]) * prod(size[2:]) * itemsize

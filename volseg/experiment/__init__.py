@@ -8,72 +8,46 @@ from typing import TYPE_CHECKING, Any
 from volseg.importing import import_late
 
 if TYPE_CHECKING:
-    from volseg.checkpointing.compatible import load_finished_report
-    from volseg.checkpointing.folder import RunFolder
-    from volseg.config.loading import load_config
-    from volseg.experiment.compiled_kernels import compile_beforehand
-    from volseg.experiment.configuring import configure, format_plan, is_data_set, plan_run
-    from volseg.experiment.cross_validation import cross_validate
-    from volseg.experiment.cross_validation_report import format_cross_validation
-    from volseg.experiment.exporting import export
-    from volseg.experiment.kernel_worker import serve_kernels
-    from volseg.experiment.launching import count_workers, train_on
-    from volseg.experiment.machines import calibrate_words, find_machine
-    from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
-    from volseg.experiment.plan_command import plan_training, plan_volumes, plan_words
-    from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
-    from volseg.experiment.predicting import predict, serve_predictions
-    from volseg.experiment.profiling import profile_training
-    from volseg.experiment.quickstarting import quickstart
-    from volseg.experiment.report import format_outcome
-    from volseg.experiment.starting import require_weights
-    from volseg.experiment.training import train
-    from volseg.experiment.validating import validate, validate_and_format
-    from volseg.experiment.verifying import verify
-    from volseg.experiment.viewing import view
-    from volseg.parallel.devices import is_main_process
-    from volseg.parallel.processes.group import leave_processes
-
-__all__ = [
-    "REGISTRIES",
-    "RunFolder",
-    "apply_postprocessing",
-    "calibrate_words",
-    "compile_beforehand",
-    "configure",
-    "count_workers",
-    "cross_validate",
-    "determine_postprocessing",
-    "export",
-    "find_machine",
-    "format_cross_validation",
-    "format_outcome",
-    "format_plan",
-    "is_data_set",
-    "is_main_process",
-    "leave_processes",
-    "list_components",
-    "load_components",
-    "load_config",
-    "load_finished_report",
-    "plan_run",
-    "plan_training",
-    "plan_volumes",
-    "plan_words",
-    "predict",
-    "profile_training",
-    "quickstart",
-    "register",
-    "require_weights",
-    "serve_kernels",
-    "serve_predictions",
-    "train",
-    "train_on",
-    "validate",
-    "validate_and_format",
-    "verify",
-    "view",
-]
+    from volseg.checkpointing.compatible import load_finished_report as load_finished_report
+    from volseg.checkpointing.folder import RunFolder as RunFolder
+    from volseg.config.loading import load_config as load_config
+    from volseg.experiment.compiled_kernels import compile_beforehand as compile_beforehand
+    from volseg.experiment.configuring import configure as configure
+    from volseg.experiment.configuring import format_plan as format_plan
+    from volseg.experiment.configuring import is_data_set as is_data_set
+    from volseg.experiment.configuring import plan_run as plan_run
+    from volseg.experiment.cross_validation import cross_validate as cross_validate
+    from volseg.experiment.cross_validation import format_cross_validation as format_cross_validation
+    from volseg.experiment.exporting import export as export
+    from volseg.experiment.kernel_worker import serve_kernels as serve_kernels
+    from volseg.experiment.launching import count_workers as count_workers
+    from volseg.experiment.launching import train_on as train_on
+    from volseg.experiment.own_components import REGISTRIES as REGISTRIES
+    from volseg.experiment.own_components import list_components as list_components
+    from volseg.experiment.own_components import load_components as load_components
+    from volseg.experiment.own_components import register as register
+    from volseg.experiment.plan_command import calibrate_words as calibrate_words
+    from volseg.experiment.plan_command import find_machine as find_machine
+    from volseg.experiment.plan_command import plan_training as plan_training
+    from volseg.experiment.plan_command import plan_volumes as plan_volumes
+    from volseg.experiment.plan_command import plan_words as plan_words
+    from volseg.experiment.predicting import predict as predict
+    from volseg.experiment.predicting import serve_predictions as serve_predictions
+    from volseg.experiment.profiling import profile_training as profile_training
+    from volseg.experiment.quickstarting import quickstart as quickstart
+    from volseg.experiment.report import format_outcome as format_outcome
+    from volseg.experiment.searching import format_search as format_search
+    from volseg.experiment.searching import search as search
+    from volseg.experiment.starting import require_weights as require_weights
+    from volseg.experiment.training import train as train
+    from volseg.experiment.validating import apply_postprocessing as apply_postprocessing
+    from volseg.experiment.validating import determine_postprocessing as determine_postprocessing
+    from volseg.experiment.validating import validate as validate
+    from volseg.experiment.validating import validate_and_format as validate_and_format
+    from volseg.experiment.verifying import verify as verify
+    from volseg.experiment.viewing import view as view
+    from volseg.parallel.devices import is_main_process as is_main_process
+    from volseg.parallel.processes.group import leave_processes as leave_processes
 
 _MODULES = {
     "checkpointing.compatible": "load_finished_report",
@@ -81,22 +55,20 @@ _MODULES = {
     "config.loading": "load_config",
     "experiment.compiled_kernels": "compile_beforehand",
     "experiment.configuring": "configure format_plan is_data_set plan_run",
-    "experiment.cross_validation": "cross_validate",
-    "experiment.cross_validation_report": "format_cross_validation",
+    "experiment.cross_validation": "cross_validate format_cross_validation",
     "experiment.exporting": "export",
     "experiment.kernel_worker": "serve_kernels",
     "experiment.launching": "count_workers train_on",
-    "experiment.machines": "calibrate_words find_machine",
     "experiment.own_components": "REGISTRIES list_components load_components register",
-    "experiment.plan_command": "plan_training plan_volumes plan_words",
-    "experiment.postprocessing": "apply_postprocessing determine_postprocessing",
+    "experiment.plan_command": "calibrate_words find_machine plan_training plan_volumes plan_words",
     "experiment.predicting": "predict serve_predictions",
     "experiment.profiling": "profile_training",
     "experiment.quickstarting": "quickstart",
     "experiment.report": "format_outcome",
+    "experiment.searching": "format_search search",
     "experiment.starting": "require_weights",
     "experiment.training": "train",
-    "experiment.validating": "validate validate_and_format",
+    "experiment.validating": "apply_postprocessing determine_postprocessing validate validate_and_format",
     "experiment.verifying": "verify",
     "experiment.viewing": "view",
     "parallel.devices": "is_main_process",
@@ -106,6 +78,8 @@ _MODULES = {
 
 _HOMES = {name: f"volseg.{module}" for module, names in _MODULES.items() for name in names.split()}
 
+__all__ = sorted(_HOMES)
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
@@ -114,4 +88,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -18,6 +18,7 @@ from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError
 from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.experiment.rehearsing import OneOutput
+from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import choose_windows_per_step, record_models
 from volseg.models.networks import NETWORKS
@@ -149,10 +150,15 @@ def build_batches(
         num_classes=task.num_classes,
         is_sparse=task.ignore is not None,
     )
-    own = OwnAugmentations([step.spec() for step in config.augmentation.own] if config.augmentation.enabled else [])
+    num_masks = len(task.stage_labels)
+    own = OwnAugmentations([])
+    if config.augmentation.enabled:
+        own = OwnAugmentations([step.spec() for step in config.augmentation.own], num_masks)
 
     def build(size: Sequence[int]) -> AugmentedBatches:
-        augmentation = BatchAugmentation(config.augmentation, size, num_classes=num_indices(task), spacing=spacing)
+        augmentation = BatchAugmentation(
+            config.augmentation, size, num_classes=num_indices(task), spacing=spacing, num_masks=num_masks
+        )
         batches = PatchBatches(
             bank,
             size,
@@ -227,6 +233,7 @@ def build_predictor(
         autocast=None if dtype is torch.float32 else dtype,
         before_pass=stop_if_requested,
         skip_background=settings.skip_background,
+        postprocess=Postprocessing.keep_largest(task, settings.keep_largest) if settings.keep_largest else None,
     )
 
 
@@ -255,7 +262,7 @@ def build_step(
 def draw_batch(task: Task, rows: int, sides: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """Return a batch of random voxels and labels."""
     return {
-        "image": torch.randn(rows, task.num_channels, *sides, device=device),
+        "image": torch.randn(rows, task.num_inputs, *sides, device=device),
         "label": torch.randint(num_indices(task), (rows, 1, *sides), dtype=torch.uint8, device=device),
     }
 

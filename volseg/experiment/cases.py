@@ -1,10 +1,14 @@
 """Which cases an experiment trains and validates on, and these cases as the network sees them."""
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
+from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cache_folder import choose_cache_folder
 from volseg.data.case_cache import CaseCache
@@ -12,6 +16,7 @@ from volseg.data.cases import Case, Task
 from volseg.data.checks import summarise_remarks
 from volseg.data.groups import find_cut_patients, find_groups, propose_groups
 from volseg.data.layouts import load_task
+from volseg.data.names import list_some
 from volseg.data.preparing import PreparedCases, prepare_together
 from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits
@@ -23,6 +28,7 @@ from volseg.transforms.preprocessing import Preprocessing
 __all__ = [
     "ChosenCases",
     "PatientReport",
+    "add_stage",
     "choose_cases",
     "choose_split",
     "describe_patients",
@@ -59,18 +65,91 @@ class ChosenCases:
 def choose_cases(config: ExperimentConfig) -> ChosenCases:
     """Read the task's description and return the cases to use; no image is read.
 
+    A training case of weight 0 is in the split, and is not used.
+
     Raises
     ------
+    ConfigError
+        If weights are given of what is no case.
     DataError
-        If there is no task, or too few cases for the folds.
+        If there is no task, too few cases for the folds, a weight that is none, or no training case of one above 0.
     """
     task = load_task(config.data.root, require_files=False)
+    task = replace(task, training=_weigh(task, config.data.weights), stage_labels=config.stage_labels)
     split = choose_split(config, task)
     by_id = {case["case"]: case for case in task.training}
     training, validation = (tuple(by_id[name] for name in names) for names in (split.training, split.validation))
+    training, validation = add_stage(config, _choose_drawn(training)), add_stage(config, validation)
     is_given = list_given_splits(config, task) is not None
     patients = describe_patients(task, config.split.group, split, is_given=is_given)
     return ChosenCases(task=task, split=split, training=training, validation=validation, patients=patients)
+
+
+def add_stage(config: ExperimentConfig, cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Return cases with their label maps of the previous stage.
+
+    Each is of the fold that validates the case: a network labels cases better that it was trained on.
+
+    Raises
+    ------
+    DataError
+        Names the cases that have none.
+    """
+    folder = config.data.previous_stage
+    if folder is None:
+        return tuple(cases)
+    found = {
+        path.name: path for path in (*folder.glob("validation/*.nii.gz"), *folder.glob("fold_*/validation/*.nii.gz"))
+    }
+    if missing := [case["case"] for case in cases if f"{case['case']}.nii.gz" not in found]:
+        raise DataError(
+            f"data.previous_stage: {folder} holds no validated label map of {len(missing)} of {len(cases)} cases: "
+            f"{list_some(missing)}; train all folds of its config: volseg cross-validate"
+        )
+    return tuple({**case, "stage": found[f"{case['case']}.nii.gz"]} for case in cases)
+
+
+def _weigh(task: Task, weights: Mapping[str, float]) -> tuple[Case, ...]:
+    """Return the training cases with the weights that ``data.weights`` or the data set's column ``weight`` gives."""
+    names = [case["case"] for case in task.training]
+    fitting = {key: [key] if key in names else [name for name in names if fnmatchcase(name, key)] for key in weights}
+    if unknown := [key for key, found in fitting.items() if not found]:
+        raise ConfigError(
+            f"data.weights names {list_some([repr(key) for key in unknown])}, which fit no case; "
+            f"{did_you_mean(unknown[0], names)}"
+        )
+    column = task.columns.get("weight", {})
+    weighed = {name: _read_weight(column[name], name, task) for name in names if column.get(name)}
+    weighed |= {name: weights[key] for key, found in fitting.items() for name in found}
+    return tuple(
+        {**case, "weight": weighed[case["case"]]} if case["case"] in weighed else case for case in task.training
+    )
+
+
+def _read_weight(text: str, name: str, task: Task) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise DataError(
+            f"{task.name}: the weight of case {name} is {text!r}; needed: a finite number from 0 on, how often the "
+            "case is drawn (rename a column 'weight' that holds something else)"
+        )
+    return weight
+
+
+def _choose_drawn(training: Sequence[Case]) -> tuple[Case, ...]:
+    """Return the training cases that are drawn at all, and log how often."""
+    drawn = tuple(case for case in training if case.get("weight", 1.0) > 0)
+    if training and not drawn:
+        shown = list_some([case["case"] for case in training])
+        raise DataError(f"all {len(training)} training cases have weight 0: {shown}; give one of them a weight above 0")
+    counts = Counter(case.get("weight", 1.0) for case in training)
+    if len(counts) > 1 and is_main_process():
+        shown = ", ".join(f"{count} of weight {weight:g}" for weight, count in sorted(counts.items()))
+        logger.info("patches are drawn by weights of cases: %s", shown)
+    return drawn
 
 
 def open_cache(config: ExperimentConfig, task: Task, preprocessing: Preprocessing) -> CaseCache | None:

@@ -31,8 +31,8 @@ from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.tracing import tracing
 from volseg.estimate.work import Work
-from volseg.experiment.data_facts import DataFacts, find_facts
 from volseg.experiment.kernels import explain_slowness
+from volseg.experiment.network_plan import DataFacts, find_facts
 from volseg.experiment.training_work import at_size, describe_training
 from volseg.files import replacing
 from volseg.lifetime import bind_copy

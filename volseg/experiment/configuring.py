@@ -27,12 +27,14 @@ from volseg.monitoring.advice import SMALL
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import count_gpus, is_launched
 from volseg.planning import (
+    CASCADE,
     DEFAULT_MEMORY,
     Fingerprint,
     Plan,
     choose_name,
     keep_fingerprint,
     load_fingerprint,
+    name_first_stage,
     plan,
     take_fingerprint,
     write_config,
@@ -137,8 +139,10 @@ def format_plan(planned: Plan, path: str | Path, *, trains: bool = False, is_sho
     small = " ".join(f"--set {key}={value}" for key, value in SMALL.items())
     slow = [] if is_short or count_gpus() else [f"this machine has no GPU: the plan takes days; try {small} first"]
     written = f"written to {path}, with the reason for each value"
-    command = spell(f"volseg train {quote(str(path))}")
-    last = [f"{written}. The training begins."] if trains else [f"{written}. Next:", f"  {command}"]
+    commands = [spell(f"volseg train {quote(str(path))}")]
+    if planned.first_stage is not None:
+        commands.insert(0, spell(f"volseg cross-validate {quote(str(name_first_stage(Path(path))))}"))
+    last = [f"{written}. The training begins."] if trains else [f"{written}. Next:", *(f"  {one}" for one in commands)]
     return "\n".join([*(f"{what:12} {text}" for what, text in lines.items()), *slow, *last])
 
 
@@ -191,6 +195,10 @@ def plan_run(
         As `configure`.
     """
     chosen = require_sound_overrides(overrides)  # before minutes of reading
+    if preset == CASCADE:
+        raise ConfigError(
+            f"a cascade is two trainings; volseg configure {quote(str(folder))} --preset cascade plans both"
+        )
     name = choose_name(load_task(folder, require_files=False).name, preset)
     values = {"name": name, **chosen}
     run = RunFolder(Path(values.get("output") or Path("runs") / values["name"]))
@@ -262,7 +270,7 @@ def init_config(
     require_new(output, overwrite=overwrite)
     config = load_config(find_shipped(like)) if like is not None else ExperimentConfig.model_validate(PLAIN)
     if data is not None:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"root": Path(data)})})
+        config = config.with_values(data={"root": Path(data)})
     head = [
         refer_to_schema(),
         f"# volseg train {output}",

@@ -12,13 +12,15 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from volseg.checkpointing.folder import RunFolder
-from volseg.commands import run_module
-from volseg.config.loading import dump_config, require_config
+from volseg.config.loading import require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
@@ -31,30 +33,171 @@ from volseg.errors import (
     ParallelError,
     VolsegError,
 )
-from volseg.evaluation.summary import complete_summary, write_summary
+from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, SEED, MeanInterval, mean_intervals
+from volseg.evaluation.published import PublishedResult, published_results
+from volseg.evaluation.summary import Summary, complete_summary, read_structure, summarise, write_summary
 from volseg.experiment.building import build_scoring, check_components
-from volseg.experiment.cross_validation_report import CrossValidated, as_json
 from volseg.experiment.folds import Fold, FoldResult, plan_folds
 from volseg.experiment.launching import choose_gpus, count_workers
-from volseg.experiment.own_components import components_arguments
 from volseg.experiment.report import attempt
+from volseg.experiment.several_runs import require_own_folder, train_each
 from volseg.experiment.training import train
+from volseg.files import replace_nan
 from volseg.monitoring.environment import environment
-from volseg.parallel.devices import is_launched
-from volseg.parallel.processes.workers import Worker, WorkerPool, run_queue
-from volseg.reporting import write_brief, write_report
+from volseg.parallel.processes.workers import Worker
+from volseg.reporting import NAME, write_brief, write_report
 from volseg.reporting.cross_validation import RESULTS
-from volseg.workflow.interrupts import catch_signals
+from volseg.workflow.validation import read_evaluated
 
-__all__ = ["cross_validate", "train_in_processes"]
+__all__ = [
+    "CrossValidated",
+    "LabelResult",
+    "as_json",
+    "cross_validate",
+    "format_cross_validation",
+    "train_in_processes",
+]
 
 logger = logging.getLogger(__name__)
 
 
-# Spread the folds of a cross-validation over GPUs: one process per fold, one fold at a time per GPU.
-#
-# Each process is a plain ``volseg train`` that sees one GPU and knows nothing of the others; a fold that fails leaves
-# the rest alone. Why not torch's launcher: its processes are one job, which ends when one of them fails.
+@dataclass(frozen=True, kw_only=True)
+class LabelResult:
+    """Dice of one label, or of the mean over the labels."""
+
+    name: str
+    of_folds: tuple[float, ...]
+    """Mean over the cases of each fold."""
+    over_cases: MeanInterval
+    """Mean over all cases, with standard deviation over cases and bootstrap interval."""
+
+    @property
+    def over_folds(self) -> float:
+        """Mean of the folds' means, which is what is published as a rule; NaN if it is in one of them."""
+        return fmean(self.of_folds)
+
+
+@dataclass(frozen=True)
+class CrossValidated:
+    """Every finished fold of a cross-validation, together."""
+
+    config: ExperimentConfig
+    task: Task
+    num_folds: int
+    """That there are to be; ``folds`` may be fewer."""
+    folds: tuple[FoldResult, ...]
+    seconds: Mapping[int, float]
+    """Fold to wall-clock seconds, all included, where a fold was trained in one go."""
+    failures: Mapping[int, str]
+    """Fold to what went wrong in it, in this call."""
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is."""
+        return self.config.folder
+
+    @cached_property
+    def summary(self) -> Summary:
+        """Of all validated cases, by case id, in nnU-Net's shape."""
+        cases = [read_evaluated(case) for fold in self.folds for case in fold.summary["metric_per_case"]]
+        return summarise(sorted(cases, key=lambda case: Path(case.prediction_file or "").name))
+
+    @cached_property
+    def labels(self) -> tuple[LabelResult, ...]:
+        """Dice of every foreground label; last, called ``mean``, of the mean over them."""
+        values = [label for label in self.summary["mean"] if label != "0"]
+        scores = [[case["metrics"][label]["Dice"] for label in values] for case in self.summary["metric_per_case"]]
+        per_label, overall = mean_intervals(scores)
+        results = [
+            LabelResult(
+                name=self.task.structures[read_structure(label)],
+                of_folds=tuple(fold.summary["mean"][label]["Dice"] for fold in self.folds),
+                over_cases=interval,
+            )
+            for label, interval in zip(values, per_label, strict=True)
+        ]
+        return (
+            *results,
+            LabelResult(name="mean", of_folds=tuple(fold.mean_dice for fold in self.folds), over_cases=overall),
+        )
+
+    @property
+    def mean_dice(self) -> float:
+        """Mean over all cases and labels."""
+        return self.labels[-1].over_cases.mean
+
+    @cached_property
+    def published(self) -> tuple[PublishedResult, ...]:
+        """What others reached on this task."""
+        return published_results(self.task)
+
+
+def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything as plain values for JSON; what is not a number is null."""
+    told = {
+        "name": crossed.config.name,
+        "task": crossed.task.name,
+        "num_folds": crossed.num_folds,
+        "num_cases": len(crossed.summary["metric_per_case"]),
+        "mean_dice": crossed.mean_dice,
+        "labels": {label.name: _describe_label(label) for label in crossed.labels},
+        "scores": _describe_scores(crossed),
+        "bootstrap": {"kind": "percentile", "confidence": CONFIDENCE, "resamples": NUM_RESAMPLES, "seed": SEED},
+        "folds": [_describe_fold(fold, crossed) for fold in crossed.folds],
+        "failures": {str(number): message for number, message in crossed.failures.items()},
+        "published": [{**asdict(row), "mean_dice": row.mean_dice} for row in crossed.published],
+        "config": crossed.config.model_dump(mode="json"),
+        "environment": environment,
+    }
+    return replace_nan(told)
+
+
+def _describe_scores(crossed: CrossValidated) -> dict[str, dict[str, Any]]:
+    """Return each metric of every structure: mean over cases, interval, median, cases without one, means of folds."""
+    full = complete_summary(crossed.summary)
+    described: dict[str, dict[str, Any]] = {}
+    for key, means in full["mean"].items():
+        of = described[crossed.task.structures.get(read_structure(key), key)] = {}
+        for metric, mean in means.items():
+            one: dict[str, Any] = {
+                "mean": mean,
+                "of_folds": [fold.summary["mean"][key][metric] for fold in crossed.folds],
+            }
+            if (interval := full["intervals"]["mean"][key].get(metric)) is not None:
+                one["low"], one["high"] = interval
+            for name in ("median", "undefined"):
+                if metric in full[name][key]:
+                    one[name] = full[name][key][metric]
+            of[metric] = one
+    return described
+
+
+def format_cross_validation(crossed: CrossValidated) -> str:
+    """Return what a cross-validation ends by saying: its report in short, of which the page and report.md have more."""
+    told = write_brief(crossed.folder, sections=("Look at this", "Folds", "Published results"))
+    return f"\n{told}\nAll of it is in {crossed.folder}; report: {crossed.folder / NAME} and report.md"
+
+
+def _describe_label(label: LabelResult) -> dict[str, Any]:
+    return {"of_folds": label.of_folds, "mean_of_folds": label.over_folds, **asdict(label.over_cases)}
+
+
+def _describe_fold(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
+    return {
+        "fold": fold.number,
+        "folder": str(fold.folder.path),
+        "num_training_cases": len(fold.split.training),
+        "num_validation_cases": len(fold.summary["metric_per_case"]),
+        "epochs": len(fold.history),
+        "seconds": crossed.seconds.get(fold.number),
+        "seconds_training": fold.seconds_training,
+        "mean_dice": fold.mean_dice,
+        "dice": {
+            crossed.task.structures[read_structure(label)]: mean["Dice"]
+            for label, mean in fold.summary["mean"].items()
+            if label != "0"
+        },
+    }
 
 
 def train_in_processes(
@@ -78,31 +221,17 @@ def train_in_processes(
     dict
         Fold number to error, for the folds that failed.
     """
-    components_arguments()  # raises before anything is started
     failures: dict[int, ParallelError] = {}
-    with (
-        catch_signals() as interruption,
-        closing(run_queue(folds, gpus, _start, lambda: interruption.signal)) as ended,
-    ):
-        for fold, worker in ended:
-            if worker.process.returncode == 0:
-                on_finished(fold, worker.seconds)
-            elif not interruption:
-                failures[fold.number] = ParallelError(worker.describe_end(str(worker.log)))
-                logger.error("%s", failures[fold.number])
-    interruption.raise_as_signal()
+
+    def take(fold: Fold, worker: Worker) -> None:
+        if worker.process.returncode == 0:
+            on_finished(fold, worker.seconds)
+        else:
+            failures[fold.number] = ParallelError(worker.describe_end(str(worker.log)))
+            logger.error("%s", failures[fold.number])
+
+    train_each(folds, gpus, take)
     return failures
-
-
-def _start(pool: WorkerPool, fold: Fold, gpu: str | None) -> Worker:
-    folder = fold.config.folder
-    config_file = dump_config(fold.config, folder.with_name(f"{folder.name}.yaml"))
-    command = run_module("volseg", "train", str(config_file), *components_arguments())
-    command += ["--resume"] if fold.folder.exists else []
-    log = folder.with_name(f"{folder.name}.log")
-    worker = pool.start(f"fold {fold.number}", command, log, gpu=gpu)
-    logger.info("fold %d: training on %s, log %s", fold.number, "CPU" if gpu is None else f"GPU {gpu}", log)
-    return worker
 
 
 def cross_validate(
@@ -134,7 +263,7 @@ def cross_validate(
     """
     config = require_config(config)
     check_components(config)
-    _require_own_folder(config)
+    require_own_folder(config, "cross-validation", "there train fold by fold with `volseg train --set split.fold=K`")
     task = load_task(config.data.root, require_files=False)
     plan = plan_folds(config, task)
     chosen = _choose_folds(plan, folds)
@@ -226,18 +355,6 @@ def _write(gathered: CrossValidated) -> None:
     folder.write_json(RESULTS, as_json(gathered, environment()))
     attempt("report.md was not written", lambda: folder.write_text("report.md", write_brief(gathered.folder)))
     attempt("report.html was not written", lambda: write_report(gathered.folder))
-
-
-def _require_own_folder(config: ExperimentConfig) -> None:
-    if is_launched():
-        raise ConfigError(
-            "a cross-validation starts its own processes (--gpus) and cannot run under torchrun; there train fold by "
-            "fold with `volseg train --set split.fold=K`"
-        )
-    if RunFolder(config.folder).exists:
-        raise ConfigError(
-            f"{config.folder} holds a run of one training; choose another folder for the cross-validation by --output"
-        )
 
 
 def _choose_folds(plan: Sequence[Fold], numbers: Sequence[int] | None) -> list[Fold]:

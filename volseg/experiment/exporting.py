@@ -68,6 +68,7 @@ def export_network(source: Path, output: Path, *, to: str, checkpoint: str, lice
     if to in SUFFIXES and (output.suffix not in SUFFIXES[to] or output.is_dir()):
         raise ConfigError(f"--to {to} writes a file that ends in {' or '.join(SUFFIXES[to])}, got {output}")
     trained = load_trained(source, checkpoint, PLAIN)
+    _refuse_cascade(trained.config, source)
     if len(trained.models) > 1:
         raise ConfigError(
             f"{source} holds {len(trained.models)} networks, and {to} takes one: name one fold, such as "
@@ -78,14 +79,24 @@ def export_network(source: Path, output: Path, *, to: str, checkpoint: str, lice
     shape = fitted.rule.sides(trained.config.inference.window or trained.config.patch.size)
     outputs = trained.config.network.outputs
     network = Logits(fitted.net, None if len(outputs) == 1 else outputs.index("logits")).eval()
-    shapes = _list_shapes(fitted.rule, trained.task.num_channels, shape)
+    shapes = _list_shapes(fitted.rule, trained.task.num_inputs, shape)
     if trained.config.inference.mirror:
         logger.warning("the run predicts by the mean of mirrored volumes; %s holds the network alone", output)
+    if names := trained.config.inference.keep_largest:
+        logger.warning("the run keeps only the largest component of %s; %s does not", ", ".join(names), output)
     if to == "torchscript":
         return write_torchscript(network, shapes, output)
     if to == "onnx":
         return write_onnx(network, shapes, output)
     return _export_bundle(trained, network, shapes, output, licence)
+
+
+def _refuse_cascade(config: ExperimentConfig, source: Path) -> None:
+    if (stage := config.data.previous_stage) is not None:
+        raise ConfigError(
+            f"{source} is the second stage of a cascade and reads the label maps of {stage}; a cascade cannot be "
+            "exported: predict with both folders"
+        )
 
 
 def _list_shapes(rule: GridRule, channels: int, sides: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -208,6 +219,7 @@ def _export_archive(source: Path, output: Path, checkpoint: str, licence: str) -
     if output.is_dir() or output.suffix != ".zip":
         raise ConfigError(f"a run is exported to a file such as model.zip, got {output}")
     runs = require_runs(source)
+    _refuse_cascade(runs[0].config(), source)
     members: dict[str, bytes] = {}
     scores = []
     for number, run in enumerate(runs):
@@ -241,10 +253,10 @@ def _list_members(run: RunFolder, checkpoint: str) -> dict[str, bytes]:
 
 def _without_places(config: ExperimentConfig) -> ExperimentConfig:
     """Return the config without where things lay on the machine of the training."""
-    data = config.data.model_copy(update={"root": Path(), "cache": "auto"})
-    split = config.split.model_copy(update={"file": None})
-    training = config.training.model_copy(update={"start_from": None})
-    return config.model_copy(update={"output": None, "data": data, "split": split, "training": training})
+    config = config.model_copy(update={"output": None})
+    return config.with_values(
+        data={"root": Path(), "cache": "auto"}, split={"file": None}, training={"start_from": None}
+    )
 
 
 def _read_scores(run: RunFolder) -> dict[str, Any] | None:

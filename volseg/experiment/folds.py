@@ -19,6 +19,7 @@ from volseg.data.splits import Split
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.evaluation.summary import Summary, read_summary
 from volseg.experiment.cases import choose_split, list_given_splits
+from volseg.experiment.several_runs import PlannedRun
 from volseg.workflow.hooks import Patience
 
 __all__ = ["Fold", "FoldResult", "load_final_state", "plan_folds"]
@@ -46,18 +47,12 @@ class FoldResult:
         return sum(record.seconds for record in self.history)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fold:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fold(PlannedRun):
     """One run that a cross-validation consists of."""
 
     number: int
     split: Split
-    config: ExperimentConfig
-
-    @property
-    def folder(self) -> RunFolder:
-        """The folder of the run."""
-        return RunFolder(self.config.folder)
 
     def require_same(self) -> None:
         """Raise if the run was begun with another config or other cases.
@@ -122,13 +117,10 @@ def plan_folds(config: ExperimentConfig, task: Task) -> list[Fold]:
     count = wanted.num_folds if given is None else len(given)
     plan = []
     for number in range(count):
-        update = {
-            "output": config.folder / f"fold_{number}",
-            # A table may have more folds than the config counts, which is read again from each run's folder.
-            "split": wanted.model_copy(update={"fold": number, "num_folds": max(wanted.num_folds, count)}),
-        }
-        own = config.model_copy(update=update)
-        plan.append(Fold(number=number, split=choose_split(own, task), config=own))
+        # A table may have more folds than the config counts, which is read again from each run's folder.
+        own = config.with_values(split={"fold": number, "num_folds": max(wanted.num_folds, count)})
+        own = own.model_copy(update={"output": config.folder / f"fold_{number}"})
+        plan.append(Fold(name=f"fold {number}", number=number, split=choose_split(own, task), config=own))
     _require_disjoint(plan)
     return plan
 

@@ -91,7 +91,7 @@ def open_nnunet(read: NnunetModel, overrides: Sequence[str] = ()) -> Iterator[So
         )
     with torch.device("meta"):  # only the names and shapes of its tensors matter
         plain = build_network(
-            config.network.spec(), in_channels=read.task.num_channels, out_channels=read.task.num_outputs
+            config.network.spec(), in_channels=read.task.num_inputs, out_channels=read.task.num_outputs
         )
     beside = [] if read.folder.is_file() else [read.folder / name for name in FILES]
     for file, fold, weights in zip(read.checkpoints, read.folds, read.weights, strict=True):
@@ -135,7 +135,7 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
         )
     # nnU-Net predicts in float16 on a GPU; of what autocast offers, that has the most digits.
     if config.training.precision == "auto" and choose_device(config).type == "cuda":
-        config = config.model_copy(update={"training": config.training.model_copy(update={"precision": "fp16"})})
+        config = config.with_values(training={"precision": "fp16"})
     return config
 
 

@@ -177,9 +177,8 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
     if loaded.device == "cpu" or not count_gpus():
         return [], num_gpus
     # They import what trains, as following it does.
-    from volseg.estimate.candidate_list import name_candidate
-    from volseg.experiment.machines import find_machine
-    from volseg.experiment.plan_command import list_settings, plan_training
+    from volseg.estimate.candidate import name_candidate
+    from volseg.experiment.plan_command import find_machine, list_settings, plan_training
 
     # Here, where all is imported already. Copies of this process ask CUDA, and follow steps: this one lives as long as
     # the training, and would hold memory of a GPU.

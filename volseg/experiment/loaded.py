@@ -60,6 +60,9 @@ class LoadedModel:
         self._trained, self._lock = trained, Lock()
         self._predictor = trained.build_predictor()
         self._postprocessing = trained.postprocessing if postprocessing else None
+        stage = trained.config.data.previous_stage
+        on_device = [f"device={trained.config.device}"]
+        self._previous = None if stage is None else load(stage, overrides=on_device, postprocessing=False)
 
     @property
     def task(self) -> Task:
@@ -93,6 +96,8 @@ class LoadedModel:
         image = to_volume(volume, affine)
         self._require_sound(image)
         case: dict[str, Any] = {"case": str(image.meta.get("filename_or_obj", "image")), "image": image}
+        if self._previous is not None:
+            case["stage"] = self._previous(image).labels
         config, device, preprocessing = self._trained.config, self.device, self._trained.preprocessing
         on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with self._lock, on_device, explaining_memory(config):

@@ -8,7 +8,6 @@ Of several processes the leader measures, by itself, and tells the others.
 """
 
 import gc
-import json
 import logging
 import statistics
 import time
@@ -31,8 +30,8 @@ from volseg.experiment.training_mesh import TrainingMesh
 from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, FastKernels, Replicas
 from volseg.parallel.data_parallel import DataParallel
-from volseg.parallel.devices import is_distributed, is_main_process
-from volseg.parallel.processes.group import gather_over_processes
+from volseg.parallel.devices import is_distributed
+from volseg.parallel.processes.group import decide_together
 from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.components import build_optimizer
@@ -76,8 +75,7 @@ class MeasuredKernels:
 
     def apply(self, config: ExperimentConfig) -> ExperimentConfig:
         """Return the config with the kernels that were chosen."""
-        training = config.training.model_copy(update={"kernels": self.chosen})
-        return config.model_copy(update={"training": training})
+        return config.with_values(training={"kernels": self.chosen})
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values; `read` takes them back."""
@@ -165,8 +163,8 @@ def resolve_kernels(
     """
     if config.training.kernels != "measured":
         return config, None
-    mine: list[str] = []
-    if is_main_process():
+
+    def decide() -> dict[str, Any]:
         file = folder.path / KERNELS
         if resume and file.exists():
             found = MeasuredKernels.read(read_json(file), file)
@@ -174,8 +172,9 @@ def resolve_kernels(
             with own_random_numbers([device]):
                 found = measure_kernels(config, mesh, task, device)
         logger.info("training.kernels: measured. %s", found)
-        mine = [json.dumps(found.as_json())]
-    told = MeasuredKernels.read(json.loads(gather_over_processes(mine)[0]), KERNELS)
+        return found.as_json()
+
+    told = MeasuredKernels.read(decide_together(decide), KERNELS)
     return told.apply(config), told
 
 
@@ -183,17 +182,14 @@ def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, de
     """Time a training step with each kind of kernels, in this process only."""
     rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
     # The size that most steps have: earlier ones of a growing patch are smaller.
-    patch = config.patch.model_copy(update={"batch": rows, "growth": ()})
+    config = config.with_values(patch={"batch": rows, "growth": ()})
     milliseconds: dict[str, float] = {}
     refused: dict[str, str] = {}
     shares = mesh.replicas is not None and mesh.replicas.count > 1
     for kind in KINDS:
         report_progress("measure kernels", item=kind)
-        training = config.training.model_copy(update={"kernels": kind})
         try:
-            milliseconds[kind] = time_steps(
-                config.model_copy(update={"patch": patch, "training": training}), task, device, shares=shares
-            )
+            milliseconds[kind] = time_steps(config.with_values(training={"kernels": kind}), task, device, shares=shares)
         except (ConfigError, ParallelError) as fault:
             refused[kind] = str(fault).partition("\n")[0]
         except RuntimeError as fault:  # that of torch, cuDNN or Triton
@@ -205,7 +201,7 @@ def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, de
         chosen=choose_fastest(milliseconds, refused),
         milliseconds=milliseconds,
         refused=refused,
-        shape=(rows, task.num_channels, *patch.size),
+        shape=(rows, task.num_inputs, *config.patch.size),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         torch=torch.__version__,
     )

@@ -5,9 +5,10 @@ Near the limit, and of a network that cannot be followed, one training pass on e
 the cases and the batches on their way will hold there.
 """
 
-import json
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,9 +18,10 @@ from volseg.data.cases import Task
 from volseg.data.labels import num_indices
 from volseg.data.reading_group import ALONE, meet_readers
 from volseg.estimate.allocator import MemoryUse
-from volseg.experiment.alternatives import find_candidate, find_estimate
+from volseg.estimate.candidate import Candidate, Estimate
+from volseg.estimate.search import SURE, choose
+from volseg.experiment.alternatives import find_candidate, find_estimate, take_candidate
 from volseg.experiment.building import build_objective, draw_batch
-from volseg.experiment.mesh_choice import choose_by_estimate, is_mesh_open
 from volseg.experiment.out_of_memory import is_out_of_memory
 from volseg.experiment.placed_network import build_model, build_plain_network
 from volseg.experiment.plan_process import Gpus, run_plan
@@ -27,7 +29,7 @@ from volseg.experiment.rehearsing import rehearse_network
 from volseg.experiment.training_mesh import TrainingMesh, describe_mesh
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.mesh import join_mesh
-from volseg.parallel.processes.group import gather_over_processes, largest_over_processes, make_group, start_group
+from volseg.parallel.processes.group import decide_together, largest_over_processes, make_group, start_group
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_optimizer
@@ -35,7 +37,7 @@ from volseg.workflow.named import Named
 from volseg.workflow.objective import require_mean_over_samples
 from volseg.workflow.precision import Precision
 
-__all__ = ["join_processes", "resolve_mesh"]
+__all__ = ["choose_by_estimate", "choose_mesh", "join_processes", "resolve_mesh"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,8 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
     count = count_processes()
     plan, reason = config.mesh(count), None
     estimate: MemoryUse | None = None
-    chosen = choose_by_estimate(config, device) if is_mesh_open(config, count) else None
+    is_auto = config.parallel.strategy == "auto" and config.parallel.num_gpus == 1
+    chosen = choose_by_estimate(config, device) if count > 1 and (is_auto or plan.is_open) else None
     if chosen is not None:
         config, reason, estimate = chosen
         plan = config.mesh(count)
@@ -89,7 +92,7 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
     if plan.data > 1:
         require_mean_over_samples(
             build_objective(config, task),
-            num_channels=task.num_channels,
+            num_channels=task.num_inputs,
             num_classes=task.num_outputs,
             num_indices=num_indices(task),
             outputs=_count_channels(config, task),
@@ -200,28 +203,31 @@ def make_room(config: ExperimentConfig, needed: Needed, free: int) -> tuple[Expe
     left = max(free - int((1 + NEAR) * needed.step), LEAST_FOR_CASES)
     if left >= needed.beside:
         return config, needed
-    limited = config.data.model_copy(update={"device_limit": left / 2**30})
-    return config.model_copy(update={"data": limited}), Needed(step=needed.step, beside=left)
+    return config.with_values(data={"device_limit": left / 2**30}), Needed(step=needed.step, beside=left)
 
 
 def _estimate_step(config: ExperimentConfig, plan: MeshPlan, device: torch.device) -> Needed | None:
     """Return what is forecast of a step, the same in all processes; None where nobody knows."""
-    told: list[str] = []
-    memory: MemoryUse | None = None
+    memory: list[MemoryUse] = []
     count = plan.num_processes * plan.pipeline
     gpus = Gpus.find(device, count) if config.training.can_be_followed else None
-    if gpus is not None and is_main_process():
+
+    def decide() -> list[int] | None:
+        if gpus is None:
+            return None
         answer = run_plan(config.with_mesh(plan), gpus)
         found = find_estimate(find_candidate(config, plan, 1), answer.forecasts)
         if found is not None and found.memory is not None:
-            memory = found.memory
-            told = [str(memory.total), str(answer.reserve)]
-        else:
-            refused = None if found is None else found.refused
-            reason = answer.problem or refused or "nobody forecast it"
-            logger.info("no forecast of a training step (%s): it is tried", reason)
-    told = json.loads(gather_over_processes([json.dumps(told)] if is_main_process() else [])[0])
-    return Needed(step=int(told[0]), beside=int(told[1]), memory=memory) if told else None
+            memory.append(found.memory)
+            return [found.memory.total, answer.reserve]
+        reason = answer.problem or (found and found.refused) or "nobody forecast it"
+        logger.info("no forecast of a training step (%s): it is tried", reason)
+        return None
+
+    told = decide_together(decide)
+    if told is None:
+        return None
+    return Needed(step=told[0], beside=told[1], memory=memory[0] if memory else None)
 
 
 def _find_free_bytes(device: torch.device) -> int:
@@ -239,8 +245,7 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
     rows = -(-config.patch.batch // plan.data)
     depth, *others = config.patch.size
     sides = (depth if plan.spatial == 1 else min(depth, -(-depth // plan.spatial) + 2 * HALO), *others)
-    patch = config.patch.model_copy(update={"batch": rows, "size": sides})
-    config = config.model_copy(update={"parallel": ParallelConfig(), "patch": patch})
+    config = config.with_values(patch={"batch": rows, "size": sides}).model_copy(update={"parallel": ParallelConfig()})
     network = build_model(config, task, device)
     on_gpu, parts = device.type == "cuda", config.optimizer.parts
     optimizer = build_optimizer(config.optimizer.spec(), network, on_gpu=on_gpu, parts=parts)
@@ -256,3 +261,67 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
         average.update()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# Which replicas and slabs the processes of a job take, by a forecast.
+
+
+def choose_by_estimate(
+    config: ExperimentConfig, device: torch.device
+) -> tuple[ExperimentConfig, str, MemoryUse | None] | None:
+    """Return the config with the mesh that is forecast to be fastest on this job's processes, and why.
+
+    The third result is the memory of its step, in the leader. Every process calls it, and gets what the leader found: a
+    process per GPU, so that a pipeline is not among it. None on a CPU, where nothing fits for sure, and where nothing
+    can be forecast: then it is tried.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        With the network as it is planned.
+    device : torch.device
+        Of this process.
+    """
+    gpus = Gpus.find(device, count_processes())
+    if gpus is None:  # in all processes of a job, or in none
+        return None
+    forecasts: list[Estimate] = []
+
+    def decide() -> Mapping[str, Any] | None:
+        # No pipeline could be taken, and its micro-batches take long to follow.
+        answer = run_plan(config.with_values(parallel={"pipeline": 1}), gpus)
+        forecasts.extend(answer.forecasts)
+        if answer.problem:
+            logger.info("no forecast of a training step (%s): it is tried", answer.problem)
+        return choose_mesh(answer.forecasts, gpus.count, int(SURE * gpus.memory) - answer.reserve)
+
+    told = decide_together(decide)
+    if told is None:
+        return None
+    candidate = Candidate(**told["candidate"])
+    known = find_estimate(candidate, forecasts)
+    return take_candidate(config, candidate, gpus.count), told["why"], None if known is None else known.memory
+
+
+def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int) -> Mapping[str, Any] | None:
+    """Return the fastest candidate of a process per GPU that surely fits, and why, as plain values.
+
+    Parameters
+    ----------
+    forecasts : sequence of Estimate
+        Of whatever was followed.
+    num_processes : int
+        All of which it must use.
+    capacity : int
+        Bytes of a GPU that it may take.
+    """
+    suited = [
+        each
+        for each in forecasts
+        if each.candidate.num_gpus == num_processes
+        and each.candidate.pipeline == 1
+        and each.memory is not None
+        and each.memory.total <= capacity
+    ]
+    chosen, why = choose(suited)
+    return None if chosen is None else {"candidate": vars(chosen.candidate), "why": why}

@@ -64,7 +64,7 @@ def require_plausible_sizes(config: ExperimentConfig, task: Task, device: torch.
     devices = config.parallel.devices
     several = devices if isinstance(devices, int) else len(devices or ()) or count_gpus() or 1
     memory = _memory_of(device) * (max(count_launched(), several) if device.type == "cuda" else 1)
-    channels = task.num_channels + task.num_outputs
+    channels = task.num_inputs + task.num_outputs
     batch = math.prod(config.patch.size) * config.patch.batch * channels * FLOAT_BYTES
     window = math.prod(config.inference.window or (0,)) * channels * FLOAT_BYTES
     for key, needed, value in (

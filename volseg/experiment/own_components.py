@@ -7,8 +7,7 @@ One table says which kinds there are; a third way, entry points of installed pac
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, overload
@@ -127,8 +126,7 @@ def load_components(files: str | Path | Sequence[str | Path]) -> None:
         source = Source(file=str(path.resolve()), sha256=hashlib.sha256(content).hexdigest())
         known = _files.get(path.resolve())
         if known is None:
-            with _taking_back_on_failure(), _named(source):
-                _run(path, content)
+            _run_as(source, path, content)
             _files[path.resolve()] = source
             _contents[source.sha256 or ""] = content
         elif known != source:
@@ -182,26 +180,19 @@ def _describe_home(registry: Registry, name: str) -> str:
     return f"CANNOT BE USED: {clash}" if clash else str(registry.find_source(name) or "built in")
 
 
-@contextmanager
-def _named(source: Source) -> Iterator[None]:
+def _run_as(source: Source, path: Path, content: bytes) -> None:
+    """Run a file whose registrations come from a source; leave the registries as they were if it fails."""
+    before = {kind: registry.registered for kind, registry in REGISTRIES.items()}
     _running.append(source)
     try:
-        yield
-    finally:
-        _running.pop()
-
-
-@contextmanager
-def _taking_back_on_failure() -> Iterator[None]:
-    """Leave the registries as they were if the block raises."""
-    before = {kind: registry.registered for kind, registry in REGISTRIES.items()}
-    try:
-        yield
+        _run(path, content)
     except BaseException:
         for kind, registry in REGISTRIES.items():
             for name in registry.registered - before[kind]:
                 registry.forget(name)
         raise
+    finally:
+        _running.pop()
 
 
 def _run(path: Path, content: bytes) -> None:

@@ -56,7 +56,7 @@ def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
     """Return the network as it is initialised, on the CPU; it takes any volume size."""
     network = build_network(
         config.network.spec(),
-        in_channels=task.num_channels,
+        in_channels=task.num_inputs,
         out_channels=task.num_outputs,
         patch_size=config.patch.size,
     )
@@ -68,7 +68,7 @@ def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
 
 def _require_room(config: ExperimentConfig, task: Task) -> None:
     """Raise for a patch or a window that no memory of this machine holds with its logits and its weight."""
-    channels = task.num_channels + task.num_outputs + 4
+    channels = task.num_inputs + task.num_outputs + 4
     for key, sides in (("patch.size", config.patch.size), ("inference.window", config.inference.window)):
         needed, total = 4 * channels * math.prod(sides or ()), total_bytes()
         if needed > total:
@@ -139,12 +139,12 @@ def _place_on_one(
     """Return the network on one device, with the kernels and in the layout that suit it."""
     if mesh is not None:  # what is rehearsed and measured is what this process computes
         rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
-        config = config.model_copy(update={"patch": config.patch.model_copy(update={"batch": rows})})
+        config = config.with_values(patch={"batch": rows})
     agree = mesh is not None and mesh.replicas is not None
     if trains and config.training.kernels == "compiled":
         lay_out = partial(_laid_out, config=config, task=task, agree=agree)
-        return with_compiled_kernels(network, config, task.num_channels, device, lay_out)
-    fast = with_fast_kernels(network, config, task.num_channels, device, trains=trains)
+        return with_compiled_kernels(network, config, task.num_inputs, device, lay_out)
+    fast = with_fast_kernels(network, config, task.num_inputs, device, trains=trains)
     # Gradients are summed as they lie in memory: what each process found must not differ.
     if agree and largest_over_processes(int(fast is None), device):
         fast = None
@@ -183,7 +183,7 @@ def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task, *, agree
         wanted = "contiguous"
     if wanted == "auto":
         device = next(network.parameters()).device
-        shape = (config.patch.batch, task.num_channels, *config.patch.size)
+        shape = (config.patch.batch, task.num_inputs, *config.patch.size)
         faster = faster_layout(network, shape, Precision.choose(config.training.precision, device).autocast)
         slower_somewhere = agree and largest_over_processes(int(faster is torch.contiguous_format), device)
         wanted = "contiguous" if slower_somewhere or faster is torch.contiguous_format else "channels_last"

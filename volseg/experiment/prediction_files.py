@@ -5,6 +5,7 @@
     FOLDER/CASE.nii.gz                  label map; CASE.dcm where DICOM segmentations are asked for
     FOLDER/probabilities/CASE.nii.gz    of every class or region
     FOLDER/uncertainty/CASE.nii.gz      entropy of the probabilities
+    FOLDER/previous_stage/CASE.nii.gz   label map of a cascade's first stage
     FOLDER/volumes.csv                  volume (ml) of each label
     FOLDER/predicted.jsonl              what made them; see `volseg.experiment.prediction_files`
 """
@@ -84,6 +85,15 @@ class PredictionFiles:
     def name_label_map(self, case: Case) -> Path:
         """Return the file of a case's label map."""
         return self.folder / f"{case['case']}{SUFFIXES[self.label_format]}"
+
+    @property
+    def stage_folder(self) -> Path:
+        """Folder for the label maps of the previous stage of a cascade."""
+        return self.folder / "previous_stage"
+
+    def name_stage(self, case: Case) -> Path:
+        """Return the file of a case's label map of the previous stage."""
+        return self.stage_folder / f"{case['case']}.nii.gz"
 
     def name_all(self, case: Case) -> tuple[Path, ...]:
         """Return every file of a case, its label map last."""

@@ -26,9 +26,9 @@ from volseg.data.checks import (
     summarise_remarks,
 )
 from volseg.data.preprocessed import preprocess
-from volseg.data.readers import list_files
-from volseg.errors import ConfigError, DataError, OutOfMemoryError, ParallelError, VolsegError
-from volseg.experiment.images import list_unusable
+from volseg.data.readers import list_files, require_header
+from volseg.data.threads import map_in_threads
+from volseg.errors import ConfigError, DataError, OutOfMemoryError, ParallelError, ReaderError, VolsegError
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.own_components import components_arguments
 from volseg.experiment.prediction_files import CaseResult, PredictionFiles, PredictionRecord, identify
@@ -305,7 +305,8 @@ class PredictionQueue:
             raise DataError("; ".join(problem.message for problem in checked.problems))
         # Beside what follows: of a large image it takes as long as reading it.
         self._digests.append((case, self._digesting.submit(digest_voxels, checked.case["image"])))
-        return dict(checked.case)
+        stage = {"stage": self._files.name_stage(case)} if self._trained.task.stage_labels else {}
+        return {**checked.case, **stage}
 
     def _prepare(self, case: Case) -> Case:
         """Read, check and preprocess a case."""
@@ -373,3 +374,18 @@ def _explain(fault: Exception, config: ExperimentConfig) -> Exception:
         return explained
     except Exception:
         return fault
+
+
+def list_unusable(cases: Sequence[Case]) -> dict[str, ReaderError]:
+    """Return the cases whose files are absent or do not begin as images do, with the reason; no voxel is read."""
+    faults = zip(cases, map_in_threads(_look_at, cases), strict=True)
+    return {case["case"]: fault for case, fault in faults if fault is not None}
+
+
+def _look_at(case: Case) -> ReaderError | None:
+    try:
+        for file in list_files(case["image"]):
+            require_header(file)
+    except ReaderError as fault:
+        return fault
+    return None

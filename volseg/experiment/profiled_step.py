@@ -25,10 +25,10 @@ from volseg.data.cases import Batch, Case, Task
 from volseg.data.labels import num_indices
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_training
-from volseg.experiment.data_facts import DataFacts
-from volseg.experiment.data_ranks import CaseReading
 from volseg.experiment.mesh_resolution import resolve_mesh
+from volseg.experiment.network_plan import DataFacts
 from volseg.experiment.placed_network import build_model, choose_device
+from volseg.experiment.training_mesh import CaseReading
 from volseg.models import FitGrid
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import DataParallel
@@ -103,8 +103,7 @@ def build_profiled(config: ExperimentConfig, facts: DataFacts, steps: int) -> Bu
     """
     device = choose_device(config)
     length = (WARM_UP + 2 * steps + NOTED) * config.training.accumulate
-    training = config.training.model_copy(update={"epochs": 1, "iterations": length})
-    config = config.model_copy(update={"training": training})
+    config = config.with_values(training={"epochs": 1, "iterations": length})
     config, mesh = resolve_mesh(config, facts.task, device)
     seed_everything(config.seed)
     model = build_model(config, facts.task, device, mesh=mesh)
@@ -121,7 +120,7 @@ def _make_cases(config: ExperimentConfig, task: Task) -> list[Case]:
     return [
         {
             "case": f"random {number}",
-            "image": torch.randn(task.num_channels, *sides, generator=generator),
+            "image": torch.randn(task.num_inputs, *sides, generator=generator),
             "label": torch.randint(num_indices(task), (1, *sides), generator=generator).to(torch.uint8),
         }
         for number in range(NUM_CASES)
@@ -151,9 +150,7 @@ def watch_steps(
     devices = {parameter.device for parameter in built.model.parameters()}
     hook = _Watching(devices, steps, settings.accumulate, watch, runs)
     training = build_training(
-        built.config.model_copy(
-            update={"training": settings.model_copy(update={"record": settings.record and record})}
-        ),
+        built.config.with_values(training={"record": settings.record and record}),
         built.model,
         _Batches(built.batches),
         validation=None,

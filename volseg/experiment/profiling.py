@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from volseg.config.schema import UNSETTLED_KERNELS, ExperimentConfig, NetworkConfig
+from volseg.config.schema import UNSETTLED_KERNELS, ExperimentConfig
 from volseg.errors import ConfigError, VolsegError
-from volseg.estimate.candidate import Candidate
-from volseg.estimate.candidate_list import name_candidate
+from volseg.estimate.candidate import Candidate, name_candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.estimator import Machine
 from volseg.estimate.gpu_kinds import GpuKind
@@ -24,11 +23,11 @@ from volseg.estimate.step_time import find_times
 from volseg.estimate.trace import KernelRun, StepTrace
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import check_components
-from volseg.experiment.data_facts import DataFacts, find_facts
 from volseg.experiment.kernels import explain_eager
-from volseg.experiment.machines import find_machine
 from volseg.experiment.mesh_resolution import join_processes
+from volseg.experiment.network_plan import DataFacts, find_facts, plan_for_spacing
 from volseg.experiment.out_of_memory import explaining_memory
+from volseg.experiment.plan_command import find_machine
 from volseg.experiment.profiled_step import (
     BuiltTraining,
     WatchedSteps,
@@ -38,7 +37,6 @@ from volseg.experiment.profiled_step import (
 )
 from volseg.experiment.training_work import describe_training, find_freedom
 from volseg.files import replacing
-from volseg.models.networks import complete_spec
 from volseg.parallel.devices import count_gpus, count_launched
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.profiling.kernels import PlacedWork, TimedKernel
@@ -141,8 +139,7 @@ def profile_training(
         raise ConfigError(
             "--gpus says how many GPUs are forecast, which --gpu KIND names; leave one out or add the other"
         )
-    spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=facts.spacing)
-    planned = config.model_copy(update={"network": NetworkConfig(**spec, outputs=config.network.outputs)})
+    planned = plan_for_spacing(config, facts.spacing).complete(config)
     with deterministic(config.training.deterministic), explaining_memory(planned):
         return _profile_here(planned, facts, steps, on_gpu=config.device != "cpu" and count_gpus() > 0)
 
@@ -186,7 +183,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
     )
     kernels, peaks = as_kernels(followed.work), compute_peaks(gpu, dtype)
     notes = ["no kernel ran: times are by the table of measured kernels, each by itself, and steps by their sum"]
-    if not machine.is_measured:
+    if not machine.gpu.is_measured:
         notes.append(f"times follow from published rates of {gpu.name}: nobody has measured ours there")
     return _put_together(
         config,
@@ -197,7 +194,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
         peaks=peaks,
         classes=followed.classes,
         precision=str(dtype).removeprefix("torch."),
-        shape=(-(-config.patch.batch // followed.candidate.data), facts.task.num_channels, *config.patch.size),
+        shape=(-(-config.patch.batch // followed.candidate.data), facts.task.num_inputs, *config.patch.size),
         device=gpu.name,
         source="forecast",
         parallel=name_candidate(followed.candidate),
@@ -322,7 +319,9 @@ def _put_together(
     ``messages`` are the seconds of a forecast step in which nothing hides them; kernels that exchange are their own.
     """
     numbers = sorted({kernel.device for kernel in kernels})
-    exchanging = {number: sum(each.forecast or 0.0 for each in work if _exchanges(each, number)) for number in numbers}
+    # Kernels that exchange, and no message.
+    sending = [each for each in work if each.place.direction == "communication" and "_kernel" in each.name]
+    exchanging = {number: sum(each.forecast or 0.0 for each in sending if each.device == number) for number in numbers}
     devices = tuple(
         find_device_times(
             kernels,
@@ -354,8 +353,3 @@ def _put_together(
     )
     found = {"limit": describe_limit(report), "advice": tuple(advise(report))}
     return Profiled(report=report.model_copy(update=found))
-
-
-def _exchanges(work: PlacedWork, device: int) -> bool:
-    """Say whether work is a kernel of a device that exchanges, and no message."""
-    return work.device == device and work.place.direction == "communication" and "_kernel" in work.name

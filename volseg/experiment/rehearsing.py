@@ -66,7 +66,7 @@ def rehearse_network(network: FitGrid, config: ExperimentConfig, task: Task) -> 
         a channel per label among them.
     """
     name = config.network.name
-    shape, output = _run_once(network, name, task.num_channels, config.patch.size)
+    shape, output = _run_once(network, name, task.num_inputs, config.patch.size)
     try:
         made = Named(lambda _: output, ["image"], config.network.outputs)({"image": None})
     except VolsegError as fault:
@@ -129,7 +129,7 @@ def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -
     generator = torch.Generator().manual_seed(0)
     label = torch.randint(num_indices(task), (SAMPLES, 1, *SIDES), generator=generator)
     fields: dict[str, Any] = {
-        "image": torch.randn(SAMPLES, task.num_channels, *SIDES, generator=generator),
+        "image": torch.randn(SAMPLES, task.num_inputs, *SIDES, generator=generator),
         "label": label.to(torch.uint8),
         **{name: _draw_like(value, generator) for name, value in made.items()},
     }

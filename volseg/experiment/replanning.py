@@ -50,12 +50,11 @@ from volseg.parallel.devices import (
     count_gpus,
     count_processes,
     is_distributed,
-    is_main_process,
     name_own_place,
     uses_gpus,
 )
 from volseg.parallel.processes.first_error import begin_all_anew
-from volseg.parallel.processes.group import find_supervision, gather_over_processes
+from volseg.parallel.processes.group import decide_together, find_supervision, gather_over_processes
 from volseg.parallel.processes.progress import find_milestone
 
 __all__ = ["REPLANNED", "BeginAgain", "Replanned", "Replanning", "free_memory"]
@@ -174,19 +173,18 @@ class Replanning:
         """
         failures = gather_over_processes([json.dumps(asdict(self.failure))] if self.failure else [])
         count = count_processes()
-        mine: list[str] = []
-        if is_main_process():
-            found = None
+
+        def decide() -> dict[str, Any] | None:
             if failures:
-                found = _choose(config, read_record(Failure, json.loads(failures[0])), count)
+                found: Replanned | None = _choose(config, read_record(Failure, json.loads(failures[0])), count)
                 logger.warning("%s", found)
-            elif resume:
-                found = self._read(role, config, count)
-            mine = [] if found is None else [json.dumps(found.as_json())]
-        told = gather_over_processes(mine)
-        if not told:
+            else:
+                found = self._read(role, config, count) if resume else None
+            return None if found is None else found.as_json()
+
+        if (told := decide_together(decide)) is None:
             return config
-        self.replanned = Replanned.read(json.loads(told[0]), REPLANNED)
+        self.replanned = Replanned.read(told, REPLANNED)
         return self.replanned.apply(config)
 
     def _read(self, role: JobFolder, config: ExperimentConfig, count: int) -> Replanned | None:

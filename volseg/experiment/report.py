@@ -178,12 +178,12 @@ def describe_network(config: ExperimentConfig, task: Task) -> str:
                 handle.remove()
     total = sum(parameter.numel() for parameter in network.parameters())
     trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-    rows = []
+    rows = [("module", "type", "parameters", "output")]
     for name, module in network.named_modules():
         count = sum(parameter.numel() for parameter in module.parameters())
         rows.append((name or "(network)", type(module).__name__, f"{count:,}", shapes.get(id(module), "")))
-    table = format_table([("module", "type", "parameters", "output"), *rows])
-    return f"{config.network.name}: {total:,} parameters, {trained:,} of them trained. {remark}\n\n{table}"
+    about = f"{config.network.name}: {total:,} parameters, {trained:,} of them trained. {remark}"
+    return f"{about}\n\n{format_table(rows)}"
 
 
 def _describe(output: Any) -> str:

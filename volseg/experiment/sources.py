@@ -19,6 +19,7 @@ from volseg.experiment.folds import load_final_state
 from volseg.experiment.imported import NNUNET_CHECKPOINTS, locate_weights, open_archive, open_nnunet, open_weights
 from volseg.experiment.trained import SourceNetwork, Trained, open_run, require_checkpoint, require_keys
 from volseg.inference.postprocessing import Postprocessing
+from volseg.monitoring.run_files import list_numbered
 from volseg.transforms.preprocessing import Preprocessing
 
 __all__ = [
@@ -81,8 +82,7 @@ def list_folds(folder: Path) -> list[RunFolder]:
     ConfigError
         If there are folds and none is finished.
     """
-    begun = {int(path.name[5:]): RunFolder(path) for path in folder.glob("fold_*") if path.name[5:].isdecimal()}
-    begun = {number: begun[number] for number in sorted(begun) if begun[number].exists}
+    begun = {number: run for number, path in list_numbered(folder).items() if (run := RunFolder(path)).exists}
     finished = [number for number, run in begun.items() if load_final_state(run, run.config()) is not None]
     left = [str(number) for number in begun if number not in finished]
     if begun and not finished:
@@ -278,4 +278,5 @@ def _list_shared(trained: Trained) -> list[tuple[str, object]]:
         ("precision", config.training.precision),
         ("rules of prediction", trained.kind.__name__),
         ("axes of mirroring", trained.mirror_axes),
+        ("previous stage", config.data.previous_stage),
     ]

@@ -85,10 +85,10 @@ class Start:
         build = partial(build_network, config.network.spec(), patch_size=config.patch.size)
         with own_random_numbers([]):
             stems = find_followers(
-                lambda number: build(in_channels=number, out_channels=task.num_outputs), task.num_channels
+                lambda number: build(in_channels=number, out_channels=task.num_outputs), task.num_inputs
             )
             heads = find_followers(
-                lambda number: build(in_channels=task.num_channels, out_channels=number), task.num_outputs
+                lambda number: build(in_channels=task.num_inputs, out_channels=number), task.num_outputs
             )
         begun = weights.task
         try:

@@ -74,7 +74,9 @@ class Trained:
         return SharedPredictor([self._build_predictor(models) for models in (self.models, *others)])
 
     def _build_predictor(self, models: Sequence[nn.Module]) -> Predictor:
-        axes = self.mirror_axes if self.config.inference.mirror else ()
+        # A network for slices computes the same when their order is turned round.
+        axes = [axis for axis in self.mirror_axes if self.config.patch.size[axis] > 1]
+        axes = axes if self.config.inference.mirror else []
         return build_predictor(self.config, self.task, models, mirror=axes, exclusive=True, kind=self.kind)
 
 

@@ -22,7 +22,6 @@ from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import choose_cases
-from volseg.experiment.data_ranks import CaseReading
 from volseg.experiment.kernel_worker import compile_for_training
 from volseg.experiment.measured_kernels import KERNELS, resolve_kernels
 from volseg.experiment.mesh_resolution import join_processes, resolve_mesh
@@ -32,7 +31,8 @@ from volseg.experiment.placed_network import build_model, choose_device, count_d
 from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
 from volseg.experiment.report import Outcome, describe_network, list_findings, write_outcome, write_page
 from volseg.experiment.starting import START, Start
-from volseg.experiment.training_mesh import TrainingMesh
+from volseg.experiment.training_mesh import CaseReading, TrainingMesh
+from volseg.inference.postprocessing import Postprocessing
 from volseg.monitoring.advice import Duration, WaitingAdvice
 from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.loggers import History, LoggedRun, Logger, build_logger
@@ -167,6 +167,7 @@ class _Run:
         if self.resume:
             compatible.require_same_task(job.folder, self.chosen.task)
             compatible.require_same_split(job.folder, self.chosen.split)
+            compatible.require_same_weights(job.folder, self.chosen.task)
             compatible.require_same_mesh(job.folder, config)
         is_new = not self.resume and config.training.start_from is not None
         start = Start(config, self.chosen) if is_new else None
@@ -190,6 +191,7 @@ class _Run:
         require_plausible_sizes(config, self.chosen.task, self.device)
         build_objective(config, self.chosen.task)
         choose_channel(config, self.chosen.task)
+        Postprocessing.keep_largest(self.chosen.task, config.inference.keep_largest)
 
     def _note_candidate(self, config: ExperimentConfig, mesh: TrainingMesh) -> None:
         self.replanning.tried = find_candidate(config, mesh.plan, count_devices(config, self.device))

@@ -14,19 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.config.schema import ExperimentConfig, NetworkConfig
+from volseg.config.schema import ExperimentConfig
 from volseg.data.volume_cache import choose_budget
-from volseg.estimate.candidate_list import Freedom
+from volseg.estimate.candidate import Freedom
 from volseg.estimate.work import Batch, Step, Work
 from volseg.experiment.building import build_objective, build_step
-from volseg.experiment.data_facts import DataFacts
 from volseg.experiment.kernels import explain_eager, explain_slowness
+from volseg.experiment.network_plan import DataFacts, plan_for_spacing
 from volseg.experiment.placed_network import build_plain_network
 from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
 from volseg.inference.predictor import evaluating
 from volseg.inference.window_step import WindowStep
 from volseg.models import GridRule
-from volseg.models.networks import complete_spec
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_optimizer, freeze_parts, list_frozen_norms
 from volseg.workflow.precision import Precision
@@ -74,8 +73,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
     ConfigError
         If the network does not run on the patch, or a loss not on what it gives.
     """
-    spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=facts.spacing)
-    config = config.model_copy(update={"network": NetworkConfig(**spec, outputs=config.network.outputs)})
+    config = plan_for_spacing(config, facts.spacing).complete(config)
     with torch.random.fork_rng([]):
         network = build_plain_network(config, facts.task)
         require_window(network, config)
@@ -88,7 +86,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
     batches = min(config.training.accumulate, 2)
     work = Work(
         build=network.train,
-        shape=(config.patch.batch, facts.task.num_channels, *config.patch.size),
+        shape=(config.patch.batch, facts.task.num_inputs, *config.patch.size),
         make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
         build_optimizer=lambda model: build_optimizer(
             config.optimizer.spec(), model, on_gpu=True, parts=config.optimizer.parts
@@ -104,7 +102,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
 def _make_batch(config: ExperimentConfig, facts: DataFacts, rows: int, device: torch.device) -> Batch:
     size = config.patch.size
     return {
-        "image": torch.zeros(rows, facts.task.num_channels, *size, device=device),
+        "image": torch.zeros(rows, facts.task.num_inputs, *size, device=device),
         "label": torch.zeros(rows, 1, *size, dtype=torch.uint8, device=device),
     }
 
@@ -143,8 +141,8 @@ def compute_validated_shape(config: ExperimentConfig, facts: DataFacts) -> tuple
     if config.split.validation == "none":
         return None
     if settings.window is not None:
-        return (settings.windows or 1, facts.task.num_channels, *settings.window)
-    return None if facts.largest is None else (settings.batch, facts.task.num_channels, *facts.largest)
+        return (settings.windows or 1, facts.task.num_inputs, *settings.window)
+    return None if facts.largest is None else (settings.batch, facts.task.num_inputs, *facts.largest)
 
 
 def _validate(config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, model: nn.Module) -> None:
@@ -221,7 +219,7 @@ def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
     """
     config, facts = described.config, described.facts
     task = facts.task
-    per_voxel = FLOAT_BYTES * task.num_channels + LABEL_BYTES
+    per_voxel = FLOAT_BYTES * task.num_inputs + LABEL_BYTES
     ahead = BATCHES_AHEAD * config.patch.batch * math.prod(config.patch.size) * per_voxel
     notes = list(_list_not_followed(config))
     bank = 0
@@ -259,10 +257,10 @@ def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
 def at_size(described: Described, size: tuple[int, int, int]) -> Described:
     """Return the training on patches of another size; the network stays as it was planned."""
     facts, work, config = described.facts, described.work, described.config
-    config = config.model_copy(update={"patch": config.patch.model_copy(update={"size": size})})
+    config = config.with_values(patch={"size": size})
     resized = replace(
         work,
-        shape=(config.patch.batch, facts.task.num_channels, *size),
+        shape=(config.patch.batch, facts.task.num_inputs, *size),
         make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
     )
     return replace(described, config=config, work=resized)

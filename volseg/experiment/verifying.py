@@ -1,6 +1,7 @@
 """Show that an experiment's network computes the same on several devices as on one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def verify(
     """
     config = require_config(config)
     check_components(config)
-    task = load_task(config.data.root, require_files=False)
+    task = replace(load_task(config.data.root, require_files=False), stage_labels=config.stage_labels)
     planned = plan_network(config, task).complete(config)
     with torch.random.fork_rng(list_gpus()):
         torch.manual_seed(config.seed)
@@ -72,7 +73,7 @@ def verify(
         devices = devices[:1] * num_devices
     sides = shape or _small(network.rule, config.patch.size, num_devices)
     batch = 2 if chosen == "pipeline" else 1  # the least that makes two micro-batches
-    return verify_network(network, (batch, task.num_channels, *sides), devices, strategy=chosen, **options)
+    return verify_network(network, (batch, task.num_inputs, *sides), devices, strategy=chosen, **options)
 
 
 def _small(rule: GridRule, patch: Sequence[int], shards: int) -> tuple[int, int, int]:

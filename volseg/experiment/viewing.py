@@ -20,7 +20,7 @@ from volseg.data.readers import find_suffix, stem
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.folders import RECORD, find_names, strip_id
 from volseg.experiment.building import choose_channel
-from volseg.experiment.images import resolve_images
+from volseg.experiment.predicting import resolve_images
 from volseg.experiment.prediction_files import SUFFIXES, list_predicted
 from volseg.experiment.sources import list_runs
 from volseg.experiment.trained import require_keys

@@ -11,7 +11,7 @@ and adds fewest. Without regions this says: what is removed becomes background, 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from scipy.ndimage import generate_binary_structure, label
 from torch import Tensor
 
+from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
-from volseg.errors import DataError
+from volseg.errors import ConfigError, DataError
 from volseg.files import replacing
 
 __all__ = ["FORMAT", "Changes", "Postprocessing", "Step"]
@@ -95,6 +96,22 @@ class Postprocessing:
         structures = tuple(key if isinstance(key, tuple) else (key,) for key in task.structures)
         painted = tuple(value for value in task.output_values if value != 0)
         return cls(labels=task.class_values, structures=structures, painted=painted, steps=steps)
+
+    @classmethod
+    def keep_largest(cls, task: Task, names: Collection[str]) -> "Postprocessing":
+        """Return the steps that keep only the largest component of each named structure.
+
+        Raises
+        ------
+        ConfigError
+            If the task has no structure of a name.
+        """
+        values = {name: key if isinstance(key, tuple) else (key,) for key, name in task.structures.items()}
+        if strange := [name for name in names if name not in values]:
+            raise ConfigError(
+                f"inference.keep_largest: no label is called {strange[0]!r}; {did_you_mean(strange[0], values)}"
+            )
+        return cls.of(task, tuple(Step(operation="keep_largest", values=values[name]) for name in names))
 
     @classmethod
     def load(cls, path: str | Path) -> "Postprocessing":

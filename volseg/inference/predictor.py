@@ -72,6 +72,8 @@ class Predictor:
     skip_background : bool
         Whether windows in which the image has one value, such as air that was clipped, count as background for certain
         instead of going through the model. The log says how many there were.
+    postprocess : callable, optional
+        Applied to every label map ``(1, D, H, W)`` on the original grid; see `volseg.inference.Postprocessing`.
     """
 
     model: Model | Sequence[Model]
@@ -89,6 +91,7 @@ class Predictor:
     autocast: torch.dtype | None = None
     before_pass: Callable[[], object] | None = None
     skip_background: bool = False
+    postprocess: Callable[[MetaTensor], MetaTensor] | None = None
 
     step_kind: ClassVar[type[WindowStep]] = WindowStep
     """How a batch of windows goes through the models."""
@@ -176,7 +179,7 @@ class Predictor:
             for case, image, prediction in zip(group, images, predictions, strict=True):
                 if prediction is None:
                     raise NonFinitePredictionError(explain_not_finite(case, image, self.autocast))
-                yield case, prediction
+                yield case, self.finish(prediction)
             del group, images, predictions, case, image, prediction  # or they live on while the next ones are read
 
     def probabilities(self, images: Tensor) -> Tensor:
@@ -194,6 +197,12 @@ class Predictor:
         with self._applied(image) as streamer:
             (prediction,) = replace(streamer, share=share).predict([image], also, into)
         return prediction
+
+    def finish(self, prediction: Prediction) -> Prediction:
+        """Return a whole volume's prediction with the label map after ``postprocess``."""
+        if self.postprocess is None:
+            return prediction
+        return replace(prediction, labels=self.postprocess(prediction.labels))
 
     def warm_up(self, image: MetaTensor) -> None:
         """Run batches of empty windows, so that libraries have chosen kernels and a recorded network is recorded."""
@@ -346,7 +355,7 @@ class SharedPredictor:
                 found = [part.result() for part in parts]
                 if any(prediction is None for prediction in found) or found[0] is None:
                     raise NonFinitePredictionError(explain_not_finite(case, image, first.autocast))
-                yield case, found[0]
+                yield case, first.finish(found[0])
                 del case, image, volumes, found, parts  # or they live on while the next one is read
 
     def _warm_up(self, image: MetaTensor) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from volseg.errors import ConfigError
 
-__all__ = ["VNET_MONAI", "Topology", "is_thin", "plan_topology", "plan_vnet_topology"]
+__all__ = ["VNET_MONAI", "Topology", "is_thin", "leave_out_slices", "plan_topology", "plan_vnet_topology"]
 
 Sides = tuple[int, int, int]
 
@@ -32,15 +32,16 @@ class Topology:
 SMALLEST_SIDE = 4
 """Voxels below which no axis is halved: nnU-Net's number for volumes."""
 
-FIRST_FILTERS, MOST_FILTERS = 32, 320
-"""Channels of the first stage, and of any at most: nnU-Net's numbers."""
+FIRST_FILTERS, MOST_FILTERS, MOST_FILTERS_2D = 32, 320, 512
+"""Channels of the first stage, and of any at most, of volumes and of single slices: nnU-Net's numbers."""
 
 
 def plan_topology(patch_size: Sequence[float], spacing: Sequence[float] = (1.0, 1.0, 1.0)) -> Topology:
     """Halve the axes until the bottleneck would have fewer than `SMALLEST_SIDE` voxels along each.
 
     An axis is halved while it has twice that many voxels and its spacing is below twice the finest of the axes that
-    can be halved; a kernel spans 3 voxels along an axis once its spacing is below twice the finest of all.
+    can be halved; a kernel spans 3 voxels along an axis once its spacing is below twice the finest of all. An axis of
+    one voxel has kernels and strides of 1, and its spacing counts nowhere: that is nnU-Net's 2D network.
 
     Parameters
     ----------
@@ -64,8 +65,11 @@ def plan_topology(patch_size: Sequence[float], spacing: Sequence[float] = (1.0, 
     ((1, 1, 1), (2, 2, 2), (2, 2, 2), (2, 2, 2))
     >>> plan_topology((40, 56, 40)).filters
     (32, 64, 128, 256)
+    >>> plan_topology((64, 64, 1)).kernels[-1]
+    (3, 3, 1)
     """
-    sides, mm = list(patch_size), list(spacing)
+    sides, mm = list(patch_size), leave_out_slices(patch_size, spacing)
+    widest = _each(3 if length < math.inf else 1 for length in mm)
     kernel = [1, 1, 1]
     strides: list[Sides] = [(1, 1, 1)]
     kernels: list[Sides] = []
@@ -88,8 +92,18 @@ def plan_topology(patch_size: Sequence[float], spacing: Sequence[float] = (1.0, 
             f"patch size {tuple(patch_size)} is too small to plan a U-Net: it must be halved at least twice down to "
             f"{SMALLEST_SIDE} voxels; choose a larger patch.size, or give strides and kernel_size"
         )
-    filters = tuple(min(FIRST_FILTERS * 2**stage, MOST_FILTERS) for stage in range(len(strides)))
-    return Topology(tuple(strides), (*kernels, (3, 3, 3)), filters)
+    most = MOST_FILTERS if min(widest) > 1 else MOST_FILTERS_2D
+    filters = tuple(min(FIRST_FILTERS * 2**stage, most) for stage in range(len(strides)))
+    return Topology(tuple(strides), (*kernels, widest), filters)
+
+
+def leave_out_slices(patch_size: Sequence[float], spacing: Sequence[float]) -> list[float]:
+    """Return the spacing with infinity along axes of one voxel, which no kernel spans and no axis is compared with.
+
+    >>> leave_out_slices((64, 64, 1), (1.0, 1.0, 0.5))
+    [1.0, 1.0, inf]
+    """
+    return [mm if side > 1 or max(patch_size) <= 1 else math.inf for side, mm in zip(patch_size, spacing, strict=True)]
 
 
 VNET_FILTERS = (16, 32, 64, 128, 256)
@@ -113,7 +127,8 @@ def plan_vnet_topology(
     The result is `VNET_MONAI` unless an axis is coarse (its spacing is at least twice the finest) or thin. As in a
     U-Net (`plan_topology`), an axis is halved once its spacing is below twice the finest of the axes that can be
     halved, and kernels span more than one voxel along it once its spacing is below twice the finest of all. A coarse or
-    thin axis is halved only while it has twice `SMALLEST_SIDE` voxels or more.
+    thin axis is halved only while it has twice `SMALLEST_SIDE` voxels or more. An axis of one voxel is left out, as
+    in a U-Net.
 
     Parameters
     ----------
@@ -131,7 +146,7 @@ def plan_vnet_topology(
     >>> plan_vnet_topology((48, 64, 48)) == VNET_MONAI
     True
     """
-    sides, mm = [math.ceil(side) for side in patch_size], list(spacing)
+    sides, mm = [math.ceil(side) for side in patch_size], leave_out_slices(patch_size, spacing)
     thin = is_thin(patch_size) if thin is None else thin
     limited = [thin[axis] or mm[axis] / min(mm) >= 2 for axis in range(3)]
     strides, kernels = [(1, 1, 1)], [(1, 1, 1)]

@@ -13,6 +13,7 @@ history the last line is dropped, of the two others nothing is known then.
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = [
     "append_history",
     "begin_history",
     "find_process_space",
+    "list_numbered",
     "read_history",
     "read_status",
     "read_times",
@@ -210,6 +212,12 @@ def write_times(file: str | Path, parts: Sequence[RunPart]) -> None:
     """Replace what is known of the time that went by: the parts of earlier processes, and this one's."""
     with replacing(file, flush=False) as partial:
         partial.write_text(json.dumps({"parts": [asdict(part) for part in parts]}, indent=2) + "\n", encoding="utf-8")
+
+
+def list_numbered(folder: Path, kinds: str = "fold") -> dict[int, Path]:
+    """Return the folders of folds, or of other ``kinds`` of runs such as ``fold|trial``, by number."""
+    found = {path: re.fullmatch(rf"(?:{kinds})_(\d+)", path.name) for path in folder.glob("*_*")}
+    return dict(sorted((int(match.group(1)), path) for path, match in found.items() if match))
 
 
 def find_process_space() -> str:

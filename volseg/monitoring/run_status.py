@@ -14,7 +14,7 @@ from typing import Any
 from volseg.errors import DataError
 from volseg.formatting import format_duration
 from volseg.lifetime import is_running
-from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, read_status
+from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, list_numbered, read_status
 
 __all__ = ["Look", "find_runs", "format_speed", "look_at", "parse_age"]
 
@@ -90,12 +90,11 @@ class Look:
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Return the run folders at a path: itself, or the folds of a cross-validation; none where there is no run."""
+    """Return the run folders at a path: itself, the folds of a cross-validation, or the trials of a search."""
     folder = Path(folder)
     if _is_run(folder):
         return [folder]
-    folds = [fold for fold in folder.glob("fold_*") if fold.name[5:].isdigit() and _is_run(fold)]
-    return sorted(folds, key=lambda fold: int(fold.name[5:]))
+    return [run for run in list_numbered(folder, "fold|trial").values() if _is_run(run)]
 
 
 def look_at(folder: str | Path) -> Look:

@@ -4,6 +4,7 @@ Only a process that has not initialised CUDA and is not one of several forks: CU
 threads of collectives would be copied mid-call. Any other process does the work itself.
 """
 
+import gc
 import multiprocessing
 import os
 import warnings
@@ -134,6 +135,7 @@ def _make_pool(cores: int, *, hides_gpus: bool) -> ProcessPoolExecutor:
 def _begin_copy(parent: int, hides_gpus: bool) -> None:
     # A fork has only its own thread; torch's data loader workers do the same.
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before, a million objects, would be searched for cycles again and again
     bind_copy(parent)
     if hides_gpus:  # autograd would start a thread for each visible GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

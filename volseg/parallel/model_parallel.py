@@ -49,7 +49,7 @@ __all__ = ["ModelParallel", "StrategyOptions", "check_network"]
 
 logger = logging.getLogger(__name__)
 
-CHOOSER = "volseg.estimate.auto_strategy"
+CHOOSER = "volseg.estimate.network_plan"
 """Module that estimates a network's step. It runs models of this module, so it is imported only when needed."""
 
 SHARED_REGISTRIES = PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT

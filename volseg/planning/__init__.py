@@ -3,11 +3,21 @@
 from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 from volseg.planning.fingerprint import Taken, keep_fingerprint, load_fingerprint, take_fingerprint
 from volseg.planning.geometry import PRESETS, Geometry, Like
-from volseg.planning.plan import DEFAULT_MEMORY, Plan, choose_name, parse_memory, plan, write_config
+from volseg.planning.plan import (
+    CASCADE,
+    DEFAULT_MEMORY,
+    Plan,
+    choose_name,
+    name_first_stage,
+    parse_memory,
+    plan,
+    write_config,
+)
 from volseg.planning.published import published_fingerprint
 from volseg.planning.settings import Setting
 
 __all__ = [
+    "CASCADE",
     "DEFAULT_MEMORY",
     "PRESETS",
     "CaseSizes",
@@ -21,6 +31,7 @@ __all__ = [
     "choose_name",
     "keep_fingerprint",
     "load_fingerprint",
+    "name_first_stage",
     "parse_memory",
     "plan",
     "published_fingerprint",

@@ -28,6 +28,8 @@ class CaseSizes:
     """Share of the voxels that the cropping leaves."""
     voxels: Mapping[int, int] = field(default_factory=dict)
     """How many voxels each value of the label map has, before cropping."""
+    largest: Mapping[str, float] = field(default_factory=dict)
+    """Share of the voxels of each structure of the case in its largest component (26 neighbours)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

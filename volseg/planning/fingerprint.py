@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from monai.data import MetaTensor
 from numpy.typing import NDArray
+from scipy import ndimage
 from torch import Tensor
 
 from volseg.data.cache_folder import choose_cache_folder
@@ -137,8 +138,22 @@ def _describe_case(
         spacing=spacing,
         kept=float(np.prod(sides, dtype=np.float64) / channels[0].numel()),
         voxels=dict(sorted(counts.items())),
+        largest=_measure_largest(label.as_subclass(Tensor)[0].numpy(), task),
     )
     return facts, _draw_foreground(channels, label.as_subclass(Tensor)[0], task, number, place)
+
+
+def _measure_largest(label: NDArray[Any], task: Task) -> dict[str, float]:
+    """Return the share of the voxels of each structure in its largest component."""
+    shares = {}
+    for values, name in task.structures.items():
+        mask = np.isin(label, values)
+        if mask.any():
+            (box,) = ndimage.find_objects(mask.astype(np.uint8))
+            components, _ = ndimage.label(mask[box], np.ones((3, 3, 3)))
+            sizes = np.bincount(components[mask[box]])
+            shares[name] = float(sizes.max() / sizes.sum())
+    return shares
 
 
 def _compute_box(inside: Tensor) -> list[tuple[int, int]]:
@@ -195,7 +210,7 @@ def _describe_intensities(samples: Voxels) -> tuple[Intensities, ...]:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Of what is stored; grows with any change of what a fingerprint says."""
 
 ENDS = 4096

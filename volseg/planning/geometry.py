@@ -28,7 +28,16 @@ from volseg.planning.patch import (
 )
 from volseg.transforms.grid import ANISOTROPY
 
-__all__ = ["PRESETS", "Geometry", "Like", "is_flat", "plan_geometry", "plan_geometry_like"]
+__all__ = [
+    "CASCADE_BELOW",
+    "PRESETS",
+    "Geometry",
+    "Like",
+    "is_flat",
+    "plan_geometry",
+    "plan_geometry_like",
+    "plan_low_resolution",
+]
 
 PRESETS = {
     "unet": "nnU-Net's plain U-Net",
@@ -36,6 +45,9 @@ PRESETS = {
     "vnet": "the V-Net of Milletari et al.",
     "whole": "the plain U-Net on whole volumes, cut over GPUs",
 }
+
+CASCADE_BELOW = 0.25
+"""Share of the median case in a patch below which nnU-Net plans a low-resolution network too."""
 
 LARGEST_SHARE = {"unet": 0.05, "resenc": 1.0, "vnet": 0.05, "whole": 0.05}
 """Of the data set's voxels, what one batch may hold; nnU-Net's planners of residual encoders take all of them."""
@@ -65,7 +77,7 @@ class Geometry:
     voxels: float
     """Of the whole data set, were each case as large as the median."""
     coarse: int
-    """The axis of the largest spacing."""
+    """The axis of the largest spacing, or of one voxel."""
     patch: Sides
     batch: int
     topology: Topology | None = None
@@ -79,8 +91,15 @@ class Geometry:
     axcodes: str = "RAS"
     """Directions in the patient to which D, H, W point."""
 
+    @property
+    def is_2d(self) -> bool:
+        """Whether the median case has one voxel along an axis, so that nnU-Net plans no 3D network."""
+        return min(self.median_shape) == 1
 
-def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> Geometry:
+
+def plan_geometry(
+    fingerprint: Fingerprint, preset: str, gpu_memory: float, *, at: tuple[Sequence[float], str] | None = None
+) -> Geometry:
     """Apply the rules for spacing, patch, network and batch.
 
     Parameters
@@ -91,6 +110,8 @@ def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> G
         A key of `PRESETS`.
     gpu_memory : float
         GiB of one GPU.
+    at : tuple, optional
+        A spacing along D, H, W (mm) and why it is that, in place of the rule for it.
 
     Raises
     ------
@@ -99,15 +120,16 @@ def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> G
     """
     spacings = [case.spacing[::-1] for case in fingerprint.cases]
     shapes = [case.shape[::-1] for case in fingerprint.cases]
-    target, rule = plan_spacing(spacings, shapes)
+    target, rule = plan_spacing(spacings, shapes) if at is None else (np.asarray(at[0])[::-1], at[1])
     resampled = np.array([resampled_shape(*case, target) for case in zip(shapes, spacings, strict=True)])
     median = np.median(resampled, 0)
-    coarse = int(np.argmax(target))
+    is_2d = median.min() == 1
+    coarse = int(np.argmin(median) if is_2d else np.argmax(target))
     order = [coarse, *(axis for axis in range(3) if axis != coarse)]
     mm, sides = [float(target[axis]) for axis in order], [float(median[axis]) for axis in order]
     largest = [int(resampled[:, axis].max()) for axis in order]
     voxels = math.prod(sides) * len(fingerprint.cases)
-    reference = reference_features(preset, gpu_memory)
+    reference = reference_features(preset, gpu_memory, is_2d=is_2d)
     num_outputs = count_outputs(fingerprint)
     if preset == "whole":
         patch, topology = smallest_patch(largest, mm)
@@ -115,9 +137,9 @@ def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> G
     else:
         count = COUNTS[preset]
         shape = partial(plan_vnet_topology, thin=is_thin(sides)) if preset == "vnet" else plan_topology
-        found = plan_patch(
-            mm, sides, lambda patch, topology: count(patch, topology, num_outputs), reference, shape=shape
-        )
+        # nnU-Net's planners of residual encoders shorten a slice until its whole reference batch of 12 fits.
+        limit = reference / 6 if is_2d and preset == "resenc" else reference
+        found = plan_patch(mm, sides, lambda patch, topology: count(patch, topology, num_outputs), limit, shape=shape)
         patch, topology, features = found.size, found.topology, found.features
     num_gpus = _count_gpus(features, reference, patch, gpu_memory) if preset == "whole" else 1
     share = LARGEST_SHARE[preset]
@@ -137,6 +159,31 @@ def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> G
         reference=reference,
         num_gpus=num_gpus,
     )
+
+
+def plan_low_resolution(fingerprint: Fingerprint, fine: Geometry, gpu_memory: float) -> Geometry:
+    """Return the geometry of the first stage of nnU-Net's cascade, the second stage of which is ``fine``.
+
+    The spacing grows by 3 % at a time, only along the axes that are finer than half the coarsest one while there are
+    any, until a patch covers a quarter of the median case.
+
+    Raises
+    ------
+    ConfigError
+        If a patch of ``fine`` covers as much already, or the coarser grid has more than half as many voxels.
+    """
+    whole, mm, low = math.prod(fine.median_shape), np.array(fine.spacing), fine
+    rule = f"coarser, until a patch covers {CASCADE_BELOW:.0%} of the median case: nnU-Net's first stage of a cascade"
+    while math.prod(low.patch) < CASCADE_BELOW * math.prod(low.median_shape):
+        is_fine = mm.max() > 2 * mm
+        mm[is_fine if is_fine.any() else slice(None)] *= 1.03
+        low = plan_geometry(fingerprint, "unet", gpu_memory, at=(mm.tolist(), rule))
+    if low is fine or 2 * math.prod(low.median_shape) > whole:
+        raise ConfigError(
+            f"a patch of {'x'.join(map(str, fine.patch))} voxels covers {math.prod(fine.patch) / whole:.0%} of the "
+            "median case: nnU-Net plans no cascade, as a coarser network would see hardly more; choose the preset unet"
+        )
+    return low
 
 
 def count_outputs(fingerprint: Fingerprint) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from volseg.errors import ConfigError
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
-from volseg.models.topology import VNET_MONAI, Topology, plan_topology
+from volseg.models.topology import VNET_MONAI, Topology, leave_out_slices, plan_topology
 
 __all__ = [
     "REFERENCE_BATCH",
@@ -28,8 +28,8 @@ __all__ = [
     "smallest_patch",
 ]
 
-LARGEST_PATCH = 256**3
-"""Voxels from which nnU-Net begins to shorten."""
+LARGEST_PATCHES = {2: 2048**2, 3: 256**3}
+"""Voxels from which nnU-Net begins to shorten, by the number of axes that have more than one."""
 
 SMALLEST_SIDES = (16, 24)
 """Of the axes that are halved, where there are several of them and where there is one."""
@@ -59,7 +59,8 @@ def plan_patch(
 ) -> PatchPlan:
     """Return the largest patch whose network fits, in the proportions of the median case.
 
-    The first patch is a cube (in mm) of 256 ** 3 voxels at this spacing, no longer than the median case. Its longest
+    The first patch is a cube (in mm) of 256 ** 3 voxels at this spacing, or a square of 2048 ** 2 where the median case
+    has one voxel along an axis, no longer than the median case. Its longest
     axis relative to the median case is shortened until the count is within ``reference``; if that axis can be no
     shorter, the next longest is. Every side is a multiple of the product of the network's strides along it.
 
@@ -79,7 +80,7 @@ def plan_patch(
     ConfigError
         If not even the smallest patch that has a network fits.
     """
-    largest = _largest_sides(spacing)
+    largest = _largest_sides(spacing, median_shape)
     sides = [min(side, median) for side, median in zip(largest, median_shape, strict=True)]
     patch, topology = _fit(_least_sides(sides, spacing, shape), spacing, shape)
     while (features := count(patch, topology)) > reference:
@@ -99,11 +100,11 @@ def _shorten(
 ) -> tuple[Sides, Topology] | None:
     """Return the next smaller patch along an axis, and its network; None if there is none."""
     sides = [*patch]
-    sides[axis] -= topology.divisors[axis]
+    sides[axis] = max(patch[axis] - topology.divisors[axis], 2)  # of one voxel it would be another network
     try:
         # The step after this one may be finer: 256 is a multiple of 64, and what follows is 224, not 192.
         sides[axis] = patch[axis] - shape(sides, spacing).divisors[axis]
-        return _fit(sides, spacing, shape) if sides[axis] > 0 else None
+        return _fit(sides, spacing, shape) if sides[axis] > 1 else None
     except ConfigError:
         return None
 
@@ -124,11 +125,12 @@ def plan_batch(features: int, reference: float, patch_voxels: int, dataset_voxel
     return max(min(fitting, covering), REFERENCE_BATCH)
 
 
-def _largest_sides(spacing: Sequence[float]) -> list[int]:
-    """Return the sides of a cube (mm) of `LARGEST_PATCH` voxels."""
-    finest = [1 / mm for mm in spacing]
-    scale = (LARGEST_PATCH / math.prod(finest)) ** (1 / 3)
-    return [round(side * scale) for side in finest]
+def _largest_sides(spacing: Sequence[float], median_shape: Sequence[float]) -> list[int]:
+    """Return the sides of a cube or a square (mm) of `LARGEST_PATCHES` voxels; 1 along an axis of one voxel."""
+    finest = [1 / mm for mm in leave_out_slices(median_shape, spacing)]
+    spanned = [side for side in finest if side]
+    scale = (LARGEST_PATCHES[max(len(spanned), 2)] / math.prod(spanned)) ** (1 / len(spanned))
+    return [round(side * scale) or 1 for side in finest]
 
 
 def _least_sides(sides: Sequence[float], spacing: Sequence[float], shape: Shape) -> list[float]:
@@ -138,7 +140,8 @@ def _least_sides(sides: Sequence[float], spacing: Sequence[float], shape: Shape)
         try:
             shape(held, spacing)
         except ConfigError:
-            fine = [mm / min(spacing) < 2 for mm in spacing]
+            mm = leave_out_slices(sides, spacing)
+            fine = [length / min(mm) < 2 for length in mm]
             held = [max(side, least) if halved else side for side, halved in zip(sides, fine, strict=True)]
     return held
 
@@ -162,15 +165,16 @@ VNET_DOWN, VNET_UP = (1, 1, 2, 3, 2), (1, 1, 2, 2)
 """Convolutions of each level on the way down and up, without those that change the grid."""
 
 
-def reference_features(preset: str, gpu_memory: float) -> float:
+def reference_features(preset: str, gpu_memory: float, *, is_2d: bool = False) -> float:
     """Return the count that fits ``gpu_memory`` GiB with a batch of two.
 
-    It is in proportion to the memory, from the largest of nnU-Net's own budgets that is not larger.
+    It is in proportion to the memory, from the largest of nnU-Net's own budgets that is not larger. nnU-Net has budgets
+    of their own for single slices.
 
     >>> reference_features("unet", 16.0) / 1e6, reference_features("resenc", 24.0) / 1e6
     (1120.0, 2100.0)
     """
-    references = REFERENCES[preset]
+    references = REFERENCES_2D.get(preset, REFERENCES[preset]) if is_2d else REFERENCES[preset]
     memory, count = max((of for of in references if of[0] <= gpu_memory), default=references[0])
     return count * (gpu_memory / memory)
 
@@ -225,3 +229,10 @@ REFERENCES = {
     "whole": (UNET_REFERENCE,),
 }
 """By preset."""
+
+REFERENCES_2D = {
+    "unet": ((8.0, 510e6),),
+    "resenc": ((8.0, 810e6), (24.0, 2280e6), (40.0, 3360e6)),
+    "whole": ((8.0, 510e6),),
+}
+"""nnU-Net's numbers for a batch of 12, six times as many for a batch of two."""

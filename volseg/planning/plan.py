@@ -17,11 +17,23 @@ from volseg.data.proposed_groups import GroupProposal
 from volseg.errors import ConfigError
 from volseg.files import replacing, require_new
 from volseg.planning.facts import Fingerprint
-from volseg.planning.geometry import PRESETS, Geometry, Like, plan_geometry, plan_geometry_like
+from volseg.planning.geometry import PRESETS, Geometry, Like, plan_geometry, plan_geometry_like, plan_low_resolution
 from volseg.planning.settings import Setting, list_settings
 from volseg.version import __version__
 
-__all__ = ["DEFAULT_MEMORY", "Plan", "choose_name", "parse_memory", "plan", "write_config"]
+__all__ = [
+    "CASCADE",
+    "DEFAULT_MEMORY",
+    "Plan",
+    "choose_name",
+    "name_first_stage",
+    "parse_memory",
+    "plan",
+    "write_config",
+]
+
+CASCADE = "cascade"
+"""The preset of two configs."""
 
 DEFAULT_MEMORY = 8.0
 """GiB of GPU memory that are planned for: nnU-Net's number, so that plans can be compared."""
@@ -41,6 +53,8 @@ class Plan:
     """How the cases are grouped by patient; None where each counts as one of its own."""
     like: Like | None = None
     """The trained network that grid, patch and network are taken over from."""
+    first_stage: "Plan | None" = None
+    """Of a cascade, the plan of the low-resolution network."""
 
     def values(self) -> dict[str, Any]:
         """Return the settings as a config file holds them."""
@@ -77,7 +91,7 @@ def plan(
     fingerprint : Fingerprint
         Of its cases; see `take_fingerprint`.
     preset : str
-        Network and pieces: ``unet``, ``resenc``, ``vnet`` or ``whole``.
+        Network and pieces: ``unet``, ``resenc``, ``vnet`` or ``whole``; or ``cascade``, two plain U-Nets.
     gpu_memory : float
         Of one GPU (GiB).
     root : path, optional
@@ -101,35 +115,45 @@ def plan(
     if like is not None and preset != "unet":
         raise ConfigError(f"the network is that of {like.source}, not of the preset {preset}; leave one of them out")
     preset = preset if like is None else like.preset
-    if preset not in PRESETS:
-        raise ConfigError(f"no preset is called {preset!r}; {did_you_mean(preset, PRESETS)}")
+    if preset not in (*PRESETS, CASCADE):
+        raise ConfigError(f"no preset is called {preset!r}; {did_you_mean(preset, [*PRESETS, CASCADE])}")
     if not fingerprint.cases:
         raise ConfigError(
             f"{fingerprint.task} has no case with a label that can be used: nothing can be planned for it"
         )
     if not gpu_memory > 0:
         raise ConfigError(f"the memory of a GPU must be positive, got {gpu_memory} GiB")
+    name = choose_name(fingerprint.task, preset) if name is None else name
+    is_cascade, preset = preset == CASCADE, "unet" if preset == CASCADE else preset
     geometry = plan_geometry(fingerprint, preset, gpu_memory) if like is None else plan_geometry_like(fingerprint, like)
-    settings = list_settings(
-        fingerprint,
-        geometry,
-        preset,
-        root=fingerprint.task if root is None else root,
-        name=choose_name(fingerprint.task, preset) if name is None else name,
-        skip_bad=skip_bad,
-        given_folds=given_folds,
-        patients=patients,
-        like=like,
-    )
-    return Plan(
-        fingerprint=fingerprint,
-        preset=preset,
-        gpu_memory=gpu_memory,
-        geometry=geometry,
-        settings=tuple(settings),
-        patients=patients,
-        like=like,
-    )
+
+    def build(geometry: Geometry, name: str, first: Plan | None = None) -> Plan:
+        settings = list_settings(
+            fingerprint,
+            geometry,
+            preset,
+            root=fingerprint.task if root is None else root,
+            name=name,
+            skip_bad=skip_bad,
+            given_folds=given_folds,
+            patients=patients,
+            like=like,
+            previous_stage=None if first is None else f"runs/{first.values()['name']}",
+        )
+        return Plan(
+            fingerprint=fingerprint,
+            preset=preset,
+            gpu_memory=gpu_memory,
+            geometry=geometry,
+            settings=tuple(settings),
+            patients=patients,
+            like=like,
+            first_stage=first,
+        )
+
+    if not is_cascade:
+        return build(geometry, name)
+    return build(geometry, name, build(plan_low_resolution(fingerprint, geometry, gpu_memory), f"{name}_lowres"))
 
 
 def choose_name(task: str, preset: str) -> str:
@@ -175,8 +199,15 @@ SOURCES = (
 )
 
 
+def name_first_stage(path: Path) -> Path:
+    """Return the file of the first stage beside the config of a cascade."""
+    return path.with_name(f"{path.stem}_lowres{path.suffix}")
+
+
 def write_config(plan: Plan, path: str | Path, *, overwrite: bool = False) -> Path:
     """Write the config of a plan, whole or not at all; `load_config` reads what `Plan.config` is.
+
+    Of a cascade two are written; see `name_first_stage`.
 
     Parameters
     ----------
@@ -194,6 +225,8 @@ def write_config(plan: Plan, path: str | Path, *, overwrite: bool = False) -> Pa
     """
     path = Path(path)
     require_new(path, overwrite=overwrite)
+    if plan.first_stage is not None:
+        write_config(plan.first_stage, name_first_stage(path), overwrite=overwrite)
     with replacing(path) as partial:
         partial.write_text("\n".join(_list_lines(plan)) + "\n", encoding="utf-8")
         written = load_config(partial)

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from volseg.config.data import PREVIOUS_STAGE
 from volseg.data.proposed_groups import GroupProposal
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
-from volseg.models.topology import VNET_MONAI
+from volseg.models.topology import MOST_FILTERS, MOST_FILTERS_2D, VNET_MONAI
 from volseg.planning.facts import Fingerprint, Intensities
-from volseg.planning.geometry import LARGEST_SHARE, PRESETS, Geometry, Like, is_flat
+from volseg.planning.geometry import CASCADE_BELOW, LARGEST_SHARE, PRESETS, Geometry, Like, is_flat
 from volseg.transforms.grid import find_coarse_axis
 
 __all__ = ["Setting", "list_settings"]
@@ -29,8 +30,16 @@ EPOCHS, ITERATIONS = 100, 250
 NUM_FOLDS = 5
 """nnU-Net's number."""
 
-CASCADE_BELOW = 0.25
-"""Share of the median case in a patch below which nnU-Net plans a low-resolution network too."""
+ONE_PIECE, ENOUGH_CASES = 0.99, 10
+"""Share of a structure's voxels in its largest component, and cases with it, from which on it counts as one piece."""
+
+LONG_PLANE = 1.5
+"""From how many times the shorter side on a slice is turned by 15 degrees only: nnU-Net's number."""
+
+SINGLE_SLICES = (
+    "the median case is one slice, for which nnU-Net plans a 2D network: strides and kernels of 1 across it; within it "
+    "an axis is halved while it has 8 voxels or more"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,7 @@ def list_settings(
     given_folds: int = 0,
     patients: GroupProposal | None = None,
     like: Like | None = None,
+    previous_stage: str | None = None,
 ) -> Iterator[Setting]:
     """Yield the settings in the order in which they stand in the file.
 
@@ -75,11 +85,16 @@ def list_settings(
         How its cases are grouped by patient.
     like : Like, optional
         The trained network that ``geometry`` is taken over from.
+    previous_stage : str, optional
+        Folder of the cross-validation of a cascade's first stage.
     """
     yield Setting("name", name)
     yield from _list_data(fingerprint, geometry, root, skip_bad)
+    if previous_stage is not None:
+        reason = "label maps of the cascade's first stage, of the fold that validates each case: nnU-Net's rule"
+        yield Setting("data.previous_stage", previous_stage, reason)
     yield from _list_split(len(fingerprint.cases), given_folds, patients)
-    yield from _list_preprocessing(fingerprint, geometry)
+    yield from _list_preprocessing(fingerprint, geometry, is_second=previous_stage is not None)
     yield from _list_patch(geometry, preset) if like is None else _list_patch_like(geometry, like)
     yield from _list_augmentation(fingerprint, geometry, preset)
     yield from _list_network(geometry, preset) if like is None else _list_network_like(like)
@@ -121,7 +136,7 @@ def _list_split(num_cases: int, given_folds: int, patients: GroupProposal | None
         yield Setting("split.group", patients.group, reason)
 
 
-def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterator[Setting]:
+def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry, *, is_second: bool) -> Iterator[Setting]:
     orientation = {"name": "Orientation", "axcodes": geometry.axcodes}
     reason = "axes mean the same in every case, however its file is stored; nnU-Net takes them as they are stored"
     yield Setting("preprocessing.0", orientation, reason)
@@ -144,6 +159,10 @@ def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterato
             "; where one axis is more than 3 times the finest, planes are resampled by themselves, the nearest taken"
         )
     yield Setting(f"preprocessing.{number}", value, reason)
+    if is_second:
+        labels = sorted(value for value in fingerprint.labels if value)
+        reason = "a mask per label of the first stage, as further channels: nnU-Net's cascade"
+        yield Setting(f"preprocessing.{number + 1}", {"name": PREVIOUS_STAGE, "labels": labels}, reason)
 
 
 def _normalise(fingerprint: Fingerprint) -> Iterator[tuple[dict[str, Any], str]]:
@@ -210,7 +229,7 @@ def _list_patch(geometry: Geometry, preset: str) -> Iterator[Setting]:
             "",
             None,
             f"A patch covers {covered:.0%} of the median case: nnU-Net would plan a cascade from a coarser grid "
-            "too. There is none here; the preset whole sees all of a case instead, on several GPUs.",
+            "too, as the preset cascade does; the preset whole sees all of a case, on several GPUs.",
         )
 
 
@@ -247,6 +266,10 @@ def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str
             "the patch is flat (more than 3 times shorter along its coarsest axis): turned about that axis only, but "
             "all the way round, as nnU-Net's dummy 2D augmentation"
         )
+        plane = [side for side, other in zip(geometry.patch, others, strict=True) if other]
+        if geometry.is_2d and max(plane) > LONG_PLANE * min(plane):
+            degrees = [0.0 if other else 15.0 for other in others]
+            reason = "single slices, one side more than 1.5 times the other: turned within the plane, as in nnU-Net"
         yield Setting("augmentation.rotation", {"degrees": degrees}, reason)
         yield Setting("augmentation.scaling", {"axes": others}, "within planes only, for the same reason")
         yield Setting("augmentation.low_resolution", {"axes": others}, "likewise")
@@ -279,6 +302,7 @@ def _list_network(geometry: Geometry, preset: str) -> Iterator[Setting]:
                 "an axis is halved once its spacing is below twice the finest of such axes; a coarse or thin one while "
                 "it has 8 voxels or more"
             )
+            reason = SINGLE_SLICES if geometry.is_2d else reason
             yield Setting("network.strides", _nest(topology.strides), reason)
             reason = "5 voxels along an axis once its spacing is below twice the finest, 1 before"
             yield Setting("network.kernel_size", _nest(topology.kernels), reason)
@@ -290,10 +314,15 @@ def _list_network(geometry: Geometry, preset: str) -> Iterator[Setting]:
     residual = preset == "resenc"
     yield Setting("network.name", "ResEncUNet" if residual else "DynUNet", PRESETS[preset])
     reason = "an axis is halved while it has 8 voxels or more, and its spacing is below twice the finest of such axes"
+    reason = SINGLE_SLICES if geometry.is_2d else reason
     yield Setting("network.strides", _nest(topology.strides), reason)
     reason = "3 voxels along an axis once its spacing is below twice the finest, 1 before"
     yield Setting("network.kernel_size", _nest(topology.kernels), reason)
-    yield Setting("network.filters", list(topology.filters), "doubled with each stage, up to 320")
+    yield Setting(
+        "network.filters",
+        list(topology.filters),
+        f"doubled with each stage, up to {MOST_FILTERS_2D if geometry.is_2d else MOST_FILTERS}",
+    )
     if residual:
         blocks = list(ENCODER_BLOCKS[: len(topology.strides)])
         yield Setting("network.blocks", blocks, "residual blocks of each stage: nnU-Net's numbers")
@@ -350,12 +379,27 @@ def _list_inference(fingerprint: Fingerprint, geometry: Geometry, preset: str) -
     sides = _list_sides(fingerprint)
     reason = "no average over mirrorings, which would swap the sides" if sides else "average over the eight mirrorings"
     yield Setting("inference.mirror", sides is None, reason)
+    if names := _list_single(fingerprint):
+        reason = (
+            f"label(s) of which one component holds {ONE_PIECE:.0%} of the voxels or more in every case: other pieces "
+            "of a prediction are stray; nnU-Net measures this by a cross-validation, as `volseg postprocess` does"
+        )
+        yield Setting("inference.keep_largest", names, reason)
     if geometry.num_gpus > 1:
         reason = (
             f"slabs into which each volume is cut, a GPU for each: {geometry.features / 1e6:.0f} million features, of "
             f"which {2 * geometry.reference / 1e6:.0f} fit one GPU"
         )
         yield Setting("parallel.spatial", geometry.num_gpus, reason)
+
+
+def _list_single(fingerprint: Fingerprint) -> list[str]:
+    """Return the structures that are one component in every case that has them, in enough cases."""
+    shares: dict[str, list[float]] = {}
+    for case in fingerprint.cases:
+        for name, share in case.largest.items():
+            shares.setdefault(name, []).append(share)
+    return [name for name, found in shares.items() if len(found) >= ENOUGH_CASES and min(found) >= ONE_PIECE]
 
 
 def _nest(triples: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -81,15 +81,22 @@ class Line:
     ys: Sequence[float]
     colour: int = 0
     """Number in the palette."""
+    dots: bool = False
+    """Whether its points are drawn and not joined."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Lines over the epochs."""
+    """Lines over the epochs, or over something else."""
 
     title: str
     lines: Sequence[Line]
     unit: str = ""
+    over: str = "the epochs"
+    counts: bool = True
+    """Whether the horizontal axis counts something."""
+    log: bool = False
+    """Whether the horizontal axis is logarithmic."""
 
     @property
     def series(self) -> list[Sequence[float]]:
@@ -99,11 +106,11 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boxes:
-    """How a metric spreads over the cases, a box for each label."""
+    """How a metric spreads over cases or trials, a box for each label or choice."""
 
     title: str
     groups: Sequence[tuple[str, Sequence[tuple[str, float]]]]
-    """Name of the label; case and value, of which those that are no finite number are counted apart."""
+    """Name of the label or choice; case or trial, and value. Values that are no finite number are counted apart."""
     unit: str = ""
 
     @property

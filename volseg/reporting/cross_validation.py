@@ -1,6 +1,5 @@
 """What is said of a cross-validation: its folds, and all their cases together."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from volseg.config.yaml_values import dump_yaml
 from volseg.formatting import format_duration, format_value
+from volseg.monitoring.run_files import list_numbered
 from volseg.reporting import content
 from volseg.reporting.reading import FEWEST, RunRecord, Scores, read_json, read_number, read_run, read_scores
 from volseg.reporting.resources import describe_time
@@ -39,12 +39,7 @@ class CrossedRecord:
 
 def find_fold_folders(folder: Path) -> dict[int, Path]:
     """Return the run folders of the folds that were begun."""
-    found = {
-        int(path.name.removeprefix("fold_")): path
-        for path in folder.glob("fold_*")
-        if re.fullmatch(r"fold_\d+", path.name) and (path / "config.yaml").is_file()
-    }
-    return dict(sorted(found.items()))
+    return {number: path for number, path in list_numbered(folder).items() if (path / "config.yaml").is_file()}
 
 
 def read_crossed(folder: str | Path) -> CrossedRecord:

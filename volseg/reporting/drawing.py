@@ -76,30 +76,32 @@ ROW = 44
 
 
 def draw_chart(chart: Chart) -> Markup:
-    """Return lines over the epochs."""
+    """Return lines over the epochs, or over what else the chart is about."""
     ys = [y for line in chart.lines for y in line.ys if math.isfinite(y)]
     xs = [x for line in chart.lines for x in line.xs]
     ticks = choose_ticks(min(ys), max(ys))
     low, high = min(*ys, *ticks), max(*ys, *ticks)
-    first, last = min(xs), max(xs)
+    scale = math.log10 if chart.log else float
+    first, last = scale(min(xs)), scale(max(xs))
 
     def place(x: float, y: float) -> tuple[float, float]:
         # A single epoch stands in the middle of an axis that has no other one.
-        across = LEFT + (WIDTH - LEFT - RIGHT) * ((x - first) / (last - first) if last > first else 0.5)
+        across = LEFT + (WIDTH - LEFT - RIGHT) * ((scale(x) - first) / (last - first) if last > first else 0.5)
         return across, TOP + (HEIGHT - TOP - BOTTOM) * (1 - (y - low) / (high - low))
 
     parts = []
     for tick in ticks:
-        _, height = place(first, tick)
+        _, height = place(xs[0], tick)
         parts.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=height, y2=height))
         parts.append(tag("text", format_number(tick), x=LEFT - 6, y=height + 4, text_anchor="end"))
-    whole = [tick for tick in choose_ticks(first, last, 5) if tick == int(tick) and first <= tick <= last]
+    below = [tick for tick in choose_ticks(first, last, 5) if first <= tick <= last]
+    marks = [10.0**tick if chart.log else tick for tick in below if not chart.counts or tick == int(tick)]
     parts += [
-        tag("text", format_number(tick), x=place(tick, low)[0], y=HEIGHT - 6, text_anchor="middle") for tick in whole
+        tag("text", format_number(mark), x=place(mark, low)[0], y=HEIGHT - 6, text_anchor="middle") for mark in marks
     ]
     for line in chart.lines:
         parts.extend(_draw_line(line, place))
-    return _frame(parts, HEIGHT, f"{chart.title} over the epochs: {'; '.join(map(_tell_line, chart.lines))}")
+    return _frame(parts, HEIGHT, f"{chart.title} over {chart.over}: {'; '.join(map(_tell_line, chart.lines))}")
 
 
 def draw_boxes(boxes: Boxes) -> Markup:
@@ -124,7 +126,7 @@ def draw_boxes(boxes: Boxes) -> Markup:
         parts.append(tag("text", title, class_="name", x=8, y=ROW * number + 13))
         if not known.size:
             continue
-        told.append(f"{name}: median {format_number(float(np.median(known)))} of {known.size} cases")
+        told.append(f"{name}: median {format_number(float(np.median(known)))} of {known.size}")
         middle, colour = ROW * number + 29, _paint(number, "stroke", "fill")
         parts.extend(_draw_box(known, middle, colour, place))
         for order, (case, value) in enumerate(cases):
@@ -133,7 +135,7 @@ def draw_boxes(boxes: Boxes) -> Markup:
                 dot = {"cx": place(value), "cy": middle + 5.0 * (order % 3 - 1), "r": 2.2}
                 shown = tag("title", f"{case}: {value:.4g}")
                 parts.append(tag("circle", shown, class_="dot", style=colour, **dot))
-    return _frame(parts, height, f"{boxes.title} by label: {'; '.join(told)}")
+    return _frame(parts, height, f"{boxes.title}: {'; '.join(told)}")
 
 
 def draw_shares(shares: Shares) -> Markup:
@@ -209,6 +211,9 @@ def _draw_line(line: Line, place) -> list[Markup]:  # type: ignore[no-untyped-de
     stride = -(-len(line.xs) // MOST_POINTS)
     points = list(zip(line.xs, line.ys, strict=True))
     points = [*points[::stride], *points[-1:]] if stride > 1 else points
+    if line.dots:
+        fill = stroke.replace("stroke", "fill")
+        return [tag("circle", cx=x, cy=y, r=2.5, style=fill) for x, y in (place(*point) for point in points)]
     pieces: list[list[tuple[float, float]]] = [[]]
     for x, y in points:
         if math.isfinite(y):

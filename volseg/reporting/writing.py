@@ -1,4 +1,4 @@
-"""A run's or a cross-validation's folder to its report."""
+"""From the folder of a run, a cross-validation or a search to its report."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -11,6 +11,7 @@ from volseg.reporting.cross_validation import RESULTS, describe_crossed, find_fo
 from volseg.reporting.page import write_page
 from volseg.reporting.reading import read_run
 from volseg.reporting.run import describe_run
+from volseg.reporting.search import SEARCH, describe_search, read_search
 from volseg.streams import make_printable
 
 __all__ = ["NAME", "write_brief", "write_markdown", "write_report"]
@@ -19,24 +20,25 @@ NAME = "report.html"
 
 
 def write_report(folder: str | Path, file: str | Path | None = None, *, state: str | None = None) -> Path:
-    """Write the page about a run or a cross-validation, in one step or not at all; return its path.
+    """Write the page about a run, a cross-validation or a search, in one step or not at all; return its path.
 
     Parameters
     ----------
     folder : path
-        Of the run or the cross-validation, finished or not.
+        Of the run, the cross-validation or the search, finished or not.
     file : path, optional
-        ``report.html`` in the folder by default.
+        ``report.html`` in the folder by default, of a search ``search.html``.
     state : str, optional
         How the run ended, where the caller knows better than its files.
 
     Raises
     ------
     ConfigError
-        If the folder is neither.
+        If the folder is none of these.
     """
     page = write_page(_describe(Path(folder), state))
-    target = Path(folder) / NAME if file is None else Path(file)
+    own = Path(folder) / ("search.html" if (Path(folder) / SEARCH).is_file() else NAME)
+    target = own if file is None else Path(file)
     with replacing(target) as partial:
         partial.write_text(page, encoding="utf-8")
     return target
@@ -60,9 +62,11 @@ def _describe(folder: Path, state: str | None) -> ReportContent:
         return describe_run(read_run(folder), state)
     if (folder / RESULTS).is_file() or find_fold_folders(folder):
         return describe_crossed(read_crossed(folder))
+    if (folder / SEARCH).is_file():
+        return describe_search(read_search(folder))
     raise ConfigError(
         f"{folder} is no run folder and no cross-validation: it has neither config.yaml nor {RESULTS}; name the folder "
-        "that `volseg train` or `volseg cross-validate` made"
+        "that `volseg train`, `volseg cross-validate` or `volseg search` made"
     )
 
 

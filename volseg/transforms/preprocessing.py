@@ -22,6 +22,7 @@ from monai.transforms import (
     SpatialPad,
 )
 
+from volseg.config.data import PREVIOUS_STAGE
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import LABEL_FIELDS, Case
@@ -58,6 +59,8 @@ def build_preprocessing(
     names = [component.get("name") for component in components]
     if "Pad" in names and (late := GEOMETRIC.intersection(names[names.index("Pad") + 1 :])):
         raise ConfigError(f"Pad must follow {sorted(late)}: padding is taken off again before anything is inverted")
+    if PREVIOUS_STAGE in names[:-1]:
+        raise ConfigError(f"{PREVIOUS_STAGE} must be the last step: its channels are not changed by another one")
     steps = [_build_step(component, tuple(fields)) for component in components]
     preprocessing = Preprocessing([RememberGrid(fields), *steps, StoreVoxels(fields)])
     preprocessing.components = [dict(component) for component in components]
@@ -333,11 +336,42 @@ class Pad(Padd):  # codespell:ignore padd
         return case
 
 
+class PreviousStage:
+    """Join a mask per label of the field ``stage``, the label map of a previous stage, to the image as channels.
+
+    Each voxel takes the nearest one of the label map; outside of that there is background.
+    """
+
+    def __init__(self, fields: Sequence[str], *, labels: Sequence[int]) -> None:
+        if not labels:
+            raise ValueError("labels must list a value of the label map or more, got none")
+        self.image, self.labels = fields[0], tuple(labels)
+
+    def __call__(self, data: Mapping[str, Any]) -> Case:
+        case = dict(data)
+        image, stage = case[self.image], case.pop("stage", None)
+        if not isinstance(stage, MetaTensor):
+            raise DataError("the case has no label map of the previous stage")
+        to_stage = Grid.of(image).index_map(Grid.of(stage))
+        axes = to_stage[:3, :3].abs().argmax(1).tolist()  # of the image, along the axes of the label map
+        voxels = stage.as_tensor()[0]
+        for axis, along in enumerate(axes):
+            place = (to_stage[axis, along] * torch.arange(image.shape[1 + along]) + to_stage[axis, 3]).round().long()
+            inside = (place >= 0) & (place < voxels.shape[axis])
+            voxels = voxels.index_select(axis, place.clamp(0, voxels.shape[axis] - 1))
+            voxels = voxels * inside.view([-1 if dim == axis else 1 for dim in range(3)])
+        voxels = voxels.permute([axes.index(axis) for axis in range(3)])
+        joined = torch.cat([image.as_tensor(), *(voxels[None] == label for label in self.labels)])
+        case[self.image] = MetaTensor(joined).copy_meta_from(image)
+        return case
+
+
 _COMPONENTS: dict[str, Callable[..., Any]] = {
     "ClipZScore": ClipZScore,
     "CropForeground": crop_foreground,
     "Orientation": orientation,
     "Pad": Pad,
+    PREVIOUS_STAGE: PreviousStage,
     "Spacing": spacing,
     "ZScore": ZScore,
 }

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import Freedom, list_candidates, relieve
-from volseg.estimate.estimator import Machine, Planned, estimate_work
+from volseg.estimate.candidate import Candidate, Estimate, Freedom, list_candidates, relieve
+from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.instances import find_links
 from volseg.estimate.search import choose, judge, search
@@ -93,9 +92,10 @@ def forecast_row(row: Row, gpu: str = "h200", gpu_bytes: int | None = None) -> E
     candidate = Candidate(**{name: row[name] for name in WAYS}, cuts=cuts)
     links, memory = find_links(kind), gpu_bytes or kind.memory
     machine = Machine(gpu=kind, num_gpus=candidate.num_gpus, links=links, gpu_bytes=memory)
-    forecast = estimate_work(build_work(row), candidate, machine)
+    planned = Planned(work=build_work(row), machine=machine)
+    forecast = planned.follow(candidate)
     if forecast.memory is None and cuts:  # the cut that was made cannot be followed: that which times would choose
-        forecast = estimate_work(build_work(row), replace(candidate, cuts=None), machine)
+        forecast = planned.follow(replace(candidate, cuts=None))
     return forecast
 
 

@@ -10,7 +10,7 @@ from in_group import in_group
 from torch import Tensor
 
 from volseg.device.peer.planes import EAGER_LIMIT, PlaneMailbox
-from volseg.parallel.spatial.plan.shards import Span, Transfer, spans, transfers
+from volseg.parallel.spatial.plan.shards import Fetch, Span, Transfer, spans
 from volseg.parallel.spatial.transport.near_planes import is_near
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
@@ -82,17 +82,17 @@ def outcomes(seed: int) -> dict[str, Any]:
         widths = drawn.choice([(), (), (1, 0, 0, 2), (0, 0, 0, 0, 2, 1)])
         whole = torch.randn(1, 4, size, 3, 2, generator=torch.Generator().manual_seed(number))
         own = spans(size, shards, unit)[rank]
-        results = []
+        plan, results = Fetch(0, 2, size, wanted, unit), []
         for box in (None, Relay()):
             communicator = ProcessGroupShards(group, (shards,), torch.device("cpu"))
             communicator.plane_mailbox = cast(PlaneMailbox, box)
             slab = layout(whole[:, :, own[0] : own[1]].contiguous())
-            fetched = communicator.exchange(slab, 0, 2, size, wanted, unit, widths, 7.0)
+            fetched = communicator.exchange(slab, plan, widths, 7.0)
             inside = layout(torch.randn(1, 4, wanted[rank][1] - wanted[rank][0], 3, 2))
             inside.copy_(whole[:, :, [plane % size for plane in range(*wanted[rank])]].square())
-            results.append([fetched, communicator.give_back(inside, 0, 2, size, wanted, unit)])
+            results.append([fetched, communicator.give_back(inside, plan)])
             calls += 0 if box is None else box.calls
-        near += 2 * is_near(transfers(size, wanted, unit), whole, 2)
+        near += 2 * is_near(plan.moves, whole, 2)
         for one, other in zip(*results, strict=True):
             if not torch.equal(one, other) or one.stride() != other.stride():
                 differ.append((number, one.shape, other.shape))

@@ -15,7 +15,7 @@ from volseg.device.norm.activation import Activation
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.context import Context
-from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
+from volseg.parallel.spatial.lazy.recipes import RecomputedInput
 from volseg.parallel.spatial.pending import PLAIN, PLAIN_SHOWN, Released, Shown, Waiting, Written
 from volseg.parallel.spatial.recipe import Recipe
 from volseg.parallel.spatial.transport.one_process import LocalDevices

@@ -11,7 +11,6 @@ from torch import nn
 
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial import SpatialStrategy
-from volseg.parallel.spatial.plan.halo import plan_halo
 from volseg.parallel.spatial.plan.shards import bounds, overlap, spans, transfers
 from volseg.parallel.spatial.plan.windows import (
     AdaptivePool,
@@ -19,6 +18,7 @@ from volseg.parallel.spatial.plan.windows import (
     Resize,
     TransposedConvolution,
     nearest_planes,
+    plan_halo,
 )
 
 

@@ -213,7 +213,7 @@ def test_a_sum_with_room_that_changes_behind_its_convolution_is_refused() -> Non
 def take_a_part(apart: bool) -> Any:
     slab = torch.randn(1, 2, 6, 2, 2).contiguous(memory_format=torch.channels_last_3d).requires_grad_()
     source = slab * 1.0
-    part = planes._TakenPlanes.apply(source, 2, 1, 3, apart)
+    part = planes.take(source, 2, 1, 3, apart=apart)
     return slab, source, part
 
 

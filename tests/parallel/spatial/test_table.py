@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from volseg.parallel.spatial.operators.dropout import dropout
+from volseg.parallel.spatial.operators.random import dropout
 from volseg.parallel.spatial.operators.samples import each_sample
 from volseg.parallel.spatial.table import (
     BY_SAMPLE,
@@ -16,7 +16,6 @@ from volseg.parallel.spatial.table import (
     composes,
     handles,
     handles_samples,
-    read_rounded,
     sharded_form,
 )
 
@@ -38,7 +37,6 @@ AGAIN: dict[str, tuple[Callable[[], Any], str]] = {
         "F.group_norm has a form for cut samples",
     ),
     "one name twice": (lambda: handles("Dims", "vander", "vander")(handler), "vander stands in one registration twice"),
-    "rounded, unregistered": (lambda: read_rounded(handler), "handler handles no function"),
 }
 
 

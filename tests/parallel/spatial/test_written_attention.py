@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from volseg.device import attention, fusions
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import FastKernels, ModelParallel, Spatial
+from volseg.parallel.spatial.plan.shards import Fetch
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.volume import ShardedVolume
 
@@ -510,12 +511,10 @@ def test_keys_and_values_are_sent_together(name: str, messages: int, calls: list
     gathered: list[int] = []
     move = LocalDevices.move
 
-    def noted(
-        self: LocalDevices, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Any, unit: int = 1
-    ) -> list[Tensor]:
-        if list(wanted) == [(0, size)] * 2:
-            gathered.append(dim)
-        return move(self, slabs, axis, dim, size, wanted, unit)
+    def noted(self: LocalDevices, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
+        if list(plan.wanted) == [(0, plan.size)] * 2:
+            gathered.append(plan.dim)
+        return move(self, slabs, plan)
 
     with patch.object(LocalDevices, "move", noted):
         WAYS["two"](BLOCKS[name][0]().double())(torch.rand(2, 2, 4, 4, 3, dtype=torch.float64))

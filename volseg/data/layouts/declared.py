@@ -438,7 +438,7 @@ def _read_patients(declared: Mapping[str, Any], cases: Sequence[Case], source: P
 def note_columns(entry: Mapping[str, Any], case: str, columns: dict[str, dict[str, str]]) -> None:
     """Add to ``columns`` what else the entry of a case says of it, such as its patient."""
     for name, value in entry.items():
-        if name not in ENTRY_FIELDS and _is_name(value):
+        if name not in ENTRY_FIELDS and (_is_name(value) or isinstance(value, float)):
             columns.setdefault(name, {})[case] = str(value).strip()
 
 

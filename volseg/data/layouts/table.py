@@ -7,6 +7,7 @@ case       id, by which folds are made and predictions are called
 image      path of the image; or several columns ``image_NAME``, one per channel
 label      path of the label map
 labelled   the labels that were looked for in this case, by value or name, with ``;`` between; empty: all
+weight     how often patches of the case are drawn, in relation to others; 0: never; empty: 1
 fold       number of the fold in which the case validates
 split      ``train``, ``validation`` or ``test``, in place of ``fold``
 ========== ==========================================================================================================
@@ -43,12 +44,15 @@ logger = logging.getLogger(__name__)
 TABLES = (".csv", ".tsv")
 """Suffixes of tables."""
 
-COLUMNS = ("case", "image", "label", "labelled", "fold", "split")
+COLUMNS = ("case", "image", "label", "labelled", "weight", "fold", "split")
 CHANNEL = "image_"
 """What the columns of an image's channels begin with."""
 
 NEAR = 0.8
 """How alike the name of a column may be to one that is read and not be a slip (difflib's ratio): ``age`` is not."""
+
+NO_SLIPS = ("height",)
+"""Columns that are alike, and common beside patients."""
 
 SIDES = {
     **dict.fromkeys(("train", "training"), "training"),
@@ -71,8 +75,9 @@ class _Table:
 
     @property
     def others(self) -> list[str]:
-        """Return the names of the columns that only `split.group` may name."""
-        return [name for name in self.columns if name and name not in COLUMNS and not name.startswith(CHANNEL)]
+        """Return the names of the columns that a task keeps as they are, for weights and for `split.group`."""
+        own = {*COLUMNS} - {"weight"}
+        return [name for name in self.columns if name and name not in own and not name.startswith(CHANNEL)]
 
 
 def load_table(path: Path, *, require_files: bool) -> Task:
@@ -212,7 +217,7 @@ def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) ->
                 f"{path} has a column {written!r}; rename it to {channel!r} if it is a channel, or to what does not "
                 "begin like one"
             )
-        if near := get_close_matches(name, COLUMNS, n=1, cutoff=NEAR):
+        if name not in NO_SLIPS and (near := get_close_matches(name, COLUMNS, n=1, cutoff=NEAR)):
             raise DataError(f"{path} has a column {name!r}; rename it to {near[0]!r}, or to what is less alike")
     if other:
         logger.info("%s: read only where split.group names them: the column(s) %s", path, ", ".join(other))

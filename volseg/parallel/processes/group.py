@@ -1,14 +1,16 @@
 """Start, supervise and leave the process group of a job."""
 
 import gc
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +25,7 @@ from volseg.parallel.devices import (
     find_rank,
     has_process_group,
     is_distributed,
+    is_main_process,
     name_own_place,
     note_restarts,
     stay_on_cpu,
@@ -36,6 +39,7 @@ from volseg.parallel.processes.supervision import Cause, Supervision, name_machi
 __all__ = [
     "TIMEOUT",
     "agree",
+    "decide_together",
     "find_message_group",
     "find_supervision",
     "gather_over_processes",
@@ -195,6 +199,11 @@ def gather_over_processes(names: Sequence[str]) -> list[str]:
     group = dist.group.WORLD if is_distributed() else None
     told = exchange(names, None if group is None else find_message_group(group))
     return list(dict.fromkeys(name for one in told for name in one))
+
+
+def decide_together(decide: Callable[[], Any]) -> Any:
+    """Return what the main process decides, as JSON has it; every process calls this."""
+    return json.loads(gather_over_processes([json.dumps(decide())] if is_main_process() else [])[0])
 
 
 def leave_processes() -> None:

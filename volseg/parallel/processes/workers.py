@@ -19,10 +19,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -269,32 +269,37 @@ class WorkerPool:
 
 
 def run_queue(
-    items: Sequence[Item],
+    items: Iterable[Item],
     gpus: Sequence[str | None],
     start: Callable[[WorkerPool, Item, str | None], Worker],
     find_signal: Callable[[], int | None],
+    watch: Callable[[Item, Worker], None] | None = None,
 ) -> Generator[tuple[Item, Worker], None, None]:
     """Run each item in a worker of its own, one per GPU at a time; yield the items as they end.
 
     Parameters
     ----------
     items
-        In starting order.
+        In starting order; each is asked for when a GPU is free.
     gpus
         Values of CUDA_VISIBLE_DEVICES.
     start
         Starts the worker of an item on one of the GPUs.
     find_signal
         Returns the signal that this process received; it is forwarded once, and no item starts afterwards.
+    watch
+        Called again and again with each item whose worker runs.
     """
-    waiting, free = deque(items), list(gpus)
+    waiting, free = iter(items), list(gpus)
     begun: dict[Worker, tuple[Item, str | None]] = {}
     is_passed_on = False
     with WorkerPool(len(gpus)) as pool:
-        while pool.running or (waiting and not find_signal()):
-            while waiting and free and not find_signal():
-                item, gpu = waiting.popleft(), free.pop(0)
+        while True:
+            while free and not find_signal() and (upcoming := list(islice(waiting, 1))):
+                item, gpu = upcoming[0], free.pop(0)
                 begun[start(pool, item, gpu)] = item, gpu
+            if not pool.running:
+                return
             number = find_signal()
             if number and not is_passed_on:
                 is_passed_on = True
@@ -304,4 +309,7 @@ def run_queue(
                 item, gpu = begun.pop(worker)
                 free.append(gpu)
                 yield item, worker
+            if watch is not None:
+                for worker, (item, _) in begun.items():
+                    watch(item, worker)
             time.sleep(SECONDS_BETWEEN_LOOKS)

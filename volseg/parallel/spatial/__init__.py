@@ -42,10 +42,4 @@ from volseg.parallel.spatial.strategy import Spatial, SpatialStrategy
 from volseg.parallel.spatial.volume import ShardedVolume
 from volseg.parallel.spatial.whole import whole
 
-__all__ = [
-    "ShardedVolume",
-    "Spatial",
-    "SpatialStrategy",
-    "pointwise_function",
-    "whole",
-]
+__all__ = ["ShardedVolume", "Spatial", "SpatialStrategy", "pointwise_function", "whole"]

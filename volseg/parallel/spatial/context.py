@@ -13,14 +13,14 @@ from torch.autograd.graph import increment_version
 
 from volseg.device.torch_internals import find_backward_pass, find_saved_tensors_hooks
 from volseg.errors import ParallelError, UnsupportedOperatorError
-from volseg.parallel.spatial.parameters import Copies, Parameters, copy_plain
+from volseg.parallel.spatial.parameters import Copies, copy_plain
 from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.over_replicas import SlabsOfReplicas
 
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
 
-__all__ = ["Context", "saved_tensors_hooks"]
+__all__ = ["Context", "find_autocast", "saved_tensors_hooks"]
 
 MOST_PLANS = 4096
 """Plans that are kept: those of a network for some hundred sizes of volumes."""
@@ -32,6 +32,12 @@ def saved_tensors_hooks() -> Any:
     torch has no public way to ask.
     """
     return find_saved_tensors_hooks(True)
+
+
+def find_autocast(like: Tensor) -> torch.dtype | None:
+    """Return the type in which functions compute on a tensor's kind of device now; None without autocast."""
+    device = like.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 class Context:
@@ -65,8 +71,8 @@ class Context:
         Those whose samples are one batch with the own ones, for norms over the batch; None where a batch is whole.
     over_replicas
         Their slabs and the own ones; None likewise.
-    parameters
-        Their copies on the shards' devices.
+    copies
+        Those of the parameters on the shards' devices, of the pass that runs, if one does.
     hooks
         The saved-tensor hooks around the pass, or around a block that is recomputed for ``checkpoint=``. Others are
         those of a checkpoint in the network's own code.
@@ -94,7 +100,7 @@ class Context:
         self.replicas: Replicas | None = None
         self.over_replicas: SlabsOfReplicas | None = None
         self._norms: Callable[[Replicas], AbstractContextManager[Any]] = nullcontext
-        self.parameters = Parameters(communicator)
+        self.copies: Copies | None = None
         self.hooks: Any = None
         self.cuts_large = False
         self.groups: dict[tuple[tuple[int, ...], int], int] = {}
@@ -107,7 +113,7 @@ class Context:
     @property
     def in_pass(self) -> bool:
         """Whether a forward pass runs, or a part of one again."""
-        return self.parameters.current is not None
+        return self.copies is not None
 
     @property
     def in_network(self) -> bool:
@@ -121,11 +127,20 @@ class Context:
     @contextmanager
     def forward_pass(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Run a forward pass with these parameters: each is copied, and its gradient summed, once."""
-        with self.parameters.used(Copies(self.communicator, parameters)), self.own_hooks():
+        with self.using(Copies(self.communicator, parameters)), self.own_hooks():
             try:
                 yield
             finally:
                 self._part_with_messages()
+
+    @contextmanager
+    def using(self, copies: Copies) -> Iterator[None]:
+        """Run a pass, or a part of one again, with these copies of parameters; nothing of them serves behind it."""
+        before, self.copies = self.copies, copies
+        try:
+            yield
+        finally:
+            self.copies = before
 
     @contextmanager
     def own_hooks(self) -> Iterator[None]:
@@ -164,8 +179,7 @@ class Context:
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Hand a whole value to the shards: a parameter's copies where it is one."""
-        copies = self.parameters.current
-        found = None if copies is None else copies.find(whole)
+        found = None if self.copies is None else self.copies.find(whole)
         if found is not None:
             return found
         if not (whole.requires_grad and torch.is_grad_enabled()):
@@ -183,8 +197,17 @@ class Context:
         """Return a parameter's copy in autocast's dtype: converted once per forward pass, however often it is used."""
         if copy.dtype == dtype:
             return copy
-        copies = self.parameters.current
-        return copy.to(dtype) if copies is None else copies.cast(copy, dtype)
+        return copy.to(dtype) if self.copies is None else self.copies.cast(copy, dtype)
+
+    def spread_for(
+        self, like: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[torch.dtype, list[Tensor], list[Tensor]]:
+        """Return the type in which a convolution of a volume or slab computes, and its parameters' copies in it."""
+        weights, biases = self.spread(weight), [] if bias is None else self.spread(bias)
+        dtype = find_autocast(like)
+        if dtype is None or not like.dtype.is_floating_point or like.dtype == torch.float64:
+            return like.dtype, weights, biases  # torch refuses parameters of another type
+        return dtype, [self.cast(copy, dtype) for copy in weights], [self.cast(copy, dtype) for copy in biases]
 
     def planned(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return ``make()``, which depends on ``key`` and the communicator alone, as it was the first time."""

@@ -23,7 +23,7 @@ from volseg.parallel.spatial.signatures import writes
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["CopiedView", "Origin", "mark_copies", "plain"]
+__all__ = ["Origin", "mark_copies", "plain"]
 
 
 class Origin:

@@ -6,6 +6,7 @@ The steps are those of ``table``; each refuses what it does not know.
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,7 +92,10 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterabl
                 named = _treated(entry, func, args, kwargs)
                 if handler is not entry.handler and named.get("input") is not given[0]:
                     refuse("its input is not sharded")
-                result = handler(func, **named)
+                if handler is entry.handler and entry.filled:
+                    result = handler(func, SimpleNamespace(**defaults_of(func, args, kwargs) | named))
+                else:
+                    result = handler(func, **named)
         except Refusal as refusal:
             reason = str(refusal)
         else:

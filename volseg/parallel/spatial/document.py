@@ -9,7 +9,7 @@ from pathlib import Path
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
 from volseg.parallel.spatial.table import documented
 
-__all__ = ["operator_table", "with_table"]
+__all__ = ["with_table"]
 
 BEGIN, END = "<!-- operator table: generated -->", "<!-- end of operator table -->"
 

@@ -6,13 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import (
-    SUPPORTED_NODES,
-    get_storage_key,
-    get_version,
-    tree_flatten,
-    tree_map,
-)
+from volseg.device.torch_internals import SUPPORTED_NODES, get_storage_key, get_version, tree_flatten, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.copied_view import mark_copies
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole

@@ -9,8 +9,7 @@ One owner, with a rule for each mode:
   of ``forward`` reads its parameters as they are then, whoever changed them.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,24 +20,27 @@ from volseg.device.torch_internals import as_savable, get_version
 from volseg.parallel.buckets import fill_buckets
 from volseg.parallel.spatial.transport.communicator import Communicator
 
-__all__ = ["Copies", "Parameters", "copy_plain"]
+__all__ = ["Copies", "copy_plain"]
 
 
 class _Copied(NamedTuple):
     """Copies of a tensor, and the tensor's state when they were made."""
 
     copies: list[Tensor]
-    version: int
-    address: int
+    state: tuple[int, int]
 
 
 class _Cast(NamedTuple):
     """A copy in another dtype; holds the copy, whose ``id`` is its key and must not be given to another tensor."""
 
     copy: Tensor
-    version: int
-    address: int
+    state: tuple[int, int]
     result: Tensor
+
+
+def _read_state(tensor: Tensor) -> tuple[int, int]:
+    """Return what a change in place, or by ``.data``, changes."""
+    return get_version(tensor), find_address(tensor)
 
 
 class Copies:
@@ -62,20 +64,15 @@ class Copies:
         """Return a parameter's copies, one per slab; None for any other tensor."""
         key = id(whole)
         found = self._recorded.get(key)
-        if (
-            found is not None
-            and found[1] == get_version(whole)
-            and found[2] == find_address(whole)
-            and whole.requires_grad
-        ):
-            return found[0]
+        if found is not None and found.state == _read_state(whole) and whole.requires_grad:
+            return found.copies
         bucket = self._buckets.get(key)
         if bucket is None:
             return None
         if whole.requires_grad and torch.is_grad_enabled():
             return self._record(whole, bucket if found is None else [whole])
         found = self._silent.get(key)
-        if found is None or found.version != get_version(whole) or found.address != find_address(whole):
+        if found is None or found.state != _read_state(whole):
             found = self._silent[key] = self._noted(whole, copy_plain(self._communicator, whole))
         return found.copies
 
@@ -85,9 +82,9 @@ class Copies:
             return copy.to(dtype)
         key = id(copy), dtype, copy.requires_grad and torch.is_grad_enabled()
         found = self._casts.get(key)
-        state = get_version(copy), find_address(copy)
-        if found is None or found.copy is not copy or (found.version, found.address) != state:
-            found = self._casts[key] = _Cast(copy, *state, self._communicator.convert(copy, dtype))
+        state = _read_state(copy)
+        if found is None or found.copy is not copy or found.state != state:
+            found = self._casts[key] = _Cast(copy, state, self._communicator.convert(copy, dtype))
         return found.result
 
     def _record(self, whole: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
@@ -99,24 +96,7 @@ class Copies:
 
     def _noted(self, whole: Tensor, copies: list[Tensor]) -> _Copied:
         self._ids.update(map(id, copies))
-        return _Copied(copies, get_version(whole), find_address(whole))
-
-
-class Parameters:
-    """The copies of the pass that is running, if one is."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self.current: Copies | None = None
-
-    @contextmanager
-    def used(self, copies: Copies) -> Iterator[None]:
-        """Run a pass, or a part of one again, with these copies; nothing of them serves behind it."""
-        before, self.current = self.current, copies
-        try:
-            yield
-        finally:
-            self.current = before
+        return _Copied(copies, _read_state(whole))
 
 
 def copy_plain(communicator: Communicator, whole: Tensor) -> list[Tensor]:

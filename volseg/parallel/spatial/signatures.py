@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Number
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from volseg.device.torch_internals import find_schemas
 
-__all__ = ["NOTHING", "bind", "defaults_of", "returns_view", "writes"]
+__all__ = ["NOTHING", "bind", "defaults_of", "fill", "returns_view", "writes"]
 
 NUMPY: dict[str, tuple[str, ...]] = {"axis": ("dim",), "keepdims": ("keepdim",), "x2": ("other",)}
 """torch's table of NumPy's names (``numpy_compatibility_arg_names`` in python_arg_parser.cpp)."""
@@ -93,18 +93,27 @@ def bind(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     TypeError
         If the function takes no such arguments.
     """
+    return _find_binding(func, args, kwargs)(args, kwargs)
+
+
+def defaults_of(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return torch's defaults of the arguments of this form of the function."""
+    return dict(_find_binding(func, args, kwargs).defaults) | {"out": None}
+
+
+def fill(func: Callable, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
+    """Return all arguments by torch's names for them: torch's defaults for those that were not passed."""
+    return SimpleNamespace(**defaults_of(func, args, kwargs) | bind(func, args, kwargs))
+
+
+def _find_binding(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Binding:
     form = (func, *map(type, args), *kwargs, *map(type, kwargs.values())) if kwargs else (func, *map(type, args))
     binding = BINDINGS.get(form)
     if binding is None:
         if len(BINDINGS) >= MOST_BINDINGS:
             BINDINGS.clear()
         binding = BINDINGS[form] = _binding(func, args, kwargs)
-    return binding(args, kwargs)
-
-
-def defaults_of(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return torch's defaults of the arguments of this form of the function."""
-    return dict(_binding(func, args, kwargs).defaults) | {"out": None}
+    return binding
 
 
 BINDINGS: dict[tuple, Binding] = {}

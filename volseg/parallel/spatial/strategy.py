@@ -12,12 +12,7 @@ from torch import Tensor, nn
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
 from volseg.device.gpus import has_values, is_recording
 from volseg.device.module_internals import ConvNd
-from volseg.device.torch_internals import (
-    as_plain,
-    tree_flatten,
-    tree_map,
-    tree_unflatten,
-)
+from volseg.device.torch_internals import as_plain, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
 from volseg.parallel.gradient_sums import GradientSums, is_trained
@@ -30,7 +25,7 @@ from volseg.parallel.spatial.lazy.uncut import cut_later, written
 from volseg.parallel.spatial.memory.offloading import offloaded
 from volseg.parallel.spatial.memory.recomputation import Recomputation
 from volseg.parallel.spatial.outputs import finish_result
-from volseg.parallel.spatial.plan.axes import check_axes, choose_dims
+from volseg.parallel.spatial.plan.shards import check_axes, choose_dims
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.mesh import Processes, join

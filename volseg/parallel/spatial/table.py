@@ -19,7 +19,7 @@ The documentation's table is printed from here (``documented``), so it cannot di
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -29,15 +29,7 @@ from torch import Tensor
 from volseg.device.torch_internals import nn_functions
 from volseg.parallel.spatial.signatures import returns_view
 
-__all__ = [
-    "composes",
-    "documented",
-    "handles",
-    "handles_samples",
-    "read_rounded",
-    "refuse",
-    "sharded_form",
-]
+__all__ = ["composes", "documented", "handles", "handles_samples", "refuse", "refuse_if", "sharded_form"]
 
 Handler = Callable[..., Any]
 
@@ -71,6 +63,8 @@ class Entry:
         Where the documentation lists it; None for functions that are not torch's.
     treated
         The arguments that the handler treats; None for all of them.
+    filled
+        Whether it gets them as one value, with torch's defaults (see ``signatures.fill``).
     rehearsed
         Whether the call is rehearsed on shapes: not where the handler compares sizes itself, or none are to compare.
     broadcasts
@@ -97,6 +91,7 @@ class Entry:
     perhaps: bool = False
     merged: bool = False
     rounded: bool = False
+    filled: bool = False
 
 
 class Refusal(Exception):  # noqa: N818  (never reaches a user)
@@ -106,6 +101,12 @@ class Refusal(Exception):  # noqa: N818  (never reaches a user)
 def refuse(reason: str) -> NoReturn:
     """End a handler: the call cannot be run on slabs, for this reason."""
     raise Refusal(reason)
+
+
+def refuse_if(stands_against: object, reason: str) -> None:
+    """End a handler where something stands against the call: it cannot be run on slabs, for this reason."""
+    if stands_against:
+        refuse(reason)
 
 
 TABLE: dict[Any, Entry] = {}
@@ -127,23 +128,37 @@ COMPOSITES: dict[Any, Composite] = {}
 
 
 def handles(
-    family: str, *names: str, rehearse: bool = True, broadcasts: bool = False, merged: bool = False
+    family: str,
+    *names: str,
+    rehearse: bool = True,
+    broadcasts: bool = False,
+    merged: bool = False,
+    rounded: bool = False,
+    treats: str = "",
 ) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in any namespace of torch that has it.
 
     A name is bare (``"relu"``: ``torch.relu``, ``Tensor.relu`` and ``F.relu``) or qualified (``"F.relu"``). A handler
     is ``merged`` if it touches the cut only by zipping slabs, by ``aligned`` or by ``wrap``, or asks the volume for
     what it owns.
+
+    ``treats`` names the arguments of a handler that gets them as one value, with torch's own defaults.
+
+    ``rounded``, it reads an upsampled volume in the type that its slabs have, where torch has float32 under autocast:
+    convolutions, which autocast has in that type anyway; what stands between an upsampling and its convolution in a
+    decoder (norms, the join or the sum with a skip), whose results are rounded once more than torch's; and what asks
+    for no value.
     """
 
     def register(handler: Handler) -> Handler:
         parameters = tuple(inspect.signature(handler).parameters)
-        treated = None if parameters == WHOLE_CALL else frozenset(parameters) - {"func"}
+        treated = None if parameters == WHOLE_CALL else frozenset(treats.split() or parameters) - {"func"}
         for label, function in _found(names):
             bare = label.rpartition(".")[2]
             perhaps = bare in PERHAPS_VIEWS
             views = perhaps or bare in VIEWS or returns_view(function)
-            TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, views, perhaps, merged)
+            looks = views, perhaps, merged, rounded, bool(treats)
+            TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, *looks)
         return handler
 
     return register
@@ -193,16 +208,6 @@ def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
         return handler
 
     return register
-
-
-def read_rounded(*handlers: Handler) -> None:
-    """Declare that these handlers, or single functions, read upsampled volumes in the type that their slabs have."""
-    idle = set(handlers) - TABLE.keys() - {entry.handler for entry in TABLE.values()}
-    if idle:
-        raise ValueError(f"{', '.join(sorted(each.__name__ for each in idle))} handles no function: register it first")
-    for function, entry in TABLE.items():
-        if function in handlers or entry.handler in handlers:
-            TABLE[function] = replace(entry, rounded=True)
 
 
 def _check_unknown(function: Callable, label: str) -> None:

@@ -16,7 +16,7 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.history import check_history
 from volseg.parallel.spatial.pending import PLAIN, Pending, Waiting
-from volseg.parallel.spatial.plan.shards import Merged, Span, spans
+from volseg.parallel.spatial.plan.shards import Fetch, Merged, Span, spans
 from volseg.parallel.spatial.recipe import Recipe
 from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.versions import Unchanged
@@ -383,7 +383,7 @@ def give_whole(volume: ShardedVolume) -> list[Tensor]:
     volume.check_readable()
     communicator, slabs = volume.context.communicator, volume.slabs
     for axis, (dim, size) in enumerate(zip(volume.dims, volume.sizes, strict=True)):
-        slabs = communicator.fetch(slabs, axis, dim, size, [(0, size)] * communicator.grid[axis], unit)
+        slabs = communicator.fetch(slabs, Fetch(axis, dim, size, [(0, size)] * communicator.grid[axis], unit))
     return slabs
 
 
@@ -397,5 +397,5 @@ def relaid(volume: ShardedVolume, merged: Merged | None) -> ShardedVolume:
     if outer != 1 or new_outer != 1:
         return from_whole(volume.full_tensor(), volume.dims, context, merged)
     wanted = spans(size, context.communicator.num_shards, new_unit)
-    slabs = context.communicator.fetch(volume.slabs, 0, dim, size, wanted, unit)
+    slabs = context.communicator.fetch(volume.slabs, Fetch(0, dim, size, wanted, unit))
     return ShardedVolume(slabs, volume.dims, volume.shape, context, merged)

@@ -36,6 +36,8 @@ class BatchAugmentation:
         Classes of the label, background included; needed for ``label_interpolation: linear``.
     spacing : sequence of float
         Voxel size along D, H, W in mm, so that a rotation does not shear; (1, 1, 1) turns in voxels, as nnU-Net does.
+    num_masks : int
+        Last channels of the image that are masks: they are moved with it, and have no intensities to change.
 
     Attributes
     ----------
@@ -58,6 +60,7 @@ class BatchAugmentation:
         *,
         num_classes: int | None = None,
         spacing: Sequence[float] = (1.0, 1.0, 1.0),
+        num_masks: int = 0,
     ) -> None:
         if len(patch_size) != 3 or min(patch_size) < 1:
             raise ConfigError(f"patch_size needs three positive sides (D, H, W), got {tuple(patch_size)}")
@@ -66,6 +69,7 @@ class BatchAugmentation:
                 "augmentation.label_interpolation is 'linear', which needs num_classes; give it, or choose 'nearest'"
             )
         self.config = config
+        self.num_masks = num_masks
         self.patch_size = (int(patch_size[0]), int(patch_size[1]), int(patch_size[2]))
         self.spacing = tuple(float(mm) for mm in spacing)
         self._num_classes = num_classes if config.label_interpolation == "linear" else None
@@ -82,7 +86,7 @@ class BatchAugmentation:
         num_channels: int = 1,
     ) -> AugmentationParameters:
         """Draw what happens to each sample; keep the draw and ``apply`` can be repeated."""
-        return draw_parameters(self.config, batch_size, num_channels, self.patch_size, generator)
+        return draw_parameters(self.config, batch_size, num_channels - self.num_masks, self.patch_size, generator)
 
     def __call__(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw and apply; the generator is best on the images' device."""
@@ -185,6 +189,13 @@ class BatchAugmentation:
 
     def _recolour(self, images: Tensor, parameters: AugmentationParameters, dense: bool) -> Tensor:
         """Change intensities in nnU-Net's order."""
+        if self.num_masks:
+            images, masks = images.split([images.shape[1] - self.num_masks, self.num_masks], 1)
+            changed = self._recolour_image(images, parameters, dense)
+            return torch.cat([changed, masks.gt(0.5).to(changed.dtype)], 1)
+        return self._recolour_image(images, parameters, dense)
+
+    def _recolour_image(self, images: Tensor, parameters: AugmentationParameters, dense: bool) -> Tensor:
         volumes, p, on = images.flatten(0, 1), parameters, self.config
         noise = p.noise.flatten(0, 1)
         steps = [

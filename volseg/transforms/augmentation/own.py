@@ -10,7 +10,9 @@ makes differs with the number of processes, and a draw for all rows would differ
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from scipy import ndimage
 from torch import Tensor
 
 from volseg.config.registry import Registry
@@ -29,6 +31,8 @@ class OwnAugmentations:
     ----------
     specs : sequence of mapping
         Name and parameters of each, as `AUGMENTATIONS` takes them.
+    num_masks : int
+        Last channels of the image that are masks of a previous stage, which `ChangedMasks` changes first.
 
     Raises
     ------
@@ -36,9 +40,11 @@ class OwnAugmentations:
         For an unknown name or parameter, or a component that makes nothing that can be called.
     """
 
-    def __init__(self, specs: Sequence[Mapping[str, Any]]) -> None:
-        self.names = [spec["name"] for spec in specs]
+    def __init__(self, specs: Sequence[Mapping[str, Any]], num_masks: int = 0) -> None:
+        self.names = [*(["of the previous stage"] if num_masks else []), *(spec["name"] for spec in specs)]
         self.steps: list[Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]] = []
+        if num_masks:
+            self.steps.append(ChangedMasks(num_masks))
         for spec in specs:
             step = AUGMENTATIONS.build(spec)
             if not callable(step):
@@ -79,6 +85,61 @@ class OwnAugmentations:
                     )
             image, label = changed
         return image, label
+
+
+class ChangedMasks:
+    """Change the masks of a previous stage as nnU-Net does, so that the network does not trust their borders.
+
+    Of 40 % of the samples, each mask is dilated, eroded, closed or opened by a ball of 1 to 8 voxels with a probability
+    of one half; a voxel that joins a mask leaves the others. Of 20 % of the samples, a connected part of each mask that
+    fills less than 15 % of the patch is removed, with a probability of one half. Ours: radii are whole numbers.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __call__(self, image: Tensor, label: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return the image with other masks, and the label as it was."""
+        masks = image[-self.count :] > 0.5
+        (reshapes, removes, *_), *lots = torch.rand(
+            1 + self.count, 5, generator=generator, device=image.device
+        ).tolist()
+        order = torch.randperm(self.count, generator=generator, device=image.device).tolist()
+        for number, (is_reshaped, kind, size, is_cut, part) in zip(order, lots, strict=True):
+            if reshapes < 0.4 and is_reshaped < 0.5:
+                masks = _reshape(masks, number, int(4 * kind), 1 + int(8 * size))
+            if removes < 0.2 and is_cut < 0.5:
+                masks[number] = _remove_part(masks[number], part)
+        return torch.cat([image[: -self.count], masks.to(image.dtype)]), label
+
+
+def _reshape(masks: Tensor, number: int, kind: int, radius: int) -> Tensor:
+    """Dilate (0), erode (1), close (2) or open (3) one of the masks, and take what joins it from the others."""
+    changed = masks[number]
+    for grows in ((True,), (False,), (True, False), (False, True))[kind]:
+        changed = _dilate(changed, radius) if grows else ~_dilate(~changed, radius)
+    masks = masks & ~(changed & ~masks[number])
+    masks[number] = changed
+    return masks
+
+
+def _dilate(mask: Tensor, radius: int) -> Tensor:
+    """Return the voxels within ``radius`` of a mask, by a convolution in Fourier space."""
+    squares = torch.arange(-radius, radius + 1, device=mask.device) ** 2
+    ball = squares[:, None, None] + squares[:, None] + squares <= radius**2
+    sides = [side + 2 * radius for side in mask.shape]
+    product = torch.fft.rfftn(mask.float(), s=sides) * torch.fft.rfftn(ball.float(), s=sides)
+    inner = tuple(slice(radius, radius + side) for side in mask.shape)
+    return torch.fft.irfftn(product, s=sides)[inner] > 0.5
+
+
+def _remove_part(mask: Tensor, lot: float) -> Tensor:
+    """Return a mask without one of its small connected parts, which ``lot`` from [0, 1) chooses."""
+    parts, _ = ndimage.label(mask.cpu().numpy(), np.ones((3, 3, 3)))
+    small = np.flatnonzero(np.bincount(parts.ravel())[1:] < 0.15 * mask.numel()) + 1
+    if not len(small):
+        return mask
+    return mask & torch.from_numpy(parts != small[int(lot * len(small))]).to(mask.device)
 
 
 def _describe(value: Any) -> str:

@@ -9,20 +9,12 @@ from dataclasses import dataclass, replace
 
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import DIM
-from volseg.parallel.spatial.plan.halo import plan_halo
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.plan.windows import Convolution, TransposedConvolution, Window
+from volseg.parallel.spatial.plan.windows import Convolution, TransposedConvolution, Window, plan_halo
 from volseg.parallel.spatial.transport.halo import Halo, plan_halos
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = [
-    "TILE_ELEMENTS",
-    "ConvolutionPlan",
-    "count_slab_tiles",
-    "count_tiles",
-    "plan_convolution",
-    "plan_transposed",
-]
+__all__ = ["TILE_ELEMENTS", "ConvolutionPlan", "count_slab_tiles", "count_tiles", "plan_convolution", "plan_transposed"]
 
 TILE_ELEMENTS = 2**26
 """Of a convolution's input in one tile: 128 MiB in half precision, which still fills a GPU."""

@@ -11,7 +11,7 @@ convolution, whose weights' gradient is computed from the same: its input is coa
 the halo travels back.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -27,10 +27,9 @@ from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.convolution.around import SurroundedGradients
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
-from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait
+from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, sum_vanishing, vanishes
 from volseg.parallel.spatial.lazy.recipes import Join
-from volseg.parallel.spatial.lazy.vanishing import sum_vanishing, vanishes
-from volseg.parallel.spatial.recipe import Recipe, Write
+from volseg.parallel.spatial.recipe import Recipe, Write, find_asked, mask_asked, split_rows
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Wait, return_gradients, start_filling
 from volseg.parallel.spatial.transport.room import extend, find_room, own_planes
@@ -51,21 +50,15 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
     wait = volume.settle(plan.halos) if plan.halos else None
     transposed = plan.settings.transposed
     slabs = volume.slabs if transposed else volume.pending.lend(volume)
-    weights = context.spread(weight)
-    biases = [] if bias is None else context.spread(bias)
+    dtype, weights, biases = context.spread_for(slabs[0], weight, bias)
     pending = volume.pending
     recipe = None if transposed else pending.find_recipe(volume)
-    first, room = slabs[0], find_room(slabs[0]) if plan.halos else 0
-    kind = first.device.type
-    if torch.is_autocast_enabled(kind) and first.is_floating_point() and first.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        if first.dtype != dtype:
-            slabs, recipe, room = [slab.to(dtype) for slab in slabs], None, 0
-            if wait is not None:  # sent in the wrong dtype, but sent: complete it, and send again
-                wait()
-            wait = None
-        weights = [context.cast(copy, dtype) for copy in weights]
-        biases = [context.cast(copy, dtype) for copy in biases]
+    room = find_room(slabs[0]) if plan.halos else 0
+    if slabs[0].dtype != dtype:
+        slabs, recipe, room = [slab.to(dtype) for slab in slabs], None, 0
+        if wait is not None:  # sent in the wrong dtype, but sent: complete it, and send again
+            wait()
+        wait = None
     # A join's parts themselves: each gets its gradient by itself, and nobody cuts it out of the join's.
     columns = [slabs]
     if recipe is not None and pending.parts is not None:
@@ -144,8 +137,8 @@ class _Convolve(torch.autograd.Function):
                 sizes = [halo.own for halo in halos] or [(0, 0)] * count  # planes before and behind each slab
                 borders = [kept_halo.copy_planes(*pair) for pair in zip(buffers, sizes, strict=True)]
             # Of each slab: copies of its halo, then what it is written from.
-            kept = [[*own, *row] for own, row in zip(borders, recipe.rows, strict=True)]
-            ctx.num_borders, ctx.num_kept = [len(own) for own in borders], [len(row) for row in kept]
+            kept = list(chain.from_iterable(zip(borders, recipe.rows, strict=True)))
+            ctx.sizes = [len(own) for own in kept]
             ctx.save_for_backward(*weights, *chain.from_iterable(kept))
         return results
 
@@ -156,29 +149,27 @@ class _Convolve(torch.autograd.Function):
         weights, kept = saved[: ctx.count], saved[ctx.count :]
         pairs = zip(gradients, weights, strict=True)
         laid = [choice.lay_out_gradient(*pair, ctx.plan.settings, ctx.plan.channels_last) for pair in pairs]
-        first = 1 + ctx.count + ctx.num_biases
-        needs_weight, needs_bias = ctx.needs_input_grad[1], any(ctx.needs_input_grad[1 + ctx.count : first])
+        needs_input, needs_weight, needs_bias = find_asked(ctx, ctx.count)
         no_biases = needs_bias and all(map(vanishes, gradients))
         needs_bias = needs_bias and not no_biases
-        needs_input = any(ctx.needs_input_grad[first:])
+        rows = [] if ctx.write is None else split_rows(kept, ctx.sizes)
+        pairs_kept = list(zip(rows[::2], rows[1::2], strict=True))
         if ctx.plan.in_parts and _can_derive_in_parts(ctx):
-            found = _derive_in_parts(ctx, laid, weights, list(_split_kept(ctx, kept)), needs_weight, needs_bias)
+            found = _derive_in_parts(ctx, laid, weights, pairs_kept, (True, needs_weight, needs_bias))
         else:
             # Planes travel while the input is computed again, and are there before the weights' gradient begins: its
             # blocks fill the GPU exactly once, and those that find a processor taken by the exchange crowd the others.
             derive = _Derivation(ctx, laid, needs_input)
             buffers = list(kept[: ctx.count])
             if ctx.write is not None:
-                rows = enumerate(_split_kept(ctx, kept))
-                buffers = [_write_input(ctx, n, ctx.write, *row, sum(ctx.channels)) for n, row in rows]
-            whole = derive(buffers, weights, needs_input, needs_weight, needs_bias)
+                buffers = [_write_input(ctx, n, ctx.write, *own, sum(ctx.channels)) for n, own in enumerate(pairs_kept)]
+            whole = derive(buffers, weights, (needs_input, needs_weight, needs_bias))
             found = [([None] * len(ctx.channels) if x is None else x.split(ctx.channels, 1), w, b) for x, w, b in whole]
-        inputs = chain.from_iterable(zip(*(split for split, _, _ in found), strict=True))
-        needed = [value if wanted else None for wanted, value in zip(ctx.needs_input_grad[first:], inputs, strict=True)]
+        inputs = list(chain.from_iterable(zip(*(split for split, _, _ in found), strict=True)))
         biases = [bias for _, _, bias in found] if ctx.num_biases else []
         if no_biases:
             biases = list(map(sum_vanishing, gradients))
-        return None, *(weight for _, weight, _ in found), *biases, *needed
+        return None, *(weight for _, weight, _ in found), *biases, *mask_asked(ctx, inputs)
 
 
 class _ConvolveTransposed(torch.autograd.Function):
@@ -202,7 +193,7 @@ class _ConvolveTransposed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         plan, count, saved = ctx.plan, len(gradients), ctx.saved_tensors
         weights, slabs = saved[:count], saved[count:]
-        needs_weight, needs_input = ctx.needs_input_grad[1], any(ctx.needs_input_grad[-count:])
+        needs_input, needs_weight, needs_bias = find_asked(ctx, count)
         pairs = zip(gradients, weights, strict=True)
         laid = [choice.lay_out_gradient(*pair, plan.settings, plan.channels_last) for pair in pairs]
         found: list[Sequence[Tensor | None]] = [(None, None)] * count
@@ -210,7 +201,7 @@ class _ConvolveTransposed(torch.autograd.Function):
             around = SurroundedGradients(plan.around, laid, plan.channels_last)
             found = list(around.differentiate(slabs, weights, needs_input, needs_weight))
         biases: list[Tensor | None] = [None] * ctx.num_biases
-        if biases and ctx.needs_input_grad[1 + count]:
+        if needs_bias:
             vanish, others = all(map(vanishes, gradients)), (0, *range(DIM, gradients[0].ndim))
             biases = [sum_vanishing(own) if vanish else own.sum(others) for own in gradients]
         return None, *(own[1] for own in found), *biases, *(own[0] for own in found)
@@ -218,14 +209,6 @@ class _ConvolveTransposed(torch.autograd.Function):
 
 def _share_memory(slab: Tensor, buffer: Tensor) -> bool:
     return buffer is not slab and get_storage_key(buffer.untyped_storage()) == get_storage_key(slab.untyped_storage())
-
-
-def _split_kept(ctx: Any, kept: Sequence[Tensor]) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """Yield, for each slab, the copies of its halo and what it is written from."""
-    start = 0
-    for borders, count in zip(ctx.num_borders, ctx.num_kept, strict=True):
-        yield kept[start : start + borders], kept[start + borders : start + count]
-        start += count
 
 
 class _Derivation:
@@ -241,21 +224,16 @@ class _Derivation:
             self.around = SurroundedGradients(plan.around, gradients, plan.channels_last)
 
     def __call__(
-        self,
-        buffers: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        needs_input: bool,
-        needs_weight: bool,
-        needs_bias: bool,
+        self, buffers: Sequence[Tensor], weights: Sequence[Tensor], asked: tuple[bool, bool, bool]
     ) -> list[Gradients]:
-        """Return the gradients of each slab."""
-        plan = self.ctx.plan
+        """Return the gradients of each slab that are asked for: of input, weight and bias."""
+        plan, (needs_input, *needed) = self.ctx.plan, asked
         derive = [
             partial(choice.differentiate, *row, self.ctx.bias_sizes, plan.settings, plan.channels_last)
             for row in zip(self.gradients, buffers, weights, strict=True)
         ]
         if not self.halos:
-            return [of_slab((needs_input, needs_weight, needs_bias)) for of_slab in derive]
+            return [of_slab(asked) for of_slab in derive]
         finish: Callable[[], Sequence[Tensor | None]] | None = None
         if needs_input and self.around is not None:
             slabs = [own_planes(buffer, halo.own) for buffer, halo in zip(buffers, self.halos, strict=True)]
@@ -263,7 +241,7 @@ class _Derivation:
         elif needs_input:
             whole = [of_slab((True, False, False))[0] for of_slab in derive]
             finish = return_gradients([gradient for gradient in whole if gradient is not None], self.halos)
-        rest = [of_slab((False, needs_weight, needs_bias)) for of_slab in derive]
+        rest = [of_slab((False, *needed)) for of_slab in derive]
         inputs = [None] * len(rest) if finish is None else finish()
         return [(own, weight, bias) for own, (_, weight, bias) in zip(inputs, rest, strict=True)]
 
@@ -279,13 +257,12 @@ def _can_derive_in_parts(ctx: Any) -> bool:
     )
 
 
+Kept = Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]
+"""Of each slab: copies of its halo, and what it is written from."""
+
+
 def _derive_in_parts(
-    ctx: Any,
-    gradients: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    kept: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
-    needs_weight: bool,
-    needs_bias: bool,
+    ctx: Any, gradients: Sequence[Tensor], weights: Sequence[Tensor], kept: Kept, asked: tuple[bool, bool, bool]
 ) -> list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]]:
     """Return, for each slab, the gradients of inputs, weight and bias of a convolution of joined channels.
 
@@ -305,11 +282,11 @@ def _derive_in_parts(
             weight.narrow(1, first, count).contiguous(memory_format=layout)
             for weight, layout in zip(weights, layouts, strict=True)
         ]
-        by_part.append(derive(buffers, narrow, True, needs_weight, needs_bias and first == 0))
+        by_part.append(derive(buffers, narrow, (*asked[:2], asked[2] and first == 0)))
     found: list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]] = []
     for of_slab in zip(*by_part, strict=True):
         inputs, parts_of_weight, biases = zip(*of_slab, strict=True)
-        whole = torch.cat([part for part in parts_of_weight if part is not None], 1) if needs_weight else None
+        whole = torch.cat([part for part in parts_of_weight if part is not None], 1) if asked[1] else None
         found.append((inputs, whole, biases[0]))
     return found
 

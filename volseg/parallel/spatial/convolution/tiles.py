@@ -28,9 +28,9 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
-from volseg.parallel.spatial.lazy.recipes import Copy, add_in_float32
-from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.recipe import Recipe, Write
+from volseg.parallel.spatial.lazy.recipes import Copy
+from volseg.parallel.spatial.plan.shards import Span, spans
+from volseg.parallel.spatial.recipe import Recipe, Write, add_in_float32, find_asked, mask_asked, split_rows
 from volseg.parallel.spatial.transport.halo import Halo, start_filling
 from volseg.parallel.spatial.volume import ShardedVolume
 
@@ -47,13 +47,7 @@ def convolve_by_tiles(
     recipe = volume.pending.spare(volume)
     if recipe is None:
         return None
-    kind, dtype = volume.device.type, volume.dtype
-    weights = context.spread(weight)
-    biases = [] if bias is None else context.spread(bias)
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        weights = [context.cast(copy, dtype) for copy in weights]
-        biases = [context.cast(copy, dtype) for copy in biases]
+    dtype, weights, biases = context.spread_for(volume, weight, bias)
     columns = [volume.pending.narrow(volume, dtype)]
     if volume.pending.parts is not None:
         columns, volume.is_bypassed = volume.pending.parts, True
@@ -63,6 +57,10 @@ def convolve_by_tiles(
     shape = list(results[0].shape)
     shape[volume.dims[0]] = plan.outputs
     return ShardedVolume(results, volume.dims, shape, context)
+
+
+Needed = tuple[bool, bool, bool]
+"""Whether gradients of input, weight and bias are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +128,12 @@ class _ConvolveByTiles(torch.autograd.Function):
         weights, biases = tensors[:count], tensors[count : count + work.num_biases]
         ctx.columns = [(part.shape[1], part.dtype) for part in tensors[count + work.num_biases :: count]]
         ctx.plan, ctx.write, ctx.shapes = work.plan, work.recipe.write, work.shapes
-        ctx.dtypes, ctx.num_biases, ctx.sizes = (work.kept_in, work.dtype), work.num_biases, [len(row) for row in rows]
+        ctx.dtypes, ctx.num_biases = (work.kept_in, work.dtype), work.num_biases
         slabs = _surround(ctx, rows, [() for _ in rows])
         borders = _exchange(slabs, work.plan.halos)
-        ctx.save_for_backward(
-            *weights, *chain.from_iterable([*own, *row] for own, row in zip(borders, rows, strict=True))
-        )
+        kept = list(chain.from_iterable(zip(borders, rows, strict=True)))
+        ctx.sizes = [len(own) for own in kept]
+        ctx.save_for_backward(*weights, *chain.from_iterable(kept))
         slabs = [replace(slab, borders=own) for slab, own in zip(slabs, borders, strict=True)]
         each = zip(slabs, weights, biases or [None] * count, strict=True)
         return tuple(_convolve(*own, work.plan) for own in each)
@@ -146,21 +144,19 @@ class _ConvolveByTiles(torch.autograd.Function):
         plan, count = ctx.plan, len(gradients)
         saved = ctx.saved_tensors  # once: a checkpoint computes them again for whoever asks
         weights, kept = saved[:count], saved[count:]
-        first = 1 + count + ctx.num_biases
-        needs_weight, needs_bias = ctx.needs_input_grad[1], any(ctx.needs_input_grad[1 + count : first])
-        needs_input = any(ctx.needs_input_grad[first:])
+        needed = find_asked(ctx, count)
         pairs = zip(gradients, weights, strict=True)
         laid = [choice.lay_out_gradient(*pair, plan.settings, plan.channels_last) for pair in pairs]
         around = [_Surrounded(own.shape, own.dtype, own.dtype, layout_of(own), Copy(), [own], ()) for own in laid]
-        if needs_input:
+        if needed[0]:
             borders = _exchange(around, plan.halos)
             around = [replace(own, borders=planes) for own, planes in zip(around, borders, strict=True)]
-        needed = needs_input, needs_weight, needs_bias and ctx.num_biases > 0
-        found = [_differentiate(ctx, *own, needed) for own in zip(around, _split_kept(ctx, kept), weights, strict=True)]
-        inputs = chain.from_iterable(zip(*(own[0] for own in found), strict=True))
-        wanted = [value if asked else None for asked, value in zip(ctx.needs_input_grad[first:], inputs, strict=True)]
+        rows = split_rows(kept, ctx.sizes)
+        slabs = _surround(ctx, rows[1::2], rows[::2])
+        found = [_differentiate(ctx, *own, needed) for own in zip(around, slabs, weights, strict=True)]
+        inputs = list(chain.from_iterable(zip(*(own[0] for own in found), strict=True)))
         biases = [own[2] for own in found] if ctx.num_biases else []
-        return None, *(own[1] for own in found), *biases, *wanted
+        return None, *(own[1] for own in found), *biases, *mask_asked(ctx, inputs)
 
 
 def _surround(ctx: Any, rows: Sequence[Sequence[Tensor]], borders: Sequence[Sequence[Tensor]]) -> list[_Surrounded]:
@@ -169,18 +165,6 @@ def _surround(ctx: Any, rows: Sequence[Sequence[Tensor]], borders: Sequence[Sequ
     each = zip(ctx.shapes, rows, borders, strict=True)
     kept_in, dtype = ctx.dtypes
     return [_Surrounded(shape, kept_in, dtype, layout, ctx.write, row, own) for shape, row, own in each]
-
-
-def _split_kept(ctx: Any, kept: Sequence[Tensor]) -> list[_Surrounded]:
-    """Return the slabs as they were in the forward pass."""
-    num_borders = 2 if ctx.plan.halos else 0
-    rows, borders, start = [], [], 0
-    for size in ctx.sizes:
-        borders.append(kept[start : start + num_borders])
-        start += num_borders
-        rows.append(kept[start : start + size])
-        start += size
-    return _surround(ctx, rows, borders)
 
 
 def _exchange(slabs: Sequence[_Surrounded], halos: Sequence[Halo]) -> list[Sequence[Tensor]]:
@@ -230,11 +214,10 @@ def _convolve(slab: _Surrounded, weight: Tensor, bias: Tensor | None, plan: Conv
 
 
 def _differentiate(
-    ctx: Any, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, needed: tuple[bool, bool, bool]
+    ctx: Any, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, needed: Needed
 ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]:
     """Return the gradients of the volumes that are joined in a slab, of the weight and of the bias."""
     plan, needs_input = ctx.plan, needed[0]
-    bias_sizes = [weight.shape[0]] if needed[2] else None
     sums: list[Tensor | None] = [None, None]
     parts: list[Tensor | None] = [None] * len(ctx.columns)
     if needs_input:
@@ -242,7 +225,7 @@ def _differentiate(
         device = gradient.row[0].device
         parts = [torch.empty(s, dtype=dtype, device=device, memory_format=slab.layout) for s, dtype in own]
     for start, stop in spans(slab.shape[DIM], plan.tiles):
-        of_input, *found = _differentiate_tile(plan, (start, stop), gradient, slab, weight, bias_sizes, needed)
+        of_input, *found = _differentiate_tile(plan, (start, stop), gradient, slab, weight, needed)
         sums = [add_in_float32(total, part) for total, part in zip(sums, found, strict=True)]
         if of_input is not None:
             _hand_out(of_input, parts, start)
@@ -260,16 +243,11 @@ def _hand_out(tile: Tensor, parts: Sequence[Tensor | None], start: int) -> None:
 
 
 def _differentiate_tile(
-    plan: ConvolutionPlan,
-    tile: tuple[int, int],
-    gradient: _Surrounded,
-    slab: _Surrounded,
-    weight: Tensor,
-    bias_sizes: list[int] | None,
-    needed: tuple[bool, bool, bool],
+    plan: ConvolutionPlan, tile: Span, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, needed: Needed
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the input's planes in a tile, and the parts of its output in those of weight and bias."""
     (start, stop), pad, last = tile, _find_pad(plan), plan.channels_last
+    bias_sizes = [weight.shape[0]] if needed[2] else None
     own = gradient.row[0].narrow(DIM, start, stop - start)
     given = slab.cut(start - pad, stop + pad)
     # One pass may compute all of it where a voxel reaches no other plane.

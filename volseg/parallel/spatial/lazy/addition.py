@@ -14,7 +14,7 @@ from volseg.device.first_order import first_order
 from volseg.device.layout import DIM
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, WaitingTerms, find_norm
-from volseg.parallel.spatial.lazy.repeated import WaitingRepeat
+from volseg.parallel.spatial.lazy.recipes import WaitingRepeat
 from volseg.parallel.spatial.pending import PLAIN
 from volseg.parallel.spatial.recipe import outline_slab
 from volseg.parallel.spatial.transport.room import allocate_with_room

@@ -14,15 +14,22 @@ from torch import Tensor
 from volseg.device import attention
 from volseg.device.attention import Addend
 from volseg.device.first_order import first_order
-from volseg.parallel.spatial.lazy.product_cut import find_cut, give_both_whole, is_cut_once, list_shapes
 from volseg.parallel.spatial.lazy.scores import take_up, waits
-from volseg.parallel.spatial.lazy.waiting_scores import AddendPlace, Steps, WaitingScores
+from volseg.parallel.spatial.lazy.waiting_scores import (
+    AddendPlace,
+    Steps,
+    WaitingScores,
+    find_cut,
+    give_both_whole,
+    is_cut_once,
+    list_shapes,
+)
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import PLAIN, Written
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["KeptResult", "attend"]
+__all__ = ["attend"]
 
 
 def attend(weights: Any, values: Any) -> ShardedVolume | None:
@@ -57,8 +64,11 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
     plain = ShardedVolume(given, values.dims, values.shape, context, values.merged)
     keys, given = give_both_whole(steps.key, plain) if cut.gathers else (steps.key.slabs, given)
     places, terms = ([*zip(*columns, strict=True)] or [()] * len(given) for columns in (steps.places, steps.terms))
-    rows_of_slabs = zip(steps.queries, keys, given, places, terms, strict=True)
-    results = [_attend_slab(query, key, value, steps.factor, *own) for query, key, value, *own in rows_of_slabs]
+    results = []
+    for *row, own_places, own_terms in zip(steps.queries, keys, given, places, terms, strict=True):
+        lines = [tensor if tensor.ndim == 4 else tensor.unsqueeze(1) for tensor in row]
+        result = _Attend.apply(*lines, (steps.factor, own_places), *own_terms)
+        results.append(result if row[0].ndim == 4 else result.squeeze(1))
     step: ShardedVolume | None = weights
     while step is not None:
         own = step.pending
@@ -81,20 +91,6 @@ def _is_as_computed(weights: ShardedVolume, steps: Steps) -> bool:
     return cut_alike and weights.shape[:-2] == steps.sizes
 
 
-def _attend_slab(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    factor: float,
-    places: tuple[AddendPlace, ...],
-    terms: tuple[Tensor, ...],
-) -> Tensor:
-    """Return what the queries of a slab attend to."""
-    rows = [tensor if tensor.ndim == 4 else tensor.unsqueeze(1) for tensor in (query, key, value)]
-    result: Tensor = _Attend.apply(*rows, factor, places, *terms)
-    return result if query.ndim == 4 else result.squeeze(1)
-
-
 @dataclass(slots=True, eq=False)
 class KeptResult(Written):
     """What was attended to, which its gradient is computed from: torch's is not, and may be changed in place.
@@ -114,14 +110,9 @@ class KeptResult(Written):
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        factor: float,
-        places: tuple[AddendPlace, ...],
-        *terms: Tensor,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: tuple[float, tuple[AddendPlace, ...]], *terms: Tensor
     ) -> Tensor:
+        factor, places = plan
         out, logs = attention.attend(query, key, value, _place(terms, places, query, key), factor)
         ctx.factor, ctx.places = factor, places
         ctx.save_for_backward(query, key, value, out, logs, *terms)
@@ -131,11 +122,11 @@ class _Attend(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         query, key, value, out, logs, *terms = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[5:]
+        wanted = ctx.needs_input_grad[4:]
         given = _place(terms, ctx.places, query, key)
         *found, slopes = attention.differentiate(gradient, query, key, value, out, logs, given, ctx.factor, wanted)
         rows = zip(slopes, terms, ctx.places, strict=True)
-        return *found, None, None, *(None if own is None else _gather(own, *rest) for own, *rest in rows)
+        return *found, None, *(None if own is None else _gather(own, *rest) for own, *rest in rows)
 
 
 def _place(terms: Sequence[Tensor], places: Sequence[AddendPlace], query: Tensor, key: Tensor) -> list[Addend]:

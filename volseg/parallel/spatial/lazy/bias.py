@@ -4,7 +4,9 @@ What is added to a channel everywhere changes neither a norm of instances nor on
 the latter, which is moved by it. Such a norm takes the slabs as the convolution left them. Whatever else comes behind
 gets them with the bias: added where they lie, or, once a norm keeps them, to copies.
 
-The gradient of the bias does not wait: it is the convolution's, which sums its output's (see ``vanishing``).
+The gradient of the bias does not wait: it is the convolution's, which sums its output's. In front of such a norm that
+sum is zero, and what torch adds up over the volume is round-off. The norm's backward pass says so of the gradient that
+it returns, and the convolution's need not read it once more.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from torch import Tensor
 from volseg.device import fusions
 from volseg.device.first_order import LinearMap, first_order
 from volseg.device.gpus import on_gpu
-from volseg.parallel.spatial.lazy.vanishing import sum_vanishing, vanishes
+from volseg.device.torch_internals import get_version
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Recipe
@@ -24,7 +26,48 @@ from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
-__all__ = ["add_bias_later", "may_wait", "take_without_bias", "torch_adds_apart", "with_gradient"]
+__all__ = [
+    "add_bias_later",
+    "forget_vanishing",
+    "may_wait",
+    "note_vanishing",
+    "sum_vanishing",
+    "take_without_bias",
+    "torch_adds_apart",
+    "vanishes",
+    "with_gradient",
+]
+
+
+def note_vanishing(gradient: Any, offset: Tensor) -> None:
+    """Say of a gradient, as it is now, that it sums to zero over the voxels of all samples, in each channel.
+
+    Parameters
+    ----------
+    gradient
+        Of a norm's input.
+    offset
+        What its backward pass has added to every voxel, ``(B, C)``: no number where the gradient has some.
+    """
+    gradient._vanishes = get_version(gradient), offset
+
+
+def forget_vanishing(gradient: Any) -> None:
+    """Say so no more: who has seen the gradient may change it where torch does not count, through ``.data``."""
+    gradient._vanishes = None
+
+
+def vanishes(gradient: Tensor) -> bool:
+    """Say whether that is known: not of a sum with another gradient, new or made in place."""
+    known = getattr(gradient, "_vanishes", None)
+    return known is not None and known[0] == get_version(gradient) and fusions.is_on("no bias gradients")
+
+
+def sum_vanishing(gradient: Any) -> Tensor:
+    """Return the sums of a gradient that vanishes, ``(C,)``: zeros, and no numbers where it holds some."""
+    _, offset = gradient._vanishes
+    total = offset[0] if len(offset) == 1 else offset.sum(0)  # one launch less
+    return (total * 0).to(gradient.dtype)
 
 
 class WaitingBias(Waiting):

@@ -9,7 +9,6 @@ The statistics are computed where the norm is called, with scale and shift left 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -24,8 +23,7 @@ from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.recipes import Normalize
-from volseg.parallel.spatial.lazy.statistics import NormStatistics, Pooled, combine_sums
-from volseg.parallel.spatial.lazy.vanishing import note_vanishing
+from volseg.parallel.spatial.lazy.statistics import Affine, NormPlan, NormStatistics, Pooled
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab
@@ -34,7 +32,7 @@ from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["NormPlan", "WaitingNorm", "WaitingTerms", "find_norm", "settle_in_checkpoint", "sum_to_slope"]
+__all__ = ["WaitingNorm", "WaitingTerms", "find_norm", "settle_in_checkpoint", "sum_to_slope"]
 
 Terms = tuple[Term, Term | None]
 """Of a slab: a norm, and what is added to it, if anything is."""
@@ -132,19 +130,14 @@ class WaitingNorm(WaitingTerms):
         Which (sample, channel) pairs share statistics.
     found
         The statistics.
-    weight, bias
-        Of the channels; None where the norm has none.
+    affine
+        Of the norm.
     """
 
     def __init__(
-        self,
-        volume: ShardedVolume,
-        slabs: Sequence[Tensor],
-        pooled: Pooled,
-        found: NormStatistics,
-        weight: Tensor | None,
-        bias: Tensor | None,
+        self, volume: ShardedVolume, slabs: Sequence[Tensor], pooled: Pooled, found: NormStatistics, affine: Affine
     ) -> None:
+        weight, bias, _ = affine
         self.context, self.pooled, self.found, self.weight, self.bias = volume.context, pooled, found, weight, bias
         self.stand_ins = slabs = list(slabs)
         self.columns = [slabs]
@@ -215,50 +208,12 @@ def find_norm(first: Any, second: Any) -> WaitingNorm | None:
     return norm if plain and norm.moment.is_now() else None
 
 
-@dataclass(frozen=True, slots=True)
-class NormPlan:
-    """What a norm's backward pass needs besides tensors."""
-
-    context: Context
-    pooled: Pooled
-    voxels: int | Tensor
-    activation: Activation
-    has_slope: bool
-    has_bias: bool
-
-    @classmethod
-    def of(cls, norm: WaitingNorm) -> "NormPlan":
-        """Return that of a norm."""
-        has = norm.slope is not None, norm.bias is not None
-        return cls(norm.context, norm.pooled, norm.found.voxels, norm.activation, *has)
-
-    def combine(
-        self, sums: Sequence[Tensor], mean: Tensor, rstd: Tensor, weight: Tensor | None, slabs: Sequence[Tensor]
-    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None, Tensor | None]:
-        """Return factor and offset for each slab, and the gradients of weight and bias; see ``combine_sums``."""
-        found = combine_sums(self.context, self.pooled, sums, mean, rstd, weight, self.voxels, slabs)
-        of_weight = None if weight is None else found.weight.to(weight)
-        of_bias = found.bias.to(rstd if weight is None else weight) if self.has_bias else None
-        return list(zip(*map(self.context.spread, found[:2]), strict=True)), of_weight, of_bias
-
-    def note_vanishing(
-        self, mean: Tensor, gradients: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        """Say of the gradients of the norm's input that they sum to zero, where they do."""
-        if self.pooled.ignores_channels(*mean.shape):
-            for gradient, (_, offset) in zip(gradients, factors, strict=True):
-                note_vanishing(gradient, offset)
-
-
 class _Add(torch.autograd.Function):
     """Gets weight and bias of each norm, then a slope for each slab of each that has one, then the slabs of all."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        waiting: WaitingTerms,
-        fill: Callable[[Sequence[Terms]], list[Tensor]],
-        *tensors: Tensor,
+        ctx: Any, waiting: WaitingTerms, fill: Callable[[Sequence[Terms]], list[Tensor]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         norms = waiting.norms
         ctx.context, ctx.activation, ctx.room = waiting.context, waiting.outer, waiting.room

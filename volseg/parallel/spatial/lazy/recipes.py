@@ -8,23 +8,38 @@ What is written is apart from the tensors it is written from: autograd keeps the
 (recomputation forgets them, offloading moves them), and the operator keeps ``write`` alone.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import choice
 from volseg.device.norm.activation import Activation
-from volseg.parallel.spatial.pending import Waiting
+from volseg.parallel.spatial.moment import Moment
+from volseg.parallel.spatial.pending import Waiting, find_likes
 from volseg.parallel.spatial.recipe import Outline, Recipe, Write, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
+from volseg.parallel.spatial.versions import Unchanged
+from volseg.parallel.spatial.volume import ShardedVolume, defer
 
-__all__ = ["Convert", "Copy", "Join", "Normalize", "WaitingRecipe", "add_in_float32", "join_recipes", "recipe_of_kept"]
+__all__ = [
+    "Copy",
+    "Join",
+    "Normalize",
+    "RecomputedInput",
+    "WaitingRecipe",
+    "WaitingRepeat",
+    "join_channels",
+    "recipe_of_kept",
+    "repeat_later",
+]
 
 
 def _view_planes(slab: Tensor, start: int, out: Tensor) -> Tensor:
@@ -115,32 +130,39 @@ def join_recipes(parts: Sequence[Recipe], channels: Sequence[int]) -> Recipe:
     return Recipe(rows, Join(tuple(writes), tuple(counts), tuple(widths)))
 
 
-def add_in_float32(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Return the sum of a total, None at first, and a part, None where none is asked for; half precision widened."""
-    if part is None:
-        return total
-    wide = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
-    return wide if total is None else total + wide
+Record = Callable[[Callable[[], list[Tensor]]], list[Tensor]]
+"""Returns the slabs that a function makes, with their history."""
 
 
 class WaitingRecipe(Waiting):
     """Slabs that wait, and whose recipe is known before they are written.
 
-    Attributes
+    Parameters
     ----------
     recipe
         How to write them.
     likes
         Shape, element type and layout of each, on the meta device.
+    record
+        See ``Record``.
+    unchanged, stand_ins, room, parts
+        See ``Waiting``.
     """
 
-    recipe: Recipe
-    likes: Sequence[Tensor]
     room = 0
 
-    @abstractmethod
-    def record(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return the slabs that ``fill`` makes, with their history."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        likes: Sequence[Tensor],
+        record: Record,
+        unchanged: Unchanged,
+        stand_ins: Sequence[Tensor],
+        room: int = 0,
+        parts: list[list[Tensor]] | None = None,
+    ) -> None:
+        self.recipe, self.likes, self.record, self.unchanged = recipe, likes, record, unchanged
+        self.stand_ins, self.room, self.parts = list(stand_ins), room, parts
 
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Write the slabs."""
@@ -172,3 +194,193 @@ class WaitingRecipe(Waiting):
         """Return the slabs without memory, of this element type, with their history."""
         pairs = list(zip(self.likes, self.recipe.rows, strict=True))
         return self.record(lambda: [outline_slab(like.shape, dtype, row[0].device) for like, row in pairs])
+
+
+def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> ShardedVolume:
+    """Join volumes that are cut alike along the channels, in slabs with room for their halos.
+
+    The copy waits for the next operator, which can send the halo early. The result's recipe are the parts' recipes: a
+    convolution behind an encoder's skip keeps neither the join nor the activated skip.
+
+    Parameters
+    ----------
+    parts
+        The volumes.
+    later
+        Whether parts of several element types are joined when they are read, too.
+    """
+    like = parts[0]
+    # Each has the state that the one before left: one volume may be several of the parts.
+    recipes = [(part.pending.spare if part.context.tiled else part.pending.find_recipe)(part) for part in parts]
+    # Where there is a recipe, the slabs stand for their history alone: they may have given their memory back.
+    columns = [part.slabs if recipe is None else part._slabs for part, recipe in zip(parts, recipes, strict=True)]
+    channels = [column[0].shape[1] for column in columns]
+    shape = list(like.shape)
+    shape[1] = sum(channels)
+    dtypes = [column[0].dtype for column in columns]
+    dtype = reduce(torch.promote_types, dtypes)
+    mixed = len(set(dtypes)) > 1
+    if mixed and not later:
+        slabs = [torch.cat(row, 1) for row in zip(*(part.slabs for part in parts), strict=True)]
+        return ShardedVolume(slabs, like.dims, shape, like.context)
+    found = [recipe or recipe_of_kept(column) for recipe, column in zip(recipes, columns, strict=True)]
+    if mixed:
+        found = [Recipe(own.rows, Convert(own.write, dtype)) for own, dtype in zip(found, dtypes, strict=True)]
+    recipe = join_recipes(found, channels)
+    cut_along_depth = like.context.communicator.num_shards > 1 and like.dims == (DIM,)
+    # The layout is that of the first volume. A stand-in has the slab's shape, and not its layout.
+    firsts = like.pending.likes if isinstance(like.pending, RecomputedInput) else find_likes(like)
+    likes = [
+        torch.empty([len(own), shape[1], *own.shape[2:]], dtype=dtype, device="meta", memory_format=layout_of(own))
+        for own in firsts
+    ]
+    moment, slabs = Moment(), list(chain.from_iterable(columns))
+
+    def record(fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        with moment.restored():
+            return list(_Join.apply(fill, channels, *slabs))
+
+    room, unchanged = like.context.room if cut_along_depth else 0, Unchanged([*slabs, *recipe.tensors])
+    # An operator can hand each part its own gradient; a join without history passes none on.
+    own = columns if moment.grad_enabled else None
+    waiting = WaitingRecipe(recipe, likes, record, unchanged, columns[0], room, own)
+    joined = defer(waiting, like.dims, shape, like.context)
+    if mixed:
+        waiting.spare(joined)  # what stands for it has the type of one part
+    return joined
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, fill: Callable[[], list[Tensor]], channels: list[int], *slabs: Tensor) -> tuple[Tensor, ...]:
+        del slabs
+        ctx.channels = channels
+        return tuple(fill())
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        split = [gradient.split(ctx.channels, 1) for gradient in gradients]
+        return None, None, *chain.from_iterable(zip(*split, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Writes the channels of a slab, so many times one behind the other."""
+
+    count: int
+
+    def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
+        """Copy them."""
+        (slab,) = tensors
+        planes = slab.narrow(DIM, start, out.shape[DIM])
+        out.unflatten(1, (self.count, slab.shape[1])).copy_(planes.unsqueeze(1))
+
+
+class WaitingRepeat(WaitingRecipe):
+    """Slabs whose channels are to be repeated; they need no gradient.
+
+    V-Net adds its image to each of sixteen channels. What waits has a copy of such an image, which nobody changes, and
+    a sum reads that without writing the channels (see ``addition``).
+
+    Parameters
+    ----------
+    slabs
+        ``(B, C, D, H, W)``, without history.
+    count
+        How many times.
+    """
+
+    def __init__(self, slabs: Sequence[Tensor], count: int) -> None:
+        self.repeated, self.count, moment = list(slabs), count, Moment()
+        shapes = [(slab.shape[0], count * slab.shape[1], *slab.shape[2:]) for slab in slabs]
+        pairs = list(zip(shapes, slabs, strict=True))
+        likes = [
+            torch.empty(shape, dtype=slab.dtype, device="meta", memory_format=layout_of(slab)) for shape, slab in pairs
+        ]
+
+        def record(fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+            with moment.restored():
+                return fill()
+
+        recipe = Recipe(tuple((slab,) for slab in slabs), Repeat(count))
+        stand_ins = [outline_slab(shape, slab.dtype, slab.device) for shape, slab in pairs]
+        super().__init__(recipe, likes, record, Unchanged(slabs), stand_ins)
+
+    def expand(self) -> list[Tensor] | None:
+        """Return views of the slabs that repeat them without memory; None where they have more than one channel."""
+        if any(slab.shape[1] != 1 for slab in self.repeated):
+            return None
+        self.check()
+        return [slab.expand(-1, self.count, -1, -1, -1) for slab in self.repeated]
+
+    def hold(self, volume: ShardedVolume) -> Recipe | None:
+        """Leave it unwritten: it is larger than what it is written from."""
+        return self.spare(volume)
+
+
+def repeat_later(volume: ShardedVolume, count: int, tiles: int) -> ShardedVolume | None:
+    """Return a volume with its channels repeated, unwritten; None where that saves nothing, or a gradient is needed.
+
+    Parameters
+    ----------
+    volume
+        Of five dims.
+    count
+        How many times.
+    tiles
+        In how many pieces the result would be written.
+    """
+    if isinstance(volume.pending, Waiting) or any(slab.requires_grad for slab in volume._slabs):
+        return None
+    if volume.shape[1] == 1:
+        slabs = [slab.detach().clone(memory_format=torch.contiguous_format) for slab in volume.slabs]
+    elif tiles > 1:
+        slabs = [slab.detach() for slab in volume.slabs]  # who needs a gradient later needs none of what was repeated
+    else:
+        return None
+    shape = [volume.shape[0], count * volume.shape[1], *volume.shape[2:]]
+    return defer(WaitingRepeat(slabs, count), volume.dims, shape, volume.context, volume.merged)
+
+
+class RecomputedInput(WaitingRecipe):
+    """A recomputed block's input: written when an operator reads it, without history, and never where a join does.
+
+    Parameters
+    ----------
+    recipe, likes, room
+        See ``WaitingRecipe``.
+    unchanged
+        The recipe's tensors as they were when the block ran.
+    requires_grad
+        Whether the block's input needed a gradient.
+    """
+
+    refusal = (
+        "the input of a recomputed block was changed in place after the block ran; do that out of place, or leave out "
+        "checkpoint="
+    )
+
+    def __init__(
+        self, recipe: Recipe, likes: Sequence[Tensor], room: int, unchanged: Unchanged, requires_grad: bool
+    ) -> None:
+        def record(fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+            with torch.no_grad():
+                slabs = fill()
+            return [slab.requires_grad_(requires_grad) for slab in slabs]
+
+        # The slabs' shapes in the memory of one element each.
+        stand_ins = [
+            torch.empty((), dtype=like.dtype, device=row[0].device).expand(like.shape).requires_grad_(requires_grad)
+            for like, row in zip(likes, recipe.rows, strict=True)
+        ]
+        super().__init__(recipe, likes, record, unchanged, stand_ins, room)
+        self.check()
+
+    def find_recipe(self, volume: ShardedVolume) -> Recipe:
+        """Return the recipe for whoever writes the slabs elsewhere; leave them unwritten here."""
+        del volume
+        self.check()
+        return self.recipe
+
+    spare = find_recipe

@@ -21,23 +21,23 @@ from torch import Tensor, nn
 
 from volseg.device import attention, fusions
 from volseg.device.torch_internals import PLAIN_TENSORS
-from volseg.parallel.spatial.lazy.product_cut import find_cut, is_cut_once, list_shapes, transpose_last
+from volseg.parallel.spatial.context import find_autocast
 from volseg.parallel.spatial.lazy.uncut import Uncut, written
-from volseg.parallel.spatial.lazy.waiting_scores import AddendPlace, Compute, Steps, WaitingScores, find_autocast
+from volseg.parallel.spatial.lazy.waiting_scores import (
+    AddendPlace,
+    Compute,
+    Steps,
+    WaitingScores,
+    find_cut,
+    is_cut_once,
+    list_shapes,
+    transpose_last,
+)
 from volseg.parallel.spatial.recipe import outline_slab
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer, give_whole
 
-__all__ = [
-    "add_term",
-    "cast",
-    "reshape_scores",
-    "scale",
-    "score",
-    "soften",
-    "take_up",
-    "waits",
-]
+__all__ = ["add_term", "cast", "reshape_scores", "scale", "score", "soften", "take_up", "waits"]
 
 Reshaped = Callable[[ShardedVolume], Any]
 

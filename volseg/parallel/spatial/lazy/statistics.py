@@ -4,25 +4,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from volseg.device import fusions
 from volseg.device.norm import choice, reference
-from volseg.device.norm.exchanged import ExchangedCoefficients, ExchangedGradients, count_values
+from volseg.device.norm.activation import Activation
+from volseg.device.norm.exchanged import ExchangedGradients, count_values
 from volseg.device.norm.grouping import ALONE, Grouping
 from volseg.device.norm.running import Running
-from volseg.device.peer.values import CAPACITY, ValueExchange, ValueMailbox
+from volseg.device.peer.values import CAPACITY, ValueExchange
 from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.lazy.bias import note_vanishing
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.volume import ShardedVolume
 
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
 
-__all__ = ["NormStatistics", "Pooled", "combine_sums", "compute_statistics", "take_statistics"]
+__all__ = ["Affine", "NormPlan", "NormStatistics", "Pooled", "compute_statistics", "take_statistics"]
 
 Result = TypeVar("Result")
 
@@ -51,6 +53,14 @@ class Pooled:
         return not self.given and (self.grouping.over_batch or self.grouping.is_alone(batch, channels))
 
 
+class Affine(NamedTuple):
+    """Weight and bias of the channels, None where a norm has none, and what it adds to the variance."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
 @dataclass(frozen=True, slots=True)
 class NormStatistics:
     """What a norm computes from its input, ``(B, C)`` on the home device, and the number of voxels of a channel.
@@ -76,13 +86,7 @@ def count_slab_voxels(grid: tuple[int, ...], dims: tuple[int, ...], shape: torch
 
 
 def compute_statistics(
-    volume: ShardedVolume,
-    slabs: Sequence[Tensor],
-    pooled: Pooled,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    running: Running | None = None,
+    volume: ShardedVolume, slabs: Sequence[Tensor], pooled: Pooled, affine: Affine, running: Running | None = None
 ) -> NormStatistics:
     """Compute and combine the slabs' statistics.
 
@@ -92,10 +96,8 @@ def compute_statistics(
         The norm's input; the slabs perhaps without a number that is added to a channel.
     pooled
         Which pairs share their statistics.
-    weight, bias
-        Of the channels; None where the norm has none.
-    eps
-        Added to the variance.
+    affine
+        Of the norm.
     running
         Of a norm over the batch, which are moved.
     """
@@ -110,17 +112,17 @@ def compute_statistics(
                 settings["running"], running = running, None
             home = context.communicator.home
             shares = None if pooled.over_replicas else context.communicator.shares(counts, torch.float32, home)
-            calls = [partial(_exchange_coefficients, slab, shares, (weight, bias, eps), settings) for slab in slabs]
+            calls = [partial(choice.exchange_coefficients, own, shares, *affine, **settings) for own in slabs]
             found, number = exchange.run(calls)
         else:
             # (num_shards, 2, B, C)
             stacked = context.communicator.collect([choice.moments(slab) for slab in slabs])
             shares = context.communicator.shares(counts, stacked.dtype, stacked.device)
             if pooled.over_replicas:
-                found, number = _join_replicas(pooled, stacked, shares, voxels, (weight, bias, eps))
+                found, number = _join_replicas(pooled, stacked, shares, voxels, affine)
             else:
                 average, number = pooled.needed(*volume.shape[:2]), None
-                found = choice.coefficients(stacked, shares, weight, bias, eps, average)
+                found = choice.coefficients(stacked, shares, *affine, average)
         mean, variance, rstd, scale, shift = found.unbind(0)
         if running is not None:
             # Samples that share their statistics have the same ones: no average of them is needed.
@@ -129,7 +131,7 @@ def compute_statistics(
 
 
 def _join_replicas(
-    pooled: Pooled, stacked: Tensor, shares: Tensor, voxels: int, given: tuple[Any, ...]
+    pooled: Pooled, stacked: Tensor, shares: Tensor, voxels: int, affine: Affine
 ) -> tuple[Tensor, Tensor]:
     """Return what ``reference.coefficients`` returns, over the samples of all replicas, and how many voxels these have.
 
@@ -141,8 +143,8 @@ def _join_replicas(
         See ``reference.coefficients``.
     voxels
         Of a channel in a sample, of all shards.
-    given
-        Weight, bias and eps.
+    affine
+        Of the norm.
     """
     assert pooled.replicas is not None
     means, variances = reference.join_moments(stacked, shares)
@@ -150,28 +152,10 @@ def _join_replicas(
     spread = (variances + (means - center).square()).mean(0)
     mean, variance, number = pooled.replicas.join_moments(center, spread, len(means) * voxels)
     own = mean.expand_as(means), variance.expand_as(means)
-    return reference.find_scale_and_shift(*own, *given), number
+    return reference.find_scale_and_shift(*own, affine.weight, affine.bias, affine.eps), number
 
 
-def _exchange_coefficients(
-    slab: Tensor,
-    shares: Tensor | None,
-    given: tuple[Any, ...],
-    settings: dict[str, Any],
-    mailbox: ValueMailbox | None,
-) -> ExchangedCoefficients:
-    weight, bias, eps = given
-    return choice.exchange_coefficients(slab, shares, weight, bias, eps, mailbox, **settings)
-
-
-def take_statistics(
-    volume: ShardedVolume,
-    slabs: Sequence[Tensor],
-    running: Running,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> NormStatistics:
+def take_statistics(volume: ShardedVolume, slabs: Sequence[Tensor], running: Running, affine: Affine) -> NormStatistics:
     """Return the statistics of a norm in evaluation: the running ones.
 
     Parameters
@@ -180,13 +164,13 @@ def take_statistics(
         See ``compute_statistics``.
     running
         Mean and variance of each channel.
-    weight, bias, eps
-        See ``compute_statistics``.
+    affine
+        Of the norm.
     """
     with torch.no_grad():
         home = volume.context.communicator.home
         own = running.mean.to(home), running.variance.to(home)
-        found = choice.given_coefficients(slabs[0], *own, weight, bias, eps)
+        found = choice.given_coefficients(slabs[0], *own, affine.weight, affine.bias, affine.eps)
     counts = count_slab_voxels(volume.context.communicator.grid, volume.dims, volume.shape)
     mean, variance, rstd, scale, shift = found.unbind(0)
     return NormStatistics(mean, variance, rstd, scale, shift, sum(counts))
@@ -227,48 +211,76 @@ def _find_exchange(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) ->
     return _OneKernel(values, count, 1) if reached and alone else None
 
 
-def combine_sums(
-    context: Context,
-    pooled: Pooled,
-    sums: Sequence[Tensor],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    voxels: int | Tensor,
-    slabs: Sequence[Tensor],
-) -> ExchangedGradients:
-    """Return factor and offset of all slabs, and the gradients of weight and bias.
+@dataclass(frozen=True, slots=True)
+class NormPlan:
+    """What a norm's backward pass needs besides tensors."""
 
-    Parameters
-    ----------
-    context, pooled
-        Of the norm.
-    sums
-        Of the parts of each slab of this process, ``(parts, 2 or 3, B, C)``.
-    mean, rstd, weight
-        See ``reference.backward_coefficients``.
-    voxels
-        As ``NormStatistics`` has them.
-    slabs
-        The norm's input.
-    """
-    if exchange := _find_exchange(context, pooled, slabs):
-        settings = {"grouping": pooled.grouping, "given": pooled.given, "replicas": exchange.replicas}
-        calls = [partial(_exchange_backward, (own, mean, rstd, weight, voxels), settings) for own in sums]
-        return exchange.run(calls)
-    stacked = context.communicator.collect([own[:, :2].sum(0) for own in sums])
-    if isinstance(voxels, Tensor):
-        return _combine_over_replicas(pooled, stacked, mean, rstd, weight, voxels)
-    average = pooled.needed(*mean.shape)
-    found = choice.backward_coefficients(stacked, mean, rstd, weight, voxels, average, pooled.given)
-    of_weight, of_bias = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
-    return ExchangedGradients(found[0], found[1], of_weight, of_bias)
+    context: Context
+    pooled: Pooled
+    voxels: int | Tensor
+    activation: Activation
+    has_slope: bool
+    has_bias: bool
+
+    @classmethod
+    def of(cls, norm: Any) -> "NormPlan":
+        """Return that of a norm."""
+        has = norm.slope is not None, norm.bias is not None
+        return cls(norm.context, norm.pooled, norm.found.voxels, norm.activation, *has)
+
+    def combine(
+        self, sums: Sequence[Tensor], mean: Tensor, rstd: Tensor, weight: Tensor | None, slabs: Sequence[Tensor]
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None, Tensor | None]:
+        """Return factor and offset for each slab, and the gradients of weight and bias.
+
+        Parameters
+        ----------
+        sums
+            Of the parts of each slab of this process, ``(parts, 2 or 3, B, C)``.
+        mean, rstd, weight
+            See ``reference.backward_coefficients``.
+        slabs
+            The norm's input.
+        """
+        found = self._exchange(sums, mean, rstd, weight, slabs)
+        of_weight = None if weight is None else found.weight.to(weight)
+        of_bias = found.bias.to(rstd if weight is None else weight) if self.has_bias else None
+        return list(zip(*map(self.context.spread, found[:2]), strict=True)), of_weight, of_bias
+
+    def _exchange(
+        self, sums: Sequence[Tensor], mean: Tensor, rstd: Tensor, weight: Tensor | None, slabs: Sequence[Tensor]
+    ) -> ExchangedGradients:
+        """Return factor and offset of all slabs, and the gradients of weight and bias."""
+        pooled, rest = self.pooled, (mean, rstd, weight, self.voxels)
+        if exchange := _find_exchange(self.context, pooled, slabs):
+            settings: dict[str, Any] = {
+                "grouping": pooled.grouping,
+                "given": pooled.given,
+                "replicas": exchange.replicas,
+            }
+            run = choice.exchange_backward_coefficients
+            return exchange.run([partial(run, own, *rest, **settings) for own in sums])
+        stacked = self.context.communicator.collect([own[:, :2].sum(0) for own in sums])
+        if isinstance(self.voxels, Tensor):
+            return _combine_over_replicas(pooled, stacked, mean, rstd, weight, self.voxels)
+        average = pooled.needed(*mean.shape)
+        found = choice.backward_coefficients(stacked, mean, rstd, weight, self.voxels, average, pooled.given)
+        of_weight, of_bias = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
+        return ExchangedGradients(found[0], found[1], of_weight, of_bias)
+
+    def note_vanishing(
+        self, mean: Tensor, gradients: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Say of the gradients of the norm's input that they sum to zero, where they do."""
+        if self.pooled.ignores_channels(*mean.shape):
+            for gradient, (_, offset) in zip(gradients, factors, strict=True):
+                note_vanishing(gradient, offset)
 
 
 def _combine_over_replicas(
     pooled: Pooled, stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, number: Tensor
 ) -> ExchangedGradients:
-    """Return what follows from the sums over the samples of all replicas; see ``combine_sums``."""
+    """Return what follows from the sums over the samples of all replicas."""
     assert pooled.replicas is not None
     of_bias, moment = stacked.sum(0).sum(1)
     of_weight = moment * rstd[0]
@@ -276,10 +288,3 @@ def _combine_over_replicas(
     scale = rstd if weight is None else rstd * weight.to(rstd)
     factor = -rstd * scale * moment
     return ExchangedGradients(factor, -scale * total - factor * mean, of_weight, of_bias)
-
-
-def _exchange_backward(
-    given: tuple[Any, ...], settings: dict[str, Any], mailbox: ValueMailbox | None
-) -> ExchangedGradients:
-    partials, mean, rstd, weight, voxels = given
-    return choice.exchange_backward_coefficients(partials, mean, rstd, weight, voxels, mailbox, **settings)

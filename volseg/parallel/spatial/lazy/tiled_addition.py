@@ -19,10 +19,11 @@ from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
-from volseg.parallel.spatial.lazy.norm import NormPlan, WaitingNorm, find_norm, sum_to_slope
+from volseg.parallel.spatial.lazy.norm import WaitingNorm, find_norm, sum_to_slope
 from volseg.parallel.spatial.lazy.recipes import WaitingRecipe
+from volseg.parallel.spatial.lazy.statistics import NormPlan
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.recipe import Recipe, Write, outline_slab
+from volseg.parallel.spatial.recipe import Recipe, Write, outline_slab, split_rows
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["add_later"]
@@ -167,26 +168,20 @@ class _AddInTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        waiting: TiledSum,
-        fill: Callable[[], list[Tensor]],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        *tensors: Tensor,
+        ctx: Any, waiting: TiledSum, fill: Callable[[], list[Tensor]], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        norm = waiting.norm
+        norm, weight = waiting.norm, tensors[0]
         ctx.plan = NormPlan.of(norm)
         ctx.write, ctx.sizes = waiting.write_sum, [len(row) for row in waiting.recipe.rows]
         ctx.columns = [(column[0].shape[1], column[0].dtype) for column in waiting.columns]
         ctx.save_for_backward(norm.found.mean, norm.found.rstd, weight, *chain.from_iterable(waiting.recipe.rows))
-        del bias, tensors
         return tuple(fill())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         mean, rstd, weight, *kept = ctx.saved_tensors
-        rows, means = _split(kept, ctx.sizes), ctx.plan.context.spread(mean)
+        rows, means = split_rows(kept, ctx.sizes), ctx.plan.context.spread(mean)
         slabs = [row[0] for row in rows]
         sums = [_add_sums(ctx.write, *own) for own in zip(gradients, rows, means, strict=True)]
         factors, of_weight, of_bias = ctx.plan.combine(sums, mean, rstd, weight, slabs)
@@ -204,15 +199,6 @@ class _AddInTiles(torch.autograd.Function):
         return None, None, of_weight, of_bias, *of_slopes, *chain.from_iterable(inputs)
 
 
-def _split(kept: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
-    """Return the tensors of each slab."""
-    rows, start = [], 0
-    for size in sizes:
-        rows.append(kept[start : start + size])
-        start += size
-    return rows
-
-
 def _add_sums(write: _Addition, gradient: Tensor, row: Sequence[Tensor], mean: Tensor) -> Tensor:
     """Return the sums of a slab's parts, of all tiles: see ``addition.add_sums``."""
     parts = []
@@ -222,12 +208,12 @@ def _add_sums(write: _Addition, gradient: Tensor, row: Sequence[Tensor], mean: T
     return torch.cat(parts)
 
 
+Column = tuple[int, torch.dtype | None]
+"""Channels of a volume that is joined, and the type of its gradient; none where nobody asks for it."""
+
+
 def _differentiate(
-    write: _Addition,
-    gradient: Tensor,
-    row: Sequence[Tensor],
-    found: tuple[Tensor, Tensor],
-    columns: Sequence[tuple[int, torch.dtype | None]],
+    write: _Addition, gradient: Tensor, row: Sequence[Tensor], found: tuple[Tensor, Tensor], columns: Sequence[Column]
 ) -> list[Tensor | None]:
     """Return the gradients of the norm's input, and of each volume that is joined in the other, of the types given."""
     slab = row[0]

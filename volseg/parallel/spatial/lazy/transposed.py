@@ -16,10 +16,10 @@ from torch import Tensor
 from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into
-from volseg.parallel.spatial.lazy.recipes import WaitingRecipe, add_in_float32, recipe_of_kept
+from volseg.parallel.spatial.lazy.recipes import WaitingRecipe, recipe_of_kept
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.recipe import Recipe, Write
+from volseg.parallel.spatial.recipe import Recipe, Write, add_in_float32, find_asked, split_rows
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
@@ -72,8 +72,21 @@ def convolve_later(
     how
         See ``TransposedSettings``.
     """
-    recipe = volume.pending.spare(volume) or recipe_of_kept(volume.slabs)
-    waiting = WaitingTransposed(volume, recipe, weights, biases, how)
+    source = volume.pending.spare(volume) or recipe_of_kept(volume.slabs)
+    slabs, moment = list(volume._slabs), Moment()
+    parameters = [(*own,) for own in zip(weights, biases, strict=True)] if biases else [(own,) for own in weights]
+    rows = tuple((*own, *row) for own, row in zip(parameters, source.rows, strict=True))
+    recipe = Recipe(rows, Transpose(source.write, bool(biases), how))
+    likes = [
+        torch.empty(how.find_shape(slab.shape), dtype=weight.dtype, device="meta", memory_format=how.layout)
+        for slab, weight in zip(slabs, weights, strict=True)
+    ]
+
+    def record(fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        with moment.restored():
+            return list(_Transposed.apply((fill, source, how, len(biases)), *weights, *biases, *slabs))
+
+    waiting = WaitingRecipe(recipe, likes, record, Unchanged([*slabs, *recipe.tensors]), slabs)
     return defer(waiting, volume.dims, how.find_shape(volume.shape), volume.context)
 
 
@@ -110,80 +123,26 @@ def write_planes(
     return given
 
 
-class WaitingTransposed(WaitingRecipe):
-    """A transposed convolution that waits for the next operator.
-
-    Parameters
-    ----------
-    volume
-        The input.
-    recipe
-        How to write it.
-    weights, biases, how
-        See ``convolve_later``.
-    """
-
-    def __init__(
-        self,
-        volume: ShardedVolume,
-        recipe: Recipe,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor],
-        how: TransposedSettings,
-    ) -> None:
-        self.stand_ins = list(volume._slabs)
-        self.source, self.how, self.weights, self.biases = recipe, how, weights, biases
-        self.moment = Moment()
-        parameters = [[*own] for own in zip(weights, biases, strict=True)] if biases else [[own] for own in weights]
-        rows = tuple((*own, *row) for own, row in zip(parameters, recipe.rows, strict=True))
-        self.recipe = Recipe(rows, Transpose(recipe.write, bool(biases), how))
-        self.likes = [
-            torch.empty(how.find_shape(slab.shape), dtype=weight.dtype, device="meta", memory_format=how.layout)
-            for slab, weight in zip(self.stand_ins, weights, strict=True)
-        ]
-        self.unchanged = Unchanged([*self.stand_ins, *self.recipe.tensors])
-
-    def record(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return the slabs, with the history of the convolution."""
-        work = _Transposition(fill, self.source, self.how, len(self.biases))
-        with self.moment.restored():
-            return list(_Transposed.apply(work, *self.weights, *self.biases, *self.stand_ins))
-
-
-@dataclass(frozen=True, slots=True)
-class _Transposition:
-    fill: Callable[[], list[Tensor]]
-    source: Recipe
-    how: TransposedSettings
-    num_biases: int
-
-
 class _Transposed(torch.autograd.Function):
     """Gets a weight for each slab, then a bias where there is one, then the input's slabs."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Transposition, *tensors: Tensor) -> tuple[Tensor, ...]:
-        rows = work.source.rows
-        ctx.write, ctx.how, ctx.num_biases, ctx.sizes = (
-            work.source.write,
-            work.how,
-            work.num_biases,
-            list(map(len, rows)),
-        )
-        ctx.save_for_backward(*tensors[: len(rows)], *chain.from_iterable(rows))
-        return tuple(work.fill())
+    def forward(
+        ctx: Any, work: tuple[Callable[[], list[Tensor]], Recipe, TransposedSettings, int], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        fill, source, ctx.how, ctx.num_biases = work
+        ctx.write, ctx.sizes = source.write, list(map(len, source.rows))
+        ctx.save_for_backward(*tensors[: len(source.rows)], *chain.from_iterable(source.rows))
+        return tuple(fill())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         count = len(gradients)
         saved = ctx.saved_tensors  # once: a checkpoint computes them again for whoever asks
-        first = 1 + count + ctx.num_biases
-        asked = [any(ctx.needs_input_grad[start:stop]) for start, stop in ((first, None), (1, 2), (1 + count, first))]
-        start, found = count, []
-        for gradient, weight, size in zip(gradients, saved[:count], ctx.sizes, strict=True):
-            found.append(_differentiate(ctx, gradient, weight, saved[start : start + size], asked))
-            start += size
+        asked, rows = list(find_asked(ctx, count)), split_rows(saved[count:], ctx.sizes)
+        each = zip(gradients, saved[:count], rows, strict=True)
+        found = [_differentiate(ctx, *own, asked) for own in each]
         inputs, weights, biases = zip(*found, strict=True)
         return None, *weights, *(biases if ctx.num_biases else ()), *inputs
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from volseg.parallel.spatial.versions import Kept, keep, take
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["SMALLEST_BYTES", "offloaded"]
+__all__ = ["offloaded"]
 
 SMALLEST_BYTES = 2**20
 """Smaller tensors stay where they are: statistics, halos, most parameters."""

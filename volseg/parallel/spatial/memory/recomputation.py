@@ -27,7 +27,7 @@ from volseg.device.torch_internals import find_backward_pass, tree_flatten, tree
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.gathered import volumes
-from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
+from volseg.parallel.spatial.lazy.recipes import RecomputedInput
 from volseg.parallel.spatial.pending import find_likes
 from volseg.parallel.spatial.transport.room import find_room
 from volseg.parallel.spatial.versions import Unchanged, Watched
@@ -35,7 +35,7 @@ from volseg.parallel.spatial.volume import ShardedVolume, share_later
 from volseg.parallel.state.module import Remembered, remember
 from volseg.parallel.state.random import RandomState
 
-__all__ = ["Recomputation", "find_blocks"]
+__all__ = ["Recomputation"]
 
 
 def find_blocks(net: nn.Module) -> list[nn.Module]:
@@ -204,7 +204,7 @@ class _Repetition:
     def __init__(self, block: nn.Module, draws: _DrawnStates, context: Context, lock: RLock) -> None:
         self._context, self._lock, self._block = context, lock, block
         self._state: Remembered = remember(block)
-        self._copies = context.parameters.current
+        self._copies = context.copies
         self._draws, self._key = draws, (block, self._state.modes)
         self._random = draws.before(block, self._key, context)
         self._done: set[int] = set()
@@ -230,7 +230,7 @@ class _Repetition:
                     if self._random is not None:
                         then.enter_context(self._random.lent())
                     if self._copies is not None:
-                        then.enter_context(self._context.parameters.used(self._copies))
+                        then.enter_context(self._context.using(self._copies))
                     then.enter_context(_noticing_changes())
                 yield due
 

@@ -10,58 +10,27 @@ from torch.utils.hooks import RemovableHandle
 
 from volseg.device.first_order import first_order
 from volseg.device.torch_internals import is_view, with_overrides
-from volseg.parallel.spatial.lazy.vanishing import forget_vanishing
+from volseg.parallel.spatial.lazy.bias import forget_vanishing
 from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.pending import Shown
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
 
 __all__ = ["backward", "differentiate", "metadata", "register_hook"]
 
+SIZES = ("size", "dim", "numel", "nelement", "ndimension", "element_size", "get_device")
+LAYOUTS = ("is_contiguous", "is_same_size", "grad_fn", "layout", "itemsize", "retains_grad", "output_nr")
+KINDS = ("floating_point", "complex", "signed", "inference")
+BACKENDS = ("cpu", "meta", "sparse", "sparse_csr", "quantized", "mkldnn", "mps", "xpu", "vulkan", "nested", "ipu")
+
 METADATA = [
-    "Tensor.size",
-    "Tensor.dim",
-    "Tensor.numel",
-    "Tensor.nelement",
-    "Tensor.ndimension",
-    "Tensor.element_size",
-    "Tensor.is_floating_point",
-    "Tensor.is_complex",
-    "Tensor.is_signed",
-    "Tensor.get_device",
-    "Tensor.is_contiguous",
-    "numel",
-    "is_floating_point",
-    "is_complex",
-    "Tensor.is_same_size",
-    "Tensor.__dir__",
-]
-
-FLAGS = [
-    "grad_fn",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_sparse_csr",
-    "is_quantized",
-    "is_mkldnn",
-    "is_mps",
-    "is_xpu",
-    "is_vulkan",
-    "is_nested",
-    "layout",
-    "itemsize",
-    "is_inference",
-    "retains_grad",
-    "output_nr",
-    "_version",
-    "is_ipu",
-    "is_maia",
-    "is_mtia",
+    *(f"Tensor.{name}" for name in (*SIZES, *LAYOUTS, "_version", "__dir__")),
+    *(f"Tensor.is_{kind}" for kind in (*KINDS, *BACKENDS, "maia", "mtia")),
+    *("numel", "is_floating_point", "is_complex"),
 ]
 
 
-@handles("Metadata and autograd", *METADATA, rehearse=False, merged=True)
+@handles("Metadata and autograd", *METADATA, rehearse=False, merged=True, rounded=True)
 def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Answer from the shape of the whole volume, or from a slab where all slabs agree."""
     volume, *rest = args
@@ -80,12 +49,6 @@ def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(volume.slabs[0], *rest, **kwargs)
 
 
-@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False, merged=True)
-def flag(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Read a property of the slabs."""
-    return func(args[0].slabs[0], *args[1:])
-
-
 @handles("Metadata and autograd", "Tensor.data", rehearse=False, merged=True)
 def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the voxels without their history."""
@@ -93,29 +56,25 @@ def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return wrap(volume, [slab.data for slab in volume.slabs])
 
 
-@handles("Metadata and autograd", "Tensor.requires_grad_", "Tensor.detach_", rehearse=False, merged=True)
+EACH = ("requires_grad_", "detach_", "retain_grad", "record_stream")
+
+
+@handles("Metadata and autograd", *(f"Tensor.{name}" for name in EACH), rehearse=False, merged=True, rounded=True)
 def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Do it to each slab, and return the volume."""
+    """Do it to each slab, and return the volume if that is changed in place."""
     volume = args[0]
     if func is Tensor.detach_ and any(is_view(slab) for slab in volume.slabs):
         refuse("its slabs are views of another tensor, which torch does not detach in place: use detach()")
     if func is Tensor.detach_:
         volume.context.write_waiting()
+    if func is Tensor.retain_grad:
+        _check_not_bypassed(volume)
     for slab in volume.slabs:
         func(slab, *args[1:], **kwargs)
-    return volume
+    return volume if func.__name__.endswith("_") else None
 
 
-@handles("Metadata and autograd", "Tensor.retain_grad", "Tensor.record_stream", rehearse=False, merged=True)
-def told(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Tell it to each slab."""
-    if func is Tensor.retain_grad:
-        _check_not_bypassed(args[0])
-    for slab in args[0].slabs:
-        func(slab, *args[1:], **kwargs)
-
-
-@handles("Metadata and autograd", "Tensor.backward", rehearse=False, merged=True)
+@handles("Metadata and autograd", "Tensor.backward", rehearse=False, merged=True, rounded=True)
 def backward(
     func: Callable, input: Any, gradient: Any = None, retain_graph: bool | None = None, inputs: Any = None
 ) -> None:
@@ -123,7 +82,7 @@ def backward(
     backward_of_several(func, input, gradient, retain_graph, inputs=inputs)
 
 
-@handles("Metadata and autograd", "autograd.backward", rehearse=False, merged=True)
+@handles("Metadata and autograd", "autograd.backward", rehearse=False, merged=True, rounded=True)
 def backward_of_several(
     func: Callable, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, inputs: Any = None
 ) -> None:
@@ -135,32 +94,27 @@ def backward_of_several(
         torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
 
 
-@handles("Metadata and autograd", "autograd.grad", rehearse=False, merged=True)
-def differentiate(
-    func: Callable,
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    allow_unused: bool | None = None,
-    materialize_grads: bool = False,
-) -> tuple[Tensor | None, ...]:
+GRADIENTS = "outputs inputs grad_outputs retain_graph allow_unused materialize_grads"
+
+
+@handles("Metadata and autograd", "autograd.grad", rehearse=False, merged=True, rounded=True, treats=GRADIENTS)
+def differentiate(func: Callable, given: Any) -> tuple[Tensor | None, ...]:
     """Return gradients with respect to volumes and ordinary tensors."""
-    roots, leaves = _sequence(outputs), _sequence(inputs)
-    given = _gradients(roots, grad_outputs)
+    roots, leaves = _sequence(given.outputs), _sequence(given.inputs)
+    gradients_given, retain = _gradients(roots, given.grad_outputs), given.retain_graph
     with with_overrides():
-        found = torch.autograd.grad(_flat(roots), _flat_leaves(leaves), given, retain_graph, allow_unused=True)
+        found = torch.autograd.grad(_flat(roots), _flat_leaves(leaves), gradients_given, retain, allow_unused=True)
     results: list[Tensor | None] = []
     for leaf in leaves:
         parts = _flat([leaf])
         gradients, found = found[: len(parts)], found[len(parts) :]
         unused = all(gradient is None for gradient in gradients)
-        if unused and not allow_unused and not materialize_grads:
+        if unused and not given.allow_unused and not given.materialize_grads:
             raise RuntimeError(  # as torch does
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
                 "if this is the desired behavior."
             )
-        if unused and not materialize_grads:
+        if unused and not given.materialize_grads:
             results.append(None)
             continue
         filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parts, gradients, strict=True)]
@@ -219,8 +173,7 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
         if not isinstance(root, ShardedVolume):
             found.append(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient)
             continue
-        if gradient is None:
-            refuse("it needs the gradient of each voxel, or a loss that is one number")
+        refuse_if(gradient is None, "it needs the gradient of each voxel, or a loss that is one number")
         if gradient.shape != root.shape:
             raise RuntimeError(f"a gradient of shape {tuple(gradient.shape)} for a volume of {tuple(root.shape)}")
         if not isinstance(gradient, ShardedVolume) or gradient.dims != root.dims:
@@ -229,7 +182,7 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
     return found
 
 
-@handles("Metadata and autograd", "Tensor.register_hook", rehearse=False, merged=True)
+@handles("Metadata and autograd", "Tensor.register_hook", rehearse=False, merged=True, rounded=True)
 def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any:
     """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
     if not input.requires_grad:
@@ -291,16 +244,10 @@ class _Hooked(torch.autograd.Function):
         return None, None, *_hooked(ctx.joined, list(ctx.hooks.values()), gradients)
 
 
-@handles(
-    "Metadata and autograd",
-    "Tensor.new_zeros",
-    "Tensor.new_ones",
-    "Tensor.new_empty",
-    "Tensor.new_full",
-    "Tensor.new_tensor",
-    rehearse=False,
-    merged=True,
-)
+FILLS = ("zeros", "ones", "empty", "full", "tensor")
+
+
+@handles("Metadata and autograd", *(f"Tensor.new_{kind}" for kind in FILLS), rehearse=False, merged=True)
 def new_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Make an ordinary tensor with the volume's dtype and home device."""
     volume, *rest = args
@@ -314,34 +261,13 @@ def formatted(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
     return repr(args[0])
 
 
-@handles(
-    "Metadata and autograd",
-    "Tensor.numpy",
-    "Tensor.__array__",
-    "Tensor.tolist",
-    "Tensor.item",
-    "Tensor.__bool__",
-    "Tensor.__float__",
-    "Tensor.__int__",
-    "Tensor.__index__",
-    "Tensor.__complex__",
-    "Tensor.__reduce_ex__",
-    "Tensor.untyped_storage",
-    "Tensor.storage",
-    "Tensor.data_ptr",
-    "Tensor.__dlpack__",
-    "Tensor.__dlpack_device__",
-    "Tensor.__contains__",
-    "Tensor.share_memory_",
-    "Tensor.is_shared",
-    "Tensor.pin_memory",
-    "Tensor.is_pinned",
-    "Tensor.stride",
-    "Tensor.storage_offset",
-    "Tensor.__deepcopy__",
-    rehearse=False,
-    merged=True,
-)
+AS_VALUES = ("array", "bool", "float", "int", "index", "complex", "reduce_ex", "dlpack", "dlpack_device", "contains")
+READ = ("numpy", "tolist", "item", "untyped_storage", "storage", "data_ptr", "__deepcopy__")
+STORED = ("share_memory_", "is_shared", "pin_memory", "is_pinned", "stride", "storage_offset")
+
+
+@handles("Metadata and autograd", *(f"Tensor.__{kind}__" for kind in AS_VALUES), rehearse=False, merged=True)
+@handles("Metadata and autograd", *(f"Tensor.{name}" for name in (*READ, *STORED)), rehearse=False, merged=True)
 def values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Refuse to read or save values of which each shard has some."""
     volume = next(value for value in args if isinstance(value, ShardedVolume))

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.spatial.lazy.scores import soften, waits
-from volseg.parallel.spatial.operators.operands import each_slab, elementwise, rewrap, run_local
+from volseg.parallel.spatial.operators.operands import each_slab, elementwise, rewrap, run_local, wrap_reduced
 from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.operators.reductions import HALF, extremes, norm, over_dims
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["along_dim", "extremum"]
+__all__ = ["along_dim"]
 
 ALONG_ONE = [
     "softmax",
@@ -63,7 +63,7 @@ def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _softmax(func.__name__, volume, dim % volume.ndim, named.get("dtype"))
     rest = args[1:] if args else ()
     settings = {name: value for name, value in kwargs.items() if value is not volume}
-    return _per_slab(volume, [dim], [func(slab, *rest, **settings) for slab in volume.slabs])
+    return _per_slab(volume, dim, [func(slab, *rest, **settings) for slab in volume.slabs])
 
 
 @handles("Reductions", "max", "min", merged=True)
@@ -95,16 +95,14 @@ def _softmax(name: str, volume: ShardedVolume, dim: int, dtype: torch.dtype | No
         result = elementwise(torch.sub, scores, elementwise(torch.log, total))
     else:
         result = elementwise(torch.div, elementwise(torch.exp, scores), total)
-    return wrap(result, [slab.to(dtype) for slab in result.slabs])
+    return elementwise(Tensor.to, result, dtype)
 
 
-def _per_slab(volume: ShardedVolume, dims: Sequence[int], results: list[Any]) -> Any:
-    """Wrap what each slab gave, of the volume's dims or without ``dims``."""
-    first = results[0] if isinstance(results[0], Tensor) else results[0][0]
-    if first.ndim == volume.ndim:
-        return _wrap_all(volume, results, list(volume.dims))
-    gone = [dim % volume.ndim for dim in dims]
-    return _wrap_all(volume, results, [cut - sum(dim < cut for dim in gone) for cut in volume.dims])
+def _per_slab(volume: ShardedVolume, dim: int, results: Sequence[Any]) -> Any:
+    """Wrap what each slab gave, tensors or tuples of them: of the volume's dims or without ``dim``."""
+    if isinstance(results[0], Tensor):
+        return wrap_reduced(volume, results, [dim % volume.ndim], keepdim=results[0].ndim == volume.ndim)
+    return type(results[0])([_per_slab(volume, dim, column) for column in zip(*results, strict=True)])
 
 
 @handles("Along channels", "quantile", "nanquantile", merged=True)
@@ -122,16 +120,9 @@ def quantile(
 @handles("Along channels", "F.normalize", merged=True)
 def normalize(func: Callable, input: Any, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12) -> Any:
     """Divide by the norm along dims, cut ones too."""
-    if not isinstance(input, ShardedVolume):
-        refuse("its input is not sharded")
+    refuse_if(not isinstance(input, ShardedVolume), "its input is not sharded")
     length = norm(torch.linalg.vector_norm, input, p, dim, keepdim=True)
     return elementwise(torch.div, input, elementwise(torch.clamp_min, length, eps))
-
-
-def _wrap_all(volume: ShardedVolume, results: list[Any], dims: list[int]) -> Any:
-    if isinstance(results[0], Tensor):
-        return wrap(volume, results, dims)
-    return type(results[0])([wrap(volume, list(column), dims) for column in zip(*results, strict=True)])
 
 
 @handles("Along channels", "gather", "take_along_dim", merged=True)

@@ -15,65 +15,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.torch_internals import with_overrides
+from volseg.parallel.spatial.signatures import fill
 from volseg.parallel.spatial.table import composes, handles, refuse
 
-__all__ = ["as_written", "broadcast_tensors", "multi_head_attention", "pixel_shuffle", "pixel_unshuffle"]
+__all__ = ["as_written"]
 
 
 @composes("Products", "F.multi_head_attention_forward")
-def multi_head_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Attend with several heads; sequences are ``(L, N, E)``."""
-    if any(extra is not None for extra in (bias_k, bias_v, static_k, static_v)) or add_zero_attn:
+    given = fill(F.multi_head_attention_forward, args, kwargs)
+    query, num_heads = given.query, given.num_heads
+    extras = given.bias_k, given.bias_v, given.static_k, given.static_v
+    if any(extra is not None for extra in extras) or given.add_zero_attn:
         refuse("keys and values that are added to the sequence are not supported")
-    if (dropout_p and training) or is_causal or query.ndim != 3:
+    if (given.dropout_p and given.training) or given.is_causal or query.ndim != 3:
         refuse("dropout of attention weights, is_causal and sequences without a batch are not supported")
-    if query.shape[-1] != embed_dim_to_check:  # torch's rule
-        raise AssertionError(f"was expecting embedding dimension of {embed_dim_to_check}, but got {query.shape[-1]}")
-    weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
-    if not use_separate_proj_weight:
-        assert in_proj_weight is not None
-        weights = in_proj_weight.chunk(3)
-    biases: Any = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
+    wanted = given.embed_dim_to_check
+    if query.shape[-1] != wanted:  # torch's rule
+        raise AssertionError(f"was expecting embedding dimension of {wanted}, but got {query.shape[-1]}")
+    weights: Any = (given.q_proj_weight, given.k_proj_weight, given.v_proj_weight)
+    if not given.use_separate_proj_weight:
+        assert given.in_proj_weight is not None
+        weights = given.in_proj_weight.chunk(3)
+    biases: Any = (None, None, None) if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
     queries, keys, values = (
         F.linear(tokens, weight, bias).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
-        for tokens, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        for tokens, weight, bias in zip((query, given.key, given.value), weights, biases, strict=True)
     )
-    mask = _mask(attn_mask, key_padding_mask, query.shape[1], num_heads, query.dtype)
+    mask = _mask(given.attn_mask, given.key_padding_mask, query.shape[1], num_heads, query.dtype)
     scores: Tensor | None = None
-    if need_weights:
+    if given.need_weights:
         scores = (queries / sqrt(queries.shape[-1])) @ keys.transpose(-2, -1)
         scores = (scores if mask is None else scores + mask).softmax(-1)
         found = scores @ values
-        scores = scores.mean(1) if average_attn_weights else scores
+        scores = scores.mean(1) if given.average_attn_weights else scores
     else:
         found = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-    return F.linear(found.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias), scores
+    return F.linear(found.permute(2, 0, 1, 3).flatten(2), given.out_proj_weight, given.out_proj_bias), scores
 
 
 def _mask(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:

@@ -15,7 +15,7 @@ from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["contiguous", "convert", "convert_dtype", "filled_like", "moved", "scatter"]
+__all__ = ["contiguous"]
 
 DTYPES = ["bfloat16", "bool", "byte", "char", "double", "float", "half", "int", "long", "short", "cfloat", "cdouble"]
 

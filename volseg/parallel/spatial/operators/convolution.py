@@ -8,21 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.convolution import choice, depthwise, rules
 from volseg.device.convolution.depth_chunks import LIMIT
 from volseg.device.convolution.settings import Settings
+from volseg.device.first_order import first_order
 from volseg.device.layout import DIM
+from volseg.parallel.spatial.context import Context, find_autocast
 from volseg.parallel.spatial.contract import rehearsed
-from volseg.parallel.spatial.convolution.plan import (
-    ConvolutionPlan,
-    count_tiles,
-    plan_convolution,
-    plan_transposed,
-)
+from volseg.parallel.spatial.convolution.plan import ConvolutionPlan, count_tiles, plan_convolution, plan_transposed
 from volseg.parallel.spatial.convolution.slab import convolve
-from volseg.parallel.spatial.convolution.transposed import convolve_transposed
-from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, with_gradient
+from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, sum_vanishing, vanishes, with_gradient
 from volseg.parallel.spatial.lazy.transposed import TransposedSettings, convolve_later
-from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
+from volseg.parallel.spatial.operators.operands import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -32,40 +29,34 @@ from volseg.parallel.spatial.operators.planes import (
 )
 from volseg.parallel.spatial.plan.shards import can_split, spans
 from volseg.parallel.spatial.plan.windows import TransposedConvolution
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["convolution", "transposed_convolution"]
+__all__ = ["convolution"]
 
 
-@handles("Convolution", "torch.conv1d", "torch.conv2d", "torch.conv3d", rehearse=False)
-def convolution(
-    func: Callable,
-    input: Any,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Any:
+TREATED = "input weight bias stride padding dilation groups"
+
+
+@handles("Convolution", *(f"torch.conv{n}d" for n in (1, 2, 3)), rehearse=False, rounded=True, treats=TREATED)
+def convolution(func: Callable, given: Any) -> Any:
     """Convolve each slab, extended by its halo, without padding along the cut."""
-    volume = input
+    volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
+    stride, padding, dilation = given.stride, given.padding, given.dilation
     count = weight.ndim - 2
-    if not spatial_only(volume, count):
-        refuse("the input must be cut along a spatial dim, and the weight not at all")
+    refuse_if(not spatial_only(volume, count), "the input must be cut along a spatial dim, and the weight not at all")
 
     def rehearse() -> None:
         rehearsed(func, (volume, weight, bias, stride, padding, dilation, groups), {}, volume)
 
-    chosen = _direct(volume, weight.shape, stride, padding, dilation, groups, rehearse)
+    chosen = _direct(given, rehearse)
     if chosen is not None:
         return convolve(volume, weight, bias, chosen)
     rehearse()
     kernel = weight.shape[2:]
     stride, dilation = per_dim(stride, count), per_dim(dilation, count)
     before, after = _padding(padding, kernel, dilation)
-    plans = convolution_plans(volume, kernel, stride, before, dilation, after=after)
+    plans = convolution_plans(volume, (kernel, stride, before, dilation), after)
     cut = [dim - (volume.ndim - count) for dim in volume.dims]
     inside = outside_cut(volume, before)
     if any(before[i] != after[i] for i in range(count) if i not in cut):
@@ -82,25 +73,16 @@ def convolution(
     return sharded_windows(volume, plans, local, whole, reads_only=True)
 
 
-@handles("Convolution", "torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d")
-def transposed_convolution(
-    func: Callable,
-    input: Any,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Any:
+@handles(
+    "Convolution", *(f"torch.conv_transpose{n}d" for n in (1, 2, 3)), rounded=True, treats=f"{TREATED} output_padding"
+)
+def transposed_convolution(func: Callable, given: Any) -> Any:
     """Run a transposed convolution on the planes that reach a slab's outputs."""
-    volume = input
+    volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
     count = weight.ndim - 2
-    if not spatial_only(volume, count):
-        refuse("the input must be cut along a spatial dim, and the weight not at all")
-    stride, dilation = per_dim(stride, count), per_dim(dilation, count)
-    padding, extra = per_dim(padding, count), per_dim(output_padding, count)
+    refuse_if(not spatial_only(volume, count), "the input must be cut along a spatial dim, and the weight not at all")
+    stride, dilation = per_dim(given.stride, count), per_dim(given.dilation, count)
+    padding, extra = per_dim(given.padding, count), per_dim(given.output_padding, count)
     first = volume.ndim - count
     windows = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
@@ -153,20 +135,13 @@ def transposed_convolution(
     return add_bias_later(with_gradient(result, biases), biases)
 
 
-def _direct(
-    volume: ShardedVolume,
-    weight: torch.Size,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-    rehearse: Callable[[], None],
-) -> ConvolutionPlan | None:
+def _direct(given: Any, rehearse: Callable[[], None]) -> ConvolutionPlan | None:
     """Return how to convolve without the general exchange, if possible; planned once for each size and layer."""
+    volume, weight, padding, groups = given.input, given.weight.shape, given.padding, given.groups
     if (isinstance(padding, str) and padding != "valid") or len(volume.dims) != 1:
         return None
     context, count = volume.context, len(weight) - 2
-    stride, dilation = tuple(per_dim(stride, count)), tuple(per_dim(dilation, count))
+    stride, dilation = tuple(per_dim(given.stride, count)), tuple(per_dim(given.dilation, count))
     padding = (0,) * count if padding == "valid" else tuple(per_dim(padding, count))
 
     def make() -> ConvolutionPlan | None:
@@ -174,7 +149,7 @@ def _direct(
         whole = Settings(stride, padding, dilation, False, (0,) * count, groups)
         along = replace(whole, padding=tuple(outside_cut(volume, padding)))
         kernel, i = weight[2:], volume.dims[0] - (volume.ndim - count)
-        (plan,) = convolution_plans(volume, kernel, stride, padding, dilation)
+        (plan,) = convolution_plans(volume, (kernel, stride, padding, dilation))
         if not can_split(plan.outputs, context.communicator.num_shards):
             return None
         return plan_convolution(volume, plan.window, plan.outputs, whole, along, (kernel[i] - 1) * dilation[i] + 1)
@@ -223,10 +198,8 @@ def _convolve_later(
     tiles = count_tiles(elements, planes // num_shards)
     if tiles < 2 or spans(planes * stride[0], num_shards) != own:
         return None
-    kind, dtype = volume.device.type, volume.dtype
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-    if dtype != volume.dtype:
+    dtype = volume.dtype
+    if dtype != torch.float64 and find_autocast(volume) not in (None, dtype):
         return None  # autograd converts it
     biases = [] if biases[0] is None else biases
     settings = Settings(tuple(stride), (0,) * 3, (1,) * 3, True, (0,) * 3, groups)
@@ -234,3 +207,40 @@ def _convolve_later(
     how = TransposedSettings(settings, channels, tiles, layout)
     weights, biases = ([context.cast(copy, dtype) for copy in copies] for copies in (weights, biases))
     return convolve_later(volume, weights, biases, how)
+
+
+def convolve_transposed(
+    context: Context, slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
+) -> Tensor | None:
+    """Return the transposed convolution of a slab with channels last, or None where torch is to compute it."""
+    if not (context.channels_last and depthwise.fits(weight.shape, settings)):
+        return None
+    dtype = find_autocast(slab)
+    if dtype is not None and slab.dtype != torch.float64:
+        slab, weight = slab.to(dtype), context.cast(weight, dtype)
+        bias = None if bias is None else context.cast(bias, dtype)
+    if not rules.is_depthwise(slab, weight, settings):
+        return None
+    result: Tensor = _OwnTransposed.apply(slab, weight, bias, settings)
+    return result
+
+
+class _OwnTransposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
+        ctx.settings, ctx.bias_sizes = settings, None if bias is None else list(bias.shape)
+        ctx.save_for_backward(slab, weight)
+        return choice.convolve(slab, weight, bias, settings, channels_last=True)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        slab, weight = ctx.saved_tensors
+        *needed, needs_bias = ctx.needs_input_grad[:3]
+        no_bias = needs_bias and vanishes(gradient)
+        laid = choice.lay_out_gradient(gradient, weight, ctx.settings, channels_last=True)
+        asked = *needed, needs_bias and not no_bias
+        of_input, of_weight, of_bias = choice.differentiate(
+            laid, slab, weight, ctx.bias_sizes, ctx.settings, channels_last=True, needed=asked
+        )
+        return of_input, of_weight, sum_vanishing(gradient) if no_bias else of_bias, None

@@ -10,22 +10,23 @@ from torch import Tensor
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
 from volseg.parallel.spatial.dispatch import in_planes
-from volseg.parallel.spatial.lazy.repeated import repeat_later
+from volseg.parallel.spatial.lazy.recipes import repeat_later
 from volseg.parallel.spatial.lazy.scores import reshape_scores, waits
-from volseg.parallel.spatial.operators.operands import cut_like
-from volseg.parallel.spatial.plan.shards import Merged, can_split, spans
+from volseg.parallel.spatial.operators.operands import cut_like, wrap_reduced
+from volseg.parallel.spatial.plan.shards import Fetch, Merged, can_split, spans
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["insert_dim", "say_gathered"]
+__all__ = ["permute", "say_gathered"]
 
 
 @handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", rehearse=False, merged=True)
+@handles("Dims", "unsqueeze", "t", merged=True)
 def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Move dims; the cut moves along."""
-    volume, *rest = args if args else (kwargs["input"],)
-    named = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
+    """Move dims, or insert one of extent one; the cut moves along."""
+    volume, *rest = args if args else (next(v for v in kwargs.values() if isinstance(v, ShardedVolume)),)
+    named = {key: value for key, value in kwargs.items() if value is not volume}
     # A tiny tensor whose sizes are the dims' numbers tells where each dim went.
     tracer = torch.empty([dim + 2 for dim in range(volume.ndim)], device="meta")
     order = [size - 2 for size in func(tracer, *rest, **named).shape]
@@ -33,30 +34,16 @@ def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return wrap(volume, slabs, [order.index(dim) for dim in volume.dims])
 
 
-@handles("Dims", "unsqueeze", merged=True)
-def unsqueeze(func: Callable, input: Any, dim: int) -> Any:
-    """Insert a dim of extent one."""
-    return insert_dim(input, dim)
-
-
-def insert_dim(volume: ShardedVolume, dim: int) -> ShardedVolume:
-    """Return the volume with a dim of extent one; the cut dims behind it move up."""
-    dim %= volume.ndim + 1
-    slabs = [slab.unsqueeze(dim) for slab in volume.slabs]
-    return wrap(volume, slabs, [cut + (dim <= cut) for cut in volume.dims])
-
-
 @handles("Dims", "squeeze", merged=True)
 def squeeze(func: Callable, input: Any, dim: int | Sequence[int] | None = None) -> Any:
     """Remove dims of extent one; a cut dim never is one, though a slab may be one plane thick."""
     dims = range(input.ndim) if dim is None else ([dim] if isinstance(dim, int) else dim)
     gone = {d % input.ndim for d in dims if input.shape[d] == 1}
-    if gone & set(input.dims):
-        refuse("a volume on one shard keeps the dim that it would be cut along")
+    refuse_if(gone & set(input.dims), "a volume on one shard keeps the dim that it would be cut along")
     slabs = list(input.slabs)
     for d in sorted(gone, reverse=True):
         slabs = [slab.squeeze(d) for slab in slabs]
-    return wrap(input, slabs, [cut - sum(d < cut for d in gone) for cut in input.dims])
+    return wrap_reduced(input, slabs, gone)
 
 
 @handles("Dims", "Tensor.expand", "Tensor.expand_as", "broadcast_to", merged=True)
@@ -82,8 +69,7 @@ def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequen
     counts = [repeats] if isinstance(repeats, int) else list(repeats or dims)
     counts = [1] * (input.ndim - len(counts)) + counts
     cut = [dim + len(counts) - input.ndim for dim in input.dims]
-    if any(counts[dim] != 1 for dim in cut):
-        refuse("a cut dim cannot be repeated")
+    refuse_if(any(counts[dim] != 1 for dim in cut), "a cut dim cannot be repeated")
     if input.ndim == 5 and counts[1] > 1 and list(counts) == [1, counts[1], 1, 1, 1]:
         tiles = count_slab_tiles(input, counts[1] * input.shape[1], input.dtype.itemsize)
         later = repeat_later(input, counts[1], tiles)
@@ -99,8 +85,7 @@ def repeat_interleave(
     """Repeat each entry along a dim that is not cut."""
     if not isinstance(input, ShardedVolume) or dim is None or dim % input.ndim in input.dims:
         refuse("it needs a dim that is not cut")
-    if isinstance(repeats, Tensor):
-        refuse("it needs one count for all entries")
+    refuse_if(isinstance(repeats, Tensor), "it needs one count for all entries")
     return wrap(input, [func(slab, repeats, dim) for slab in input.slabs])
 
 
@@ -121,8 +106,7 @@ def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     volume = named["input"]
     if not isinstance(volume, ShardedVolume):
         refuse("an ordinary tensor takes the shape of a sharded one: pass its shape")
-    if "dtype" in named:
-        refuse("reinterpreting voxels as another dtype is not supported")
+    refuse_if("dtype" in named, "reinterpreting voxels as another dtype is not supported")
     target = _target_shape(func, volume, args, kwargs)
     later = (
         reshape_scores(volume, target, lambda outline: _reshaped(outline, target, moves=False))
@@ -211,7 +195,7 @@ def _merged_or_split(
             return volume.full_tensor().reshape(target)
         if cut == 1:
             context.groups[volume.dims, planes] = group
-        slabs = context.communicator.fetch(volume.slabs, 0, cut, planes, spans(planes, shards, group))
+        slabs = context.communicator.fetch(volume.slabs, Fetch(0, cut, planes, spans(planes, shards, group)))
         shape = (*volume.shape[:cut], extent, group, *volume.shape[cut + 1 :])
         slabs = [slab.unflatten(cut, (slab.shape[cut] // group, group)) for slab in slabs]
         volume, layout = ShardedVolume(slabs, (cut,), shape, context), Merged(outer, 1)
@@ -260,12 +244,6 @@ def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
     return None
 
 
-@handles("Dims", "t", merged=True)
-def matrix_transposed(func: Callable, input: Any) -> Any:
-    """Transpose a matrix."""
-    return permute(torch.transpose, (input, 0, -1), {})
-
-
 @handles("Dims", "atleast_1d", "atleast_2d", "atleast_3d", merged=True)
 def at_least(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the volume, where it has so many dims."""
@@ -281,8 +259,7 @@ def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> 
     dim = dimension % input.ndim
     if dim not in input.dims:
         return wrap(input, [slab.unfold(dim, size, step) for slab in input.slabs])
-    if size != step or input.shape[dim] % size:
-        refuse("windows that overlap, or leave planes over, along the cut")
+    refuse_if(size != step or input.shape[dim] % size, "windows that overlap, or leave planes over, along the cut")
     parts = reshaped(input, (*input.shape[:dim], input.shape[dim] // size, size, *input.shape[dim + 1 :]))
     if not isinstance(parts, ShardedVolume):
         return parts.movedim(dim + 1, -1)
@@ -293,8 +270,7 @@ def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> 
 def transposed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Transpose the last two dims; ``T`` is for matrices."""
     volume = args[0]
-    if volume.ndim < 2:
-        refuse("it transposes matrices, and this is a vector: leave it out")
+    refuse_if(volume.ndim < 2, "it transposes matrices, and this is a vector: leave it out")
     if func == Tensor.T.__get__ and volume.ndim > 2:  # type: ignore[attr-defined]
         refuse("it reverses all dims of what is no matrix: use permute")
     return permute(torch.transpose, (volume, -2, -1), {})

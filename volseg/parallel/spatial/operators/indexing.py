@@ -14,14 +14,13 @@ from torch import Tensor
 from volseg.parallel.spatial.dispatch import Copied
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.dims import say_gathered
-from volseg.parallel.spatial.operators.joins import cat
 from volseg.parallel.spatial.operators.operands import aligned, each_slab, elementwise, rewrap, run_local
-from volseg.parallel.spatial.operators.slices import assign, expanded, is_basic, sliced, take_planes
+from volseg.parallel.spatial.operators.slices import assign_across, cat, expanded, is_basic, sliced, take_planes
 from volseg.parallel.spatial.plan.shards import can_split
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 
-__all__ = ["getitem", "setitem"]
+__all__ = ["getitem"]
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
@@ -46,8 +45,6 @@ def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     index = _as_tuple(index)
     if not isinstance(volume, ShardedVolume):
         return Copied(_looked_up(volume, index))
-    if all(is_basic(entry) for entry in index):
-        return sliced(volume, expanded(index, volume.ndim))
     entries = expanded(_tensors(index, volume), volume.ndim)
     if not any(isinstance(entry, Tensor) for entry in entries):
         return sliced(volume, entries)
@@ -150,26 +147,21 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         run_gathered(func, args, kwargs)
         return
     index = _as_tuple(index)
-    if any(entry is None for entry in index):
-        refuse("None is not supported as an index of an assignment")
+    refuse_if(any(entry is None for entry in index), "None is not supported as an index of an assignment")
     volume.context.change(volume)
-    if all(is_basic(entry) for entry in index):
-        assign(volume, expanded(index, volume.ndim), value)
-        return
-    index = _tensors(index, volume)
-    entries = expanded(index, volume.ndim)
-    if not any(isinstance(entry, Tensor) for entry in entries):
-        assign(volume, entries, value)
-    elif _is_masked(volume, entries, value):
+    entries = expanded(_tensors(index, volume), volume.ndim)
+    if _is_masked(volume, entries, value):
         _assign_masked(volume, entries[0], value)
     elif _is_local(volume, entries):
-        _assign_picked(volume, entries, value)
+        _assign_within(volume, entries, value)
+    elif not any(isinstance(entry, Tensor) for entry in entries):
+        assign_across(volume, entries, value)
     else:
         say_gathered(volume, "assigns to voxels of")
         whole = volume.full_tensor().clone()
         # The volume may be the only one: everything on its home device then.
         home = whole.device
-        local = tuple(_whole(i).to(home) if isinstance(i, Tensor) else i for i in index)
+        local = tuple(_whole(i).to(home) if isinstance(i, Tensor) else i for i in entries)
         whole[local] = _whole(value) if isinstance(value, Tensor) else value
         cut = from_whole(whole, volume.dims, volume.context, volume.merged)
         for slab, changed in zip(volume.slabs, cut.slabs, strict=True):
@@ -206,13 +198,15 @@ def _is_local(volume: ShardedVolume, entries: Sequence[Any]) -> bool:
     return set(volume.dims) <= set(free)
 
 
-def _assign_picked(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> None:
+def _assign_within(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> None:
+    """Assign on each slab."""
     context = volume.context
     if isinstance(value, Tensor):
         with torch.no_grad():  # where in the assigned part the cut dim lies
             bare = wrap(volume, [slab.detach() for slab in volume.slabs])
             part = sliced(bare, [slice(None) if isinstance(entry, Tensor) else entry for entry in entries])
-            like = _picked(part, _picks(entries))
+            picks = _picks(entries)
+            like = _picked(part, picks) if picks else part
         assert isinstance(like, ShardedVolume)
         values = aligned(value, like)
     else:
@@ -235,13 +229,7 @@ def index_select(func: Callable, input: Any, dim: int, index: Tensor) -> Any:
 )
 @handles("Slices and joins", "Tensor.index_add_", merged=True)
 def index_changed(
-    func: Callable,
-    input: Any,
-    dim: int,
-    index: Tensor,
-    value: Any = None,
-    source: Any = None,
-    alpha: float = 1,
+    func: Callable, input: Any, dim: int, index: Tensor, value: Any = None, source: Any = None, alpha: float = 1
 ) -> Any:
     """Fill, copy to or add to entries along a dim that is not cut."""
     if not isinstance(input, ShardedVolume) or isinstance(index, ShardedVolume) or dim % input.ndim in input.dims:
@@ -249,8 +237,7 @@ def index_changed(
     given = value if source is None else source
     if isinstance(given, Tensor) and given.ndim:
         given = given if isinstance(given, ShardedVolume) else _alike(given, input)
-        if given.dims != input.dims:
-            refuse("both volumes must be cut alike")
+        refuse_if(given.dims != input.dims, "both volumes must be cut alike")
     written = func.__name__.endswith("_")
     if written:
         input.context.change(input)
@@ -260,8 +247,7 @@ def index_changed(
 
 
 def _alike(source: Tensor, like: ShardedVolume) -> ShardedVolume:
-    if source.ndim != like.ndim:
-        refuse("the source must have the input's dims")
+    refuse_if(source.ndim != like.ndim, "the source must have the input's dims")
     return from_whole(source, like.dims, like.context, like.merged)
 
 

@@ -1,4 +1,7 @@
-"""Losses of torch on sharded volumes: voxels on each shard, the mean over all of them."""
+"""Losses of torch on sharded volumes: voxels on each shard, the mean over all of them.
+
+Distances and similarities of vectors, one per voxel or over the cut, and the losses made of them, are here too.
+"""
 
 import sys
 from collections.abc import Callable
@@ -10,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.parallel.spatial.gathered import volumes
-from volseg.parallel.spatial.operators.operands import cut_like, elementwise
-from volseg.parallel.spatial.operators.reductions import over_dims
+from volseg.parallel.spatial.operators.operands import cut_alike, cut_like, elementwise
+from volseg.parallel.spatial.operators.reductions import norm, over_dims
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["class_loss", "legacy_reduction", "one_hot", "reduced", "voxel_loss", "weighted_loss"]
+__all__ = ["cosine_similarity", "distance", "one_hot", "pairwise_distance", "triplet_margin_loss"]
 
 VOXELWISE = [
     "binary_cross_entropy",
@@ -62,18 +65,11 @@ def _settings(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[dict
     return named, legacy_reduction(*old, named.pop("reduction", "mean"))
 
 
-@handles("Losses", *(f"F.{name}" for name in VOXELWISE), merged=True)
+@handles("Losses", *(f"F.{name}" for name in (*VOXELWISE, *WEIGHTED)), merged=True)
 def voxel_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Compute the loss of each voxel, then reduce."""
+    """Compute the loss of each voxel, then reduce; a weighted mean is one over the weights, except for Huber's."""
     named, reduction = _settings(func, args, kwargs)
-    return reduced(elementwise(func, **named, reduction="none"), reduction)
-
-
-@handles("Losses", *(f"F.{name}" for name in WEIGHTED), merged=True)
-def weighted_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Compute the loss of each voxel, then reduce; the mean is one over the weights, except for Huber's."""
-    named, reduction = _settings(func, args, kwargs)
-    weight = named.pop("weight", None)
+    weight = named.pop("weight", None) if func.__name__ in WEIGHTED else None
     if func is F.l1_loss and weight is None:
         weight = _weight_that_torch_drops()
     if weight is None:
@@ -109,15 +105,9 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     ignore = named.get("ignore_index", -100)
     if not isinstance(logits, ShardedVolume):
         logits = cut_like(logits, volumes((args, kwargs))[0])
-    if 1 in logits.dims or 0 in logits.dims:
-        refuse("batch and classes must not be cut")
+    refuse_if(1 in logits.dims or 0 in logits.dims, "batch and classes must not be cut")
     probabilities = target.ndim == logits.ndim
-    if isinstance(target, ShardedVolume):
-        same = [dim - logits.ndim for dim in logits.dims] == [dim - target.ndim for dim in target.dims]
-        alike = same and target.sizes == logits.sizes
-        target = relaid(target, logits.merged) if alike else target.full_tensor()
-    if not isinstance(target, ShardedVolume):
-        target = cut_like(target, logits)
+    target = cut_alike(target, logits)
     smoothing = {} if func is F.nll_loss else {"label_smoothing": named.get("label_smoothing", 0.0)}
     weights = [None] * len(logits.slabs) if weight is None else logits.context.spread(weight)
     slabs = [
@@ -153,3 +143,57 @@ def _counted(target: Tensor, weight: Tensor | None, ignore: int, loss: Tensor) -
     if weight is None:
         return kept.to(loss.dtype)
     return weight[target.where(kept, 0)].to(loss.dtype) * kept
+
+
+@handles("Losses", "F.cosine_similarity", merged=True)
+def cosine_similarity(func: Callable, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """Sum the products of two normalised volumes along a dim; in the order of torch's own steps."""
+    if x1.ndim != x2.ndim or x1.shape[dim] != x2.shape[dim]:
+        refuse("both must have the same extent along dim: torch broadcasts them before it takes their lengths")
+    products = elementwise(torch.mul, _normalised(x1, dim, eps), _normalised(x2, dim, eps))
+    return over_dims("sum", products, [dim % products.ndim])
+
+
+def _normalised(operand: Any, dim: int, eps: float) -> Any:
+    length = _length(operand, 2.0, dim, keepdim=True)
+    with torch.no_grad():  # as torch does: the gradient is that of the length, clamped or not
+        below = elementwise(torch.sub, elementwise(torch.clamp_min, length, eps), length)
+    return elementwise(torch.div, operand, elementwise(torch.add, length, below))
+
+
+@handles("Losses", "F.pairwise_distance", merged=True)
+def pairwise_distance(
+    func: Callable, x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Any:
+    """Return the length of the difference along the last dim."""
+    difference = elementwise(torch.add, elementwise(torch.sub, x1, x2), eps)
+    return _length(difference, p, -1, keepdim)
+
+
+@handles("Reductions", "dist", merged=True)
+def distance(func: Callable, input: Any, other: Any, p: float = 2.0) -> Any:
+    """Return the length of the difference."""
+    difference = elementwise(torch.sub, input, other)
+    return _length(difference, p, list(range(difference.ndim)), keepdim=False)
+
+
+TRIPLET = "anchor positive negative margin p eps swap reduction size_average reduce"
+
+
+@handles("Losses", "F.triplet_margin_loss", merged=True, treats=TRIPLET)
+def triplet_margin_loss(func: Callable, given: Any) -> Any:
+    """Compare the distances of vectors in the last dim."""
+    order = given.p, given.eps
+    near = pairwise_distance(func, given.anchor, given.positive, *order)
+    far = pairwise_distance(func, given.anchor, given.negative, *order)
+    if given.swap:
+        far = elementwise(torch.minimum, far, pairwise_distance(func, given.positive, given.negative, *order))
+    losses = elementwise(torch.clamp_min, elementwise(torch.sub, elementwise(torch.add, near, given.margin), far), 0)
+    return reduced(losses, legacy_reduction(given.size_average, given.reduce, given.reduction))
+
+
+def _length(operand: Any, p: float, dim: Any, keepdim: bool) -> Any:
+    if isinstance(operand, ShardedVolume):
+        return norm(torch.linalg.vector_norm, operand, p, dim, keepdim)
+    length: Tensor = torch.linalg.vector_norm(operand, p, dim, keepdim)
+    return length

@@ -18,108 +18,65 @@ from volseg.device.norm.grouping import Grouping
 from volseg.device.norm.running import Running, check_sizes
 from volseg.parallel.spatial.lazy.bias import take_without_bias
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
-from volseg.parallel.spatial.lazy.statistics import NormStatistics, Pooled, compute_statistics, take_statistics
-from volseg.parallel.spatial.operators.arguments import spatial_only
-from volseg.parallel.spatial.operators.operands import each_slab, elementwise
+from volseg.parallel.spatial.lazy.statistics import Affine, NormStatistics, Pooled, compute_statistics, take_statistics
+from volseg.parallel.spatial.operators.operands import each_slab, elementwise, spatial_only
 from volseg.parallel.spatial.operators.reductions import moments
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
-__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize"]
+__all__ = ["batch_or_instance_norm"]
 
 
 def normalize(
-    volume: ShardedVolume,
-    pooled: Pooled,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    running: Running | None = None,
+    volume: ShardedVolume, pooled: Pooled, affine: Affine, running: Running | None = None
 ) -> tuple[ShardedVolume, NormStatistics, Tensor | None]:
     """Return the normalised volume, still to be computed, the statistics, and what these lack: a bias in front, if any.
 
     Parameters
     ----------
-    volume, pooled, weight, bias, eps, running
+    volume, pooled, affine, running
         See ``compute_statistics``.
     """
     ignored = pooled.ignores_channels(*volume.shape[:2])
     slabs, lacking = take_without_bias(volume) if ignored else (volume.slabs, None)
-    found = compute_statistics(volume, slabs, pooled, weight, bias, eps, running)
+    found = compute_statistics(volume, slabs, pooled, affine, running)
     if lacking is not None:
         found.shift.add_(lacking, alpha=0)  # a bias that is no number leaves none behind the norm, either
         if running is not None:
             running.shift(lacking)
-    waiting = WaitingNorm(volume, slabs, pooled, found, weight, bias)
+    waiting = WaitingNorm(volume, slabs, pooled, found, affine)
     return defer(waiting, volume.dims, volume.shape, volume.context), found, lacking
 
 
-@handles("Normalisation", "F.batch_norm", "torch.batch_norm", rehearse=False)
-def batch_norm(
-    func: Callable,
-    input: Any,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Any:
-    """Normalise each channel over batch and volume."""
-    running = running_mean, running_var, momentum
-    replicas = input.context.replicas if isinstance(input, ShardedVolume) else None
-    return _with_running(input, running, weight, bias, training, eps, Pooled(Grouping(over_batch=True), replicas))
+TREATED = "input running_mean running_var weight bias momentum eps cudnn_enabled"
 
 
-@handles("Normalisation", "F.instance_norm", rehearse=False)
-def instance_norm(
-    func: Callable,
-    input: Any,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    """Normalise each sample and channel over the volume."""
-    running = running_mean, running_var, momentum
-    return _with_running(input, running, weight, bias, use_input_stats, eps, Pooled())
-
-
-def _with_running(
-    volume: Any,
-    running: tuple[Tensor | None, Tensor | None, float],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    from_input: bool,
-    eps: float,
-    pooled: Pooled,
-) -> Any:
-    if not isinstance(volume, ShardedVolume) or not spatial_only(volume, volume.ndim - 2):
-        refuse("the volume must be cut along spatial dims")
-    mean, var, momentum = running
-    given = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
-    if cut := [name for name, value in given.items() if isinstance(value, ShardedVolume)]:
+@handles(
+    "Normalisation", "F.batch_norm", "torch.batch_norm", rehearse=False, rounded=True, treats=f"{TREATED} training"
+)
+@handles("Normalisation", "F.instance_norm", rehearse=False, rounded=True, treats=f"{TREATED} use_input_stats")
+def batch_or_instance_norm(func: Callable, given: Any) -> Any:
+    """Normalise each channel over the volume: of each sample by itself, or over the batch too."""
+    volume, affine = given.input, _read_affine(given)
+    _check_spatial(volume)
+    over_batch, replicas = "batch" in func.__name__, volume.context.replicas
+    parameters = {name: getattr(given, name) for name in ("weight", "bias", "running_mean", "running_var")}
+    if cut := [name for name, value in parameters.items() if isinstance(value, ShardedVolume)]:
         refuse(f"its {cut[0]} must be an ordinary tensor")
-    check_sizes(volume.shape[1], **given)
-    if not from_input:
-        return _with_given(volume, mean, var, weight, bias, eps)
-    moved = Running.find(mean, var, momentum)
-    if volume.shape[0] == 0:
-        refuse("a batch of no samples has no statistics")
-    replicas, over_batch = volume.context.replicas, pooled.grouping.over_batch
+    check_sizes(volume.shape[1], **parameters)
+    if not (given.training if over_batch else given.use_input_stats):
+        return _with_given(volume, given)
+    moved = Running.find(given.running_mean, given.running_var, given.momentum)
+    refuse_if(volume.shape[0] == 0, "a batch of no samples has no statistics")
     if replicas is not None:
         replicas.check_norm(over_batch, moved is not None)
     count = volume.shape[2:].numel() * (volume.shape[0] if over_batch else 1)
     if count == 1 and (replicas is None or not over_batch):  # torch's rule
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {volume.shape}")
     if over_batch:
-        return settle_in_checkpoint(normalize(volume, pooled, weight, bias, eps, moved)[0])
-    result, found, lacking = normalize(volume, pooled, weight, bias, eps)
+        pooled = Pooled(Grouping(over_batch=True), replicas)
+        return settle_in_checkpoint(normalize(volume, pooled, affine, moved)[0])
+    result, found, lacking = normalize(volume, Pooled(), affine)
     settle_in_checkpoint(result)  # torch's instance norm changes its running statistics last, its batch norm first
     if moved is not None:
         with torch.no_grad():
@@ -131,40 +88,39 @@ def _with_running(
     return result
 
 
-def _with_given(
-    volume: ShardedVolume,
-    mean: Tensor | None,
-    var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> ShardedVolume:
+def _read_affine(given: Any) -> Affine:
+    return Affine(given.weight, given.bias, given.eps)
+
+
+def _check_spatial(volume: Any) -> None:
+    if not isinstance(volume, ShardedVolume) or not spatial_only(volume, volume.ndim - 2):
+        refuse("the volume must be cut along spatial dims")
+
+
+def _with_given(volume: ShardedVolume, given: Any) -> ShardedVolume:
     """Normalise with statistics that were found before."""
+    mean, var, affine = given.running_mean, given.running_var, _read_affine(given)
     fits = volume.dtype.is_floating_point and 0 not in volume.shape and fusions.is_on("given statistics")
     if mean is None or var is None or not fits:
-        return each_slab(F.batch_norm, volume, mean, var, weight, bias, False, 0.0, eps)  # torch says what is missing
+        rest = given.weight, given.bias, False, 0.0, given.eps
+        return each_slab(F.batch_norm, volume, mean, var, *rest)  # torch says what is missing
     slabs, lacking = take_without_bias(volume)
     if lacking is not None:
         mean = mean.to(lacking.device) - lacking  # of the slabs as they lie
-    found = take_statistics(volume, slabs, Running(mean, var, 0.0), weight, bias, eps)
-    waiting = WaitingNorm(volume, slabs, Pooled(given=True), found, weight, bias)
+    found = take_statistics(volume, slabs, Running(mean, var, 0.0), affine)
+    waiting = WaitingNorm(volume, slabs, Pooled(given=True), found, affine)
     return settle_in_checkpoint(defer(waiting, volume.dims, volume.shape, volume.context))
 
 
-@handles("Normalisation", "F.group_norm", "torch.group_norm")
-def group_norm(
-    func: Callable,
-    input: Any,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Any:
+GROUPED = "input num_groups weight bias eps cudnn_enabled"
+
+
+@handles("Normalisation", "F.group_norm", "torch.group_norm", rounded=True, treats=GROUPED)
+def group_norm(func: Callable, given: Any) -> Any:
     """Normalise groups of channels of each sample over the volume."""
-    if not isinstance(input, ShardedVolume) or not spatial_only(input, input.ndim - 2):
-        refuse("the volume must be cut along spatial dims")
-    return settle_in_checkpoint(normalize(input, Pooled(Grouping(groups=num_groups)), weight, bias, eps)[0])
+    _check_spatial(given.input)
+    pooled = Pooled(Grouping(groups=given.num_groups))
+    return settle_in_checkpoint(normalize(given.input, pooled, _read_affine(given))[0])
 
 
 @handles("Normalisation", "F.rms_norm", "torch.rms_norm", merged=True)
@@ -175,20 +131,14 @@ def rms_norm(
     return _within_slabs(func, input, normalized_shape, [weight], {"eps": eps})
 
 
-@handles("Normalisation", "F.layer_norm", "torch.layer_norm", merged=True)
-def layer_norm(
-    func: Callable,
-    input: Any,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Any:
+LAYERED = "input normalized_shape weight bias eps cudnn_enable"
+
+
+@handles("Normalisation", "F.layer_norm", "torch.layer_norm", merged=True, treats=LAYERED)
+def layer_norm(func: Callable, given: Any) -> Any:
     """Normalise over the last dims: within each slab, or over the cut where it is one of them."""
-    volume = input
-    if not isinstance(volume, ShardedVolume):
-        refuse("weight and bias must be ordinary tensors")
+    volume, normalized_shape, weight, bias, eps = (getattr(given, name) for name in LAYERED.split()[:5])
+    refuse_if(not isinstance(volume, ShardedVolume), "weight and bias must be ordinary tensors")
     dims = list(range(volume.ndim - len(normalized_shape), volume.ndim))
     if not set(dims) & set(volume.dims):
         if all(_has_line_kernel(slab, given, normalized_shape) for slab in volume.slabs for given in (weight, bias)):
@@ -264,6 +214,5 @@ def local_response_norm(
     func: Callable, input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Any:
     """Normalise across neighbouring channels of each voxel."""
-    if not isinstance(input, ShardedVolume) or 1 in input.dims:
-        refuse("the channels must not be cut")
+    refuse_if(not isinstance(input, ShardedVolume) or 1 in input.dims, "the channels must not be cut")
     return each_slab(func, input, size, alpha, beta, k)

@@ -1,6 +1,9 @@
-"""Operands of a function that looks at one voxel at a time: brought to one cut, given slab by slab, wrapped again."""
+"""Arguments in the one form that handlers work with, and operands of functions that look at one voxel at a time.
 
-from collections.abc import Callable, Sequence
+Operands are brought to one cut, given slab by slab, and what comes of them is wrapped again.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +16,38 @@ from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.table import refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 
-__all__ = ["aligned", "cut_like", "each_slab", "elementwise", "rewrap", "run_local"]
+__all__ = [
+    "aligned",
+    "call_each",
+    "cut_alike",
+    "cut_like",
+    "dims_of",
+    "each_slab",
+    "elementwise",
+    "per_dim",
+    "rewrap",
+    "run_local",
+    "spatial_only",
+    "wrap_reduced",
+]
+
+
+def per_dim(value: int | float | Sequence, count: int) -> list:
+    """Return one value per spatial dim; torch allows a single one for all."""
+    values = list(value) if isinstance(value, Sequence) else [value]
+    return values * count if len(values) == 1 else values
+
+
+def dims_of(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
+    """Return non-negative dims; ``None`` and an empty sequence mean all of them."""
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return list(range(ndim))
+    return [d % ndim for d in (dim if isinstance(dim, Sequence) else [dim])]
+
+
+def spatial_only(volume: Any, count: int) -> bool:
+    """Say whether only the last ``count`` dims of the volume are cut."""
+    return isinstance(volume, ShardedVolume) and all(dim >= volume.ndim - count for dim in volume.dims)
 
 
 def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
@@ -109,9 +143,36 @@ def each_slab(
     func: Callable, volume: ShardedVolume, *operands: Any, dims: Sequence[int] | None = None, **settings: Any
 ) -> ShardedVolume:
     """Call a function with each slab and a copy of each ordinary tensor; wrap what it returns, cut along ``dims``."""
-    spread = volume.context.spread
-    columns = [spread(own) if isinstance(own, Tensor) else [own] * len(volume.slabs) for own in operands]
-    return wrap(volume, [func(*row, **settings) for row in zip(volume.slabs, *columns, strict=True)], dims)
+    return wrap(volume, call_each(func, volume, *operands, **settings), dims)
+
+
+def call_each(func: Callable, volume: ShardedVolume, *operands: Any, **settings: Any) -> list[Any]:
+    """Return what a function makes of each slab and of a copy of each ordinary tensor."""
+    spread, slabs = volume.context.spread, volume.slabs
+    given = [*operands, *settings.values()]
+    columns = [spread(own) if isinstance(own, Tensor) else [own] * len(slabs) for own in given]
+    count = 1 + len(operands)
+    rows = zip(slabs, *columns, strict=True)
+    return [func(*row[:count], **dict(zip(settings, row[count:], strict=True))) for row in rows]
+
+
+def wrap_reduced(
+    volume: ShardedVolume, slabs: Sequence[Tensor], gone: Collection[int], keepdim: bool = False
+) -> ShardedVolume:
+    """Return a volume of slabs without some uncut dims; ``keepdim`` keeps them."""
+    return wrap(
+        volume, slabs, volume.dims if keepdim else [cut - sum(dim < cut for dim in gone) for cut in volume.dims]
+    )
+
+
+def cut_alike(operand: Tensor, like: ShardedVolume) -> ShardedVolume:
+    """Return a volume or an ordinary tensor of the same grid, cut as ``like`` is, counted from the last dim."""
+    if isinstance(operand, ShardedVolume):
+        same = [dim - operand.ndim for dim in operand.dims] == [dim - like.ndim for dim in like.dims]
+        if same and operand.sizes == like.sizes:
+            return relaid(operand, like.merged)
+        operand = operand.full_tensor()
+    return cut_like(operand, like)
 
 
 def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:

@@ -11,30 +11,15 @@ from volseg.device.gpus import host_values
 from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, find_unit, select_planes, sharded_windows
-from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.plan.windows import Strided, Window
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.plan.shards import Fetch, spans
+from volseg.parallel.spatial.plan.windows import ChosenPlanes, Strided, Window
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["flip", "pad", "roll"]
 
 KEEPS_BITS_ON_CPU = True
 """Whether a pass on CPUs has the bits of any other one, whatever ran before, as a training that goes on promises."""
-
-
-class _GatheredPlanes(Window):
-    """Planes by number, for padding that repeats planes of the volume."""
-
-    __slots__ = ("planes",)
-
-    def __init__(self, planes: Sequence[int]) -> None:
-        object.__setattr__(self, "planes", tuple(planes))
-
-    planes: tuple[int, ...]
-
-    def need(self, start: int, stop: int) -> tuple[int, int]:
-        chosen = self.planes[start:stop]
-        return min(chosen), max(chosen) + 1
 
 
 @handles("Padding and mirroring", "F.pad", "nn.pad", merged=True)
@@ -63,8 +48,7 @@ def pad(
     for dim in cut:
         volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0, len(widths), inside)
         inside = []  # with the first
-        if not isinstance(volume, ShardedVolume):
-            refuse("the padded volume is thinner than the number of shards")
+        refuse_if(not isinstance(volume, ShardedVolume), "the padded volume is thinner than the number of shards")
     return _apart(volume, source)
 
 
@@ -84,13 +68,7 @@ def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) 
 
 
 def _pad_cut(
-    volume: ShardedVolume,
-    dim: int,
-    pair: tuple[int, int],
-    mode: str,
-    value: float,
-    length: int,
-    inside: Sequence[int],
+    volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float, length: int, inside: Sequence[int]
 ) -> ShardedVolume | Tensor:
     """Pad along a cut dim, and by constants inside the slabs."""
     before, after = pair
@@ -101,7 +79,8 @@ def _pad_cut(
     else:
         with host_values():
             numbers = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
-            window = _GatheredPlanes([int(n) for n in F.pad(numbers, (before, after), mode=mode).flatten().tolist()])
+            planes = F.pad(numbers, (before, after), mode=mode).flatten().tolist()
+            window = ChosenPlanes(tuple(map(int, planes)))
     unit = _find_group(volume, outputs) if mode == "constant" else 1
     plans = [
         AxisPlan(window, outputs, value, tuple(inside), unit) if cut == dim else AxisPlan(Strided(), planes)
@@ -110,7 +89,7 @@ def _pad_cut(
     axis = volume.dims.index(dim)
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
-        if not isinstance(window, _GatheredPlanes):
+        if not isinstance(window, ChosenPlanes):
             return slab
         own = windows[axis]
         return select_planes(slab, dim, [plane - own.span[0] for plane in window.planes[slice(*own.output)]])
@@ -182,4 +161,4 @@ def _roll_cut(volume: ShardedVolume, dim: int, shift: int) -> list[Tensor]:
     communicator, size, unit = volume.context.communicator, volume.shape[dim], find_unit(volume)
     axis = volume.dims.index(dim)
     wanted = [(start - shift, stop - shift) for start, stop in spans(size, communicator.grid[axis], unit)]
-    return communicator.fetch(volume.slabs, axis, dim, size, wanted, unit)
+    return communicator.fetch(volume.slabs, Fetch(axis, dim, size, wanted, unit))

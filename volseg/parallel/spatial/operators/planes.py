@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.first_order import first_order
+from volseg.device.first_order import LinearMap
 from volseg.device.gpus import keeping
 from volseg.parallel.spatial.dispatch import SEVERAL_RANGES
-from volseg.parallel.spatial.plan.shards import Merged, Span, can_split, spans, transfers
+from volseg.parallel.spatial.plan.shards import Fetch, Merged, Span, can_split, spans
 from volseg.parallel.spatial.plan.windows import Convolution, Window
 from volseg.parallel.spatial.table import refuse
 from volseg.parallel.spatial.transport.pieces import pad_slabs, start_total
@@ -56,22 +56,19 @@ class LocalWindow:
     skip: int
 
 
+Windows = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+"""Kernel, stride, padding in front and dilation per spatial dim."""
+
+
 def convolution_plans(
-    volume: ShardedVolume,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    before: Sequence[int],
-    dilation: Sequence[int],
-    *,
-    after: Sequence[int] | None = None,
-    ceil_mode: bool = False,
-    fill: float = 0.0,
+    volume: ShardedVolume, sides: Windows, after: Sequence[int] = (), ceil_mode: bool = False, fill: float = 0.0
 ) -> list[AxisPlan]:
     """Return the plan of a convolution or pooling along each cut dim, from its values per spatial dim."""
+    kernel, _, before, _ = sides
     plans = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
         i = dim - (volume.ndim - len(kernel))
-        window = Convolution(kernel[i], stride[i], before[i], dilation[i])
+        window = Convolution(*(values[i] for values in sides))
         plans.append(AxisPlan(window, window.outputs(size, (after or before)[i], ceil_mode), fill))
     return plans
 
@@ -106,13 +103,14 @@ def _fetch_windows(
             before = min(max(-start, 0), stop - start)
             after = min(max(stop - size, 0), stop - start)
             widths.append(_widen(plan.inside, volume.ndim - 1 - dim, before, after))
-        if reads_only and all(move.source == move.target for move in transfers(size, wanted, unit)):
-            owned = spans(size, communicator.grid[axis], unit)
-            places = [(owned[own[axis]], wanted[own[axis]]) for own in communicator.coordinates]
-            slabs = [_take_own(slab, dim, *place) for slab, place in zip(slabs, places, strict=True)]
+        fetch = Fetch(axis, dim, size, wanted, unit)
+        if reads_only and fetch.stays:
+            places = [fetch.find_own(own[axis]) for own in communicator.coordinates]
+            pairs = zip(slabs, places, strict=True)
+            slabs = [slab if own is None else take(slab, dim, *own) for slab, own in pairs]
             slabs = pad_slabs(slabs, widths, plan.fill)
         else:
-            slabs = communicator.fetch_padded(slabs, axis, dim, size, wanted, widths, plan.fill, unit)
+            slabs = communicator.fetch_padded(slabs, fetch, widths, plan.fill)
     return slabs, windows
 
 
@@ -138,44 +136,32 @@ def _widen(inside: Sequence[int], place: int, before: int, after: int) -> list[i
     return widths
 
 
-def _take_own(slab: Tensor, dim: int, own: Span, wanted: Span) -> Tensor:
-    """Return the wanted planes of a slab, to be read alone: itself, or a view."""
-    (start, stop), first = wanted, own[0]
-    return (
-        slab
-        if own == wanted
-        else _TakenPlanes.apply(slab, dim, start - first if stop > start else 0, stop - start, False)
-    )
-
-
-class _TakenPlanes(torch.autograd.Function):
-    """Planes of a slab, whose gradient lies among zeros in its own layout: torch puts it among contiguous ones.
+def take(slab: Tensor, dim: int, start: int, count: int, *, apart: bool = False) -> Tensor:
+    """Return planes of a slab, whose gradient lies among zeros in its own layout: torch puts it among contiguous ones.
 
     ``apart``, the planes are no view for autograd: the slab is nobody's but theirs, and they may be changed in place.
     """
+    size = slab.shape[dim]
 
-    @staticmethod
-    def forward(ctx: Any, slab: Tensor, dim: int, start: int, count: int, apart: bool) -> Tensor:
-        ctx.plan = dim, slab.shape[dim], start
-        part = slab.narrow(dim, start, count)
+    def narrow(own: Tensor) -> Tensor:
+        part = own.narrow(dim, start, count)
         if not apart:
             return part
-        alone = torch.empty(0, dtype=slab.dtype, device=slab.device)
-        return alone.set_(slab.untyped_storage(), part.storage_offset(), part.shape, part.stride())
+        alone = torch.empty(0, dtype=own.dtype, device=own.device)
+        return alone.set_(own.untyped_storage(), part.storage_offset(), part.shape, part.stride())
 
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        dim, size, start = ctx.plan
-        return start_total(gradient, dim, size, start, gradient), None, None, None, None
+    taken: Tensor = LinearMap.apply(slab, narrow, lambda own: start_total(own, dim, size, start, own))
+    return taken
+
+
+Local = Callable[[Tensor, list[LocalWindow], int], Tensor]
+"""Computes a slab's outputs from the extended slab, its windows and its position among this process's slabs."""
+
+Whole = Callable[[Tensor], Any]
 
 
 def sharded_windows(
-    volume: ShardedVolume,
-    plans: Sequence[AxisPlan],
-    local: Callable[[Tensor, list[LocalWindow], int], Tensor],
-    whole: Callable[[Tensor], Any],
-    reads_only: bool = False,
+    volume: ShardedVolume, plans: Sequence[AxisPlan], local: Local, whole: Whole, reads_only: bool = False
 ) -> Any:
     """Run an operator that looks along the cut dims.
 
@@ -208,7 +194,7 @@ def sharded_windows(
             owed = window.output[1] - window.output[0]
             if window.skip or result.shape[dim] != owed:
                 part = dim, window.skip, owed
-                result = _TakenPlanes.apply(result, *part, True) if reads_only or apart else result.narrow(*part)
+                result = take(result, *part, apart=True) if reads_only or apart else result.narrow(*part)
         results.append(result)
     shape = list(results[0].shape)
     for dim, plan in zip(volume.dims, plans, strict=True):

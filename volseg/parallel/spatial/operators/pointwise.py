@@ -1,43 +1,44 @@
-"""Functions that look at one voxel at a time: run on each slab, operands brought to the same cut."""
+"""Functions that look at one voxel at a time: run on each slab, operands brought to the same cut.
+
+Some activations are taken along by a norm that waits, in place or not.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from volseg.device import broadcast_mul, fusions
 from volseg.device.first_order import first_order
+from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.lazy import scores
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting, add_with_room
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
 from volseg.parallel.spatial.lazy.uncut import SUMS
-from volseg.parallel.spatial.operators.operands import aligned, rewrap, run_local
+from volseg.parallel.spatial.operators.operands import aligned, each_slab, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, wrap
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
+from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
-__all__ = ["activation", "in_place", "pointwise", "where"]
+__all__ = ["activation", "in_place", "pointwise", "prelu", "where"]
 
 UNARY = [
+    *(f"{arc}{kind}{area}" for kind in ("sin", "cos", "tan") for arc in ("", "a") for area in ("", "h")),
+    *(f"log{base}" for base in ("", "10", "1p", "2")),
+    *(f"is{kind}" for kind in ("finite", "inf", "nan", "neginf", "posinf", "real")),
+    *(f"special.{name}" for name in ("erfcx", "expit", "log_ndtr", "ndtr", "ndtri")),
     "abs",
     "absolute",
-    "acos",
-    "acosh",
     "angle",
-    "asin",
-    "asinh",
-    "atan",
-    "atanh",
     "bitwise_not",
     "cbrt",
     "ceil",
     "conj",
     "conj_physical",
-    "cos",
-    "cosh",
     "deg2rad",
     "digamma",
     "erf",
@@ -49,17 +50,7 @@ UNARY = [
     "fix",
     "floor",
     "frac",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "isneginf",
-    "isposinf",
-    "isreal",
     "lgamma",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
     "logical_not",
     "logit",
     "mvlgamma",
@@ -75,37 +66,23 @@ UNARY = [
     "sgn",
     "sign",
     "signbit",
-    "sin",
     "sinc",
-    "sinh",
-    "special.erfcx",
-    "special.expit",
-    "special.log_ndtr",
-    "special.ndtr",
-    "special.ndtri",
     "sqrt",
     "square",
-    "tan",
-    "tanh",
     "trunc",
     "resolve_conj",
     "resolve_neg",
 ]
 
 BINARY = [
-    "add",
+    *(f"bitwise_{kind}" for kind in ("and", "left_shift", "or", "right_shift", "xor")),
+    *(f"logical_{kind}" for kind in ("and", "or", "xor")),
+    *(f"clamp{side}" for side in ("", "_max", "_min")),
+    *(f"special.{name}" for name in ("xlogy", "xlog1py")),
     "addcdiv",
     "addcmul",
     "arctan2",
     "atan2",
-    "bitwise_and",
-    "bitwise_left_shift",
-    "bitwise_or",
-    "bitwise_right_shift",
-    "bitwise_xor",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
     "clip",
     "copysign",
     "div",
@@ -130,9 +107,6 @@ BINARY = [
     "less_equal",
     "logaddexp",
     "logaddexp2",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
     "lt",
     "maximum",
     "minimum",
@@ -148,8 +122,6 @@ BINARY = [
     "subtract",
     "true_divide",
     "xlogy",
-    "special.xlogy",
-    "special.xlog1py",
     "masked_fill",
 ]
 
@@ -171,7 +143,7 @@ ACTIVATIONS = [
 ]
 
 DUNDER = [
-    "add",
+    *(f"r{name}" for name in ("and", "div", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv", "xor")),
     "and",
     "eq",
     "floordiv",
@@ -184,22 +156,11 @@ DUNDER = [
     "ne",
     "or",
     "pow",
-    "radd",
-    "rand",
-    "rdiv",
-    "rfloordiv",
-    "rmod",
-    "rmul",
-    "ror",
-    "rpow",
-    "rsub",
-    "rtruediv",
-    "rxor",
     "sub",
     "truediv",
 ]
 
-IN_PLACE = ["iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"]
+IN_PLACE = ["iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"]
 
 
 PRODUCTS = frozenset({torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__})
@@ -207,12 +168,19 @@ QUOTIENTS = frozenset({torch.div, torch.divide, torch.true_divide, Tensor.div, T
 QUOTIENTS |= {Tensor.__truediv__}
 SUMS_IN_PLACE: frozenset[Any] = frozenset({Tensor.add_, Tensor.__iadd__})
 
+
+def both(*names: str) -> list[str]:
+    """Return functions and their forms in place."""
+    return [form for name in names for form in (name, f"{name}_")]
+
+
 CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 
 
 @handles("Pointwise arithmetic", *UNARY, "Tensor.__invert__", rehearse=False, merged=True)
 @handles("Copies and conversions", *CONVERSIONS, rehearse=False, merged=True)
 @handles("Pointwise arithmetic", *BINARY, broadcasts=True, merged=True)
+@handles("Pointwise arithmetic", "add", "Tensor.__add__", "Tensor.__radd__", broadcasts=True, merged=True, rounded=True)
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True, merged=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab; a sum waits with the norms in front of it, a product with one channel has a kernel."""
@@ -221,11 +189,9 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if later is not None:
             return later
     if func in SUMS and len(args) == 2 and not kwargs:
-        waiting = _add_later(*args)
-        waiting = add_waiting(*args) if waiting is None else waiting
-        waiting = add_with_room(*args) if waiting is None else waiting
-        if waiting is not None:
-            return waiting
+        for add in (_add_later, add_waiting, add_with_room):
+            if (added := add(*args)) is not None:
+                return added
     if func in PRODUCTS and len(args) == 2 and not kwargs:
         volume, gate = sorted(args, key=lambda given: isinstance(given, ShardedVolume) and given.shape[1:2] == (1,))
         if _is_gated(volume, gate):
@@ -293,6 +259,7 @@ def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles("Activations", *(f"{name}_" for name in ACTIVATIONS), rehearse=False, merged=True)
 @handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name), broadcasts=True, merged=True)
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE), broadcasts=True, merged=True)
+@handles("Pointwise arithmetic", "add_", "Tensor.__iadd__", broadcasts=True, merged=True, rounded=True)
 @handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_", merged=True)
 def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change the slabs in place and return the same volume; an ordinary tensor takes in the gathered volume."""
@@ -315,3 +282,56 @@ def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if len(args) + len(kwargs) < 3:
         return run_gathered(func, args, kwargs)
     return pointwise(func, args, kwargs)
+
+
+TAKEN_ALONG = {
+    "relu": "leaky",
+    "leaky_relu": "leaky",
+    "elu": "elu",
+    "silu": "silu",
+    "gelu": "gelu",
+    "sigmoid": "sigmoid",
+}
+"""Kinds of activation (see ``Activation``) that a norm takes along."""
+
+ACTIVATED = "input negative_slope alpha approximate inplace"
+
+
+@handles("Activations", *both("relu", "F.leaky_relu"), rehearse=False, merged=True, treats=ACTIVATED)
+@handles("Activations", *both("F.elu", "silu", "gelu"), rehearse=False, merged=True, treats=ACTIVATED)
+@handles("Pointwise arithmetic", *both("sigmoid"), rehearse=False, merged=True, treats=ACTIVATED)
+def activate(func: Callable, given: Any) -> Any:
+    """Leave it to the norm that waits in front, or apply it to each slab."""
+    volume, inplace = given.input, getattr(given, "inplace", False)
+    refuse_if(not isinstance(volume, ShardedVolume), "its input is not sharded")
+    settings = {
+        name: getattr(given, name) for name in ("negative_slope", "alpha", "approximate") if hasattr(given, name)
+    }
+    kind: Any = TAKEN_ALONG[func.__name__.removesuffix("_")]
+    exact = settings.get("approximate", "none") == "none"
+    taken = exact and (kind in ("leaky", "elu") or fusions.is_on("activations"))
+    parameter = settings.get("alpha" if kind == "elu" else "negative_slope", 0.0)
+    waiting = volume.pending.activate(Activation(kind, float(parameter))) if taken else None
+    written = inplace or func.__name__.endswith("_")
+    if waiting is None:
+        return (in_place if written else pointwise)(func, (volume,), settings | ({"inplace": True} if inplace else {}))
+    if written:
+        volume.pending = waiting
+        increment_version(volume)
+        return volume
+    volume.is_bypassed = True
+    return defer(waiting, volume.dims, volume.shape, volume.context)
+
+
+@handles("Activations", "prelu", "F.prelu", rehearse=False, merged=True)
+def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
+    """Apply a slope per channel (not a broadcast from the end)."""
+    if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):
+        refuse("batch and channels must not be cut, nor the weight")
+    if weight.ndim > 1 or weight.numel() not in (1, input.shape[1]):
+        raise RuntimeError(f"prelu needs one slope, or {input.shape[1]} (one per channel), got {tuple(weight.shape)}")
+    waiting = input.pending.activate(Activation("prelu"), weight) if fusions.is_on("activations") else None
+    if waiting is not None:
+        input.is_bypassed = True
+        return defer(waiting, input.dims, input.shape, input.context)
+    return each_slab(func, input, weight)

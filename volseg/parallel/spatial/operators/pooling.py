@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.device import fusions, upsample2x
 from volseg.device.first_order import LinearMap
-from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
+from volseg.parallel.spatial.operators.operands import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -20,63 +20,54 @@ from volseg.parallel.spatial.operators.planes import (
 from volseg.parallel.spatial.operators.reductions import over_dims
 from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.plan.windows import AdaptivePool
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["adaptive_pool", "average_pool", "max_pool"]
+__all__ = ["adaptive_pool"]
 
 
-@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d")
-@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d")
-def max_pool(
-    func: Callable,
-    input: Any,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
+TREATED = "input kernel_size stride padding ceil_mode"
+
+
+@handles(
+    "Pooling",
+    *(f"{space}.max_pool{n}d" for space in ("torch", "F") for n in (1, 2, 3)),
+    treats=f"{TREATED} dilation return_indices",
+)
+def max_pool(func: Callable, given: Any) -> Any:
     """Pool each slab, extended by its halo; planes beyond the volume hold minus infinity."""
-    volume, count = input, _spatial(func)
-    if return_indices or not spatial_only(volume, count) or not volume.dtype.is_floating_point:
+    volume, count, ceil_mode = given.input, _spatial(func), given.ceil_mode
+    indices = getattr(given, "return_indices", False)  # of F's
+    if indices or not spatial_only(volume, count) or not volume.dtype.is_floating_point:
         refuse("it pools floating point volumes cut along spatial dims, without indices")
-    kernel = per_dim(kernel_size, count)
-    stride = per_dim(stride or kernel, count)
-    padding, dilation = per_dim(padding, count), per_dim(dilation, count)
-    plans = convolution_plans(volume, kernel, stride, padding, dilation, ceil_mode=ceil_mode, fill=-inf)
+    kernel, stride, padding = _read_windows(given, count)
+    dilation = per_dim(given.dilation, count)
+    plans = convolution_plans(volume, (kernel, stride, padding, dilation), ceil_mode=ceil_mode, fill=-inf)
     inside = outside_cut(volume, padding)
 
-    def local(slab: Tensor, _windows: list[LocalWindow], _position: int) -> Tensor:
-        return func(slab, kernel, stride, inside, dilation, ceil_mode)
-
-    def whole(tensor: Tensor) -> Tensor:
+    def run(tensor: Tensor, padding: list[int]) -> Tensor:
         return func(tensor, kernel, stride, padding, dilation, ceil_mode)
 
-    return sharded_windows(volume, plans, local, whole)
+    return sharded_windows(volume, plans, lambda slab, *_: run(slab, inside), lambda tensor: run(tensor, padding))
 
 
-@handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d")
-def average_pool(
-    func: Callable,
-    input: Any,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
+def _read_windows(given: Any, count: int) -> tuple[list[int], list[int], list[int]]:
+    """Return kernel, stride and padding per spatial dim."""
+    kernel = per_dim(given.kernel_size, count)
+    return kernel, per_dim(given.stride or kernel, count), per_dim(given.padding, count)
+
+
+AVERAGED = f"{TREATED} count_include_pad divisor_override"
+
+
+@handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d", treats=AVERAGED)
+def average_pool(func: Callable, given: Any) -> Any:
     """Sum each window on the extended slab, then divide by the number of planes that torch counts."""
-    volume, count = input, _spatial(func)
-    if not spatial_only(volume, count):
-        refuse("the volume must be cut along spatial dims")
-    kernel = per_dim(kernel_size, count)
-    stride = per_dim(stride or kernel, count)
-    padding = per_dim(padding, count)
-    include, divisor = count_include_pad, divisor_override
-    plans = convolution_plans(volume, kernel, stride, padding, [1] * count, ceil_mode=ceil_mode)
+    volume, count, ceil_mode = given.input, _spatial(func), given.ceil_mode
+    refuse_if(not spatial_only(volume, count), "the volume must be cut along spatial dims")
+    kernel, stride, padding = _read_windows(given, count)
+    include, divisor = given.count_include_pad, getattr(given, "divisor_override", None)  # of two or three dims
+    plans = convolution_plans(volume, (kernel, stride, padding, [1] * count), ceil_mode=ceil_mode)
     inside = outside_cut(volume, padding)
     first = volume.ndim - count
     # Windows that lie inside the volume everywhere along the cut are counted alike by the plain operator.

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.parallel.spatial.context import find_autocast
 from volseg.parallel.spatial.lazy.attention import attend
 from volseg.parallel.spatial.lazy.scores import score
 from volseg.parallel.spatial.operators.operands import elementwise
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, give_whole, relaid, wrap
 
-__all__ = ["attention", "contract", "einsum", "linear", "matmul"]
+__all__ = ["attention", "einsum", "linear", "matmul"]
 
 Letters = Sequence[str]
 
@@ -43,8 +44,7 @@ def contract(
     results = [compute(*row) for row in _rows(operands, letters, like, cut)]
     if set(cut) <= set(output):
         return wrap(like, results, [list(output).index(letter) for letter in cut])
-    if set(cut) & set(output):
-        refuse("one cut dim is summed over, and the other one is not")
+    refuse_if(set(cut) & set(output), "one cut dim is summed over, and the other one is not")
     # Sums of sums: rounded once, at the end, as on one device.
     dtype = results[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -65,8 +65,7 @@ def _rows(
 
 def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters) -> list[Tensor]:
     """Return an operand's slabs where it has the cut letters, cut like ``like``; the whole of it elsewhere."""
-    if any(list(letters).count(letter) > 1 for letter in cut):
-        refuse("a diagonal is taken along the cut")
+    refuse_if(any(list(letters).count(letter) > 1 for letter in cut), "a diagonal is taken along the cut")
     context = like.context
     dims = [
         list(letters).index(letter) if letter in letters and operand.shape[list(letters).index(letter)] == size else -1
@@ -92,8 +91,7 @@ def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters
 def einsum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Multiply and sum as the equation says."""
     equation, *operands = args
-    if not isinstance(equation, str):
-        refuse("it needs an equation, not lists of dims")
+    refuse_if(not isinstance(equation, str), "it needs an equation, not lists of dims")
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     widths = [o.ndim - len(term.replace("...", "")) for o, term in zip(operands, terms, strict=True)]
@@ -211,30 +209,25 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
         columns = ["n"] * (weight.ndim - 1)
         result = contract(F.linear, [input, weight], [[*letters, "k"], [*columns, "k"]], [*letters, *columns])
         return result if bias is None else elementwise(torch.add, result, bias)
-    spread, kind = input.context.spread, input.device.type
+    spread, dtype = input.context.spread, find_autocast(input)
     weights = spread(weight)
-    if torch.is_autocast_enabled(kind) and weight.dtype == torch.float32:
-        weights = [input.context.cast(copy, torch.get_autocast_dtype(kind)) for copy in weights]
+    if dtype is not None and weight.dtype == torch.float32:
+        weights = [input.context.cast(copy, dtype) for copy in weights]
     biases = [None] * len(weights) if bias is None else spread(bias)
     rows = zip(input.slabs, weights, biases, strict=True)
     return wrap(input, [func(slab, w, b) for slab, w, b in rows])
 
 
-@handles("Products", "F.scaled_dot_product_attention", merged=True)
-def attention(
-    func: Callable,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+@handles(
+    "Products",
+    "F.scaled_dot_product_attention",
+    merged=True,
+    treats="query key value attn_mask dropout_p is_causal scale enable_gqa",
+)
+def attention(func: Callable, given: Any) -> Any:
     """Let each query of a slab attend to all keys: the query stays cut, keys and values are gathered."""
-    if dropout_p:
-        refuse("dropout of attention weights is not supported on slabs: pass dropout_p=0")
+    query, key, value, attn_mask = given.query, given.key, given.value, given.attn_mask
+    refuse_if(given.dropout_p, "dropout of attention weights is not supported on slabs: pass dropout_p=0")
     batch = [str(-i) for i in range(max(t.ndim for t in (query, key, value)) - 2, 0, -1)]
     letters = [[*batch[len(batch) - t.ndim + 2 :], *own] for t, own in ((query, "me"), (key, "ne"), (value, "nv"))]
     operands = [query, key, value]
@@ -242,16 +235,16 @@ def attention(
         operands.append(attn_mask)
         letters.append([*batch, "m", "n"][-attn_mask.ndim :] if attn_mask.ndim else [])
     output = [*batch, "m", "v"]
-    settings: dict[str, Any] = {} if scale is None else {"scale": scale}
-    settings |= ({"is_causal": True} if is_causal else {}) | ({"enable_gqa": True} if enable_gqa else {})
+    asked = {name: getattr(given, name, None) for name in ("scale", "is_causal", "enable_gqa")}
+    settings = {name: value for name, value in asked.items() if value is not None and value is not False}
 
     def compute(*local: Tensor) -> Tensor:
         return func(*local[:3], attn_mask=local[3] if attn_mask is not None else None, **settings)
 
-    given = [(o, own) for o, own in zip(operands, letters, strict=True) if isinstance(o, ShardedVolume)]
-    cuts = [_cut(o, own) for o, own in given if set(_cut(o, own)) <= set(output)]
+    pairs = [(o, own) for o, own in zip(operands, letters, strict=True) if isinstance(o, ShardedVolume)]
+    cuts = [_cut(o, own) for o, own in pairs if set(_cut(o, own)) <= set(output)]
     if not cuts:  # keys and values alone are cut, or features: nothing of the result is
         return compute(*(o.full_tensor() if isinstance(o, ShardedVolume) else o for o in operands))
-    if (is_causal and "m" in cuts[0]) or (enable_gqa and set(cuts[0]) != {"m"}):
+    if ("is_causal" in settings and "m" in cuts[0]) or ("enable_gqa" in settings and set(cuts[0]) != {"m"}):
         refuse("a causal mask along the cut, or grouped heads that are cut, are not supported: pass attn_mask")
     return contract(compute, operands, letters, output)

@@ -1,4 +1,4 @@
-"""Random voxels: drawn independently on every shard, from one seed.
+"""Random voxels and dropout: drawn independently on every shard, from one seed; whole channels alike on all of them.
 
 The seed comes from the CPU's default generator, which all processes of a group hold in the same state during a forward
 pass (see ``strategy``); elsewhere they agree on one. So one seed repeats a run, and a recomputation, which gets that
@@ -15,12 +15,13 @@ from volseg.device.gpus import find_readable, host_values, is_recording
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.operators.operands import aligned
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.signatures import bind
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 from volseg.parallel.state.random import mix
 
-__all__ = ["common_generator", "fill_randomly", "generators"]
+__all__ = ["dropout", "generators"]
 
 
 def draw_seed(volume: ShardedVolume) -> int:
@@ -65,8 +66,7 @@ FILLS = ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "
 def fill_randomly(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Fill a volume in place."""
     volume, *settings = args
-    if not isinstance(volume, ShardedVolume):
-        refuse("a probability per voxel belongs to a volume that is cut alike")
+    refuse_if(not isinstance(volume, ShardedVolume), "a probability per voxel belongs to a volume that is cut alike")
     _refuse_generator(kwargs.get("generator"))
     volume.context.change(volume)
     columns = [aligned(value, volume) for value in settings]
@@ -88,21 +88,18 @@ def bernoulli(func: Callable, input: Any, p: float | None = None, generator: tor
     return wrap(input, [torch.bernoulli(slab, *chance, generator=own) for slab, own in pairs])
 
 
-@handles("Random numbers", "torch.rand_like", "torch.randn_like", rehearse=False, merged=True)
+FILLED: dict[str, Any] = {"rand_like": Tensor.uniform_, "randn_like": Tensor.normal_, "randint_like": Tensor.random_}
+
+
+@handles("Random numbers", "torch.rand_like", "torch.randn_like", "torch.randint_like", rehearse=False, merged=True)
 def random_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Draw a volume of random numbers, cut as the given one."""
-    fill = Tensor.uniform_ if func.__name__ == "rand_like" else Tensor.normal_
-    return _drawn(*_like(args, kwargs), lambda empty, generator: fill(empty, generator=generator))
-
-
-@handles("Random numbers", "torch.randint_like", rehearse=False, merged=True)
-def random_integers_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Draw a volume of random integers, cut as the given one."""
     named = dict(kwargs)
     limits = [*args[1:], *(named.pop(name) for name in ("low", "high") if name in named)]
-    limits = limits if len(limits) == 2 else [0, *limits]
+    fill = FILLED[func.__name__]
+    limits = limits if len(limits) != 1 else [0, *limits]
     volume, settings = _like(args[:1], named)
-    return _drawn(volume, settings, lambda empty, generator: empty.random_(*limits, generator=generator))
+    return _drawn(volume, settings, lambda empty, generator: fill(empty, *limits, generator=generator))
 
 
 def _like(args: tuple, kwargs: dict[str, Any]) -> tuple[ShardedVolume, dict[str, Any]]:
@@ -126,31 +123,75 @@ def _drawn(
     return wrap(volume, [slab.requires_grad_(wanted) for slab in slabs])
 
 
-@handles("Activations", "F.rrelu", "torch.rrelu", "torch.rrelu_", merged=True)
-def rrelu(
-    func: Callable,
-    input: Any,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    inplace: bool = False,
-    generator: torch.Generator | None = None,
-) -> Any:
+LEAKED = "input lower upper training inplace generator"
+
+
+@handles("Activations", "F.rrelu", "torch.rrelu", "torch.rrelu_", merged=True, treats=LEAKED)
+def rrelu(func: Callable, given: Any) -> Any:
     """Scale negative voxels: by the mean slope, or in training each by a slope of its own."""
-    _refuse_generator(generator)
-    inplace = inplace or func.__name__.endswith("_")
-    if not training:
-        return (in_place if inplace else pointwise)(torch.rrelu_ if inplace else torch.rrelu, (input, lower, upper), {})
+    _refuse_generator(getattr(given, "generator", None))
+    volume, lower, upper = given.input, given.lower, given.upper
+    inplace = getattr(given, "inplace", False) or func.__name__.endswith("_")
+    if not given.training:
+        return (in_place if inplace else pointwise)(
+            torch.rrelu_ if inplace else torch.rrelu, (volume, lower, upper), {}
+        )
     if inplace:
-        input.context.change(input)
+        volume.context.change(volume)
     results = []
-    for slab, own in zip(input.slabs, generators(input), strict=True):
+    for slab, own in zip(volume.slabs, generators(volume), strict=True):
         slopes = torch.empty_like(slab, requires_grad=False).uniform_(lower, upper, generator=own)
         factors = torch.where(slab <= 0, slopes, 1.0)
         results.append(slab.mul_(factors) if inplace else slab * factors)
-    return input if inplace else wrap(input, results)
+    return volume if inplace else wrap(volume, results)
 
 
 def _refuse_generator(generator: torch.Generator | None) -> None:
-    if generator is not None:
-        refuse("a generator= draws on one device; seed torch with torch.manual_seed instead")
+    refuse_if(generator is not None, "a generator= draws on one device; seed torch with torch.manual_seed instead")
+
+
+@handles("Dropout", "F.alpha_dropout", "torch.alpha_dropout", "F.feature_alpha_dropout", rehearse=False, merged=True)
+def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the volume in eval mode."""
+    named = bind(func, args, kwargs)
+    refuse_if(named.get("training", False) and named.get("p", 0.5) != 0, "alpha dropout has no sharded form")
+    return named["input"]
+
+
+@handles("Dropout", "F.dropout", "torch.dropout", "torch.dropout_", rehearse=False, merged=True)
+@handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d", "torch.feature_dropout", rehearse=False, merged=True)
+def dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Drop voxels independently, or whole channels, the same on all shards."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not isinstance(input, ShardedVolume) or not training or p == 0:
+        return input
+    name = func.__name__.removesuffix("_")
+    masks = _draw_voxels(input, 1 - p) if name == "dropout" else _draw_channels(input, name, 1 - p)
+    factor = 1 / (1 - p) if p < 1 else 0.0
+    pairs = zip(input.slabs, masks, strict=True)
+    if inplace or func.__name__.endswith("_"):
+        input.context.change(input)
+        for slab, mask in pairs:
+            slab.mul_(mask * factor)
+        return input
+    return wrap(input, [slab * (mask * factor) for slab, mask in pairs])
+
+
+def _draw_voxels(volume: ShardedVolume, keep: float) -> list[Tensor]:
+    """Draw one mask per slab."""
+    return [
+        torch.empty_like(slab, requires_grad=False).bernoulli_(keep, generator=generator)
+        for slab, generator in zip(volume.slabs, generators(volume), strict=True)
+    ]
+
+
+def _draw_channels(volume: ShardedVolume, name: str, keep: float) -> list[Tensor]:
+    """Draw one mask for all slabs."""
+    # Unbatched input (C, D, H, W): the channels come first.
+    spatial = [int(letter) for letter in name if letter.isdigit()]
+    leading = 1 if spatial == [volume.ndim - 1] else 2
+    refuse_if(any(dim < leading for dim in volume.dims), "batch and channels must not be cut")
+    shape = [*volume.shape[:leading], *([1] * (volume.ndim - leading))]
+    empty = torch.empty(shape, dtype=volume.dtype, device=volume.context.communicator.home)
+    return volume.context.spread(empty.bernoulli_(keep, generator=common_generator(volume)))

@@ -1,4 +1,7 @@
-"""Reductions over any dims. Over a cut dim they give an ordinary tensor, the same on every shard, bit for bit."""
+"""Reductions over any dims. Over a cut dim they give an ordinary tensor, the same on every shard, bit for bit.
+
+Functions of all voxels whose result is no volume are gathered for it.
+"""
 
 from collections.abc import Callable, Sequence
 from math import inf, prod
@@ -9,13 +12,20 @@ from torch import Tensor
 
 from volseg.device.first_order import first_order
 from volseg.parallel.spatial.gathered import run_gathered
-from volseg.parallel.spatial.operators.arguments import dims_of
-from volseg.parallel.spatial.operators.operands import aligned, each_slab, elementwise, run_local
+from volseg.parallel.spatial.operators.operands import (
+    aligned,
+    call_each,
+    dims_of,
+    each_slab,
+    elementwise,
+    run_local,
+    wrap_reduced,
+)
 from volseg.parallel.spatial.operators.pointwise import pointwise
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["extremes", "moments", "norm", "over_dims", "reduce_slabs"]
+__all__ = ["bucketize", "extremes", "gathered", "moments", "norm", "over_dims"]
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -29,9 +39,7 @@ def over_dims(
         dtype = settings.pop("dtype", None) or volume.dtype
         wide = torch.float32 if dtype in HALF else dtype
         total = over_dims("sum", volume, dims, keepdim, dtype=wide)
-        if isinstance(total, ShardedVolume):
-            return wrap(total, [(slab / count).to(dtype) for slab in total.slabs])
-        return (total / count).to(dtype)
+        return elementwise(lambda own: (own / count).to(dtype), total)
 
     def function(tensor: Tensor, over: Sequence[int], keep: bool) -> Tensor:
         if kind == "prod":  # takes one dim at a time
@@ -45,16 +53,12 @@ def over_dims(
 
 
 def reduce_slabs(
-    volume: ShardedVolume,
-    dims: Sequence[int],
-    keepdim: bool,
-    function: Callable[[Tensor, Sequence[int], bool], Tensor],
+    volume: ShardedVolume, dims: Sequence[int], keepdim: bool, function: Callable[[Tensor, Sequence[int], bool], Tensor]
 ) -> ShardedVolume | Tensor:
     """Reduce each slab with ``function(tensor, dims, keepdim)``, then the slabs' results with the same function."""
     cut = [dim for dim in volume.dims if dim in dims]
     if not cut:
-        slabs = [function(slab, dims, keepdim) for slab in volume.slabs]
-        return wrap(volume, slabs, volume.dims if keepdim else [_shifted(dim, dims) for dim in volume.dims])
+        return wrap_reduced(volume, [function(slab, dims, keepdim) for slab in volume.slabs], dims, keepdim)
     partials = [function(slab, dims, True) for slab in volume.slabs]
     whole = stacked(volume, partials, dims)
     reduced = function(whole, cut, True)
@@ -74,13 +78,12 @@ def stacked(volume: ShardedVolume, partials: Sequence[Tensor], dims: Sequence[in
 
 
 def _squeeze(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+    """Remove uncut dims of extent one."""
+    if isinstance(tensor, ShardedVolume):
+        return wrap_reduced(tensor, [_squeeze(slab, dims) for slab in tensor.slabs], dims)
     for dim in sorted(dims, reverse=True):
         tensor = tensor.squeeze(dim)
     return tensor
-
-
-def _shifted(dim: int, removed: Sequence[int]) -> int:
-    return dim - sum(other < dim for other in removed)
 
 
 @handles("Reductions", "sum", "mean", "nansum", "prod", "any", "all", "amax", "amin", merged=True)
@@ -97,16 +100,9 @@ def reduce(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, d
         # Sums of sums: rounded once, at the end, as on one device.
         dtype = torch.float32
         back = None if torch.is_autocast_enabled("cuda") and input.is_cuda else input.dtype
-    if kind == "nansum" and input.dtype in HALF:
-        refuse("nansum of 16-bit volumes would be rounded once per shard")
+    refuse_if(kind == "nansum" and input.dtype in HALF, "nansum of 16-bit volumes would be rounded once per shard")
     result = over_dims(kind, input, dims, keepdim, **({} if dtype is None else {"dtype": dtype}))
-    return result if back is None else _to(result, back)
-
-
-def _to(result: Any, dtype: torch.dtype) -> Any:
-    if isinstance(result, ShardedVolume):
-        return wrap(result, [slab.to(dtype) for slab in result.slabs])
-    return result.to(dtype)
+    return result if back is None else elementwise(Tensor.to, result, back)
 
 
 @handles("Reductions", "nanmean", merged=True)
@@ -122,13 +118,13 @@ def nanmean(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, 
 def trapezoid(func: Callable, y: Any, x: Any = None, dx: float = 1, dim: int = -1) -> Any:
     """Integrate along a dim that is not cut."""
     volume = y if isinstance(y, ShardedVolume) else x
-    if dim % volume.ndim in volume.dims:
-        refuse("it integrates along the cut: write it as a sum over slices")
+    refuse_if(dim % volume.ndim in volume.dims, "it integrates along the cut: write it as a sum over slices")
     if isinstance(x, Tensor) and x.ndim != 1:
         like, results = run_local(func, (y, x), {"dim": dim})
-        return wrap(like, results, [_shifted(cut, [dim % like.ndim]) for cut in like.dims])
-    dims = [_shifted(cut, [dim % y.ndim]) for cut in y.dims]
-    return each_slab(func, y, dims=dims, dim=dim, dx=dx) if x is None else each_slab(func, y, x, dims=dims, dim=dim)
+        return wrap_reduced(like, results, [dim % like.ndim])
+    given: tuple[Any, ...] = () if x is None else (x,)
+    settings = {"dim": dim} | ({"dx": dx} if x is None else {})
+    return wrap_reduced(y, call_each(func, y, *given, **settings), [dim % y.ndim])
 
 
 @handles("Reductions", "count_nonzero", merged=True)
@@ -157,17 +153,8 @@ def extremes(kind: str, volume: ShardedVolume, dims: Sequence[int], keepdim: boo
         count = over_dims("sum", wrap(volume, [mask.long() for mask in where]), dims, keepdim=True)
     shares = [torch.where(mask, slab, 0.0) for mask, slab in zip(where, volume.slabs, strict=True)]
     total = over_dims("sum", wrap(volume, shares), dims, keepdim=True)
-    result: ShardedVolume | Tensor
-    if isinstance(total, ShardedVolume) and isinstance(value, ShardedVolume) and isinstance(count, ShardedVolume):
-        rows = zip(total.slabs, value.slabs, count.slabs, strict=True)
-        result = wrap(total, [_Value.apply(*row) for row in rows])
-        return result if keepdim else _squeezed(result, dims)
-    result = _Value.apply(total, value, count)
+    result: ShardedVolume | Tensor = elementwise(_Value.apply, total, value, count)
     return result if keepdim else _squeeze(result, dims)
-
-
-def _squeezed(volume: ShardedVolume, dims: Sequence[int]) -> ShardedVolume:
-    return wrap(volume, [_squeeze(slab, dims) for slab in volume.slabs], [_shifted(dim, dims) for dim in volume.dims])
 
 
 class _Value(torch.autograd.Function):
@@ -195,24 +182,21 @@ def variance(
     correction: float | None = None,
 ) -> Any:
     """Combine the slabs' means and variances."""
-    if input.is_complex():
-        refuse("the variance of complex volumes is not supported")
+    refuse_if(input.is_complex(), "the variance of complex volumes is not supported")
     volume, dims = input, dims_of(dim, input.ndim)
+    spread: Any
+    center: Any
     correction = int(unbiased) if correction is None else correction
     if not set(dims) & set(volume.dims):
-        slabs = [torch.var_mean(slab, dims, correction=correction, keepdim=keepdim) for slab in volume.slabs]
-        kept = volume.dims if keepdim else [_shifted(dim, dims) for dim in volume.dims]
-        spread: Any = wrap(volume, [var for var, _ in slabs], kept)
-        center: Any = wrap(volume, [mean for _, mean in slabs], kept)
-        if "std" in func.__name__:
-            spread = wrap(spread, [_root(slab) for slab in spread.slabs], spread.dims)
+        pairs = [torch.var_mean(slab, dims, correction=correction, keepdim=keepdim) for slab in volume.slabs]
+        spread, center = (wrap_reduced(volume, column, dims, keepdim) for column in zip(*pairs, strict=True))
     else:
         center, squares, count = moments(volume, dims)
         spread = (squares / max(count - correction, 0)).to(volume.dtype)
         center = center.to(volume.dtype)
-        spread = _root(spread) if "std" in func.__name__ else spread
         if not keepdim:
             spread, center = _squeeze(spread, dims), _squeeze(center, dims)
+    spread = elementwise(_root, spread) if "std" in func.__name__ else spread
     return (spread, center) if "mean" in func.__name__ else spread
 
 
@@ -254,14 +238,7 @@ def slab_counts(volume: ShardedVolume, dims: Sequence[int]) -> Tensor:
 
 
 @handles("Reductions", "torch.norm", "Tensor.norm", "linalg.vector_norm", merged=True)
-def norm(
-    func: Callable,
-    input: Any,
-    p: Any = "fro",
-    dim: Any = None,
-    keepdim: bool = False,
-    ord: Any = None,
-) -> Any:
+def norm(func: Callable, input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, ord: Any = None) -> Any:
     """Return a vector norm over dims."""
     order = p if ord is None else ord
     if not (order in ("fro", None) or isinstance(order, int | float)):
@@ -294,10 +271,8 @@ def matrix_or_vector_norm(func: Callable, input: Any, ord: Any = None, dim: Any 
     if ord is None or (isinstance(dim, int) or (dim is not None and len(dim) == 1)):
         return norm(torch.linalg.vector_norm, input, 2 if ord is None else ord, dim, keepdim)
     dims = dims_of(dim, input.ndim)
-    if dim is None or set(dims) & set(input.dims):
-        refuse("a matrix norm needs whole matrices")
-    slabs = [func(slab, ord, tuple(dims), keepdim) for slab in input.slabs]
-    return wrap(input, slabs, input.dims if keepdim else [_shifted(cut, dims) for cut in input.dims])
+    refuse_if(dim is None or set(dims) & set(input.dims), "a matrix norm needs whole matrices")
+    return wrap_reduced(input, [func(slab, ord, tuple(dims), keepdim) for slab in input.slabs], dims, keepdim)
 
 
 @handles("Reductions", "equal", rehearse=False, merged=True)
@@ -320,6 +295,36 @@ def allclose(
 
 
 @handles("Reductions", "masked_select", rehearse=False, merged=True)
-def masked_select(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the chosen voxels as an ordinary tensor, in the volume's order: the operands are gathered for it."""
+@handles(
+    "Counts", "argwhere", "bincount", "histc", "nonzero", "unique", "unique_consecutive", rehearse=False, merged=True
+)
+def gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return positions, counts or chosen values of voxels in the volume's order: an ordinary tensor, of the whole."""
     return run_gathered(func, args, kwargs)
+
+
+@handles("Counts", "bucketize", merged=True)
+def bucketize(func: Callable, input: Any, boundaries: Any, out_int32: bool = False, right: bool = False) -> Any:
+    """Return the number of each voxel's interval between boundaries, an ordinary tensor."""
+    refuse_if(isinstance(boundaries, ShardedVolume), "the boundaries must be an ordinary tensor")
+    settings = {"out_int32": out_int32, "right": right}
+    return each_slab(lambda slab, own: func(slab.contiguous(), own, **settings), input, boundaries)
+
+
+@handles("Counts", "searchsorted", merged=True, treats="sorted_sequence input out_int32 right side")
+def search_sorted(func: Callable, given: Any) -> Any:
+    """Return the number of each voxel's interval in one sorted sequence for all of them."""
+    if isinstance(given.sorted_sequence, ShardedVolume) or given.sorted_sequence.ndim != 1:
+        refuse("it needs one ordinary sequence for all voxels")
+    settings = {"out_int32": given.out_int32, "right": given.right, "side": given.side}
+    return each_slab(lambda slab, own: func(own, slab.contiguous(), **settings), given.input, given.sorted_sequence)
+
+
+@handles("Counts", "isin", merged=True)
+def is_in(func: Callable, elements: Any, test_elements: Any, assume_unique: bool = False, invert: bool = False) -> Any:
+    """Say of each voxel whether it is one of some numbers, or of each number whether a voxel has it."""
+    settings: dict[str, Any] = {"assume_unique": assume_unique, "invert": invert}
+    voxels, numbers = elements, test_elements
+    if isinstance(numbers, ShardedVolume):
+        return run_gathered(func, (voxels, numbers), settings)
+    return each_slab(func, voxels, numbers, **settings)

@@ -1,4 +1,4 @@
-"""Interpolation: nearest, nearest-exact and the linear family, with either ``align_corners``."""
+"""Interpolation: nearest, nearest-exact and the linear family, with either ``align_corners``; sampling at any place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,16 @@ from torch import Tensor
 from volseg.device import fusions, upsample2x
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM
+from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.moment import Moment
-from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
+from volseg.parallel.spatial.operators.operands import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.spatial.operators.pooling import adaptive_pool
 from volseg.parallel.spatial.pending import PLAIN
-from volseg.parallel.spatial.plan.windows import Nearest, Resize, nearest_planes
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.plan.windows import ChosenPlanes, Resize, nearest_planes
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.versions import Unchanged
-from volseg.parallel.spatial.volume import ShardedVolume, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
 
 __all__ = ["interpolate"]
 
@@ -26,27 +27,17 @@ NEAREST = ("nearest", "nearest-exact")
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
-@handles("Interpolation", "F.upsample")
-def upsample(func: Callable, input: Any, size: Any = None, scale_factor: Any = None, **settings: Any) -> Any:
-    """Interpolate, by torch's former name for it."""
-    return interpolate(F.interpolate, input, size, scale_factor, **settings)
+RESIZED = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
 
 
-@handles("Interpolation", "F.interpolate")
-def interpolate(
-    func: Callable,
-    input: Any,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> Any:
+@handles("Interpolation", "F.upsample", treats="input size scale_factor")
+@handles("Interpolation", "F.interpolate", treats=f"input {' '.join(RESIZED)} antialias")
+def interpolate(func: Callable, settings: Any) -> Any:
     """Blend planes along the cut, then let torch interpolate within them: linear interpolation is separable."""
-    volume = input
-    given = {"size": size, "scale_factor": scale_factor, "mode": mode, "align_corners": align_corners}
-    given["recompute_scale_factor"] = recompute_scale_factor
+    volume, mode, antialias = settings.input, settings.mode, getattr(settings, "antialias", False)
+    given: dict[str, Any] = {
+        name: getattr(settings, name, None) for name in RESIZED
+    }  # upsample, its former name, has fewer
     count = volume.ndim - 2
     if mode == "area":
         sizes = _sizes(volume, given, count)
@@ -57,7 +48,7 @@ def interpolate(
         refuse(f"mode={mode!r} is none of {', '.join(NEAREST)}, {LINEAR[count]}, area")
     sizes = _sizes(volume, given, count)
     scales = _given_scales(given, count)
-    corners = bool(align_corners)
+    corners = bool(given["align_corners"])
     if _is_doubled(volume, mode, sizes, _given_scales(given, count), corners):
         return _double_in_own_type(volume, mode)
     # Where as many planes come out as went in, torch copies them, whatever factor was given: on a CPU along each dim by
@@ -71,7 +62,7 @@ def interpolate(
             planes, gradient = nearest_planes(size, sizes[i], mode, scales[i], volume.dtype, i, count)
             if not gradient and volume.requires_grad and torch.is_grad_enabled():
                 refuse(f"torch's gradient of {size} to {sizes[i]} planes ({mode}) goes to other planes than it reads")
-            plans.append(AxisPlan(Nearest(planes), sizes[i]))
+            plans.append(AxisPlan(ChosenPlanes(planes), sizes[i]))
         else:
             plans.append(AxisPlan(Resize(size, sizes[i], scales[i], corners, copies[i]), sizes[i]))
     cut = {dim - 2 for dim in volume.dims}
@@ -91,7 +82,7 @@ def interpolate(
         return _within(slab, sizes, scales, cut, given)
 
     def whole(tensor: Tensor) -> Tensor:
-        return func(tensor, **given)
+        return F.interpolate(tensor, **given)
 
     return sharded_windows(volume, plans, local, whole)
 
@@ -133,7 +124,7 @@ def _double_in_own_type(volume: ShardedVolume, mode: str) -> Any:
 
 def _double(volume: ShardedVolume, mode: str) -> Any:
     linear, planes = mode == "trilinear", volume.shape[DIM]
-    along = Resize(planes, 2 * planes) if linear else Nearest(tuple(plane // 2 for plane in range(2 * planes)))
+    along = Resize(planes, 2 * planes) if linear else ChosenPlanes(tuple(plane // 2 for plane in range(2 * planes)))
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         (window,) = windows
@@ -168,7 +159,7 @@ def _within(slab: Tensor, sizes: list[int], scales: list[float | None], cut: set
     return F.interpolate(slab, size=size, mode=mode, align_corners=corners)
 
 
-def _blend(slab: Tensor, dim: int, resize: Resize | Nearest, window: LocalWindow) -> Tensor:
+def _blend(slab: Tensor, dim: int, resize: Resize | ChosenPlanes, window: LocalWindow) -> Tensor:
     """Return the output planes of a slab along one cut dim."""
     sources = [resize.source(plane) for plane in range(*window.output)]
     start = window.span[0]
@@ -193,3 +184,25 @@ def _given_scales(given: dict, count: int) -> list[float | None]:
     if given["scale_factor"] is None or given["recompute_scale_factor"]:
         return [None] * count
     return [float(factor) for factor in per_dim(given["scale_factor"], count)]
+
+
+@handles("Interpolation", "F.grid_sample", treats="input grid mode padding_mode align_corners")
+def grid_sample(func: Callable, given: Any) -> Any:
+    """Sample the gathered input at a slab's places: they may be anywhere in it."""
+    settings = {name: getattr(given, name) for name in ("mode", "padding_mode", "align_corners")}
+    source, grid = given.input, given.grid
+    volume: ShardedVolume = grid if isinstance(grid, ShardedVolume) else source
+    context = volume.context
+    if isinstance(source, ShardedVolume):
+        context.say_once("F.grid_sample may read a volume anywhere: its input is gathered on every device")
+    if not isinstance(grid, ShardedVolume):
+        # Dim i of the places is dim i + 1 of the result.
+        dims = [dim - 1 for dim in source.dims]
+        if any(dim < 1 or grid.shape[dim] != size for dim, size in zip(dims, source.sizes, strict=True)):
+            return run_gathered(func, (source, grid), settings)
+        grid = from_whole(grid, dims, context)
+    refuse_if(any(dim in (0, grid.ndim - 1) for dim in grid.dims), "batch and coordinates must not be cut")
+    wholes = context.spread(source.full_tensor() if isinstance(source, ShardedVolume) else source)
+    slabs = [func(own, places, **settings) for own, places in zip(wholes, grid.slabs, strict=True)]
+    shape = [*slabs[0].shape[:2], *grid.shape[1:-1]]
+    return ShardedVolume(slabs, [dim + 1 for dim in grid.dims], shape, context)

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from volseg.parallel.spatial.operators import normalize
-from volseg.parallel.spatial.operators.operands import rewrap
+from volseg.parallel.spatial.operators.operands import call_each, rewrap
+from volseg.parallel.spatial.signatures import fill
 from volseg.parallel.spatial.table import handles_samples, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
@@ -25,16 +26,7 @@ __all__ = ["batch_norm", "convolution", "each_sample", "instance_norm"]
 )
 def each_sample(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
     """Run on each slab."""
-    spread = input.context.spread
-    columns = {
-        name: spread(value) if isinstance(value, Tensor) else [value] * len(input.slabs)
-        for name, value in settings.items()
-    }
-    results = [
-        func(slab, **{name: column[position] for name, column in columns.items()})
-        for position, slab in enumerate(input.slabs)
-    ]
-    return rewrap(input, results)
+    return rewrap(input, call_each(func, input, **settings))
 
 
 @handles_samples(*(f"torch.conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)))
@@ -69,6 +61,6 @@ def batch_norm(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
 
     shape = (outer, channels, input.shape[0] // (outer * unit), unit, rest)
     planes = ShardedVolume([as_planes(slab) for slab in input.slabs], (2,), shape, input.context)
-    result = normalize.batch_norm(func, planes, **settings)
+    result = normalize.batch_or_instance_norm(func, fill(func, (planes,), settings))
     slabs: Sequence[Tensor] = result.slabs
     return wrap(input, [as_samples(slab, own) for slab, own in zip(slabs, input.slabs, strict=True)])

@@ -1,4 +1,7 @@
-"""Slices: planes of a volume by number or range, read and assigned; along the cut the slabs are balanced anew."""
+"""Slices and joins: planes of a volume by number or range, read and assigned; concatenation and stacking.
+
+Along the cut the slabs are balanced anew. Parts that are whole or cut otherwise are first cut alike.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,15 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.parallel.spatial.operators.dims import insert_dim
-from volseg.parallel.spatial.operators.operands import aligned
-from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, sharded_windows
+from volseg.parallel.spatial.convolution.plan import count_slab_tiles
+from volseg.parallel.spatial.dispatch import in_planes
+from volseg.parallel.spatial.gathered import volumes
+from volseg.parallel.spatial.lazy.recipes import join_channels
+from volseg.parallel.spatial.operators.dims import permute
+from volseg.parallel.spatial.operators.operands import cut_alike, wrap_reduced
+from volseg.parallel.spatial.operators.planes import AxisPlan, clip, sharded_windows
+from volseg.parallel.spatial.plan.shards import Fetch, spans
 from volseg.parallel.spatial.plan.windows import Strided
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["assign", "expanded", "is_basic", "narrow", "sliced", "split", "take_planes"]
+__all__ = ["assign_across", "cat", "expanded", "is_basic", "narrow", "sliced", "split", "stack", "take_planes"]
 
 
 def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: int = 1) -> ShardedVolume | Tensor:
@@ -35,13 +43,10 @@ def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: i
         index = (slice(None),) * dim + (slice(None, None, step),)
         return tensor[index]
 
-    def local(slab: Tensor, _windows: list[LocalWindow], _position: int) -> Tensor:
-        return every(slab)
-
     def whole(tensor: Tensor) -> Tensor:
         return every(tensor.narrow(dim, start, (count - 1) * step + 1 if count else 0))
 
-    return sharded_windows(volume, plans, local, whole)
+    return sharded_windows(volume, plans, lambda slab, *_: every(slab), whole)
 
 
 def sliced(volume: ShardedVolume, entries: Sequence[Any]) -> ShardedVolume | Tensor:
@@ -63,7 +68,7 @@ def sliced(volume: ShardedVolume, entries: Sequence[Any]) -> ShardedVolume | Ten
         if isinstance(entry, slice):
             result = _take_range(result, dim, entry)
         elif entry is None:
-            result = insert_dim(result, dim)
+            result = permute(torch.unsqueeze, (result, dim), {})
         else:
             result = _select(result, dim, entry)
             continue
@@ -109,8 +114,7 @@ def _select(volume: ShardedVolume, dim: int, index: int) -> ShardedVolume | Tens
         one = take_planes(volume, dim, index % size, 1)
         one = one.full_tensor() if isinstance(one, ShardedVolume) else one
         return one.squeeze(dim)
-    cut = [d - (dim < d) for d in volume.dims]
-    return wrap(volume, [slab.select(dim, index) for slab in volume.slabs], cut)
+    return wrap_reduced(volume, [slab.select(dim, index) for slab in volume.slabs], [dim])
 
 
 @handles("Slices and joins", "narrow", merged=True)
@@ -155,29 +159,10 @@ def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return tuple(result)
 
 
-def assign(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
-    """Assign to integers and slices of a volume; along the cut each shard takes what falls on its planes."""
-    if all(entries[dim] == slice(None) for dim in volume.dims):
-        _assign_within(volume, entries, value)
-    else:
-        _assign_across(volume, entries, value)
+def assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
+    """Assign to integers and slices along the cut, too: each shard gets the planes of the value that are its own.
 
-
-def _assign_within(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
-    kept = [d - sum(isinstance(e, int) for e in entries[:d]) for d in volume.dims]
-    ndim = sum(not isinstance(e, int) for e in entries)
-    if isinstance(value, Tensor):
-        shape = _sizes_at(kept, volume.sizes, ndim)
-        like = ShardedVolume(volume.slabs, kept, shape, volume.context, volume.merged)
-        values = aligned(value, like)
-    else:
-        values = [value] * len(volume.slabs)
-    for slab, own in zip(volume.slabs, values, strict=True):
-        slab[tuple(entries)] = own
-
-
-def _assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
-    """Give each shard the planes of the value that fall into its slab; the value is gathered for it.
+    The value is gathered for it.
 
     A shard that gets none is assigned none: it counts the change, and takes part in the value's backward pass, for
     which the other shards wait.
@@ -211,8 +196,70 @@ def _assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> Non
         slab[tuple(local)] = part
 
 
-def _sizes_at(dims: Sequence[int], sizes: Sequence[int], ndim: int) -> list[int]:
-    shape = [1] * ndim
-    for dim, size in zip(dims, sizes, strict=True):
-        shape[dim] = size
-    return shape
+@handles("Slices and joins", "cat", "concat", "concatenate", merged=True, rounded=True)
+def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """Join along channels slab by slab, or along the cut with the slabs balanced anew."""
+    # torch lets an empty tensor of one dim pass, whatever the others' are.
+    parts = [part for part in tensors if part.shape != (0,)]
+    like = volumes(parts)[0]
+    dim %= like.ndim
+    if dim in like.dims:
+        parts = [in_planes(part) if isinstance(part, ShardedVolume) else part for part in parts]
+        return _cat_along_cut(parts, volumes(parts)[0], dim)
+    alike = [cut_alike(part, like) for part in parts]
+    if dim == 1 and like.ndim == 5 and like.merged is None and like.context.communicator.is_direct:
+        itemsize = max(part.dtype.itemsize for part in alike)
+        tiles = count_slab_tiles(like, sum(part.shape[1] for part in alike), itemsize)
+        return join_channels(alike, later=tiles > 1)
+    slabs = [torch.cat(column, dim) for column in zip(*(part.slabs for part in alike), strict=True)]
+    return wrap(like, slabs)
+
+
+def _cat_along_cut(parts: Sequence[Tensor], like: ShardedVolume, dim: int) -> ShardedVolume:
+    """Fetch, for each shard of the result, the planes of each part that fall into it."""
+    communicator = like.context.communicator
+    axis = like.dims.index(dim)
+    total = sum(part.shape[dim] for part in parts)
+    outputs = spans(total, communicator.grid[axis])
+    columns, offset = [], 0
+    for part in parts:
+        size = part.shape[dim]
+        wanted = [clip((start - offset, stop - offset), size) for start, stop in outputs]
+        if isinstance(part, ShardedVolume) and part.dims != like.dims:
+            part = part.full_tensor()
+        if isinstance(part, ShardedVolume):
+            columns.append(communicator.fetch(part.slabs, Fetch(axis, dim, size, wanted)))
+        else:
+            columns.append(_spans_of_whole(part, like, axis, dim, wanted))
+        offset += size
+    slabs = [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)]
+    shape = list(like.shape)
+    shape[dim] = total
+    return ShardedVolume(slabs, like.dims, shape, like.context)
+
+
+def _spans_of_whole(
+    part: Tensor, like: ShardedVolume, axis: int, dim: int, wanted: Sequence[tuple[int, int]]
+) -> list[Tensor]:
+    """Take planes of an ordinary tensor that is too thin to be cut."""
+    communicator = like.context.communicator
+    slabs = []
+    for index, (coordinates, copy) in enumerate(zip(communicator.coordinates, communicator.spread(part), strict=True)):
+        start, stop = wanted[coordinates[axis]]
+        piece = copy.narrow(dim, start if stop > start else 0, stop - start)
+        for other, cut in enumerate(like.dims):
+            if other != axis:
+                own = communicator.owned(like.sizes)[index][other]
+                piece = piece.narrow(cut, own[0], own[1] - own[0])
+        slabs.append(piece)
+    return slabs
+
+
+@handles("Slices and joins", "stack", merged=True)
+def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """Stack volumes along a new dim."""
+    like = volumes(tensors)[0]
+    dim %= like.ndim + 1
+    parts = [cut_alike(part, like) for part in tensors]
+    slabs = [torch.stack(column, dim) for column in zip(*(part.slabs for part in parts), strict=True)]
+    return wrap(like, slabs, [cut + (dim <= cut) for cut in like.dims])

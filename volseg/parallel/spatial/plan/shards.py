@@ -1,4 +1,4 @@
-"""Which shard owns which planes: pure arithmetic.
+"""Along which axes a volume is cut, and which shard owns which planes: pure arithmetic.
 
 The layout of a volume is a function of its size and of the number of shards alone. Two volumes of one size are
 therefore always cut alike, and an encoder's skip meets the decoder without any plane being moved. Only where a cut dim
@@ -7,10 +7,27 @@ was merged with its neighbours (``view(B, -1)``), the volume says so: see ``Merg
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["Merged", "Span", "Transfer", "bounds", "can_split", "overlap", "spans", "transfers"]
+from volseg.device.layout import DIM
+from volseg.errors import ParallelError
+
+__all__ = [
+    "THICK",
+    "Fetch",
+    "Merged",
+    "Span",
+    "Transfer",
+    "bounds",
+    "can_split",
+    "check_axes",
+    "choose_dims",
+    "overlap",
+    "spans",
+    "transfers",
+]
 
 Span = tuple[int, int]
 """First plane and one past the last."""
@@ -81,3 +98,89 @@ def transfers(size: int, wanted: Sequence[Span], unit: int = 1) -> list[Transfer
                 if start < stop:
                     moves.append(Transfer(source, target, start, stop, start + turn - first))
     return moves
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Planes that the shards on a line of the grid want of a volume.
+
+    Attributes
+    ----------
+    axis
+        Mesh axis that cuts the volume.
+    dim
+        Tensor dim that it cuts.
+    size
+        Planes of the whole volume along ``dim``.
+    wanted
+        One span for each position on the mesh axis, possibly empty; one that reaches over an end of the volume goes on
+        at the other (see ``transfers``).
+    unit
+        So many planes stay together (see ``spans``).
+    """
+
+    axis: int
+    dim: int
+    size: int
+    wanted: Sequence[Span]
+    unit: int = 1
+
+    @cached_property
+    def owned(self) -> list[Span]:
+        """What each shard has."""
+        return spans(self.size, len(self.wanted), self.unit)
+
+    @cached_property
+    def moves(self) -> list[Transfer]:
+        """Every movement."""
+        return transfers(self.size, self.wanted, self.unit)
+
+    @property
+    def stays(self) -> bool:
+        """Whether no planes change shards."""
+        return all(move.source == move.target for move in self.moves)
+
+    def find_own(self, position: int) -> Span | None:
+        """Return the first and the number of the planes of its own slab that a shard wants; None for all of them."""
+        own, (start, stop) = self.owned[position], self.wanted[position]
+        return None if own == (start, stop) else (start - own[0] if stop > start else 0, stop - start)
+
+
+AXES = {"D": -3, "H": -2, "W": -1}
+
+THICK = 16
+"""Planes per shard from which on a volume is cut along D even where H or W is longer. Only halos along D are received
+in place: a step of 128 x 256 x 256 voxels on two GPUs took 68 ms cut along H, where 64 x 256 x 256 take 25 on one."""
+
+
+def check_axes(axes: Sequence[str] | None, grid: tuple[int, ...]) -> tuple[str, ...] | None:
+    """Return the axes that are to be cut, one per axis of the grid; None where each volume's size decides.
+
+    Raises
+    ------
+    ParallelError
+        If they are not as many different ones of D, H, W.
+    """
+    if axes is None:
+        return None
+    chosen = tuple(axes)
+    if len(chosen) != len(grid) or len(set(chosen)) != len(chosen) or not set(chosen) <= set(AXES):
+        raise ParallelError(
+            f"axes must name {len(grid)} different ones of D, H, W (one per axis of grid {grid}), got {axes!r}"
+        )
+    return chosen
+
+
+def choose_dims(shape: Sequence[int], axes: Sequence[str] | None, grid: Sequence[int]) -> list[int] | None:
+    """Return the dim that each mesh axis cuts, or None for a volume too thin to cut."""
+    if axes is not None:
+        dims = [len(shape) + AXES[axis] for axis in axes]
+    else:
+        # The longest dim has the thinnest halo for its slab; of equal ones the first, whose slabs are contiguous.
+        spatial = sorted(range(2, len(shape)), key=lambda dim: -shape[dim])
+        dims = sorted(spatial[: len(grid)])
+        if len(grid) == 1 and len(shape) == 5 and shape[DIM] >= THICK * grid[0]:
+            dims = [DIM]
+    if all(can_split(shape[dim], count) for dim, count in zip(dims, grid, strict=True)):
+        return dims
+    return None

@@ -17,17 +17,18 @@ import torch
 import torch.nn.functional as F
 
 from volseg.device.gpus import host_values
-from volseg.parallel.spatial.plan.shards import Span
+from volseg.parallel.spatial.plan.shards import Span, spans
 
 __all__ = [
     "AdaptivePool",
+    "ChosenPlanes",
     "Convolution",
-    "Nearest",
     "Resize",
     "Strided",
     "TransposedConvolution",
     "Window",
     "nearest_planes",
+    "plan_halo",
 ]
 
 
@@ -159,8 +160,8 @@ class Resize(Window):
 
 
 @dataclass(frozen=True, slots=True)
-class Nearest(Window):
-    """Output plane ``i`` is input plane ``planes[i]``."""
+class ChosenPlanes(Window):
+    """Output plane ``i`` is input plane ``planes[i]``: of nearest planes, and of padding that repeats the volume's."""
 
     planes: tuple[int, ...]
 
@@ -170,7 +171,8 @@ class Nearest(Window):
 
     def need(self, start: int, stop: int) -> Span:
         """Return the planes between the first and the last that are read."""
-        return self.planes[start], self.planes[stop - 1] + 1
+        chosen = self.planes[start:stop]
+        return min(chosen), max(chosen) + 1
 
 
 @lru_cache(maxsize=1024)
@@ -221,3 +223,27 @@ def _ask_nearest(
     planes = tuple(int(plane) for plane in values[0].tolist())
     back = gradient.movedim(dim + 2, 2).reshape(outputs, size, -1).sum(-1).argmax(1)
     return planes, tuple(back.tolist()) == planes
+
+
+@lru_cache(maxsize=1024)
+def plan_halo(size: int, num_shards: int, window: Window, outputs: int) -> tuple[tuple[int, int], ...] | None:
+    """Return the planes that each shard needs before and behind its slab, or None where it is not that simple.
+
+    It is not where a shard needs less than its slab, or planes from further than the direct neighbour. The first plane
+    that is computed from these may lie in front of the first output plane: a transposed convolution's does.
+    """
+    result = []
+    owned = spans(size, num_shards)
+    for index, (own, output) in enumerate(zip(owned, spans(outputs, num_shards), strict=True)):
+        if output[0] == output[1]:
+            return None
+        need = window.need(*output)
+        before, behind = own[0] - need[0], need[1] - own[1]
+        if before < 0 or behind < 0:
+            return None
+        if index > 0 and before > owned[index - 1][1] - owned[index - 1][0]:
+            return None
+        if index < num_shards - 1 and behind > owned[index + 1][1] - owned[index + 1][0]:
+            return None
+        result.append((before, behind))
+    return tuple(result)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from volseg.device.norm.choice import compute_shares
 from volseg.device.peer.values import ValueExchange
-from volseg.parallel.spatial.plan.shards import Span, spans
+from volseg.parallel.spatial.plan.shards import Fetch, Span, spans
 from volseg.parallel.spatial.transport.pieces import pad_slabs
 
 __all__ = ["Communicator", "narrow_to"]
@@ -74,13 +74,14 @@ class Communicator(ABC):
     @property
     def indices(self) -> list[int]:
         """Row-major number of each shard that this process holds."""
-        numbers = []
-        for coordinates in self.coordinates:
-            number = 0
-            for coordinate, count in zip(coordinates, self.grid, strict=True):
-                number = number * count + coordinate
-            numbers.append(number)
-        return numbers
+        return [self.number_of(coordinates) for coordinates in self.coordinates]
+
+    def number_of(self, coordinates: Sequence[int]) -> int:
+        """Return the row-major number of a shard."""
+        number = 0
+        for coordinate, count in zip(coordinates, self.grid, strict=True):
+            number = number * count + coordinate
+        return number
 
     @cached_property
     def _shares(self) -> dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor]:
@@ -106,51 +107,33 @@ class Communicator(ABC):
         ]
 
     @abstractmethod
-    def fetch(
-        self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
-    ) -> list[Tensor]:
-        """Give each shard the planes it wants of a volume.
+    def fetch(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
+        """Give each shard the planes it wants of a volume; other dims than the cut one may have any extent.
 
-        Parameters
-        ----------
-        slabs
-            Of this process; other dims than the cut one may have any extent.
-        axis
-            Mesh axis that cuts the volume.
-        dim
-            Tensor dim that it cuts.
-        size
-            Planes of the whole volume along ``dim``.
-        wanted
-            One span for each position on the mesh axis, possibly empty; one that reaches over an end of the volume goes
-            on at the other (see ``transfers``).
-        unit
-            So many planes stay together (see ``spans``).
+        A slab that stays as it is comes back itself: the gradient of a view of it would be copied.
         """
 
     def fetch_padded(
-        self,
-        slabs: Sequence[Tensor],
-        axis: int,
-        dim: int,
-        size: int,
-        wanted: Sequence[Span],
-        widths: Sequence[Sequence[int]],
-        fill: float,
-        unit: int = 1,
+        self, slabs: Sequence[Tensor], plan: Fetch, widths: Sequence[Sequence[int]], fill: float
     ) -> list[Tensor]:
         """Give each shard the planes it wants, in the middle of a margin: one copy, where planes move.
 
         Parameters
         ----------
-        slabs, axis, dim, size, wanted, unit
+        slabs, plan
             See ``fetch``.
         widths
             Of each slab's margin, as ``F.pad`` takes them.
         fill
             What the margin holds.
         """
-        return pad_slabs(self.fetch(slabs, axis, dim, size, wanted, unit), widths, fill)
+        return pad_slabs(self.fetch(slabs, plan), widths, fill)
+
+    def take_own(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
+        """Return views of the planes that each shard wants, which are its own; a slab itself where it wants it all."""
+        places = [plan.find_own(coordinates[plan.axis]) for coordinates in self.coordinates]
+        pairs = zip(slabs, places, strict=True)
+        return [slab if place is None else slab.narrow(plan.dim, *place) for slab, place in pairs]
 
     @abstractmethod
     def collect(self, partials: Sequence[Tensor]) -> Tensor:

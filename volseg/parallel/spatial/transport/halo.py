@@ -9,7 +9,6 @@ planes are copied. Whichever way they come, they are the same planes in the same
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.gpus import is_gpu, is_recording
@@ -134,12 +133,11 @@ def start_receiving(slabs: Sequence[Tensor], halos: Sequence[Halo], receives: Se
     return _start_exchange(halos, sends, receives)
 
 
+WritePlanes = Callable[[int, int, int], None]
+
+
 def write_outer_first(
-    outs: Sequence[Tensor],
-    room: int,
-    halos: Sequence[Halo],
-    write: Callable[[int, int, int], None],
-    write_ends: Callable[[int, int, int], None] | None = None,
+    outs: Sequence[Tensor], room: int, halos: Sequence[Halo], write: WritePlanes, write_ends: WritePlanes | None = None
 ) -> Wait | None:
     """Write the slabs of this process; planes that other processes wait for come first, and are sent.
 
@@ -269,32 +267,26 @@ def _start_messages(halo: Halo, communicator: ProcessGroupShards, sends: Sides, 
     A block that NCCL has used is not taken again before the host has seen that NCCL is done, while a CUDA graph is
     recorded not before the end: neither an activation nor a gradient may be one.
     """
-    group, home = communicator.group, communicator.home
-    messages = communicator.begin_messages()
-    operations, copies, kept = [], [], []
+    messages, copies = communicator.begin_messages(), []
     for planes, number in zip(sends, halo.neighbours, strict=True):
         if planes is not None and number is not None and planes.numel():
-            kept.append(messages.pack(planes))
-            operations.append(dist.P2POp(dist.isend, kept[-1], dist.get_global_rank(group, number), group))
+            messages.send(planes, number)
     for planes, number in zip(receives, halo.neighbours, strict=True):
         if planes is None or not planes.numel():
             continue
         if number is None:  # the volume's border
             planes.zero_()
             continue
-        direct = planes.is_contiguous() and not is_gpu(home)
-        arriving = planes if direct else messages.make_room(planes.shape, planes.dtype)
+        direct = planes.is_contiguous() and not is_gpu(communicator.home)
+        arriving = messages.receive(planes if direct else messages.make_room(planes.shape, planes.dtype), number)
         if arriving is not planes:
             copies.append((planes, arriving))
-        operations.append(dist.P2POp(dist.irecv, arriving, dist.get_global_rank(group, number), group))
-    work = dist.batch_isend_irecv(operations) if operations else []
+    arrive = messages.start()
 
     def wait() -> None:
-        for request in work:
-            request.wait()
+        arrive()
         for planes, arrived in copies:
             planes.copy_(arrived)
-        kept.clear()
         messages.end()
 
     return wait

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from volseg.device.layout import DIM
 
-__all__ = ["allocate", "copy_planes", "put_back", "view_planes"]
+__all__ = ["allocate", "copy_planes", "put_back"]
 
 
 def view_planes(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from volseg.parallel.devices import find_own_device
 from volseg.parallel.processes.group import make_groups, start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
-__all__ = ["DATA", "Processes", "join"]
+__all__ = ["Processes", "join"]
 
 DATA = "data"
 

@@ -6,10 +6,11 @@ them in pieces: a step took up to a third more than its tensors needed, and neve
 back: whoever waits for a message has its stream wait for NCCL, and the next message of that stream may lie there.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.gpus import is_gpu
@@ -69,11 +70,20 @@ class Messages:
         Where they lie.
     buffers : MessageBuffers, optional
         Memory for them. None on CPUs, and while a CUDA graph is recorded, whose memory is its own.
+    group, find_rank
+        The processes, and the global rank of the one at a position.
     """
 
-    def __init__(self, device: torch.device, buffers: MessageBuffers | None) -> None:
-        self.device, self.buffers = device, buffers
+    def __init__(
+        self,
+        device: torch.device,
+        buffers: MessageBuffers | None,
+        group: dist.ProcessGroup | None = None,
+        find_rank: Callable[[int], int] = int,
+    ) -> None:
+        self.device, self.buffers, self._group, self._find_rank = device, buffers, group, find_rank
         self._lent: list[Tensor] = []
+        self._operations: list[dist.P2POp] = []
 
     def pack(self, planes: Tensor) -> Tensor:
         """Return planes as they are sent: one after another, and of a GPU in memory that is no other tensor's."""
@@ -89,8 +99,31 @@ class Messages:
         self._lent.append(self.buffers.lend(size))
         return self._lent[-1][:size].view(dtype).view(tuple(shape))
 
+    def send(self, planes: Tensor, position: int) -> None:
+        """Note planes that go to a process."""
+        self._note(dist.isend, self.pack(planes), position)
+
+    def receive(self, planes: Tensor, position: int) -> Tensor:
+        """Note where planes of a process arrive, and return it."""
+        self._note(dist.irecv, planes, position)
+        return planes
+
+    def _note(self, kind: Callable, planes: Tensor, position: int) -> None:
+        self._operations.append(dist.P2POp(kind, planes, self._find_rank(position), self._group))
+
+    def start(self) -> Callable[[], None]:
+        """Start; return the function that waits."""
+        work = dist.batch_isend_irecv(self._operations) if self._operations else []
+
+        def wait() -> None:
+            for request in work:
+                request.wait()
+
+        return wait
+
     def end(self) -> None:
         """Let the next messages lie there: the current stream has waited, and what was received was read."""
+        self._operations.clear()
         if self.buffers is not None:
             self.buffers.take_back(self._lent)
         self._lent.clear()

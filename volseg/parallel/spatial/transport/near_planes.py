@@ -5,17 +5,16 @@ travel. Here they go out from where they lie and arrive where they are read. Whi
 that all shards have in common, never from how a slab lies in memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from volseg.device.gpus import is_recording
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, PlaneMailbox, small_enough
-from volseg.parallel.spatial.plan.shards import Span, Transfer
-from volseg.parallel.spatial.transport.pieces import allocate_whole, start_total
+from volseg.parallel.spatial.plan.shards import Transfer
 
-__all__ = ["fetch_near", "give_back_near", "is_near"]
+__all__ = ["NearPlanes", "is_near"]
 
 
 def is_near(moves: Sequence[Transfer], slab: Tensor, dim: int) -> bool:
@@ -37,93 +36,38 @@ def is_near(moves: Sequence[Transfer], slab: Tensor, dim: int) -> bool:
     return widest > 0 and small_enough(widest, values, slab.dtype, LIMIT if is_recording(slab.device) else EAGER_LIMIT)
 
 
-def fetch_near(
-    box: PlaneMailbox,
-    here: int,
-    moves: Sequence[Transfer],
-    slab: Tensor,
-    dim: int,
-    own: Span,
-    widths: Sequence[int],
-    fill: float,
-) -> Tensor:
-    """Return the planes that a shard wants, with a margin around them, outside autograd.
+class NearPlanes:
+    """Planes of one exchange by mailbox, as `Messages` has those by message.
 
     Parameters
     ----------
     box
         The mailbox of the shards.
-    here
-        The shard.
-    moves
-        Of all shards.
-    slab, dim, own
-        What the shard has, the dim along which it is cut, and where it lies in the volume.
-    widths, fill
-        Of the margin: see ``Communicator.fetch_padded``.
+    here, device
+        The shard, and where it is.
     """
-    shape = list(slab.shape)
-    shape[dim] = sum(move.stop - move.start for move in moves if move.target == here)
-    whole, inside = allocate_whole(shape, slab, widths, fill)
-    sends: list[Tensor | None] = [None, None]
-    receives: list[Tensor | None] = [None, None]
-    kept = []
-    for move in moves:
-        count = move.stop - move.start
-        planes = slab.narrow(dim, move.start - own[0], count) if move.source == here else None
-        if move.target != here:
-            if planes is not None:
-                sends[move.target > here] = planes
-            continue
-        place = inside.narrow(dim, move.place, count)
-        if planes is None:
-            receives[move.source > here] = place
-        else:
-            kept.append((place, planes))
-    wait = box.start(sends, receives)
-    for place, planes in kept:
-        place.copy_(planes)
-    wait()
-    return whole
 
+    def __init__(self, box: PlaneMailbox, here: int, device: torch.device) -> None:
+        self._box, self._here, self._device = box, here, device
+        self._sends: list[Tensor | None] = [None, None]
+        self._receives: list[Tensor | None] = [None, None]
 
-def give_back_near(
-    box: PlaneMailbox,
-    here: int,
-    moves: Sequence[Transfer],
-    planes: Tensor,
-    dim: int,
-    own: Span,
-) -> Tensor:
-    """Return every plane to its owner and add what comes back: the transpose of `fetch_near`.
+    def make_room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return dense memory for what is received."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
-    Parameters
-    ----------
-    box, here, moves, dim, own
-        See `fetch_near`.
-    planes
-        What the shard had fetched.
-    """
-    shape = list(planes.shape)
-    sends: list[Tensor | None] = [None, None]
-    receives: list[Tensor | None] = [None, None]
-    kept: list[tuple[int, Tensor]] = []
-    arrivals: list[tuple[int, Tensor]] = []
-    for move in moves:
-        count = move.stop - move.start
-        if move.target == here:
-            piece = planes.narrow(dim, move.place, count)
-            if move.source == here:
-                kept.append((move.start - own[0], piece))
-            else:
-                sends[move.source > here] = piece
-        elif move.source == here:
-            shape[dim] = count
-            arrival = receives[move.target > here] = torch.empty(shape, dtype=planes.dtype, device=planes.device)
-            arrivals.append((move.start - own[0], arrival))
-    wait = box.start(sends, receives)
-    total = start_total(planes, dim, own[1] - own[0], *(kept.pop(0) if kept else (0, None)))
-    wait()
-    for start, piece in (*kept, *arrivals):
-        total.narrow(dim, start, piece.shape[dim]).add_(piece)
-    return total
+    def send(self, planes: Tensor, position: int) -> None:
+        """Note planes that go to a neighbour, from where they lie."""
+        self._sends[position > self._here] = planes
+
+    def receive(self, planes: Tensor, position: int) -> Tensor:
+        """Note where planes of a neighbour arrive, and return it."""
+        self._receives[position > self._here] = planes
+        return planes
+
+    def start(self) -> Callable[[], object]:
+        """Start; return the function that waits."""
+        return self._box.start(self._sends, self._receives)
+
+    def end(self) -> None:
+        """Nothing is lent."""

@@ -16,7 +16,7 @@ from volseg.device.triton_tiles import takes
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import GradientRoom, check_hooks
 from volseg.parallel.fixed_order import fold
-from volseg.parallel.spatial.plan.shards import Span, spans, transfers
+from volseg.parallel.spatial.plan.shards import Fetch
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 from volseg.parallel.spatial.transport.pieces import join_pieces, start_total
 
@@ -37,10 +37,7 @@ class LocalDevices(Communicator):
     """
 
     def __init__(
-        self,
-        devices: Sequence[str | int | torch.device],
-        grid: Sequence[int] | None = None,
-        fixed_order: bool = False,
+        self, devices: Sequence[str | int | torch.device], grid: Sequence[int] | None = None, fixed_order: bool = False
     ) -> None:
         self.fixed_order = fixed_order and len(devices) > 1
         self.devices = [torch.device(device) for device in devices]
@@ -56,42 +53,28 @@ class LocalDevices(Communicator):
         run = self.fixed_order and takes(torch.empty(0, device=self.home))
         return ValuesOfSlabs(len(self.devices), self.home) if run else None
 
-    def fetch(
-        self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
-    ) -> list[Tensor]:
-        """Copy planes between devices; see ``Communicator``. A slab that stays as it is comes back itself."""
-        owned = spans(size, self.grid[axis], unit)
-        if list(wanted) == owned:  # no view of it either, whose backward pass would copy the gradient
+    def fetch(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
+        """Copy planes between devices; see ``Communicator``."""
+        if list(plan.wanted) == plan.owned:
             return list(slabs)
         if not self.fixed_order:
-            return self.move(slabs, axis, dim, size, wanted, unit)
-        if any(move.source != move.target for move in transfers(size, wanted, unit)):
-            return list(_FetchLocally.apply(self, (axis, dim, size, tuple(wanted), unit), *slabs))
-        found = []
-        for coordinates, slab in zip(self.coordinates, slabs, strict=True):
-            own, (start, stop) = owned[coordinates[axis]], wanted[coordinates[axis]]
-            view = slab.narrow(dim, start - own[0] if stop > start else 0, stop - start)
-            found.append(slab if (start, stop) == own else view)
-        return found
+            return self.move(slabs, plan)
+        return self.take_own(slabs, plan) if plan.stays else list(_FetchLocally.apply(self, plan, *slabs))
 
-    def move(
-        self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
-    ) -> list[Tensor]:
+    def move(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
         """Copy planes between devices, whatever comes; arguments as those of ``fetch``.
 
         Where sums have a fixed order, what is assembled lies in memory as processes assemble it, from messages: a
         library may add in another order in another layout.
         """
-        owned = spans(size, self.grid[axis], unit)
-        moves = transfers(size, wanted, unit)
-        held = dict(zip(self.coordinates, slabs, strict=True))
+        axis, dim, held = plan.axis, plan.dim, dict(zip(self.coordinates, slabs, strict=True))
         fetched = []
         for coordinates, slab, device in zip(self.coordinates, slabs, self.devices, strict=True):
             here = coordinates[axis]
             pieces = []
-            for move in (move for move in moves if move.target == here):
+            for move in (move for move in plan.moves if move.target == here):
                 source = held[(*coordinates[:axis], move.source, *coordinates[axis + 1 :])]
-                planes = source.narrow(dim, move.start - owned[move.source][0], move.stop - move.start)
+                planes = source.narrow(dim, move.start - plan.owned[move.source][0], move.stop - move.start)
                 pieces.append(planes if move.source == here else self._send(planes, device))
             if not pieces:
                 pieces = [slab.narrow(dim, 0, 0)]
@@ -106,32 +89,29 @@ class LocalDevices(Communicator):
             return planes.to(device, non_blocking=True)
         return planes.new_empty(planes.shape, device=device).copy_(planes, non_blocking=True)
 
-    def give_back(
-        self, gradients: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
-    ) -> list[Tensor]:
+    def give_back(self, gradients: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
         """Return every plane to its owner and add what comes back, one's own first, then by who wanted it.
 
         Parameters
         ----------
         gradients
             Of what ``fetch`` returned.
-        axis, dim, size, wanted, unit
-            As those of ``fetch``.
+        plan
+            As that of ``fetch``.
         """
-        owned = spans(size, self.grid[axis], unit)
-        moves = transfers(size, wanted, unit)
-        held = dict(zip(self.coordinates, gradients, strict=True))
+        axis, dim, held = plan.axis, plan.dim, dict(zip(self.coordinates, gradients, strict=True))
         totals = []
         for coordinates, device in zip(self.coordinates, self.devices, strict=True):
             here = coordinates[axis]
+            first, last = plan.owned[here]
             pieces = []
-            for move in (move for move in moves if move.source == here):
+            for move in (move for move in plan.moves if move.source == here):
                 arrived = held[(*coordinates[:axis], move.target, *coordinates[axis + 1 :])]
                 planes = arrived.narrow(dim, move.place, move.stop - move.start)
-                pieces.append((move.target != here, move.start - owned[here][0], planes))
+                pieces.append((move.target != here, move.start - first, planes))
             pieces.sort(key=lambda piece: piece[0])
-            _, first, kept = pieces.pop(0) if pieces and not pieces[0][0] else (False, 0, None)
-            total = start_total(held[coordinates], dim, owned[here][1] - owned[here][0], first, kept)
+            _, start, kept = pieces.pop(0) if pieces and not pieces[0][0] else (False, 0, None)
+            total = start_total(held[coordinates], dim, last - first, start, kept)
             for _, start, planes in pieces:
                 total.narrow(dim, start, planes.shape[dim]).add_(planes.to(device, non_blocking=True))
             totals.append(total)
@@ -185,15 +165,15 @@ class LocalDevices(Communicator):
 
 class _FetchLocally(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, communicator: LocalDevices, plan: tuple[Any, ...], *slabs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, communicator: LocalDevices, plan: Fetch, *slabs: Tensor) -> tuple[Tensor, ...]:
         ctx.plan = communicator, plan
-        return tuple(communicator.move(slabs, *plan))
+        return tuple(communicator.move(slabs, plan))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         communicator, plan = ctx.plan
-        return None, None, *communicator.give_back(gradients, *plan)
+        return None, None, *communicator.give_back(gradients, plan)
 
 
 class _SpreadLocally(torch.autograd.Function):

@@ -19,18 +19,14 @@ from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
 from volseg.device.torch_internals import gather_into
 from volseg.device.triton_tiles import takes
 from volseg.parallel.fixed_order import add_up
-from volseg.parallel.spatial.plan.shards import Span, Transfer, spans, transfers
+from volseg.parallel.spatial.plan.shards import Fetch
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
-from volseg.parallel.spatial.transport.near_planes import fetch_near, give_back_near, is_near
-from volseg.parallel.spatial.transport.pieces import join_pieces, start_total, view_inside
+from volseg.parallel.spatial.transport.near_planes import NearPlanes, is_near
+from volseg.parallel.spatial.transport.pieces import allocate_whole, join_pieces, start_total, view_inside
 from volseg.parallel.spatial.transport.shared_parameters import SharedParameters
 
 __all__ = ["ProcessGroupShards"]
-
-
-Plan = tuple[int, int, int, tuple[Span, ...], int]
-"""Of a fetch: axis, dim, size, what is wanted, and unit, as ``Communicator.fetch`` takes them."""
 
 
 class ProcessGroupShards(Communicator):
@@ -88,138 +84,102 @@ class ProcessGroupShards(Communicator):
     def _buffers(self) -> MessageBuffers:
         return MessageBuffers(self.home)
 
-    def begin_messages(self) -> Messages:
-        """Return where the messages of one exchange lie."""
+    def begin_messages(self, axis: int = 0) -> Messages:
+        """Return an exchange of messages with the processes on this process's line of the grid."""
         keeps = is_gpu(self.home) and not is_recording(self.home)
-        return Messages(self.home, self._buffers if keeps else None)
+        return Messages(self.home, self._buffers if keeps else None, self.group, lambda place: self.peer(axis, place))
 
     def peer(self, axis: int, position: int) -> int:
         """Return the global rank of the process at ``position`` on this process's line of the grid."""
-        coordinates = (*self.coordinates[0][:axis], position, *self.coordinates[0][axis + 1 :])
-        number = 0
-        for coordinate, count in zip(coordinates, self.grid, strict=True):
-            number = number * count + coordinate
-        return dist.get_global_rank(self.group, number)
+        own = self.coordinates[0]
+        return dist.get_global_rank(self.group, self.number_of((*own[:axis], position, *own[axis + 1 :])))
 
-    def fetch(
-        self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
-    ) -> list[Tensor]:
+    def fetch(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
         """Exchange planes with the processes that have them; see ``Communicator``."""
-        (slab,) = slabs
-        here = self.coordinates[0][axis]
-        own = spans(size, self.grid[axis], unit)[here]
-        if all(move.source == move.target for move in transfers(size, wanted, unit)):
-            start, stop = wanted[here]
-            if (start, stop) == own:  # itself: the gradient of a view of it would be copied
-                return [slab]
-            return [slab.narrow(dim, start - own[0] if stop > start else 0, stop - start)]
-        return [self._fetch(slab, (axis, dim, size, tuple(wanted), unit), (), 0.0)]
+        return self.take_own(slabs, plan) if plan.stays else [self._fetch(slabs[0], plan, (), 0.0)]
 
     def fetch_padded(
-        self,
-        slabs: Sequence[Tensor],
-        axis: int,
-        dim: int,
-        size: int,
-        wanted: Sequence[Span],
-        widths: Sequence[Sequence[int]],
-        fill: float,
-        unit: int = 1,
+        self, slabs: Sequence[Tensor], plan: Fetch, widths: Sequence[Sequence[int]], fill: float
     ) -> list[Tensor]:
         """Write the planes into the middle of their margin; see ``Communicator``."""
-        if all(move.source == move.target for move in transfers(size, wanted, unit)):
-            return super().fetch_padded(slabs, axis, dim, size, wanted, widths, fill, unit)
-        return [self._fetch(slabs[0], (axis, dim, size, tuple(wanted), unit), tuple(widths[0]), fill)]
+        if plan.stays:
+            return super().fetch_padded(slabs, plan, widths, fill)
+        return [self._fetch(slabs[0], plan, tuple(widths[0]), fill)]
 
-    def _fetch(self, slab: Tensor, plan: Plan, widths: tuple[int, ...], fill: float) -> Tensor:
+    def _fetch(self, slab: Tensor, plan: Fetch, widths: tuple[int, ...], fill: float) -> Tensor:
         def give_back(gradient: Tensor) -> Tensor:
-            return self.give_back(view_inside(gradient, widths), *plan)
+            return self.give_back(view_inside(gradient, widths), plan)
 
-        fetched: Tensor = LinearMap.apply(slab, lambda own: self.exchange(own, *plan, widths, fill), give_back)
+        fetched: Tensor = LinearMap.apply(slab, lambda own: self.exchange(own, plan, widths, fill), give_back)
         return fetched
 
-    def exchange(
-        self,
-        slab: Tensor,
-        axis: int,
-        dim: int,
-        size: int,
-        wanted: Sequence[Span],
-        unit: int = 1,
-        widths: Sequence[int] = (),
-        fill: float = 0.0,
-    ) -> Tensor:
+    def exchange(self, slab: Tensor, plan: Fetch, widths: Sequence[int] = (), fill: float = 0.0) -> Tensor:
         """Return the wanted planes, and a margin around them, outside autograd; see ``Communicator.fetch_padded``."""
-        here, moves = self.coordinates[0][axis], transfers(size, wanted, unit)
-        own = spans(size, self.grid[axis], unit)[here]
-        box = self._find_box(moves, slab, dim)
-        if box is not None:
-            return fetch_near(box, here, moves, slab, dim, own, widths, fill)
-        pieces, operations, messages = [], [], self.begin_messages()
-        for move in moves:
-            if here not in (move.source, move.target):
-                continue
+        here, dim, shape = self.coordinates[0][plan.axis], plan.dim, list(slab.shape)
+        box = self._find_box(plan, slab)
+        messages = self.begin_messages(plan.axis) if box is None else NearPlanes(box, here, self.home)
+        shape[dim] = sum(move.stop - move.start for move in plan.moves if move.target == here)
+        # By mailbox planes arrive where they are read.
+        whole, inside = (None, None) if box is None else allocate_whole(shape, slab, widths, fill)
+        pieces = []
+        for move in plan.moves:
+            count = move.stop - move.start
             if move.source == here:
-                planes = slab.narrow(dim, move.start - own[0], move.stop - move.start)
+                planes = slab.narrow(dim, move.start - plan.owned[here][0], count)
                 if move.target == here:
-                    pieces.append(planes)
+                    pieces.append((move.place, planes))
                 else:
-                    operations.append(
-                        dist.P2POp(dist.isend, messages.pack(planes), self.peer(axis, move.target), self.group)
-                    )
-            else:
-                shape = list(slab.shape)
-                shape[dim] = move.stop - move.start
-                pieces.append(messages.make_room(shape, slab.dtype))
-                operations.append(dist.P2POp(dist.irecv, pieces[-1], self.peer(axis, move.source), self.group))
-        for request in dist.batch_isend_irecv(operations) if operations else []:
-            request.wait()
-        whole = join_pieces(pieces or [slab.narrow(dim, 0, 0)], dim, slab, widths, fill)
+                    messages.send(planes, move.target)
+            elif move.target == here and inside is not None:
+                messages.receive(inside.narrow(dim, move.place, count), move.source)
+            elif move.target == here:
+                shape[dim] = count
+                pieces.append((move.place, messages.receive(messages.make_room(shape, slab.dtype), move.source)))
+        wait = messages.start()
+        if whole is not None and inside is not None:
+            for place, planes in pieces:
+                inside.narrow(dim, place, planes.shape[dim]).copy_(planes)
+            wait()
+            return whole
+        wait()
+        whole = join_pieces([planes for _, planes in pieces] or [slab.narrow(dim, 0, 0)], dim, slab, widths, fill)
         messages.end()
         return whole
 
-    def give_back(
-        self, planes: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
-    ) -> Tensor:
+    def give_back(self, planes: Tensor, plan: Fetch) -> Tensor:
         """Return every plane to its owner and add what comes back: the transpose of ``exchange``."""
-        here, moves = self.coordinates[0][axis], transfers(size, wanted, unit)
-        own = spans(size, self.grid[axis], unit)[here]
-        box = self._find_box(moves, planes, dim)
-        if box is not None:
-            return give_back_near(box, here, moves, planes, dim, own)
+        here, dim, shape = self.coordinates[0][plan.axis], plan.dim, list(planes.shape)
+        first, last = plan.owned[here]
+        box = self._find_box(plan, planes)
+        messages = self.begin_messages(plan.axis) if box is None else NearPlanes(box, here, self.home)
         kept: list[tuple[int, Tensor]] = []
-        shape = list(planes.shape)
-        arrivals, operations, messages = [], [], self.begin_messages()
-        for move in moves:
-            if here not in (move.source, move.target):
-                continue
+        arrivals = []
+        for move in plan.moves:
+            count = move.stop - move.start
             if move.target == here:
-                piece = planes.narrow(dim, move.place, move.stop - move.start)
+                piece = planes.narrow(dim, move.place, count)
                 if move.source == here:
-                    kept.append((move.start - own[0], piece))
+                    kept.append((move.start - first, piece))
                 else:
-                    operations.append(
-                        dist.P2POp(dist.isend, messages.pack(piece), self.peer(axis, move.source), self.group)
-                    )
-            else:
-                shape[dim] = move.stop - move.start
-                arrivals.append((move.start - own[0], messages.make_room(shape, planes.dtype)))
-                operations.append(dist.P2POp(dist.irecv, arrivals[-1][1], self.peer(axis, move.target), self.group))
-        work = dist.batch_isend_irecv(operations) if operations else []
-        total = start_total(planes, dim, own[1] - own[0], *(kept.pop(0) if kept else (0, None)))
-        for request in work:
-            request.wait()
+                    messages.send(piece, move.source)
+            elif move.source == here:
+                shape[dim] = count
+                arrival = messages.receive(messages.make_room(shape, planes.dtype), move.target)
+                arrivals.append((move.start - first, arrival))
+        wait = messages.start()
+        total = start_total(planes, dim, last - first, *(kept.pop(0) if kept else (0, None)))
+        wait()
         for start, piece in (*kept, *arrivals):
             total.narrow(dim, start, piece.shape[dim]).add_(piece)
         messages.end()
         return total
 
-    def _find_box(self, moves: Sequence[Transfer], slab: Tensor, dim: int) -> PlaneMailbox | None:
+    def _find_box(self, plan: Fetch, slab: Tensor) -> PlaneMailbox | None:
         """Return the mailbox where planes move by it; it has the order of one line of shards."""
-        if len(self.grid) > 1 or all(move.source == move.target for move in moves):
+        if len(self.grid) > 1 or plan.stays:
             return None
         box = self.plane_mailbox  # connected at the first exchange, however large, which is not recorded
-        return box if box is not None and is_near(moves, slab, dim) else None
+        return box if box is not None and is_near(plan.moves, slab, plan.dim) else None
 
     def stack(self, partial: Tensor) -> Tensor:
         """Return every process's tensor, ``(num_shards, ...)``, outside autograd."""
@@ -248,7 +208,7 @@ class ProcessGroupShards(Communicator):
     def assemble(self, slab: Tensor, dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return the whole volume, outside autograd."""
         for axis, (dim, size) in enumerate(zip(dims, sizes, strict=True)):
-            slab = self.exchange(slab, axis, dim, size, [(0, size)] * self.grid[axis])
+            slab = self.exchange(slab, Fetch(axis, dim, size, [(0, size)] * self.grid[axis]))
         return slab
 
     def add_up(self, partial: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+"""Which values a search may try: for each key of a config a range of numbers, or a list of choices.
+
+::
+
+    optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}
+    patch.batch: {low: 2, high: 8, step: 2}
+    schedule.name: [polynomial, cosine]
+"""
+
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from volseg.config.base import ConfigModel, Finite, validated
+from volseg.config.commented import format_inline
+from volseg.config.yaml_values import read_yaml
+from volseg.errors import ConfigError
+
+__all__ = ["RangeConfig", "Space", "dump_values", "list_ends", "read_space"]
+
+EXAMPLE = "optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}"
+
+FIXED = {"output": "each trial has a folder of its own", "name": "it names the search"}
+"""Keys that no search sets."""
+
+
+class RangeConfig(ConfigModel):
+    """Numbers that a key may have; whole numbers if ``low``, ``high`` and ``step`` are whole."""
+
+    low: int | Finite
+    """Smallest value."""
+    high: int | Finite
+    """Largest value."""
+    log: bool = False
+    """Draw the logarithm evenly, not the value."""
+    step: int | Finite | None = None
+    """Distance between two values, counted from ``low``."""
+
+    @model_validator(mode="after")
+    def _holds_numbers(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low must be below high, got low: {self.low} and high: {self.high}")
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise ValueError(f"log: true takes low above 0 and no step, got low: {self.low} and step: {self.step}")
+        if self.step is not None:
+            low, high, step = (Decimal(str(value)) for value in (self.low, self.high, self.step))
+            if step <= 0 or (high - low) % step:
+                raise ValueError(
+                    f"high must be low plus a multiple of step, got low: {low}, high: {high}, step: {step}"
+                )
+        return self
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the values are whole numbers."""
+        return all(isinstance(value, int) for value in (self.low, self.high, self.step or 1))
+
+
+Space = dict[str, RangeConfig | tuple[str, ...]]
+"""Keys with their ranges, or their choices as ``--set`` takes them; a section comes before the keys below it."""
+
+
+def read_space(path: str | Path) -> Space:
+    """Read the file of ``volseg search --over``; whether a config has the keys is checked later.
+
+    Raises
+    ------
+    ConfigError
+        If the file is absent or no YAML, or a key has neither a range nor choices.
+    """
+    try:
+        values = read_yaml(Path(path), str(path))
+    except OSError as fault:
+        raise ConfigError(f"{path} cannot be read: {fault.strerror}; write lines such as {EXAMPLE}") from fault
+    if not isinstance(values, dict) or not values:
+        raise ConfigError(f"{path} must hold the keys to search over, in lines such as {EXAMPLE}")
+    keys = sorted(values, key=lambda key: str(key).count("."))
+    return {str(key): _read_values(str(key), values[key], path) for key in keys}
+
+
+def list_ends(space: Space) -> Iterator[str]:
+    """Yield an override for each end of a range and for each choice."""
+    for key, values in space.items():
+        for value in (values.low, values.high) if isinstance(values, RangeConfig) else values:
+            yield f"{key}={value}"
+
+
+def dump_values(values: RangeConfig | tuple[str, ...]) -> Any:
+    """Return a range or choices as JSON has them."""
+    return values.model_dump() if isinstance(values, RangeConfig) else list(values)
+
+
+def _read_values(key: str, values: object, path: str | Path) -> RangeConfig | tuple[str, ...]:
+    if key in FIXED:
+        raise ConfigError(f"{path}: {key} cannot be searched over: {FIXED[key]}")
+    if isinstance(values, dict):
+        return validated(RangeConfig, values, f"{key} in {path}")
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"{path}: {key} needs a range such as {EXAMPLE}, or a list of choices; got {values!r}")
+    choices = tuple(map(format_inline, values))
+    if len(set(choices)) < len(choices):
+        raise ConfigError(f"{path}: the choices of {key} must differ, got {', '.join(choices)}")
+    return choices
