@@ -4,6 +4,7 @@ import logging
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from volseg.checkpointing.state import EpochRecord
 from volseg.errors import ConfigError
+from volseg.monitoring.environment import environment
 from volseg.monitoring.loggers import LOGGERS, History, LoggedRun, Logger, TensorBoard, build_logger
 from volseg.monitoring.run_files import read_history
-from volseg.monitoring.training_log import TrainingLog
+from volseg.monitoring.training_log import TrainingLog, list_scalars
 
 PICTURE = torch.zeros(3, 8, 8, dtype=torch.uint8)
 CONFIG = {"name": "a", "optimizer": {"name": "SGD", "lr": 0.1}, "losses": [{"name": "DiceCELoss"}]}
@@ -93,6 +95,11 @@ def test_tensorboard_and_the_history_have_the_same_numbers(tmp_path):
     assert [(line.epoch, line.step) for line in lines] == [(1, 10), (2, 20)]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert {*events.Tags()["scalars"]} == {*lines[0].scalars, "final/dice_mean"}
+    plain = list_scalars(replace(make_record(0), score=None, scores={}))
+    tags = {"val/dice_mean", "val/dice/Anterior", "val/hd95/Anterior", "time/validation_seconds"}
+    assert (
+        {*lines[0].scalars} - tags == {*plain} >= {"train/loss", "lr", "time/epoch_seconds", "time/data_wait_seconds"}
+    )
     for tag, value in lines[1].scalars.items():
         assert [event.step for event in events.Scalars(tag)] == [1, 2]
         assert events.Scalars(tag)[1].value == pytest.approx(value, nan_ok=True)
@@ -136,6 +143,46 @@ def test_tensorboard_has_patches_and_losses_of_the_first_batch_and_losses_each_h
     assert image.height > 2 * 256  # two samples
     losses = EventAccumulator(str(tmp_path / "batches")).Reload().Scalars("batch/loss")
     assert [(event.step, event.value) for event in losses] == [(1, 0.5), (3, 0.5)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader still asks NumPy for old names
+def test_a_training_that_goes_on_replaces_the_events_past_its_checkpoint(tmp_path):
+    for begin, epochs in ((0, (0, 1, 2)), (1, (1,))):
+        training = FinishedTraining()
+        training.epoch = begin
+        hook = TrainingLog([TensorBoard(tmp_path)])
+        hook.on_training_begin(training)
+        for epoch in epochs:
+            hook.on_epoch_end(training, replace(make_record(epoch), score=0.1 * begin))
+        hook.on_training_end(training)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("val/dice_mean")] == [(1, 0.0), (2, 0.1)]
+
+
+def test_a_full_disk_ends_no_training_and_is_said_once(tmp_path, caplog):
+    """The thread of torch's writer printed a traceback, and the training met the fault later."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", folder], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        hook = TrainingLog([TensorBoard(folder)])
+        hook.on_training_begin(FinishedTraining())
+        for epoch in range(100):
+            hook.on_epoch_end(FinishedTraining(), make_record(epoch))
+        hook.on_training_end(FinishedTraining())
+        hook = TrainingLog([TensorBoard(folder / "another")])
+        hook.on_training_begin(FinishedTraining())
+        hook.on_epoch_end(FinishedTraining(), make_record(0))
+        hook.on_training_end(FinishedTraining())
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    told = [line for line in caplog.messages if "no more is logged by TensorBoard" in line]
+    assert len(told) == 2
+    assert "No space left on device); the training goes on" in told[0]
+    assert "another" in told[1]
 
 
 def test_a_logger_that_fails_is_said_once_and_ends_no_training(caplog):
@@ -279,3 +326,9 @@ def test_mlflow_keeps_a_run_and_goes_on_with_it(tmp_path, monkeypatch):
     assert found.data.params["optimizer.lr"] == "0.1"
     assert found.info.status == "FINISHED"
     assert {file.path for file in client.list_artifacts(found.info.run_id)} >= {"network.md", "late.md"}
+
+
+def test_the_environment_names_versions_and_devices():
+    found = environment()
+    assert found["libraries"]["torch"] == torch.__version__
+    assert len(found["gpus"]) == torch.cuda.device_count()

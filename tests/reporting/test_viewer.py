@@ -1,6 +1,5 @@
 """The page of `volseg view`, clicked through in a real browser: values, names, cases, labels, and no request."""
 
-import io
 import re
 import shutil
 import sys
@@ -23,6 +22,7 @@ AFFINE = np.array([[0, -1.5, 0, 40], [2.0, 0, 0, -30], [0, 0, 3.0, 5], [0, 0, 0,
 """Axes in another order than the patient's, one of them reversed."""
 NAMES = {1: "Anterior", 4: '</script><img src="http://example.org/x.png">'}
 PLACE = re.compile(r"\((.+)\) mm, value (\S+?)(?:: (.+))?$")
+DRAWN = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 HARMLESS = "GPU stall due to ReadPixels"
 """What the browser's drawing on the CPU says now and then."""
 
@@ -64,7 +64,7 @@ def cases(volumes, tmp_path_factory):
         nibabel.save(nibabel.Nifti1Image(voxels, AFFINE), files[name])
     layers = {name: files[name] for name in ("reference", "prediction")}
     return [
-        ViewedCase(name="first", image=files["image"], layers=layers, remark="(Dice 0.800)"),
+        ViewedCase(name="first", image=files["image"], layers=layers, dice=0.8),
         ViewedCase(name="second", image=files["image"]),
     ]
 
@@ -90,15 +90,11 @@ def read_places(tab):
     ]
 
 
-def photograph(tab, tmp_path):
-    tab.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    return np.asarray(Image.open(io.BytesIO(tab.photograph(tmp_path / "seen.png").read_bytes())).convert("RGB"))
-
-
 def count_coloured(tab, tmp_path):
     """Return how many pixels of the panels are clearly no grey: labels', for the crosshair is thin."""
+    tab.evaluate(DRAWN)
     top = tab.evaluate("document.querySelector('canvas').getBoundingClientRect().top")
-    seen = photograph(tab, tmp_path)[int(top) :].astype(int)
+    seen = np.asarray(Image.open(tab.photograph(tmp_path / "seen.png")).convert("RGB"))[int(top) :].astype(int)
     return int((np.ptp(seen, axis=-1) > 40).sum())
 
 
@@ -113,7 +109,7 @@ def test_the_page_shows_what_the_files_hold(tab, volumes):
         left, top = (tab.evaluate(f"{box.format(panel)}.{side}") for side in ("left", "top"))
         for x, y in ((30, 60), (60, 90), (80, 70), (100, 100), (55, 130)):
             tab.click(left + x, top + y)
-            tab.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            tab.evaluate(DRAWN)
             (voxel, value, reference), (other, _, prediction) = read_places(tab)
             assert voxel == other  # one crosshair in both panels
             assert value == pytest.approx(volumes["image"][voxel])
@@ -163,12 +159,10 @@ def test_nothing_is_asked_and_nothing_is_wrong(tab):
     assert "BSD 2-Clause License" in tab.page.read_text(encoding="utf-8")
 
 
-def test_many_labels_leave_the_background_as_it_is(script, cases, tmp_path):
+def test_many_labels_leave_the_background_as_it_is(script, cases, volumes, tmp_path):
     """Of more than 64, NiiVue would tint the background in the first one's colour."""
     names = {value: f"organ {value}" for value in range(1, 120)}
-    voxels = np.zeros((12, 16, 10), dtype=np.uint8)
-    voxels[2:8, 4:12, 2:8] = 100
-    nibabel.save(nibabel.Nifti1Image(voxels, AFFINE), tmp_path / "a.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(volumes["prediction"] * 100, AFFINE), tmp_path / "a.nii.gz")
     case = ViewedCase(name="a", image=cases[0].image, layers={"reference": tmp_path / "a.nii.gz"})
     with Browser() as browser:
         page = write_viewer([case], tmp_path / "view.html", title="many", names=names)

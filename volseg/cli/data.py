@@ -114,8 +114,7 @@ def make(
     tests: Annotated[int, Option(help="Cases without labels.")] = 4,
     seed: Annotated[int, Option(help="The same seed writes the same files.")] = 0,
     scale: Annotated[
-        float | None,
-        Option(help="With --like: sides as a fraction of the task's; default 48 voxels along the longest."),
+        float | None, Option(help="With --like: fraction of the task's sides; default 48 voxels along the longest.")
     ] = None,
 ) -> None:
     """Generate a synthetic data set in MSD layout, or a small imitation of a Decathlon task."""
@@ -143,8 +142,7 @@ def check(
     ] = None,
     group: Annotated[str | None, Option(metavar="PATTERN|COLUMN", help="Patients, as split.group; or none.")] = None,
     fix: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="Write a corrected copy, as far as no guess is needed, without bad cases."),
+        Path | None, Option(metavar="DIR", help="Write a corrected copy, without guesses and bad cases.")
     ] = None,
     keep_bad: Annotated[bool, Option("--keep-bad", help="With --fix: copy bad cases as they are.")] = False,
     components: Components = None,

@@ -40,6 +40,7 @@ __all__ = [
     "complete_run",
     "complete_shipped",
     "gather_overrides",
+    "verb",
 ]
 
 
@@ -137,6 +138,11 @@ SETTINGS = {
     "--seed": "seed",
 }
 """What people type for a value of the config."""
+
+
+def verb(app: typer.Typer, panel: str, example: str, **settings: Any) -> Callable[[Any], Any]:
+    """Return what makes a function a verb of the program, in a panel of its help, with an example."""
+    return app.command(rich_help_panel=panel, epilog=f"Example: {example}", **settings)
 
 
 class SuggestingCommand(TyperCommand):

@@ -17,6 +17,7 @@ from volseg.cli.options import (
     SuggestingCommand,
     check_config,
     complete_config,
+    verb,
 )
 from volseg.streams import show
 
@@ -29,9 +30,7 @@ NOTHING_FITS = 3
 """Exit status where the training fits the machine in no way; 1 is for a config that cannot be planned for."""
 
 
-@planning_app.command(
-    epilog="Example: volseg plan configs/task04_vnet.yaml --instance p3.8xlarge", rich_help_panel="Train"
-)
+@verb(planning_app, "Train", "volseg plan configs/task04_vnet.yaml --instance p3.8xlarge")
 def plan(
     config: Annotated[
         Path | None,
@@ -85,19 +84,15 @@ def plan(
         raise typer.Exit(NOTHING_FITS)
 
 
-@planning_app.command(
-    cls=SuggestingCommand, epilog="Example: volseg profile configs/task04_unet.yaml -o profile", rich_help_panel="Train"
-)
+@verb(planning_app, "Train", "volseg profile configs/task04_unet.yaml -o profile", cls=SuggestingCommand)
 def profile(
     config: ConfigFile,
     overrides: Overrides = None,
     steps: Annotated[int, Option(min=1, help="Steps that are watched, after as many that are timed.")] = 5,
     output: Annotated[
-        Path | None, Option("--output", "-o", metavar="FOLDER", help="Write page, table and trace there.")
+        Path | None, Option("--output", "-o", metavar="FOLDER", help="For page, table and trace.")
     ] = None,
-    gpu: Annotated[
-        str | None, Option(metavar="KIND", help="Forecast the step for another GPU, such as h200; runs nothing.")
-    ] = None,
+    gpu: Annotated[str | None, Option(metavar="KIND", help="Only forecast it for a GPU such as h200.")] = None,
     gpus: Annotated[int | None, Option(min=1, help="With --gpu: how many; default what the config asks.")] = None,
     channels: Channels = None,
     classes: Classes = None,
@@ -125,11 +120,8 @@ def profile(
     experiment.leave_processes()
 
 
-@planning_app.command(
-    "compile",
-    cls=SuggestingCommand,
-    epilog="Example: volseg compile configs/task04_unet.yaml --gpu h200",
-    rich_help_panel="Train",
+@verb(
+    planning_app, "Train", "volseg compile configs/task04_unet.yaml --gpu h200", name="compile", cls=SuggestingCommand
 )
 def compile_(
     config: ConfigFile,

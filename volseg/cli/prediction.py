@@ -8,7 +8,7 @@ import typer
 from typer import Argument, Option
 
 from volseg import experiment
-from volseg.cli.options import MADE_FOLDER, Checkpoint, Components, check_exists, check_overrides, complete_run
+from volseg.cli.options import MADE_FOLDER, Checkpoint, Components, check_exists, check_overrides, complete_run, verb
 from volseg.streams import show
 
 __all__ = ["prediction_app"]
@@ -51,10 +51,7 @@ Settings = Annotated[
 ]
 
 
-@prediction_app.command(
-    epilog="Example: volseg predict runs/task04_unet imagesTs/ scan.nrrd dicom_folder/ -o predictions",
-    rich_help_panel="Use",
-)
+@verb(prediction_app, "Use", "volseg predict runs/task04_unet imagesTs/ scan.nrrd dicom_folder/ -o predictions")
 def predict(
     source: SourceArgument,
     images: Annotated[
@@ -67,8 +64,7 @@ def predict(
     ],
     output: Annotated[Path | None, Option("--output", "-o", help="Default SOURCE/predictions.")] = None,
     others: Annotated[
-        list[Path] | None,
-        Option("--with", metavar="SOURCE", help="One more that predicts; the probabilities are averaged."),
+        list[Path] | None, Option("--with", metavar="SOURCE", help="One more source; probabilities are averaged.")
     ] = None,
     checkpoint: Checkpoint = "latest",
     settings: Settings = None,
@@ -78,8 +74,7 @@ def predict(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace existing label maps.")] = False,
     strict: Annotated[bool, Option("--strict", help="Read all images first; stop at the first failure.")] = False,
     gpus: Annotated[
-        int | None,
-        Option(min=1, metavar="N", help="Predict on N GPUs, each its own cases; fewer cases than N are cut over all."),
+        int | None, Option(min=1, metavar="N", help="Predict on N GPUs; fewer cases than N are cut over all.")
     ] = None,
     postprocessing: Annotated[bool, Option(help="Apply what `volseg postprocess SOURCE` found to help.")] = True,
     probabilities: Annotated[bool, Option("--probabilities", help="Also write DIR/probabilities.")] = False,
@@ -126,10 +121,7 @@ def predict_cases(components: Components = None) -> None:
     experiment.serve_predictions()
 
 
-@prediction_app.command(
-    epilog="Example: volseg postprocess runs/task04_unet --apply predictions --output postprocessed",
-    rich_help_panel="Use",
-)
+@verb(prediction_app, "Use", "volseg postprocess runs/task04_unet --apply predictions --output postprocessed")
 def postprocess(
     source: MadeFolder,
     apply: Annotated[Path | None, Option(metavar="DIR", help="Apply the measured steps to these label maps.")] = None,
@@ -149,9 +141,7 @@ def postprocess(
             show(path)
 
 
-@prediction_app.command(
-    epilog="Example: volseg validate runs/task04_unet --set inference.mirror=true", rich_help_panel="Evaluate"
-)
+@verb(prediction_app, "Evaluate", "volseg validate runs/task04_unet --set inference.mirror=true")
 def validate(
     run: MadeFolder,
     checkpoint: Checkpoint = "latest",
@@ -167,29 +157,24 @@ def validate(
     show(words)
 
 
-@prediction_app.command(
-    epilog="Example: volseg evaluate --predictions predictions --labels Task04_Hippocampus/labelsTr --allow-missing",
-    rich_help_panel="Evaluate",
+@verb(
+    prediction_app,
+    "Evaluate",
+    "volseg evaluate --predictions predictions --labels Task04_Hippocampus/labelsTr --allow-missing",
 )
 def evaluate(
-    predictions: Annotated[
-        Path, Option(metavar="DIR", help="Label maps by case, from any program.", callback=LABEL_MAPS)
-    ],
-    labels: Annotated[
-        Path, Option(metavar="DIR|TABLE", help="Reference label maps, data set or table.", callback=LABEL_MAPS)
-    ],
+    predictions: Annotated[Path, Option(metavar="DIR", help="Label maps, from any program.", callback=LABEL_MAPS)],
+    labels: Annotated[Path, Option(metavar="DIR|TABLE", help="References, data set or table.", callback=LABEL_MAPS)],
     names: Annotated[str | None, Option(help="A dataset.json, or 1=liver,2=tumour; default from the files.")] = None,
     metrics: Annotated[list[str] | None, Option(help="dice, nsd, hd95, assd ...; repeatable.")] = None,
     tolerance: Annotated[float | None, Option(min=0, metavar="MM", help="Of NSD; default the public task's.")] = None,
     lesions: Annotated[
-        list[str] | None, Option(metavar="LABEL", help="A label whose lesions are counted; repeatable.")
+        list[str] | None, Option(metavar="LABEL", help="Count this label's lesions; repeatable.")
     ] = None,
     allow_missing: Annotated[bool, Option("--allow-missing", help="Leave out cases without prediction.")] = False,
     output: Annotated[
         Path | None,
-        Option(
-            "--output", "-o", metavar="DIR", help="For summary.json and cases.csv; default the predictions' folder."
-        ),
+        Option("--output", "-o", metavar="DIR", help="For summary.json, cases.csv; default with predictions."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print summary.json in place of the table.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace these files if they are there.")] = False,
@@ -215,9 +200,7 @@ def evaluate(
         raise typer.Exit(1)
 
 
-@prediction_app.command(
-    epilog="Example: volseg compare runs/unet runs/resenc -o unet_or_resenc", rich_help_panel="Evaluate"
-)
+@verb(prediction_app, "Evaluate", "volseg compare runs/unet runs/resenc -o unet_or_resenc")
 def compare(
     methods: Annotated[
         list[Path],

@@ -54,9 +54,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool, Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
     json_logs: JsonLogs = False,
     quiet: Quiet = False,
 ) -> None:

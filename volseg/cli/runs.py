@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from volseg import experiment
-from volseg.cli.options import Checkpoint, Components, check_exists, check_overrides, complete_run
+from volseg.cli.options import Checkpoint, Components, check_exists, check_overrides, complete_run, verb
 from volseg.errors import VolsegError
 from volseg.streams import show
 
@@ -20,7 +20,7 @@ __all__ = ["runs_app"]
 runs_app = typer.Typer()
 
 
-@runs_app.command(epilog="Example: volseg report runs/task04_unet -o task04.html", rich_help_panel="Evaluate")
+@verb(runs_app, "Evaluate", "volseg report runs/task04_unet -o task04.html")
 def report(
     run: Annotated[Path, Argument(metavar="RUN", help="A run folder, or that of a cross-validation.")],
     output: Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Default RUN/report.html.")] = None,
@@ -38,7 +38,7 @@ def report(
     show(write_report(run, output))
 
 
-@runs_app.command(epilog="Example: volseg view runs/task04_unet", rich_help_panel="Evaluate")
+@verb(runs_app, "Evaluate", "volseg view runs/task04_unet")
 def view(
     source: Annotated[
         Path,
@@ -59,14 +59,13 @@ def view(
     ] = None,
     cases: Annotated[list[str] | None, Option("--case", metavar="ID", help="Only this case; repeatable.")] = None,
     channel: Annotated[
-        int | None, Option(min=0, metavar="N", help="Of the images; default logging.channel of the run, else 0.")
+        int | None, Option(min=0, metavar="N", help="Default logging.channel of the run, else 0.")
     ] = None,
     settings: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", callback=check_overrides, help="Such as data.root=DIR.")
     ] = None,
     output: Annotated[
-        Path | None,
-        Option("--output", "-o", metavar="FILE", help="Default view.html in the run or predictions, else here."),
+        Path | None, Option("--output", "-o", metavar="FILE", help="Default view.html in RUN or predictions.")
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the FILE if it is there.")] = False,
     no_open: Annotated[bool, Option("--no-open", help="Only write the page.")] = False,
@@ -94,7 +93,7 @@ STALE, NO_RUN = 1, 2
 """Exit statuses, besides 0 for what is fine."""
 
 
-@runs_app.command(epilog="Example: volseg status runs/task04_unet --max-age 10m", rich_help_panel="Evaluate")
+@verb(runs_app, "Evaluate", "volseg status runs/task04_unet --max-age 10m")
 def status(
     run: Annotated[Path, Argument(metavar="RUN|CV", help="Folder of a training or of a cross-validation.")],
     as_json: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
@@ -125,9 +124,7 @@ def status(
         raise typer.Exit(STALE if looks else NO_RUN)
 
 
-@runs_app.command(
-    epilog="Example: volseg export runs/task04_unet -o model.zip --licence CC-BY-4.0", rich_help_panel="Use"
-)
+@verb(runs_app, "Use", "volseg export runs/task04_unet -o model.zip --licence CC-BY-4.0")
 def export(
     source: Annotated[
         Path,
@@ -137,9 +134,7 @@ def export(
             help="Folder of `volseg train` or `volseg cross-validate`; for other programs, whatever predicts.",
         ),
     ],
-    output: Annotated[
-        Path, Option("--output", "-o", metavar="FILE", help="Such as model.zip; for monai-bundle a new folder.")
-    ],
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Such as model.zip; a bundle's new folder.")],
     to: Annotated[
         str, Option("--to", metavar="FORMAT", help="archive (for volseg predict), torchscript, onnx or monai-bundle.")
     ] = "archive",

@@ -15,6 +15,7 @@ from volseg.cli.options import (
     complete_kind,
     complete_network,
     complete_shipped,
+    verb,
 )
 from volseg.streams import show
 
@@ -23,17 +24,16 @@ __all__ = ["start_app", "tools_app"]
 start_app, tools_app = typer.Typer(), typer.Typer()
 
 
-@tools_app.command(
-    epilog="Example: volseg verify configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus --network SegResNet",
-    rich_help_panel="Machine",
+@verb(
+    tools_app,
+    "Machine",
+    "volseg verify configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus --network SegResNet",
 )
 def verify(
     config: ConfigFile,
     overrides: Overrides = None,
     devices: Annotated[int, Option(min=2, help="Shards or stages, simulated without as many GPUs.")] = 4,
-    shape: Annotated[
-        tuple[int, int, int] | None, Option(metavar="D H W", help="In voxels; default small sides.")
-    ] = None,
+    shape: Annotated[tuple[int, int, int] | None, Option(metavar="D H W", help="In voxels; default small.")] = None,
     network: Annotated[
         str | None,
         Option(
@@ -58,7 +58,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@start_app.command(epilog="Example: volseg quickstart --output first_run", rich_help_panel="Start")
+@verb(start_app, "Start", "volseg quickstart --output first_run")
 def quickstart(
     output: Annotated[Path | None, Option("--output", "-o", help="For data and run; default runs/quickstart.")] = None,
     overrides: Overrides = None,
@@ -67,15 +67,10 @@ def quickstart(
     show(experiment.quickstart(output, overrides or ()))
 
 
-@start_app.command(
-    "components", epilog="Example: volseg components network --components components.py", rich_help_panel="Start"
-)
+@verb(start_app, "Start", "volseg components network --components components.py", name="components")
 def list_components(
     kind: Annotated[
-        str | None,
-        Argument(
-            metavar="[KIND]", help="network, loss, transform, ...; default all kinds.", autocompletion=complete_kind
-        ),
+        str | None, Argument(metavar="[KIND]", help="network, loss ...; default all.", autocompletion=complete_kind)
     ] = None,
     components: Components = None,
 ) -> None:
@@ -84,7 +79,7 @@ def list_components(
         show(line)
 
 
-@tools_app.command(epilog="Example: volseg doctor --json > doctor.json", rich_help_panel="Machine")
+@verb(tools_app, "Machine", "volseg doctor --json > doctor.json")
 def doctor(
     as_json: Annotated[bool, Option("--json", help="Print findings and facts as JSON.")] = False,
     quick: Annotated[bool, Option("--quick", help="Leave out what computes (sums, kernel).")] = False,
@@ -106,15 +101,9 @@ def doctor(
         raise typer.Exit(1)
 
 
-@start_app.command(
-    "init",
-    epilog="Example: volseg init --like task04_unet --data DIR/Task04_Hippocampus -o mine.yaml",
-    rich_help_panel="Start",
-)
+@verb(start_app, "Start", "volseg init --like task04_unet --data DIR/Task04_Hippocampus -o mine.yaml", name="init")
 def init(
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config to write.")] = Path(
-        "experiment.yaml"
-    ),
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config.")] = Path("experiment.yaml"),
     data: Annotated[Path | None, Option(metavar="FOLDER", help="The data set to train on.")] = None,
     like: Annotated[
         str | None,
@@ -138,11 +127,9 @@ def init(
     show("\n  ".join([f"{output} is written. Next:", *ways, spell(f"volseg train {output}")]))
 
 
-@start_app.command("schema", epilog="Example: volseg schema > volseg.schema.json", rich_help_panel="Start")
+@verb(start_app, "Start", "volseg schema > volseg.schema.json", name="schema")
 def schema(
-    output: Annotated[
-        Path | None, Option("--output", "-o", metavar="FILE", help="Replaced; default: print it.")
-    ] = None,
+    output: Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Default: print it.")] = None,
     components: Components = None,
 ) -> None:
     """Print the JSON schema of configs, for completion and checks in editors."""

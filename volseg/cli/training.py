@@ -21,6 +21,7 @@ from volseg.cli.options import (
     complete_config,
     complete_run,
     gather_overrides,
+    verb,
 )
 from volseg.streams import show
 
@@ -29,7 +30,7 @@ __all__ = ["training_app"]
 training_app = typer.Typer()
 
 
-@training_app.command(epilog="Example: volseg configure Task04_Hippocampus -o my_task.yaml", rich_help_panel="Data")
+@verb(training_app, "Data", "volseg configure Task04_Hippocampus -o my_task.yaml")
 def configure(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
     output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config to write.")],
@@ -62,11 +63,12 @@ def configure(
     show(experiment.format_plan(planned, output))
 
 
-@training_app.command(
-    cls=SuggestingCommand,
-    epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus\n\n"
+@verb(
+    training_app,
+    "Train",
+    "volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus\n\n"
     "`volseg init` explains every value of a config; `volseg components` lists what a config can name.",
-    rich_help_panel="Train",
+    cls=SuggestingCommand,
 )
 def train(
     config: Annotated[
@@ -131,11 +133,12 @@ def train(
     experiment.leave_processes()
 
 
-@training_app.command(
-    "cross-validate",
+@verb(
+    training_app,
+    "Train",
+    "volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2",
+    name="cross-validate",
     cls=SuggestingCommand,
-    epilog="Example: volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2",
-    rich_help_panel="Train",
 )
 def cross_validate(
     config: ConfigFile,

@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.config.nearest import did_you_mean
-from volseg.data.cases import Task
+from volseg.data.cases import Case, Task
 from volseg.data.layouts import load_task
 from volseg.data.layouts.declared import read_manifest
 from volseg.data.layouts.files import list_labels
@@ -105,15 +106,16 @@ def _gather(source: Path, overrides: Sequence[str]) -> _Shown:
         raise ConfigError(f"{source} is no run, and has no config of which {overrides[0]} could be set")
     if (source / RECORD).is_file():
         return _gather_predictions(source)
-    if source.suffix.casefold() in TABLES or (source.is_dir() and _is_data_set(source)):
-        task = load_task(source, require_files=False)
-        listed = [
-            ViewedCase(name=case["case"], image=case["image"], layers={"reference": case["label"]})
-            for case in task.training
-        ]
-        listed += [ViewedCase(name=case["case"], image=case["image"]) for case in task.test]
-        return _Shown(cases=listed, task=task)
-    return _Shown(cases=[ViewedCase(name=case["case"], image=case["image"]) for case in resolve_images(source)])
+    has_labels = source.suffix.casefold() in TABLES or (source.is_dir() and _is_data_set(source))
+    task = load_task(source, require_files=False) if has_labels else None
+    cases = resolve_images(source) if task is None else [*task.training, *task.test]
+    return _Shown(
+        cases=[_show(case, {"reference": case["label"]} if "label" in case else {}) for case in cases], task=task
+    )
+
+
+def _show(case: Case, layers: Mapping[str, Path], **more: Any) -> ViewedCase:
+    return ViewedCase(name=case["case"], image=case["image"], layers=layers, **more)
 
 
 def _is_data_set(folder: Path) -> bool:
@@ -125,28 +127,29 @@ def _is_data_set(folder: Path) -> bool:
 
 def _gather_runs(source: Path, runs: Sequence[RunFolder], overrides: Sequence[str]) -> _Shown:
     require_keys(overrides, VIEWING_KEYS)
-    found = [item for run in runs for item in _list_validated(run, overrides)]
-    found.sort(key=lambda item: (math.isnan(item[0]), item[0]))
+    found = [case for run in runs for case in _list_validated(run, overrides)]
+    found.sort(key=lambda case: (math.isnan(case.dice), case.dice))
     config, task = runs[0].config(overrides), runs[0].task()
-    return _Shown(cases=[case for _, case in found], task=task, channel=choose_channel(config, task), folder=source)
+    return _Shown(cases=found, task=task, channel=choose_channel(config, task), folder=source)
 
 
-def _list_validated(run: RunFolder, overrides: Sequence[str]) -> Iterator[tuple[float, ViewedCase]]:
-    """Yield the Dice of each validation case, NaN where it is unknown, and the case."""
+def _list_validated(run: RunFolder, overrides: Sequence[str]) -> Iterator[ViewedCase]:
+    """Yield the validation cases; after a validation only those that were scored, as others cannot be used."""
     scores = read_scores(run.validation / "summary.json", None)
-    dice = {} if scores is None else {case.name: case.dice for case in scores.cases}
+    dice = None if scores is None else {case.name: case.dice for case in scores.cases}
     for case in choose_validated(run, run.config(overrides)).validation:
         name, predicted = case["case"], run.validation / f"{case['case']}{SUFFIXES['nifti']}"
-        layers = {"reference": Path(case["label"]), **({"prediction": predicted} if predicted.is_file() else {})}
-        remark = f"(Dice {dice[name]:.3f})" if name in dice else ""
-        yield dice.get(name, math.nan), ViewedCase(name=name, image=case["image"], layers=layers, remark=remark)
+        layers = {"reference": case["label"], **({"prediction": predicted} if predicted.is_file() else {})}
+        if dice is None or name in dice:
+            yield _show(case, layers, dice=(dice or {}).get(name, math.nan))
 
 
 def _gather_predictions(folder: Path) -> _Shown:
     files = {stem(file): file for file in list_labels(folder)}
-    images = {name: image for name, image in list_predicted(folder).items() if name in files}
     listed = [
-        ViewedCase(name=name, image=image, layers={"prediction": files[name]}) for name, image in sorted(images.items())
+        ViewedCase(name=name, image=image, layers={"prediction": files[name]})
+        for name, image in sorted(list_predicted(folder).items())
+        if name in files
     ]
     return _Shown(cases=listed, task=find_names(folder, folder), folder=folder)
 

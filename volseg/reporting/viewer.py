@@ -61,8 +61,8 @@ class ViewedCase:
     image: Files
     layers: Mapping[str, Path] = field(default_factory=dict)
     """Title, such as ``prediction``, to the file of the label map."""
-    remark: str = ""
-    """Behind the name in the list of cases."""
+    dice: float = math.nan
+    """Mean over the labels, where it is known."""
 
 
 def write_viewer(
@@ -157,7 +157,7 @@ class _Page:
         low, high = np.iinfo(np.int16).min, np.iinfo(np.int16).max
         is_short = low <= voxels.min() <= voxels.max() <= high and np.array_equal(voxels, voxels.round())
         return {
-            "title": " ".join(filter(None, (case.name, case.remark))),
+            "title": case.name if math.isnan(case.dice) else f"{case.name} (Dice {case.dice:.3f})",
             "note": _describe(grid, steps),
             "centre": (affine @ [*centre, 1])[:3].tolist(),
             "image": self._pack(voxels.astype(np.int16) if is_short else voxels, affine),
@@ -194,7 +194,7 @@ class _Page:
         """Keep a volume as NIfTI; return the name of its block."""
         name = f"v{len(self.blocks)}"
         content = nib.Nifti1Image(voxels, affine).to_bytes()
-        self.blocks[name] = base64.b64encode(igzip.compress(content, COMPRESSION)).decode()
+        self.blocks[name] = base64.b64encode(igzip.compress(content, COMPRESSION, mtime=0)).decode()
         return name
 
 
