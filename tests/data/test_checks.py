@@ -80,47 +80,48 @@ def test_truncated_file(case, task):
     assert "a_image.nii.gz is truncated or damaged" in problem.message
 
 
-@pytest.mark.parametrize(
-    ("image", "message"),
-    [
-        (changed(IMAGE, np.nan), "holds 1 voxel(s) that are NaN or infinite, the first at (c, i, j, k) = (0, 1, 2, 3)"),
-        (
-            changed(IMAGE, -np.inf),
-            "holds 1 voxel(s) that are NaN or infinite, the first at (c, i, j, k) = (0, 1, 2, 3)",
-        ),
-        (changed(IMAGE, 0).astype(np.float64) * 1e300, "that are NaN or infinite"),
-        (np.full_like(IMAGE, 7), "is constant: every voxel is 7; export the image again"),
-        (
-            np.stack([IMAGE, IMAGE], -1),
-            "has 2 channel(s) (a time series?), but the task declares 1 (MRI); correct the file, or what the task",
-        ),
-    ],
-    ids=["nan", "inf", "beyond float32", "constant", "channels"],
-)
-def test_bad_images(case, task, image, message):
-    bad = case(image=image)
-    problem = only(check_case(bad, task))
-    assert problem.file == bad["image"]
-    assert problem.message.startswith(f"{bad['image']} ")
-    assert message in problem.message
+NAN = "holds 1 voxel(s) that are NaN or infinite"
+BAD = {
+    "nan": ("image", changed(IMAGE, np.nan), f"{NAN}, the first at (c, i, j, k) = (0, 1, 2, 3)"),
+    "inf": ("image", changed(IMAGE, -np.inf), f"{NAN}, the first at (c, i, j, k) = (0, 1, 2, 3)"),
+    "beyond float32": ("image", changed(IMAGE, 0).astype(np.float64) * 1e300, "that are NaN or infinite"),
+    "constant": ("image", np.full_like(IMAGE, 7), "is constant: every voxel is 7; export the image again"),
+    "channels": (
+        "image",
+        np.stack([IMAGE, IMAGE], -1),
+        "has 2 channel(s) (a time series?), but the task declares 1 (MRI); correct the file, or what the task",
+    ),
+    "undeclared": (
+        "label",
+        changed(LABEL, 5),
+        "holds 5 in 1 voxel(s), but the task declares [0, 1, 2]; correct the label map",
+    ),
+    "negative": ("label", changed(LABEL, -1), "holds -1 in 1 voxel(s), but the task declares [0, 1, 2]"),
+    "fraction": (
+        "label",
+        changed(LABEL, 0.5),
+        "holds values that are no integers (0.5); it was probably resampled linearly",
+    ),
+    "label nan": ("label", changed(LABEL, np.nan), NAN),
+    "label channels": (
+        "label",
+        np.stack([LABEL, LABEL], -1),
+        "has 2 channels; a label map needs one, with a number per structure",
+    ),
+    "shape": (
+        "label",
+        LABEL[:, :-1],
+        "has the shape (6, 6, 8), but its image has (6, 7, 8); resample it onto the image's grid",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("label", "message"),
-    [
-        (changed(LABEL, 5), "holds 5 in 1 voxel(s), but the task declares [0, 1, 2]; correct the label map"),
-        (changed(LABEL, -1), "holds -1 in 1 voxel(s), but the task declares [0, 1, 2]"),
-        (changed(LABEL, 0.5), "holds values that are no integers (0.5); it was probably resampled linearly"),
-        (changed(LABEL, np.nan), "holds 1 voxel(s) that are NaN or infinite"),
-        (np.stack([LABEL, LABEL], -1), "has 2 channels; a label map needs one, with a number per structure"),
-        (LABEL[:, :-1], "has the shape (6, 6, 8), but its image has (6, 7, 8); resample it onto the image's grid"),
-    ],
-    ids=["undeclared", "negative", "fraction", "nan", "channels", "shape"],
-)
-def test_bad_labels(case, task, label, message):
-    bad = case(label=label)
+@pytest.mark.parametrize(("field", "voxels", "message"), BAD.values(), ids=BAD)
+def test_a_bad_file_is_named_with_what_is_wrong(case, task, field, voxels, message):
+    bad = case(**{field: voxels})
     problem = only(check_case(bad, task))
-    assert problem.file == bad["label"]
+    assert problem.file == bad[field]
+    assert problem.message.startswith(f"{bad[field]} ")
     assert message in problem.message
 
 

@@ -138,13 +138,6 @@ def test_a_plain_download_is_told_byte_by_byte(serve, fetch):
     assert told[-1] == ("checking", len(CONTENT), len(CONTENT))
 
 
-def test_dropped_connections_are_gone_on_from(serve, fetch):
-    url, requests = serve(ranged(upto=300_000), ranged(upto=700_000), ranged())
-    assert fetch(url) == CONTENT
-    assert ranges(requests) == [None, "bytes=300000-", "bytes=700000-"]
-    assert [request.get("If-Range") for request in requests] == [None, '"one"', '"one"']
-
-
 def test_attempts_that_bring_something_are_not_counted(serve, fetch):
     stops = range(100_000, len(CONTENT), 100_000)
     assert len(stops) > QUICK.attempts
@@ -179,42 +172,34 @@ def test_bytes_of_unknown_origin_are_not_gone_on_from(serve, fetch, tmp_path):
     assert ranges(requests) == [None, None]
 
 
-def test_a_server_without_ranges_begins_anew(serve, fetch):
-    url, requests = serve(ranged(upto=300_000), whole())
-    assert fetch(url) == CONTENT
-    assert ranges(requests) == [None, "bytes=300000-"]
-
-
 NEWER = CONTENT[::-1]
+DATE = formatdate(0, usegmt=True)
+ANEW = [None, "bytes=300000-", None]
+BROKEN_OFF = {
+    "twice": ([ranged(upto=300_000), ranged(upto=700_000), ranged()], CONTENT, [*ANEW[:2], "bytes=700000-"], '"one"'),
+    "no ranges": ([ranged(upto=300_000), whole()], CONTENT, ANEW[:2], '"one"'),
+    # The server compares the ETag; what has come is dropped.
+    "another tag": ([ranged(upto=300_000), ranged(NEWER, etag='"two"')], NEWER, ANEW[:2], '"one"'),
+    # A server that compares nothing gives its new length away.
+    "length": ([ranged(upto=300_000, etag=None), ranged(NEWER + b"more", etag=None)], NEWER + b"more", ANEW, None),
+    # Changed without a word: found by the checksum.
+    "checksum": ([ranged(upto=300_000, etag='W/"weak"'), ranged(NEWER, etag=None)], NEWER, ANEW, None),
+    "date": (
+        [ranged(upto=300_000, etag='W/"weak"', Last_Modified=DATE), ranged(etag=DATE)],
+        CONTENT,
+        ANEW[:2],
+        DATE,
+    ),
+}
+"""Answers, what is fetched in the end, which ranges were asked for, and by what a part is compared."""
 
 
-def test_a_file_that_changed_is_fetched_anew(serve, fetch):
-    """The server compares the ETag; what has come is dropped."""
-    url, requests = serve(ranged(upto=300_000), ranged(NEWER, etag='"two"'))
-    assert fetch(url, NEWER) == NEWER
-    assert len(requests) == 2
-
-
-def test_a_file_that_changed_its_length_is_fetched_anew(serve, fetch):
-    """A server that compares nothing gives its new length away."""
-    longer = NEWER + b"more"
-    url, requests = serve(ranged(upto=300_000, etag=None), ranged(longer, etag=None))
-    assert fetch(url, longer) == longer
-    assert ranges(requests) == [None, "bytes=300000-", None]
-
-
-def test_a_file_that_changed_without_a_word_is_found_by_its_checksum(serve, fetch):
-    url, requests = serve(ranged(upto=300_000, etag='W/"weak"'), ranged(NEWER, etag=None))
-    assert fetch(url, NEWER) == NEWER
-    assert [request.get("If-Range") for request in requests] == [None, None, None]
-    assert ranges(requests) == [None, "bytes=300000-", None]
-
-
-def test_a_date_is_compared_where_the_tag_is_weak(serve, fetch):
-    date = formatdate(0, usegmt=True)
-    url, requests = serve(ranged(upto=300_000, etag='W/"weak"', Last_Modified=date), ranged(etag=date))
-    assert fetch(url) == CONTENT
-    assert requests[1]["If-Range"] == date
+@pytest.mark.parametrize(("answers", "content", "asked", "condition"), BROKEN_OFF.values(), ids=BROKEN_OFF)
+def test_a_download_that_broke_off_is_gone_on_with_or_begun_anew(serve, fetch, answers, content, asked, condition):
+    url, requests = serve(*answers)
+    assert fetch(url, content) == content
+    assert ranges(requests) == asked
+    assert [request.get("If-Range") for request in requests] == [condition if part else None for part in asked]
 
 
 def test_a_file_that_never_stays_the_same_is_given_up(serve, fetch):
@@ -223,14 +208,6 @@ def test_a_file_that_never_stays_the_same_is_given_up(serve, fetch):
     with pytest.raises(DataError, match="the last attempt failed as the file has changed on the server"):
         fetch(url)
     assert len(requests) < 10
-
-
-def test_wrong_bytes_are_refused_and_not_kept(serve, fetch, tmp_path):
-    url, requests = serve(whole(NEWER))
-    with pytest.raises(DataError, match=r"is another file than the one wanted: its md5 is \w{32}, needed \w{32}; name"):
-        fetch(url)
-    assert len(requests) == 1
-    assert (tmp_path / "file.part").stat().st_size == 0
 
 
 @pytest.mark.parametrize("told", [len(CONTENT) + 5000, len(CONTENT) - 5000], ids=["too long", "too short"])
@@ -300,21 +277,29 @@ def test_a_busy_server_is_asked_again_when_it_says(serve, fetch, caplog):
     assert len(requests) == 3
 
 
-def test_a_server_that_wants_to_be_asked_tomorrow(serve, fetch):
-    url, requests = serve(refuse(503, Retry_After=86400))
-    with pytest.raises(DataError, match=r"answers 503 \(Service Unavailable\), and asks to wait 86400 s; run the same"):
-        fetch(url)
-    assert len(requests) == 1
+AT_ONCE = {
+    "tomorrow": (
+        refuse(503, Retry_After=86400),
+        r"answers 503 \(Service Unavailable\), and asks to wait 86400 s; run the same",
+    ),
+    **{
+        str(status): (
+            refuse(status),
+            rf"the server answers {status} \(.*\); check the address, or name a mirror by --url",
+        )
+        for status in (401, 403, 404, 410)
+    },
+    "other bytes": (whole(NEWER), r"is another file than the one wanted: its md5 is \w{32}, needed \w{32}; name"),
+}
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 410])
-def test_what_no_other_attempt_mends(serve, fetch, status):
-    url, requests = serve(refuse(status))
-    with pytest.raises(
-        DataError, match=rf"the server answers {status} \(.*\); check the address, or name a mirror by --url"
-    ):
+@pytest.mark.parametrize(("answer", "message"), AT_ONCE.values(), ids=AT_ONCE)
+def test_what_no_other_attempt_mends_is_refused_at_once_and_not_kept(serve, fetch, tmp_path, answer, message):
+    url, requests = serve(answer)
+    with pytest.raises(DataError, match=message):
         fetch(url)
     assert len(requests) == 1
+    assert (tmp_path / "file.part").stat().st_size == 0
 
 
 def test_redirects_are_followed_within_the_web(serve, fetch):
@@ -327,33 +312,29 @@ def test_redirects_are_followed_within_the_web(serve, fetch):
         fetch(circle)
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["http://[::1", "http://[", "//[", "http://h:abc/", "http://127.0.0.1:99999/", "http://" + "a" * 70 + "/",
-     "file:///etc/passwd", "ftp://h/x", "data:,x", "http://\u00ff..x/"],
-)  # fmt: skip
-def test_a_redirect_to_a_wrong_address_is_refused(serve, fetch, address):
-    """Some addresses ended a fetch in a ValueError of urllib."""
-    url, _ = serve(refuse(302, Location=address))
-    with pytest.raises(DataError, match=r"cannot be fetched|server answers 302"):
-        fetch(url)
+ADDRESSES = [
+    *("http://[::1", "http://[", "//[", "http://h:abc/", "http://127.0.0.1:99999/", "http://" + "a" * 70 + "/"),
+    *("file:///etc/passwd", "ftp://h/x", "data:,x", "http://\u00ff..x/"),
+]
 
 
 @pytest.mark.parametrize(
     ("status", "headers"),
     [
+        *((302, {"Location": address}) for address in ADDRESSES),
         (200, {"Content_Length": "9" * 5000}),
         (200, {"Content_Length": "-5"}),
         (206, {"Content_Range": f"bytes 0-9/{'9' * 5000}"}),
         (503, {"Retry_After": "9" * 5000}),
         (503, {"Retry_After": "Mon, 01 Jan 0001 00:00:00 -0000"}),
     ],
-    ids=["length", "negative", "range", "wait", "date"],
+    ids=[*ADDRESSES, "length", "negative", "range", "wait", "date"],
 )
-def test_wrong_numbers_in_headers_are_refused_or_ignored(serve, fetch, status, headers):
-    """Python reads no number of 5,000 digits and no time of the year 1; both ended a fetch in a ValueError."""
+def test_wrong_addresses_and_numbers_in_headers_are_refused(serve, fetch, status, headers):
+    """Python reads no number of 5,000 digits and no time of the year 1; some ended a fetch in a ValueError."""
     url, _ = serve(refuse(status, **headers))
-    with pytest.raises(DataError, match=r"cannot be fetched|another file|the server answers"):
+    message = r"cannot be fetched|server answers 302" if status == 302 else r"cannot be fetched|another file|the server"
+    with pytest.raises(DataError, match=message):
         fetch(url)
 
 

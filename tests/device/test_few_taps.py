@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from volseg.device.convolution import choice, few_channels, few_taps
 from volseg.device.convolution.settings import Settings
@@ -42,16 +42,6 @@ def test_kernels_equal_float64(name: str, channels_last: bool, dtype: torch.dtyp
 
 
 @pytest.mark.gpu
-def test_a_network_trains_with_them(beside_float64: Callable[..., list[tuple[Tensor, Tensor]]]) -> None:
-    def layers() -> list[nn.Module]:
-        first = nn.Conv3d(1, 32, 3, padding=1, bias=False)
-        return [first, nn.InstanceNorm3d(32), nn.LeakyReLU(), nn.Conv3d(32, 2, 1)]
-
-    for one, other in beside_float64(layers, torch.randn(2, 1, 8, 12, 10, device="cuda")):
-        assert float((one - other).norm() / other.norm()) < 0.05  # bfloat16 has three digits; plain torch is 0.01 away
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("channels", [(3, 3), (4, 2), (1, 4)])
 @pytest.mark.parametrize("padding", [(1, 1, 1), (0, 2, 1)])
@@ -71,19 +61,6 @@ def test_few_channels_to_few_equal_float64(
     torch.testing.assert_close(got.double(), expected.detach(), rtol=rounding, atol=1e-4)
     derived = few_channels.input_gradient(gradient, weight, padding)
     torch.testing.assert_close(derived.double(), wanted, rtol=rounding, atol=1e-4)
-
-
-@pytest.mark.gpu
-def test_a_first_convolution_with_strides_trains(
-    beside_float64: Callable[..., list[tuple[Tensor, Tensor]]],
-) -> None:
-    def layers() -> list[nn.Module]:
-        first, last = nn.Conv3d(1, 32, 3, stride=2, padding=1), nn.ConvTranspose3d(32, 3, 2, 2)
-        return [first, nn.InstanceNorm3d(32), nn.LeakyReLU(), last, nn.Conv3d(3, 3, 3, padding=1)]
-
-    for one, other in beside_float64(layers, torch.randn(2, 1, 8, 12, 10, device="cuda")):
-        if float(other.norm()) > 1e-9:  # a bias in front of a norm has none
-            assert float((one - other).norm() / other.norm()) < 0.05
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

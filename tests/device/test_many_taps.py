@@ -1,13 +1,9 @@
 """Wide convolutions' own kernels against convolution in float64."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from kernels import DEVICE, INTERPRETED, half, with_kernels
-from torch import Tensor, nn
 
 from volseg.device.convolution import many_taps
 
@@ -90,32 +86,3 @@ def test_places_are_dealt_in_whole_waves_where_each_program_has_enough() -> None
         (1000, 4, 1),
     ):
         assert many_taps._count_parts(results, 132, tiles) == parts, (results, tiles)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("channels", "sides"), [(128, (12, 14, 16)), (64, (16, 32, 32)), (32, (16, 32, 32))])
-def test_a_network_trains_with_them(
-    channels: int, sides: tuple[int, ...], beside_float64: Callable[..., list[tuple[Tensor, Tensor]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    asked: list[int] = []
-
-    def note(*given: Any) -> Tensor:
-        asked.append(given[-1])
-        return compute(*given)
-
-    compute = many_taps.weight_gradient
-    monkeypatch.setattr(many_taps, "weight_gradient", note)
-
-    def layers() -> list[nn.Module]:
-        first = [nn.Conv3d(1, channels, 3, padding=1), nn.InstanceNorm3d(channels), nn.PReLU(channels)]
-        second = [nn.Conv3d(channels, channels, 5, padding=2), nn.BatchNorm3d(channels), nn.ELU()]
-        return [*first, *second, nn.Conv3d(channels, 3, 5, padding=2)]
-
-    pairs = beside_float64(layers, torch.randn(2, 1, *sides, device="cuda"))
-    if torch.cuda.get_device_capability()[0] == many_taps.WIDE:
-        assert asked == [many_taps.GROUPS.get(channels, 1)]
-    largest = max(float(wanted.norm()) for _, wanted in pairs)
-    for one, other in pairs:
-        # bfloat16 has three digits; of a bias in front of a norm nothing but rounding is left.
-        assert float((one - other).norm()) < 0.05 * max(float(other.norm()), 1e-2 * largest)

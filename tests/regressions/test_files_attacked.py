@@ -56,29 +56,26 @@ def nifti(path, shape=(3, 4, 5), dtype=np.int16, kind=nibabel.Nifti1Image, **fie
     return path
 
 
-@pytest.mark.parametrize("shape", [(1500, 1500, 1500), (32767, 32767, 32767)])
-@pytest.mark.parametrize("name", ["x.nii", "x.nii.gz"])
-def test_a_claim_that_the_file_cannot_hold(tmp_path, name, shape):
-    refused(
-        nifti(tmp_path / name, shape), r"is truncated or damaged \(Expected \d+ bytes, got|GiB of memory to be read"
-    )
+CUT = r"is truncated or damaged \(Expected \d+ bytes, got|GiB of memory to be read"
+LARGEST = (32767, 32767, 32767)
 
 
-def test_a_claim_in_nifti_2_beyond_any_memory(tmp_path):
-    path = nifti(tmp_path / "x.nii", (2**40, 2**40, 2**40), kind=nibabel.Nifti2Image)
-    refused(path, "GiB of memory to be read|is truncated or damaged")
-
-
-@pytest.mark.parametrize("shape", [(-3, 4, 5), (0, 4, 5), (3, 4, -5)])
-def test_sides_that_are_no_counts(tmp_path, shape):
-    refused(nifti(tmp_path / "x.nii.gz", shape), "has the shape|holds more|damaged")
-
-
-@pytest.mark.parametrize("code", [32, 128, 1536, 1792, 2048, 2304, 4096])
-def test_voxels_that_are_no_numbers_are_refused_before_an_array_is_made(tmp_path, code):
-    refused(
-        nifti(tmp_path / "x.nii", (32767, 32767, 32767), datatype=code), "stores voxels of type|is truncated or damaged"
-    )
+@pytest.mark.parametrize(
+    ("name", "shape", "match", "fields"),
+    [
+        *((name, side, CUT, {}) for name in ("x.nii", "x.nii.gz") for side in ((1500, 1500, 1500), LARGEST)),
+        ("x.nii", (2**40,) * 3, "GiB of memory to be read|is truncated or damaged", {"kind": nibabel.Nifti2Image}),
+        *(("x.nii.gz", sides, "has the shape|holds more|damaged", {}) for sides in ((-3, 4, 5), (0, 4, 5), (3, 4, -5))),
+        # Voxels that are no numbers, before an array is made.
+        *(
+            ("x.nii", LARGEST, "stores voxels of type|is truncated or damaged", {"datatype": code})
+            for code in (32, 128, 1536, 1792, 2048, 2304, 4096)
+        ),
+    ],
+    ids=str,
+)
+def test_a_claim_that_the_file_cannot_hold(tmp_path, name, shape, match, fields):
+    refused(nifti(tmp_path / name, shape, **fields), match)
 
 
 def test_a_bomb_is_unpacked_no_further_than_its_header_needs(tmp_path):
@@ -176,15 +173,6 @@ def test_lines_that_ended_itk_do_not_reach_it(tmp_path, field, text):
         ({"data file": "nowhere.raw"}, "nowhere.raw cannot be looked at"),
         ({"encoding": "gzip"}, "is truncated or damaged"),
         ({"Sizes": "9 9 9"}, "the field sizes twice"),
-    ],
-)
-def test_claims_of_nrrd(tmp_path, changes, match):
-    refused(header(tmp_path / "x.nrrd", {**NRRD, **changes}), match)
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
         ({"DimSize": "1800 1800 1800"}, r"Expected \d+ bytes, got 120"),
         ({"DimSize": "3 4 0"}, "DimSize are"),
         ({"NDims": "9" * 400}, "its NDims holds a number of 400 characters"),
@@ -198,8 +186,9 @@ def test_claims_of_nrrd(tmp_path, changes, match):
         ({"BinaryData": "False"}, "convert it to binary"),
     ],
 )
-def test_claims_of_metaimage(tmp_path, changes, match):
-    refused(header(tmp_path / "x.mha", {**META, **changes}), match)
+def test_claims_of_nrrd_and_metaimage(tmp_path, changes, match):
+    is_meta = not {"Sizes", *NRRD, "data file"} & changes.keys()
+    refused(header(tmp_path / ("x.mha" if is_meta else "x.nrrd"), {**(META if is_meta else NRRD), **changes}), match)
 
 
 def test_a_packed_claim_is_counted_before_itk_allocates_it(tmp_path):
