@@ -221,26 +221,34 @@ def test_whatever_else_a_case_says_is_part_of_its_name(task, folder):
         cache.key_of({**case, "more": object()})
 
 
-def test_code_from_elsewhere_is_part_of_the_name(task, folder, tmp_path, monkeypatch):
+@pytest.fixture
+def key_with(task, folder):
+    """Return a function that returns the name of a case with one more step, which may be a component's name."""
+
+    def key(step):
+        preprocessing = build_preprocessing([*STEPS, {"name": step}] if isinstance(step, str) else STEPS)
+        if not isinstance(step, str):
+            preprocessing.transforms = (*preprocessing.transforms, step)
+        return CaseCache(folder, task, preprocessing).key_of(task.training[0])
+
+    return key
+
+
+def test_code_from_elsewhere_is_part_of_the_name(key_with, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "own_steps.py"
     module.write_text("class Halve:\n    def __call__(self, case):\n        return case\n", encoding="utf-8")
     own_steps = __import__("own_steps")
 
-    def key():
-        preprocessing = build_preprocessing(STEPS)
-        preprocessing.transforms = (*preprocessing.transforms, own_steps.Halve())
-        return CaseCache(folder, task, preprocessing).key_of(task.training[0])
-
-    before = key()
+    before = key_with(own_steps.Halve())
     module.write_text(module.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
-    assert key() != before
+    assert key_with(own_steps.Halve()) != before
     module.unlink()
     with pytest.raises(ConfigError, match="the code of own_steps, which prepares cases, cannot be found"):
-        key()
+        key_with(own_steps.Halve())
 
 
-def test_what_ones_own_code_imports_is_part_of_the_name(task, folder, tmp_path, monkeypatch):
+def test_what_ones_own_code_imports_is_part_of_the_name(key_with, tmp_path, monkeypatch):
     """A step's parameters may be the same, and the function that it calls in another file not."""
     monkeypatch.syspath_prepend(tmp_path)
     helper = tmp_path / "own_helper"
@@ -253,9 +261,7 @@ def test_what_ones_own_code_imports_is_part_of_the_name(task, folder, tmp_path, 
     own_scaling = __import__("own_scaling")
 
     def key():
-        preprocessing = build_preprocessing(STEPS)
-        preprocessing.transforms = (*preprocessing.transforms, own_scaling.Scale())
-        return CaseCache(folder, task, preprocessing).key_of(task.training[0])
+        return key_with(own_scaling.Scale())
 
     keys = [key(), key()]
     (helper / "halving.py").write_text("FACTOR = 0.25\n", encoding="utf-8")
@@ -269,7 +275,7 @@ def test_what_ones_own_code_imports_is_part_of_the_name(task, folder, tmp_path, 
     assert len(set(keys)) == 4
 
 
-def test_a_file_of_components_counts_as_it_was_run(task, folder, tmp_path, monkeypatch):
+def test_a_file_of_components_counts_as_it_was_run(key_with, tmp_path, monkeypatch):
     monkeypatch.setattr(own_components, "_files", {})  # processes of later tests are not to know this file
     file = tmp_path / "components.py"
     text = "import volseg\n\n\n@volseg.register('transform', 'Idle')\nclass Idle:\n    def __init__(self, fields):\n"
@@ -277,15 +283,12 @@ def test_a_file_of_components_counts_as_it_was_run(task, folder, tmp_path, monke
     file.write_text(text + "        return case\n", encoding="utf-8")
     load_components([file])
 
-    def key():
-        return CaseCache(folder, task, build_preprocessing([*STEPS, {"name": "Idle"}])).key_of(task.training[0])
-
     try:
-        before = key()
+        before = key_with("Idle")
         file.write_text(text + "        return dict(case)\n", encoding="utf-8")  # while the training starts
-        assert key() == before
+        assert key_with("Idle") == before
         file.unlink()
-        assert key() == before
+        assert key_with("Idle") == before
     finally:
         REGISTRIES["transform"].forget("Idle")
 

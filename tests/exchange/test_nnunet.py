@@ -254,7 +254,7 @@ def other_architecture(name=None, **arguments):
         ({"architecture": other_architecture(dropout_op="torch.nn.Dropout3d")}, "dropout_op: 'torch.nn.Dropout3d'"),
         ({"architecture": other_architecture(nonlin_kwargs={"negative_slope": 0.2})}, "a leaky ReLU of slope 0.01"),
         ({"architecture": other_architecture(squeeze=True)}, "the parameter 'squeeze', which cannot be followed"),
-        # These two were passed over, and what follows ended in a traceback.
+        # The first two were passed over; the rest ended in a traceback.
         ({"plans__label_manager": "MyOwn"}, "label maps by MyOwn; what can be followed: LabelManager"),
         ({"plans__transpose_backward": [2, 2, 2]}, r"transpose_backward should undo transpose_forward .*got \[2, 2, 2"),
         ({"plans__transpose_forward": [0, None, 1]}, "should be an order of 0, 1, 2, got .0, None, 1"),

@@ -78,9 +78,16 @@ def test_missing_frames_are_reported_by_number(tmp_path, gone):
     assert f"a.dcm (frame {gone[0]}) and a.dcm (frame {gone[0] + 1}), 2 mm elsewhere" in said
 
 
-def test_frames_whose_distances_grow_are_refused(tmp_path):
-    places = [[0, 0, 2.0 * index + 0.02 * index**2] for index in range(12)]
-    refused(write_enhanced(tmp_path / "a.dcm", places), "the 12 slices are not evenly spaced")
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        ([[0, 0, 2.0 * index + 0.02 * index**2] for index in range(12)], "the 12 slices are not evenly spaced"),
+        ([[0, 0, 0], [10, 0, 0], [0, 10, 0], [10, 10, 0]], "lie side by side in one plane"),
+    ],
+    ids=["growing distances", "side by side"],
+)
+def test_frames_that_make_no_volume_are_refused(tmp_path, places, said):
+    refused(write_enhanced(tmp_path / "a.dcm", places), said)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +133,6 @@ def test_frames_at_one_place_are_refused_with_the_tags_that_differ(tmp_path, fra
 )
 def test_slices_at_one_place_are_refused_with_the_tags_that_differ(tmp_path, count, elements, said):
     refused(write_series(tmp_path, count, elements), said)
-
-
-def test_slices_side_by_side_are_refused(tmp_path):
-    tiles = [[0, 0, 0], [10, 0, 0], [0, 10, 0], [10, 10, 0]]
-    refused(write_enhanced(tmp_path / "a.dcm", tiles), "lie side by side in one plane")
 
 
 def test_planes_of_three_directions_are_refused(tmp_path):
@@ -316,16 +318,15 @@ def test_slices_without_geometry_are_refused_by_name(tmp_path, modality, tag, sa
     refused(series, rf"s002\.dcm {said}")
 
 
-def test_spacing_at_the_detector_is_refused(tmp_path):
-    series = write_series(tmp_path, PixelSpacing=None, ImagerPixelSpacing=[0.3, 0.3])
-    refused(series, "PixelSpacing, and the ImagerPixelSpacing of the file is measured at the detector")
-
-
 @pytest.mark.parametrize(
     ("elements", "said"),
     [
         ({"PixelSpacing": [0.75, -0.5]}, r"has the PixelSpacing \[0.75, -0.5\] mm; needed: two numbers above 0"),
         ({"PixelSpacing": [0, 0]}, r"has the PixelSpacing \[0.0, 0.0\] mm"),
+        (
+            {"PixelSpacing": None, "ImagerPixelSpacing": [0.3, 0.3]},
+            "PixelSpacing, and the ImagerPixelSpacing of the file is measured at the detector",
+        ),
         ({"ImageOrientationPatient": [1, 0, 0, 1, 0, 0]}, "needed: two perpendicular directions of length 1"),
         ({"ImageOrientationPatient": [2, 0, 0, 0, 1, 0]}, "needed: two perpendicular directions of length 1"),
         ({"ImageOrientationPatient": [0, 0, 0, 0, 0, 0]}, "needed: two perpendicular directions of length 1"),
@@ -349,17 +350,13 @@ def look_up_table():
         ({"PhotometricInterpretation": "PALETTE COLOR"}, r"holds PALETTE COLOR with 1 sample\(s\) per pixel"),
         ({"PhotometricInterpretation": None}, "has no PhotometricInterpretation"),
         ({"ImageType": ["ORIGINAL", "PRIMARY", "M", "ND", "MOSAIC"]}, "is a Siemens mosaic: one image, whose tiles"),
+        ({"ModalityLUTSequence": look_up_table()}, r"maps its stored values by a table \(ModalityLUTSequence\)"),
     ],
 )
 @pytest.mark.parametrize("odd", [0, 2])
 def test_values_that_are_not_linear_in_the_stored_ones_are_refused(tmp_path, elements, said, odd):
     series = write_series(tmp_path, 4, lambda index: elements if index == odd else {})
     refused(series, rf"s00{4 - odd}\.dcm {said}")
-
-
-def test_a_table_of_values_is_refused(tmp_path):
-    series = write_series(tmp_path, 4, lambda index: {"ModalityLUTSequence": look_up_table()} if index == 2 else {})
-    refused(series, r"s002\.dcm maps its stored values by a table \(ModalityLUTSequence\)")
 
 
 def test_colours_are_refused(tmp_path):

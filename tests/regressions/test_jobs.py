@@ -16,10 +16,9 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 from training_hooks import At
 
-from tests.experiment.conftest import CONFIG
+from tests.experiment.conftest import write_config
 from volseg.checkpointing.file import load_checkpoint
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError, DataError
@@ -29,11 +28,7 @@ from volseg.experiment import load_config, train
 @pytest.fixture
 def config_file(tmp_path):
     task = make_task(tmp_path / "data" / "Task00_Synthetic", num_cases=6, num_test=1)
-    path = tmp_path / "tiny.yaml"
-    path.write_text(
-        yaml.safe_dump({**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}), encoding="utf-8"
-    )
-    return path
+    return write_config(task, tmp_path)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """`verify` names what is wrong: fake strategies, each wrong in one way, and networks that cannot be compared."""
 
+import itertools
 import json
 import random
 import sys
@@ -54,7 +55,9 @@ def conv(inputs: int = 1, outputs: int = 1) -> nn.Conv3d:
 
 
 class Right(ModelParallel):
-    """A strategy that runs the plain network, so that what a subclass adds is the only thing wrong."""
+    """A strategy that runs the plain network, so that what ``run`` adds is the only thing wrong."""
+
+    run: Callable[..., Any] | None = None
 
     def __init__(self, net: nn.Module, *args: Any, checkpoint: Any = None, **options: Any) -> None:
         super().__init__(net, *args, checkpoint=checkpoint, **options)
@@ -62,124 +65,106 @@ class Right(ModelParallel):
 
     def forward(self, *args: Any) -> Any:
         self.steps += 1
-        return self.run(*args)
-
-    def run(self, *args: Any) -> Any:
-        return self.module(*args)
+        return self.module(*args) if self.run is None else self.run(*args)
 
 
-class HalvedGradient(Right):
-    def run(self, x: Tensor) -> Tensor:
-        y = self.module(x)
-        self.module.last.weight.register_hook(lambda grad: grad / 2)
-        return y
+def halved_gradient(fake: Right, x: Tensor) -> Tensor:
+    y = fake.module(x)
+    fake.module.last.weight.register_hook(lambda grad: grad / 2)
+    return y
 
 
-class StaleBuffer(Right):
-    def run(self, x: Tensor) -> Tensor:
-        before = self.module.norm.running_mean.clone()
-        y = self.module(x)
-        self.module.norm.running_mean = before
-        return y
+def stale_buffer(fake: Right, x: Tensor) -> Tensor:
+    before = fake.module.norm.running_mean.clone()
+    y = fake.module(x)
+    fake.module.norm.running_mean = before
+    return y
 
 
-class CountedTwiceWhenRecomputed(Right):
-    def run(self, x: Tensor) -> Tensor:
-        if self.recomputed and self.training:
-            self.module.norm(self.module.first(x.detach()))
-        return self.module(x)
+def counted_twice_when_recomputed(fake: Right, x: Tensor) -> Tensor:
+    if fake.recomputed and fake.training:
+        fake.module.norm(fake.module.first(x.detach()))
+    return fake.module(x)
 
 
-class WithoutHalo(Right):
-    def run(self, x: Tensor) -> Tensor:
-        self.module.calls -= 1
-        self.module.seen.sub_(1)
-        return torch.cat([self.module(part) for part in x.chunk(2, 2)], 2)
+def without_halo(fake: Right, x: Tensor) -> Tensor:
+    fake.module.calls -= 1
+    fake.module.seen.sub_(1)
+    return torch.cat([fake.module(part) for part in x.chunk(2, 2)], 2)
 
 
-class WrongInTheSecondStep(Right):
-    def run(self, x: Tensor) -> Tensor:
-        return self.module(x) * (1 if self.steps == 1 else 1.001)
+def wrong_in_the_second_step(fake: Right, x: Tensor) -> Tensor:
+    return fake.module(x) * (1 if fake.steps == 1 else 1.001)
 
 
-class WrongInEvaluation(Right):
-    def run(self, x: Tensor) -> Tensor:
-        return self.module(x) * (1 if self.training else 1.001)
+def wrong_in_evaluation(fake: Right, x: Tensor) -> Tensor:
+    return fake.module(x) * (1 if fake.training else 1.001)
 
 
-class WrongWithoutGradients(Right):
-    def run(self, x: Tensor) -> Tensor:
-        return self.module(x) * (1 if torch.is_grad_enabled() else 1.001)
+def wrong_without_gradients(fake: Right, x: Tensor) -> Tensor:
+    return fake.module(x) * (1 if torch.is_grad_enabled() else 1.001)
 
 
-class CalledTwice(Right):
-    def run(self, x: Tensor) -> Tensor:
-        self.module.calls += 1
-        return self.module(x)
+def called_twice(fake: Right, x: Tensor) -> Tensor:
+    fake.module.calls += 1
+    return fake.module(x)
 
 
-class ChangesItsInput(Right):
-    def run(self, x: Tensor) -> Tensor:
-        y = self.module(x.clone())
-        x.detach().mul_(2)
-        return y
+def changes_its_input(fake: Right, x: Tensor) -> Tensor:
+    y = fake.module(x.clone())
+    x.detach().mul_(2)
+    return y
 
 
-class WithoutAGradient(Right):
-    def run(self, x: Tensor) -> Tensor:
-        bias = self.module.first.bias
-        bias.requires_grad_(False)
-        y = self.module(x)
-        bias.requires_grad_(True)
-        return y
+def without_a_gradient(fake: Right, x: Tensor) -> Tensor:
+    bias = fake.module.first.bias
+    bias.requires_grad_(False)
+    y = fake.module(x)
+    bias.requires_grad_(True)
+    return y
 
 
-class NaNInOnePlace(Right):
-    def run(self, x: Tensor) -> Tensor:
-        y = self.module(x).clone()
-        y[0, 0, 1, 2, 3] = float("nan")
-        return y
+def nan_in_one_place(fake: Right, x: Tensor) -> Tensor:
+    y = fake.module(x).clone()
+    y[0, 0, 1, 2, 3] = float("nan")
+    return y
 
 
-class InATuple(Right):
-    def run(self, x: Tensor) -> tuple[Tensor]:
-        return (self.module(x),)
+def in_a_tuple(fake: Right, x: Tensor) -> tuple[Tensor]:
+    return (fake.module(x),)
 
 
-class InSingle(Right):
-    def run(self, x: Tensor) -> Tensor:
-        return self.module(x).float()
+def in_single(fake: Right, x: Tensor) -> Tensor:
+    return fake.module(x).float()
 
 
-class LeavesTheMode(Right):
-    def run(self, x: Tensor) -> Tensor:
-        y = self.module(x)
-        self.module.norm.eval()
-        return y
+def leaves_the_mode(fake: Right, x: Tensor) -> Tensor:
+    y = fake.module(x)
+    fake.module.norm.eval()
+    return y
 
 
-class Crashes(Right):
-    def run(self, x: Tensor) -> Tensor:
-        raise IndexError("list index out of range")
+def crashes(fake: Right, x: Tensor) -> Tensor:
+    raise IndexError("list index out of range")
 
 
-class RefusesRecomputation(Right):
-    def run(self, x: Tensor) -> Tensor:
-        if self.recomputed:
-            raise UnsupportedOperatorError("torch.frobnicate has no sharded form")
-        return self.module(x)
+def refuses_recomputation(fake: Right, x: Tensor) -> Tensor:
+    if fake.recomputed:
+        raise UnsupportedOperatorError("torch.frobnicate has no sharded form")
+    return fake.module(x)
 
 
 @pytest.fixture
 def verify_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
-    """Return `verify` with a fake in the place of ``ModelParallel``."""
+    """Return `verify` with a fake in the place of ``ModelParallel``, which runs a network by a function."""
 
-    def run(fake: type, net: nn.Module | None = None, **options: Any) -> Report:
+    def verify_fake(run: Callable[..., Any] | None, net: nn.Module | None = None, **options: Any) -> Report:
+        fake = type("Fake", (Right,), {"run": run})
         monkeypatch.setattr(sys.modules["volseg.parallel.verification.modes"], "ModelParallel", fake)
         monkeypatch.setattr(sys.modules["volseg.parallel.verification.comparison"], "ModelParallel", fake)
         return verify(net or Net(), SHAPE, CPU, **options)
 
-    return run
+    return verify_fake
 
 
 def different(report: Report) -> dict[str, list[str]]:
@@ -191,20 +176,20 @@ TRAINED = ALL - {"eval, without gradients"}
 IN_TRAINING = {"train", "train, recomputed"}
 
 WRONG = [
-    (HalvedGradient, TRAINED, "gradient of last.weight"),
-    (StaleBuffer, IN_TRAINING, "buffer norm.running_mean"),
-    (CountedTwiceWhenRecomputed, {"train, recomputed"}, "buffer norm.num_batches_tracked"),
-    (WithoutHalo, ALL, "output 0"),
-    (WrongInTheSecondStep, ALL, "output 0, step 2"),
-    (WrongInEvaluation, ALL - IN_TRAINING, "output 0"),
-    (WrongWithoutGradients, {"eval, without gradients"}, "output 0"),
-    (CalledTwice, ALL, "attribute calls"),
-    (ChangesItsInput, ALL, "input 0 after the call"),
-    (WithoutAGradient, TRAINED, "gradient of first.bias"),
-    (NaNInOnePlace, ALL, "output 0"),
-    (InATuple, ALL, "output structure"),
-    (InSingle, ALL, "output 0"),
-    (LeavesTheMode, IN_TRAINING, "attribute norm.training"),
+    (halved_gradient, TRAINED, "gradient of last.weight"),
+    (stale_buffer, IN_TRAINING, "buffer norm.running_mean"),
+    (counted_twice_when_recomputed, {"train, recomputed"}, "buffer norm.num_batches_tracked"),
+    (without_halo, ALL, "output 0"),
+    (wrong_in_the_second_step, ALL, "output 0, step 2"),
+    (wrong_in_evaluation, ALL - IN_TRAINING, "output 0"),
+    (wrong_without_gradients, {"eval, without gradients"}, "output 0"),
+    (called_twice, ALL, "attribute calls"),
+    (changes_its_input, ALL, "input 0 after the call"),
+    (without_a_gradient, TRAINED, "gradient of first.bias"),
+    (nan_in_one_place, ALL, "output 0"),
+    (in_a_tuple, ALL, "output structure"),
+    (in_single, ALL, "output 0"),
+    (leaves_the_mode, IN_TRAINING, "attribute norm.training"),
 ]
 
 
@@ -220,29 +205,29 @@ def test_what_is_wrong_is_named_in_the_modes_where_it_is(fake, modes, name, veri
 
 
 def test_what_is_wrong_in_the_second_step_is_right_in_the_first(verify_with):
-    report = verify_with(WrongInTheSecondStep)
+    report = verify_with(wrong_in_the_second_step)
     assert all(name.endswith(", step 2") for wrong in different(report).values() for name in wrong)
 
 
 def test_a_strategy_that_is_right_passes(verify_with):
-    report = verify_with(Right)
+    report = verify_with(None)
     assert report.ok, report
     assert set(report.errors.values()) == {0.0}
 
 
 def test_reasons_say_what_is_there_instead(verify_with):
-    def text(fake: type) -> str:
+    def text(fake: Callable[..., Any]) -> str:
         return str(verify_with(fake))
 
-    assert "gradient of first.bias: None, where the plain network has a tensor (3,)" in text(WithoutAGradient)
-    assert "output 0: nan at (0, 0, 1, 2, 3), where the plain network has " in text(NaNInOnePlace)
-    assert "output 0: dtype torch.float32, where the plain network has torch.float64" in text(InSingle)
-    assert "attribute calls: 2, where the plain network has 1" in text(CalledTwice)
-    assert "attribute norm.training: False, where the plain network has True" in text(LeavesTheMode)
+    assert "gradient of first.bias: None, where the plain network has a tensor (3,)" in text(without_a_gradient)
+    assert "output 0: nan at (0, 0, 1, 2, 3), where the plain network has " in text(nan_in_one_place)
+    assert "output 0: dtype torch.float32, where the plain network has torch.float64" in text(in_single)
+    assert "attribute calls: 2, where the plain network has 1" in text(called_twice)
+    assert "attribute norm.training: False, where the plain network has True" in text(leaves_the_mode)
 
 
 def test_an_untyped_error_counts_as_a_difference(verify_with):
-    report = verify_with(Crashes)
+    report = verify_with(crashes)
     assert report.verdict == "different"
     assert "Failed, train; train, recomputed; eval; eval, recomputed; eval, without gradients: IndexError" in str(
         report
@@ -250,7 +235,7 @@ def test_an_untyped_error_counts_as_a_difference(verify_with):
 
 
 def test_a_mode_that_is_refused_is_named_with_its_message(verify_with):
-    report = verify_with(RefusesRecomputation)
+    report = verify_with(refuses_recomputation)
     assert report.ok
     assert [mode.name for mode in report.modes if mode.status == "refused"] == ["train, recomputed", "eval, recomputed"]
     assert "Refused, train, recomputed; eval, recomputed: torch.frobnicate has no sharded form" in str(report)
@@ -307,25 +292,23 @@ def test_dropout_is_off_for_values_and_looked_at_apart():
     assert "train: compared by value with dropout off" in report.notes
 
 
-class LosesDropout(Right):
-    def run(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return self.module(x)
+def loses_dropout(fake: Right, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return fake.module(x)
 
 
-class DrawsAnew(Right):
-    drawn = 0
+SEEDS = itertools.count()
 
-    def run(self, x: Tensor) -> Tensor:
-        DrawsAnew.drawn += 1
-        torch.manual_seed(DrawsAnew.drawn)
-        return self.module(x)
+
+def draws_anew(fake: Right, x: Tensor) -> Tensor:
+    torch.manual_seed(next(SEEDS))
+    return fake.module(x)
 
 
 @pytest.mark.parametrize(
     ("fake", "name"),
-    [(LosesDropout, "train, another seed differs"), (DrawsAnew, "train, one seed twice")],
+    [(loses_dropout, "train, another seed differs"), (draws_anew, "train, one seed twice")],
     ids=["loses", "draws anew"],
 )
 def test_random_numbers_that_do_not_follow_the_seed_are_found(fake, name, verify_with):
@@ -379,19 +362,17 @@ def test_what_is_equal_and_odd_is_told():
 
 def test_a_network_that_changes_its_input_is_told(verify_with):
     net = Function(lambda net, x: net.a(x.mul_(2)), a=conv())
-    report = verify_with(Right, net)
+    report = verify_with(None, net)
     assert report.ok, report
     assert any(note.startswith("train: the network changes input 0 in place") for note in report.notes)
 
 
-class MovesByRoundOff(Right):
-    def run(self, x: Tensor) -> Tensor:
-        return self.module(x * (1 + 2**-52))
+def moves_by_round_off(fake: Right, x: Tensor) -> Tensor:
+    return fake.module(x * (1 + 2**-52))
 
 
-class MovesByMore(Right):
-    def run(self, x: Tensor) -> Tensor:
-        return self.module(x * (1 + 1e-9))
+def moves_by_more(fake: Right, x: Tensor) -> Tensor:
+    return fake.module(x * (1 + 1e-9))
 
 
 def chaotic(net: Function, x: Tensor) -> Tensor:
@@ -403,11 +384,11 @@ def chaotic(net: Function, x: Tensor) -> Tensor:
 
 
 def test_round_off_that_the_plain_network_blows_up_counts_as_equal_and_is_told(verify_with):
-    report = verify_with(MovesByRoundOff, Function(chaotic, a=conv()))
+    report = verify_with(moves_by_round_off, Function(chaotic, a=conv()))
     assert max(report.errors.values()) > report.tolerance
     assert report.ok, report
     assert any("ill-conditioned at this size" in note for note in report.notes)
-    assert not verify_with(MovesByMore, Function(chaotic, a=conv())).ok
+    assert not verify_with(moves_by_more, Function(chaotic, a=conv())).ok
 
 
 def test_the_caller_keeps_network_and_random_state():
@@ -430,7 +411,7 @@ def test_further_arguments_go_to_the_network():
 
 
 def test_the_report_is_json_too(verify_with):
-    told = json.loads(json.dumps(verify_with(WithoutAGradient).as_dict(), allow_nan=False))
+    told = json.loads(json.dumps(verify_with(without_a_gradient).as_dict(), allow_nan=False))
     assert told["verdict"] == "different"
     train = next(mode for mode in told["modes"] if mode["name"] == "train")
     assert train["errors"]["gradient of first.bias"] is None
