@@ -166,11 +166,12 @@ def cross_validate(
         raise typer.Exit(1)
 
 
-@training_app.command(
-    cls=SuggestingCommand,
-    epilog="Example: volseg search configs/task04_unet.yaml --over search.yaml --trials 30 --gpus 4\n\n"
+@verb(
+    training_app,
+    "Train",
+    "volseg search configs/task04_unet.yaml --over search.yaml --trials 30 --gpus 4\n\n"
     "A line of search.yaml: `optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}`, or a list of choices.",
-    rich_help_panel="Train",
+    cls=SuggestingCommand,
 )
 def search(
     config: ConfigFile,
@@ -200,10 +201,6 @@ def search(
 
     Machines that share the folder share the trials. Needs Optuna: pip install optuna.
     """
-    del json_logs, quiet  # their callbacks have heard them
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
     record = experiment.search(
         config, over, overrides, trials=trials, gpus=gpus, metric=metric, minimize=minimize, pruner=pruner
