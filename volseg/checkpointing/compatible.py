@@ -253,7 +253,8 @@ def require_same_weights(folder: RunFolder, task: Task) -> None:
     DataError
         Names the cases whose weights changed.
     """
-    begun, now = read_json(folder.task_file).get("weights", {}), list_weights(task)
+    file = folder.task_file  # an older run has none, and no weights
+    begun, now = read_json(file).get("weights", {}) if file.exists() else {}, list_weights(task)
     names = sorted(name for name in begun.keys() | now.keys() if begun.get(name, 1.0) != now.get(name, 1.0))
     if names:
         changes = list_some([f"{name} {begun.get(name, 1.0):g} -> {now.get(name, 1.0):g}" for name in names])
