@@ -1,14 +1,16 @@
 """Trainings of a few steps, whose weights the tests export and load again."""
 
+from contextlib import contextmanager
+
 import torch
 import yaml
 from torch import nn
 
 from volseg.data.synthetic import make_task
-from volseg.experiment import load_config
+from volseg.experiment import REGISTRIES, load_config, own_components
 from volseg.workflow import Checkpoints, Hook, Named, Training
 
-__all__ = ["DYNUNET", "FirstWeights", "clone", "config_factory", "make_training"]
+__all__ = ["DYNUNET", "FirstWeights", "as_a_new_process", "clone", "config_factory", "make_training"]
 
 DYNUNET = (
     "network={name: DynUNet, kernel_size: [3, 3, 3], strides: [1, 2, 2], upsample_kernel_size: [2, 2], "
@@ -22,6 +24,19 @@ class FirstWeights(Hook):
     def on_training_begin(self, training):
         self.weights = clone(training.network.state_dict())
         training.stop("seen")
+
+
+@contextmanager
+def as_a_new_process():
+    """Let this process know, in the block, no component of one's own but those that it is given there."""
+    before = {kind: registry.registered for kind, registry in REGISTRIES.items()}
+    try:
+        yield
+    finally:
+        own_components._files.clear()
+        for kind, registry in REGISTRIES.items():
+            for name in registry.registered - before[kind]:
+                registry.forget(name)
 
 
 def clone(state):

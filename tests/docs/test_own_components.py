@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import yaml
 from documented import ROOT, read_blocks
+from tiny_trainings import as_a_new_process
 from typer.testing import CliRunner
 
 from volseg.cli import app
 from volseg.config.yaml_values import parse_yaml
-from volseg.experiment import REGISTRIES, load_config, own_components, train
+from volseg.experiment import load_config, train
 
 METADATA = "Metadata-Version: 2.1\nName: tiny-package\nVersion: 0.1\n"
 
@@ -25,12 +26,8 @@ def blocks(page, language):
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    before = {kind: registry.registered for kind, registry in REGISTRIES.items()}
-    yield
-    own_components._files.clear()
-    for kind, registry in REGISTRIES.items():
-        for name in registry.registered - before[kind]:
-            registry.forget(name)
+    with as_a_new_process():
+        yield
 
 
 def run(line):

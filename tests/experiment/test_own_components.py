@@ -2,12 +2,12 @@
 
 import json
 import sys
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from tiny_trainings import as_a_new_process
 from torch import nn
 from training_hooks import At, raising
 from typer.testing import CliRunner
@@ -16,7 +16,7 @@ import volseg
 from volseg.checkpointing.file import load_checkpoint
 from volseg.cli import app
 from volseg.errors import ConfigError, GridError
-from volseg.experiment import REGISTRIES, RunFolder, load_config, own_components, train
+from volseg.experiment import REGISTRIES, RunFolder, load_config, train
 from volseg.experiment.own_components import components_arguments
 from volseg.workflow import Hook
 
@@ -114,19 +114,6 @@ def own(task, tmp_path):
     config.write_text(yaml.safe_dump(values), encoding="utf-8")
     components.write_text(COMPONENTS, encoding="utf-8")
     return config, components
-
-
-@contextmanager
-def as_a_new_process():
-    """Let this process know, in the block, no component of one's own but those that it is given there."""
-    before = {kind: registry.registered for kind, registry in REGISTRIES.items()}
-    try:
-        yield
-    finally:
-        own_components._files.clear()
-        for kind, registry in REGISTRIES.items():
-            for name in registry.registered - before[kind]:
-                registry.forget(name)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +116,12 @@ def write_splits(here):
     return path
 
 
+def write_space(here):
+    path = here.new(".yaml")
+    Path(path).write_text("optimizer.lr: [0.1, 0.01]", encoding="utf-8")
+    return path
+
+
 def postprocess(here):
     experiment.determine_postprocessing(here.run)
     predicted = experiment.predict(here.run, here.images, here.new(), postprocessing=False).folder
@@ -180,11 +187,16 @@ CALLS = {
     "read_splits": lambda here: data.read_splits(write_splits(here)),
     "read_volume": lambda here: [volseg.read_volume(here.image), volseg.read_volume([here.image])],
     "save_checkpoint": make_checkpoint,
+    "name_first_stage": lambda here: planning.name_first_stage(here.config),
+    "search": lambda here: refuse(
+        experiment.search, here.config, write_space(here), match="holds a run of one training"
+    ),
     "train": lambda here: refuse(volseg.train, here.config, match="holds a run already"),
     "train_on": lambda here: refuse(experiment.train_on, 99, here.config, match="--gpus 99 asks for"),
     "validate": lambda here: volseg.validate(here.run, output=here.new()),
     "validate_and_format": lambda here: experiment.validate_and_format(here.run, output=here.new()),
     "verify": lambda here: experiment.verify(here.config, num_devices=2),
+    "view": lambda here: refuse(partial(experiment.view, cases=["strange"]), here.images, match="strange"),
     "write_brief": lambda here: reporting.write_brief(here.run),
     "write_config": write_plan,
     "write_report": lambda here: reporting.write_report(here.run),

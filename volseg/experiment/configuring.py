@@ -141,7 +141,7 @@ def format_plan(planned: Plan, path: str | Path, *, trains: bool = False, is_sho
     written = f"written to {path}, with the reason for each value"
     commands = [spell(f"volseg train {quote(str(path))}")]
     if planned.first_stage is not None:
-        commands.insert(0, spell(f"volseg cross-validate {quote(str(name_first_stage(Path(path))))}"))
+        commands.insert(0, spell(f"volseg cross-validate {quote(str(name_first_stage(path)))}"))
     last = [f"{written}. The training begins."] if trains else [f"{written}. Next:", *(f"  {one}" for one in commands)]
     return "\n".join([*(f"{what:12} {text}" for what, text in lines.items()), *slow, *last])
 

@@ -199,8 +199,9 @@ SOURCES = (
 )
 
 
-def name_first_stage(path: Path) -> Path:
+def name_first_stage(path: str | Path) -> Path:
     """Return the file of the first stage beside the config of a cascade."""
+    path = Path(path)
     return path.with_name(f"{path.stem}_lowres{path.suffix}")
 
 

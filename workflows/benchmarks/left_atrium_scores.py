@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import binary_erosion, distance_transform_edt
 from scipy.stats import t
 
+from volseg.commands import run_module
 from volseg.data.readers import read_label
 from volseg.monitoring.environment import environment
 
@@ -169,7 +170,7 @@ def _run(job: Job, chosen: argparse.Namespace, gpu: int | None) -> dict[str, Any
 def _call(gpu: int | None, *arguments: str) -> None:
     """Run a command of volseg on a GPU."""
     own = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
-    subprocess.run([sys.executable, "-m", "volseg", *arguments], env={**os.environ, **own}, check=True)
+    subprocess.run(run_module("volseg", *arguments), env={**os.environ, **own}, check=True)
 
 
 def _name_gpu() -> str:
