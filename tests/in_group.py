@@ -30,7 +30,7 @@ from typing import Any
 
 from ready_python import Popen
 
-__all__ = ["GroupError", "assert_all_well", "end_group", "end_groups", "in_group"]
+__all__ = ["GroupError", "assert_all_well", "end_group", "end_groups", "expect_refusal", "in_group"]
 
 SECONDS = 240
 """For one call, unless it says otherwise."""
@@ -196,6 +196,17 @@ def end_groups() -> None:
 
 
 atexit.register(end_groups)
+
+
+def expect_refusal(words: str, action: Callable[[], Any]) -> str | None:
+    """Return None if ``action`` is refused with these words, else what happened."""
+    from volseg.errors import ParallelError  # not in this file's processes before they are forked
+
+    try:
+        action()
+    except ParallelError as fault:
+        return None if words in str(fault) else f"another error: {fault}"
+    return f"nothing was refused; expected {words!r}"
 
 
 def assert_all_well(found: Sequence[str | None]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from in_group import assert_all_well, in_group
+from in_group import assert_all_well, expect_refusal, in_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -50,14 +50,6 @@ def say_gradients(model: nn.Module, plain: nn.Module) -> str | None:
         if a.grad is not None and not torch.allclose(a.grad, b.grad, rtol=1e-9, atol=1e-12):
             return f"the gradient of {name} is off by {(a.grad - b.grad).abs().max()}"
     return None
-
-
-def expect_refusal(words: str, action: Callable[[], Any]) -> str | None:
-    try:
-        action()
-    except ParallelError as fault:
-        return None if words in str(fault) else f"another error: {fault}"
-    return f"nothing was refused; expected {words!r}"
 
 
 # What training loops do.

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from in_group import assert_all_well, in_group
+from in_group import assert_all_well, expect_refusal, in_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -44,14 +44,6 @@ def compare(model: nn.Module, plain: nn.Module) -> str | None:
         if not torch.allclose(a.grad, b.grad, rtol=1e-9, atol=1e-11):  # type: ignore[arg-type]
             return f"the gradient of {name} is off"
     return None
-
-
-def expect_refusal(words: str, action: Callable[[], object]) -> str | None:
-    try:
-        action()
-    except ParallelError as fault:
-        return None if words in str(fault) else f"another error: {fault}"
-    return f"nothing was refused; expected {words!r}"
 
 
 def is_second() -> bool:
