@@ -1,7 +1,7 @@
 """Dice, Jaccard, HD95 and ASD on the left atrium benchmark: networks, numbers of labelled cases, and seeds, as JSON.
 
 python workflows/benchmarks/left_atrium_scores.py --data 80=DIR/LeftAtrium 16=DIR/LeftAtrium16 --networks vnet unet \
-        --seeds 0 1 2 3 4 --gpus 4 --result workflows/benchmarks/results/left_atrium_h200.json
+        --seeds 0 1 2 3 4 --gpus 4 --result workflows/benchmarks/results/networks_h200_left_atrium.json
 
 ``datasets/left_atrium.py`` makes the two data sets. A row is one training by ``configs/left_atrium_NETWORK.yaml`` on
 all labelled cases, without validation, and its prediction of the 20 test cases. Rows of ``--result`` stay. A row that
@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from monai.metrics.utils import get_mask_edges, get_surface_distance
 from numpy.typing import NDArray
-from scipy.ndimage import binary_erosion, distance_transform_edt
 from scipy.stats import t
 
 from volseg.commands import run_module
@@ -66,7 +66,8 @@ def score(prediction: Mask, reference: Mask) -> dict[str, float]:
         return dict.fromkeys(METRICS, 0.0)
     both = np.count_nonzero(prediction & reference)
     sizes = np.count_nonzero(prediction) + np.count_nonzero(reference)
-    there, back = _measure_distances(prediction, reference), _measure_distances(reference, prediction)
+    edges, other = get_mask_edges(prediction, reference)
+    there, back = get_surface_distance(edges, other), get_surface_distance(other, edges)
     return {
         "dice": 2 * both / sizes,
         "jaccard": both / (sizes - both),
@@ -112,7 +113,10 @@ def main() -> None:
         gpus.put(gpu)
     rows: dict[str, dict[str, Any]] = {}
     if chosen.result.exists():
-        rows = {row["name"]: row for row in json.loads(chosen.result.read_text(encoding="utf-8"))["rows"]}
+        earlier = json.loads(chosen.result.read_text(encoding="utf-8"))
+        if changed := [name for name, text in earlier["configs"].items() if text != _read_config(name)]:
+            sys.exit(f"{chosen.result} has rows of another left_atrium_{changed[0]}.yaml; name another --result")
+        rows = {row["name"]: row for row in earlier["rows"]}
         jobs = [job for job in jobs if job.name not in rows]
 
     def finish(job: Job) -> None:
@@ -182,23 +186,15 @@ def _read(path: Path) -> Mask:
     return np.asarray(read_label(path)[0]) > 0
 
 
-def _measure_distances(mask: Mask, other: Mask) -> NDArray[np.float64]:
-    """Return the distance (voxels) of each surface voxel of ``mask`` to the surface of ``other``."""
-    return np.asarray(distance_transform_edt(~_find_surface(other))[_find_surface(mask)])
-
-
-def _find_surface(mask: Mask) -> Mask:
-    return mask & ~binary_erosion(mask)
+def _read_config(network: str) -> str:
+    return (CONFIGS / f"left_atrium_{network}.yaml").read_text(encoding="utf-8")
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     result = {
         "command": shlex.join(["python", *sys.argv]),
         "environment": environment(),
-        "configs": {
-            network: (CONFIGS / f"left_atrium_{network}.yaml").read_text(encoding="utf-8")
-            for network in dict.fromkeys(row["network"] for row in rows)
-        },
+        "configs": {network: _read_config(network) for network in dict.fromkeys(row["network"] for row in rows)},
         "summary": summarise(rows),
         "rows": rows,
     }
