@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+import time
 
 import nibabel
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 import torch
 from planted_faults import POINTER, Planter, draw_task, save, scaled
 
-from volseg.data import check_task, load_task, read_volume, repair_task
+from volseg.data import case_cache, check_task, load_task, read_volume, repair_task
+from volseg.data.cache_folder import list_entries
 from volseg.data.case_cache import CaseCache
 from volseg.data.checks import check_case, read_case
 from volseg.data.patches import PatchBatches
 from volseg.data.preparing import prepare_together
+from volseg.data.stored_case import write_case
 from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError, DataError, NonFiniteLossError, ReaderError
 from volseg.experiment.sources import load_trained
@@ -261,3 +264,25 @@ def test_a_cached_case_of_which_only_the_date_is_new_is_used(batches):
 def test_a_scaled_grid_is_no_other_axis_order(root):
     Planter(root, "case_00").place(scaled(1, 1, 1.5), "label")
     assert problem_of(root).kind == "affine"
+
+
+def test_threads_that_store_cases_at_once_keep_the_limit(root, tmp_path, monkeypatch):
+    """A thread counted the folder without the files that others were writing, which then exceeded data.cache_limit."""
+    task, folder = load_task(root), tmp_path / "cache"
+
+    def prepare(spacing, **options):
+        steps = build_preprocessing([{"name": "Spacing", "spacing": [spacing] * 3}])
+        cache = CaseCache(folder, task, steps, **options)
+        prepare_together(task.training, (), task, steps, cache=cache, workers=3)
+        assert cache.num_stored == len(task.training)
+        return sum(entry.size for entry in list_entries(folder))
+
+    def write_late(*arguments):
+        time.sleep(0.2)  # until every thread has begun to write
+        write_case(*arguments)
+
+    limit = prepare(1.0)
+    for entry in list_entries(folder):
+        os.utime(entry.path, (0, 0))
+    monkeypatch.setattr(case_cache, "write_case", write_late)
+    assert 0 < prepare(1.0 + 2**-20, limit_bytes=limit) <= limit

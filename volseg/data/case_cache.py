@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
@@ -100,7 +100,6 @@ class CaseCache:
         self._num_classes, self._is_sparse = task.num_classes, task.ignore is not None
         self._digests = FileDigests(folder / "files")
         self._writes = True
-        self._used_bytes: int | None = None
         # Beyond it what is compared would push out of memory what was compared before.
         self._verified_bytes = available_bytes() // 2
         self._lock = threading.Lock()
@@ -155,9 +154,12 @@ class CaseCache:
         about = {"case": str(case["case"]), "source": os.fsdecode(source), "found": found}
         path = self._path(key)
         try:
-            self._make_room(sum(tensor.nbytes for tensor in prepared.values() if isinstance(tensor, Tensor)))
-            with replacing(path) as partial, partial.open("wb") as file:
-                write_case(file, {**prepared, **listed}, about)
+            with ExitStack() as locked, replacing(path) as partial:
+                with partial.open("wb") as file:
+                    write_case(file, {**prepared, **listed}, about)
+                # Until the file has its name: another thread that lists the folder would not count it.
+                locked.enter_context(self._lock)
+                self._make_room(partial.stat().st_size)
             stored = StoredCase.open(path)
         except (OSError, TypeError, DamagedCaseError) as fault:
             self._stop_writing(fault)
@@ -219,41 +221,36 @@ class CaseCache:
                 os.close(descriptor)
 
     def _make_room(self, needed: int) -> None:
-        """Remove what was used longest ago until there is room.
+        """Remove what was used longest ago until there is room for a file that is written; the lock is held.
 
         Raises
         ------
         OSError
             If there is none; says why.
         """
-        with self._lock:
-            if self._used_bytes is None:
-                self._used_bytes = sum(entry.size for entry in list_entries(self.folder))
-            excess = self._measure_excess(needed)
-            if excess > 0:
-                remove_given_up(self.folder, time.time() - PARTIAL_SECONDS)
-                entries = list_entries(self.folder)
-                self._used_bytes = sum(entry.size for entry in entries)
-                excess = self._measure_excess(needed)
-                for entry in entries:
-                    if excess <= 0 or entry.used > time.time() - KEPT_SECONDS:
-                        break
-                    entry.path.unlink(missing_ok=True)
-                    self._used_bytes -= entry.size
-                    excess -= entry.size
-            if excess > 0:
-                raise OSError(
-                    errno.ENOSPC,
-                    f"{excess / GIB:.2f} GiB are missing: {self._used_bytes / GIB:.1f} GiB are kept, of "
-                    f"{self.limit_bytes / GIB:.0f} GiB that data.cache_limit allows; a tenth of the disk is left free",
-                )
-            self._used_bytes += needed
+        entries = list_entries(self.folder)  # anew each time: other processes store and remove cases, too
+        used = sum(entry.size for entry in entries)
+        excess = self._measure_excess(used + needed)
+        if excess > 0:
+            remove_given_up(self.folder, time.time() - PARTIAL_SECONDS)
+            excess = self._measure_excess(used + needed)
+        for entry in entries:
+            if excess <= 0 or entry.used > time.time() - KEPT_SECONDS:
+                break
+            entry.path.unlink(missing_ok=True)
+            used -= entry.size
+            excess -= entry.size
+        if excess > 0:
+            raise OSError(
+                errno.ENOSPC,
+                f"{excess / GIB:.2f} GiB are missing: {used / GIB:.1f} GiB are kept, of "
+                f"{self.limit_bytes / GIB:.0f} GiB that data.cache_limit allows; a tenth of the disk is left free",
+            )
 
-    def _measure_excess(self, needed: int) -> int:
+    def _measure_excess(self, used: int) -> int:
         disk = shutil.disk_usage(self.folder)
-        left = min(int(LEFT_FREE_SHARE * disk.total), LEFT_FREE_BYTES)
-        assert self._used_bytes is not None
-        return max(self._used_bytes + needed - self.limit_bytes, needed + left - disk.free)
+        left_free = min(int(LEFT_FREE_SHARE * disk.total), LEFT_FREE_BYTES)
+        return max(used - self.limit_bytes, left_free - disk.free)
 
     def _stop_writing(self, fault: Exception) -> None:
         with self._lock:
