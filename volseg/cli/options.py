@@ -10,25 +10,29 @@ from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from volseg import experiment
-from volseg.config.nearest import find_near_sibling
+from volseg.config.nearest import suggest_path
 from volseg.errors import ConfigError
+from volseg.launched import find_launch
 from volseg.monitoring.console import add_to_logs
 
 __all__ = [
     "DATA_SET",
-    "MADE_FOLDER",
     "Channels",
     "Checkpoint",
     "Classes",
     "Components",
     "ConfigFile",
     "JsonLogs",
+    "MadeFolder",
     "NoCache",
     "Overrides",
+    "PlainGroup",
     "Quiet",
+    "Settings",
+    "Source",
     "SuggestingCommand",
     "check_config",
     "check_exists",
@@ -40,6 +44,7 @@ __all__ = [
     "complete_run",
     "complete_shipped",
     "gather_overrides",
+    "require_data",
     "verb",
 ]
 
@@ -114,17 +119,13 @@ def check_exists(remedy: str) -> Callable[[Any], Any]:
     def check(given: Path | Sequence[Path] | None) -> Path | Sequence[Path] | None:
         for path in [given] if isinstance(given, Path) else given or ():
             if not path.exists():
-                near = find_near_sibling(path)
-                hint = "" if near is None else f"; did you mean {str(near)!r}?"
-                raise ConfigError(f"{path} does not exist; {remedy}{hint}")
+                raise ConfigError(f"{path} does not exist; {remedy}{suggest_path(path)}")
         return given
 
     return check
 
 
 DATA_SET = check_exists("name the TaskNN_Name folder of an MSD task, or another data set's")
-MADE_FOLDER = check_exists("name the folder that `volseg train` or `volseg cross-validate` made")
-
 
 SETTINGS = {
     "--epochs": "training.epochs",
@@ -140,12 +141,34 @@ SETTINGS = {
 """What people type for a value of the config."""
 
 
-def verb(app: typer.Typer, panel: str, example: str, **settings: Any) -> Callable[[Any], Any]:
-    """Return what makes a function a verb of the program, in a panel of its help, with an example."""
-    return app.command(rich_help_panel=panel, epilog=f"Example: {example}", **settings)
+class _PlainFlags:
+    """Help that shows flags without ``<bool>``: a flag takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the arguments and options."""
+        params = super().get_params(ctx)  # type: ignore[misc]  # of the class that this one is mixed into
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
 
 
-class SuggestingCommand(TyperCommand):
+class PlainGroup(_PlainFlags, TyperGroup):
+    """A group of verbs."""
+
+
+class PlainCommand(_PlainFlags, TyperCommand):
+    """A verb."""
+
+
+def verb(
+    app: typer.Typer, panel: str | None, example: str, *, cls: type[TyperCommand] = PlainCommand, **settings: Any
+) -> Callable[[Any], Any]:
+    """Return a decorator that makes a function a verb of the program, in a panel of its help, with an example."""
+    return app.command(rich_help_panel=panel, epilog=f"Example: {example}", cls=cls, **settings)
+
+
+class SuggestingCommand(PlainCommand):
     """A verb that takes a config, and says where a value stands that was given as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -176,6 +199,15 @@ Classes = Annotated[
 ]
 
 
+def require_data(root: Path) -> None:
+    """Refuse a data set that does not exist, before torch is imported.
+
+    A rank of a job leaves this to the ranks together: only some of its machines may see the folder.
+    """
+    if find_launch() is None:
+        DATA_SET(root)
+
+
 def check_overrides(given: list[str] | None) -> list[str] | None:
     """Refuse a key whose value follows behind a space, before the value is taken for an argument."""
     for assignment in given or ():
@@ -204,6 +236,37 @@ def gather_overrides(given: Sequence[str] | None, output: Path | None, *, no_cac
     return [*(given or ()), *folder, *(["data.cache=none"] if no_cache else [])]
 
 
+Source = Annotated[
+    Path,
+    Argument(
+        metavar="SOURCE",
+        autocompletion=complete_run,
+        help="What predicts: a run folder, a cross-validation's (all finished folds together), a file that "
+        "`volseg export` wrote, a model folder of nnU-Net 2 or a checkpoint from it; or one fold of these.",
+        callback=check_exists(
+            "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model "
+            "folder of nnU-Net 2, or a file of weights"
+        ),
+    ),
+]
+MadeFolder = Annotated[
+    Path,
+    Argument(
+        metavar="RUN|CV",
+        autocompletion=complete_run,
+        callback=check_exists("name the folder that `volseg train` or `volseg cross-validate` made"),
+        help="Folder of `volseg train` or `volseg cross-validate`.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    Option(
+        "--set",
+        metavar="KEY=VALUE",
+        callback=check_overrides,
+        help="Override a value of the run's config, such as device=cpu, inference.mirror=true or data.root=DIR.",
+    ),
+]
 NoCache = Annotated[bool, Option("--no-cache", help="Prepare all cases anew, and keep none: data.cache=none.")]
 
 

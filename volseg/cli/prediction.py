@@ -8,7 +8,7 @@ import typer
 from typer import Argument, Option
 
 from volseg import experiment
-from volseg.cli.options import MADE_FOLDER, Checkpoint, Components, check_exists, check_overrides, complete_run, verb
+from volseg.cli.options import Checkpoint, Components, MadeFolder, Settings, Source, check_exists, verb
 from volseg.streams import show
 
 __all__ = ["prediction_app"]
@@ -18,42 +18,9 @@ prediction_app = typer.Typer()
 LABEL_MAPS = check_exists("name a folder with a label map for each case")
 
 
-SourceArgument = Annotated[
-    Path,
-    Argument(
-        metavar="SOURCE",
-        autocompletion=complete_run,
-        help="What predicts: a run folder, a cross-validation's (all finished folds together), a file that "
-        "`volseg export` wrote, a model folder of nnU-Net 2 or a checkpoint from it; or one fold of these.",
-        callback=check_exists(
-            "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model "
-            "folder of nnU-Net 2, or a file of weights"
-        ),
-    ),
-]
-MadeFolder = Annotated[
-    Path,
-    Argument(
-        metavar="RUN|CV",
-        autocompletion=complete_run,
-        callback=MADE_FOLDER,
-        help="Folder of `volseg train` or `volseg cross-validate`.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    Option(
-        "--set",
-        metavar="KEY=VALUE",
-        callback=check_overrides,
-        help="Compute otherwise than the training did: inference.mirror=true, device=cpu, training.precision=fp32 ...",
-    ),
-]
-
-
 @verb(prediction_app, "Use", "volseg predict runs/task04_unet imagesTs/ scan.nrrd dicom_folder/ -o predictions")
 def predict(
-    source: SourceArgument,
+    source: Source,
     images: Annotated[
         list[Path],
         Argument(

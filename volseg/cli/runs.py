@@ -11,7 +11,8 @@ import typer
 from typer import Argument, Option
 
 from volseg import experiment
-from volseg.cli.options import Checkpoint, Components, check_exists, check_overrides, complete_run, verb
+from volseg.cli.options import Checkpoint, Components, MadeFolder, Settings, Source, check_exists, complete_run, verb
+from volseg.config.nearest import suggest_path
 from volseg.errors import VolsegError
 from volseg.streams import show
 
@@ -22,7 +23,7 @@ runs_app = typer.Typer()
 
 @verb(runs_app, "Evaluate", "volseg report runs/task04_unet -o task04.html")
 def report(
-    run: Annotated[Path, Argument(metavar="RUN", help="A run folder, or that of a cross-validation.")],
+    run: MadeFolder,
     output: Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Default RUN/report.html.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the FILE if it is there.")] = False,
 ) -> None:
@@ -61,9 +62,7 @@ def view(
     channel: Annotated[
         int | None, Option(min=0, metavar="N", help="Default logging.channel of the run, else 0.")
     ] = None,
-    settings: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", callback=check_overrides, help="Such as data.root=DIR.")
-    ] = None,
+    settings: Settings = None,
     output: Annotated[
         Path | None, Option("--output", "-o", metavar="FILE", help="Default view.html in RUN or predictions.")
     ] = None,
@@ -117,7 +116,7 @@ def status(
     if as_json:
         show(json.dumps({"runs": [look.as_json() for look in looks], "faults": [*faults.values()]}, indent=2))
     else:
-        show("\n".join(line for look in looks for line in look.lines()) or f"{run} holds no run")
+        show("\n".join(line for look in looks for line in look.lines()) or f"{run} holds no run{suggest_path(run)}")
         for folder, fault in faults.items():
             show(f"volseg: {folder}: {fault}", err=True)
     if not looks or faults:
@@ -126,14 +125,7 @@ def status(
 
 @verb(runs_app, "Use", "volseg export runs/task04_unet -o model.zip --licence CC-BY-4.0")
 def export(
-    source: Annotated[
-        Path,
-        Argument(
-            metavar="SOURCE",
-            autocompletion=complete_run,
-            help="Folder of `volseg train` or `volseg cross-validate`; for other programs, whatever predicts.",
-        ),
-    ],
+    source: Source,
     output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Such as model.zip; a bundle's new folder.")],
     to: Annotated[
         str, Option("--to", metavar="FORMAT", help="archive (for volseg predict), torchscript, onnx or monai-bundle.")
@@ -145,6 +137,7 @@ def export(
 ) -> None:
     """Write a trained network as one file: a volseg archive, TorchScript, ONNX or a MONAI bundle.
 
-    What other programs get is run and compared with the network before it is kept.
+    An archive needs the folder of a training or a cross-validation. The other formats are run and compared with the
+    network before they are kept.
     """
     show(experiment.export(source, output, to=to, checkpoint=checkpoint, licence=licence, overwrite=overwrite))

@@ -21,8 +21,10 @@ from volseg.cli.options import (
     complete_config,
     complete_run,
     gather_overrides,
+    require_data,
     verb,
 )
+from volseg.launched import find_launch
 from volseg.streams import show
 
 __all__ = ["training_app"]
@@ -97,7 +99,6 @@ def train(
 ) -> None:
     """Train a network, validate it, and write a run folder."""
     from volseg.config.loading import is_config_file  # imports pydantic: not for --help
-    from volseg.parallel.devices import count_launched, is_launched
 
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
     if not is_config_file(config) and experiment.is_data_set(config):
@@ -111,20 +112,22 @@ def train(
     elif preset or gpu_memory:
         raise typer.BadParameter(f"{config} is a config; --preset and --gpu-memory plan for a data set")
     loaded = experiment.load_config(config, overrides)
+    require_data(loaded.data.root)
+    launch = find_launch()
     # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
-    if restart and not is_launched():
+    if restart and launch is None:
         report = experiment.load_finished_report(experiment.RunFolder(loaded.folder), loaded)
         if report is not None:
             show(report)
             return
     resume = resume or restart
     starts = max_restarts > 0 or experiment.count_workers(loaded, gpus) > 1  # one process too is started again
-    if (gpus or 1) > 1 or (not is_launched() and starts):
+    if (gpus or 1) > 1 or (launch is None and starts):
         overrides += ["parallel.devices=1"] if gpus == 1 else []
         experiment.train_on(gpus, config, overrides, resume=resume, max_restarts=max_restarts)
         return
     if gpus is not None:
-        loaded = loaded.on_one_device(count_launched())
+        loaded = loaded.on_one_device(1 if launch is None else launch.world_size)
     begin = experiment.train  # imports what trains
     gc.freeze()  # modules live as long as this process: the garbage collections of recordings need not visit them
     outcome = begin(loaded, resume=resume)
@@ -160,6 +163,7 @@ def cross_validate(
     # Numbers after `--folds 0` are arguments to click, which gives an option one value.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
+    require_data(loaded.data.root)
     crossed = experiment.cross_validate(loaded, folds=chosen, gpus=gpus, resume=resume)
     show(experiment.format_cross_validation(crossed))
     if crossed.failures:
@@ -202,6 +206,7 @@ def search(
     Machines that share the folder share the trials. Needs Optuna: pip install optuna.
     """
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
+    require_data(experiment.load_config(config, overrides).data.root)
     record = experiment.search(
         config, over, overrides, trials=trials, gpus=gpus, metric=metric, minimize=minimize, pruner=pruner
     )

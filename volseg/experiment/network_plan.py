@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from volseg.config.catalogue import PublicTask, find_public_task
 from volseg.config.schema import ExperimentConfig, NetworkConfig
 from volseg.data.cases import Case, Task
-from volseg.data.catalogue import PublicTask, find_public_task
 from volseg.data.layouts import load_task
 from volseg.data.readers import read_affine
 from volseg.data.threads import map_in_threads
@@ -136,7 +136,7 @@ def _join(sides: Sides) -> str:
 # What a forecast must know of a data set, without a volume being read: by its description, or by what is published.
 #
 # A network takes as many channels as the images have, and gives as many as there are labels. Where the data set is not
-# there, the Decathlon's ten are known by their names (`volseg.data.catalogue`), and of any other the user says it.
+# there, the Decathlon's ten are known by their names (`volseg.config.catalogue`), and of any other the user says it.
 
 
 FLOAT_BYTES, LABEL_BYTES = 4, 1
