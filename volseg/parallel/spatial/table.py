@@ -157,8 +157,9 @@ def handles(
             bare = label.rpartition(".")[2]
             perhaps = bare in PERHAPS_VIEWS
             views = perhaps or bare in VIEWS or returns_view(function)
-            looks = views, perhaps, merged, rounded, bool(treats)
-            TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, *looks)
+            TABLE[function] = Entry(
+                label, family, handler, treated, rehearse, broadcasts, views, perhaps, merged, rounded, bool(treats)
+            )
         return handler
 
     return register

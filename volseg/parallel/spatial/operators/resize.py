@@ -34,10 +34,10 @@ RESIZED = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_fac
 @handles("Interpolation", "F.interpolate", treats=f"input {' '.join(RESIZED)} antialias")
 def interpolate(func: Callable, settings: Any) -> Any:
     """Blend planes along the cut, then let torch interpolate within them: linear interpolation is separable."""
-    volume, mode, antialias = settings.input, settings.mode, getattr(settings, "antialias", False)
-    given: dict[str, Any] = {
-        name: getattr(settings, name, None) for name in RESIZED
-    }  # upsample, its former name, has fewer
+    volume, mode = settings.input, settings.mode
+    # F.upsample, its former name, has fewer arguments.
+    antialias = getattr(settings, "antialias", False)
+    given: dict[str, Any] = {name: getattr(settings, name, None) for name in RESIZED}
     count = volume.ndim - 2
     if mode == "area":
         sizes = _sizes(volume, given, count)
