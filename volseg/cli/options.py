@@ -40,6 +40,7 @@ __all__ = [
     "complete_run",
     "complete_shipped",
     "gather_overrides",
+    "source_argument",
     "verb",
 ]
 
@@ -143,6 +144,11 @@ SETTINGS = {
 def verb(app: typer.Typer, panel: str, example: str, **settings: Any) -> Callable[[Any], Any]:
     """Return what makes a function a verb of the program, in a panel of its help, with an example."""
     return app.command(rich_help_panel=panel, epilog=f"Example: {example}", **settings)
+
+
+def source_argument(metavar: str, about: str, callback: Callable[[Any], Any] | None = None) -> Any:
+    """Return an argument that names a run, or what else can stand there; the shell completes names of runs."""
+    return Argument(metavar=metavar, help=about, callback=callback, autocompletion=complete_run)
 
 
 class SuggestingCommand(TyperCommand):

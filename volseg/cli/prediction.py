@@ -8,7 +8,7 @@ import typer
 from typer import Argument, Option
 
 from volseg import experiment
-from volseg.cli.options import MADE_FOLDER, Checkpoint, Components, check_exists, check_overrides, complete_run, verb
+from volseg.cli.options import MADE_FOLDER, Checkpoint, Components, check_exists, check_overrides, source_argument, verb
 from volseg.streams import show
 
 __all__ = ["prediction_app"]
@@ -20,25 +20,18 @@ LABEL_MAPS = check_exists("name a folder with a label map for each case")
 
 SourceArgument = Annotated[
     Path,
-    Argument(
-        metavar="SOURCE",
-        autocompletion=complete_run,
-        help="What predicts: a run folder, a cross-validation's (all finished folds together), a file that "
+    source_argument(
+        "SOURCE",
+        "What predicts: a run folder, a cross-validation's (all finished folds together), a file that "
         "`volseg export` wrote, a model folder of nnU-Net 2 or a checkpoint from it; or one fold of these.",
-        callback=check_exists(
+        check_exists(
             "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model "
             "folder of nnU-Net 2, or a file of weights"
         ),
     ),
 ]
 MadeFolder = Annotated[
-    Path,
-    Argument(
-        metavar="RUN|CV",
-        autocompletion=complete_run,
-        callback=MADE_FOLDER,
-        help="Folder of `volseg train` or `volseg cross-validate`.",
-    ),
+    Path, source_argument("RUN|CV", "Folder of `volseg train` or `volseg cross-validate`.", MADE_FOLDER)
 ]
 Settings = Annotated[
     list[str] | None,

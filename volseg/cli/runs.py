@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from volseg import experiment
-from volseg.cli.options import Checkpoint, Components, check_exists, check_overrides, complete_run, verb
+from volseg.cli.options import Checkpoint, Components, check_exists, check_overrides, source_argument, verb
 from volseg.errors import VolsegError
 from volseg.streams import show
 
@@ -42,11 +42,10 @@ def report(
 def view(
     source: Annotated[
         Path,
-        Argument(
-            metavar="RUN|FOLDER|IMAGE",
-            autocompletion=complete_run,
-            callback=check_exists("name a run, a folder of predictions or images, a data set, or an image"),
-            help="A run or a cross-validation (its validation cases), a folder of predictions, a data set, or images.",
+        source_argument(
+            "RUN|FOLDER|IMAGE",
+            "A run or a cross-validation (its validation cases), a folder of predictions, a data set, or images.",
+            check_exists("name a run, a folder of predictions or images, a data set, or an image"),
         ),
     ],
     labels: Annotated[
@@ -128,10 +127,8 @@ def status(
 def export(
     source: Annotated[
         Path,
-        Argument(
-            metavar="SOURCE",
-            autocompletion=complete_run,
-            help="Folder of `volseg train` or `volseg cross-validate`; for other programs, whatever predicts.",
+        source_argument(
+            "SOURCE", "Folder of `volseg train` or `volseg cross-validate`; for other programs, whatever predicts."
         ),
     ],
     output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Such as model.zip; a bundle's new folder.")],

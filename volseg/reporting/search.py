@@ -33,6 +33,11 @@ class SearchRecord:
         return self.results.get("trials") or ()
 
     @property
+    def wanted(self) -> int:
+        """How many trials there are to be; a later call may have asked for fewer than there are."""
+        return max(int(self.results.get("wanted") or 0), len(self.trials))
+
+    @property
     def best(self) -> Mapping[str, Any] | None:
         """The finished trial with the best value."""
         sign = 1.0 if self.results.get("minimize") else -1.0
@@ -59,12 +64,12 @@ def describe_search(record: SearchRecord) -> content.ReportContent:
         compose.section("Environment", lambda: describe_environment(results.get("environment") or {})),
     ]
     states = [trial.get("state") for trial in record.trials]
-    done, wanted = sum(state not in ("running", "interrupted") for state in states), results.get("wanted")
+    done = sum(state not in ("running", "interrupted") for state in states)
     return compose.finish(
         record.folder,
         title=str(results.get("name", record.folder.name)),
         subtitle=f"Search over {', '.join(results.get('space') or {})} on {results.get('task', 'a task')}",
-        state="finished" if done == wanted else f"{done} of {wanted or 'unknown'} trials",
+        state="finished" if done == record.wanted else f"{done} of {record.wanted} trials",
         headline=compose.attempt("The headline", lambda: _make_headline(record, best), list[tuple[str, str]]()),
         sections=sections,
         commands=compose.attempt("What is next", lambda: _list_commands(record, best), list[tuple[str, str]]()),
@@ -130,8 +135,7 @@ def _draw_slice(key: str, xs: Sequence[float], ys: Sequence[float], *, log: bool
 
 
 def _list_commands(record: SearchRecord, best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    wanted = 2 * int(record.results.get("wanted") or len(record.trials))
-    command = join(["volseg", *map(str, record.results.get("command") or ()), "--trials", str(wanted)])
+    command = join(["volseg", *map(str, record.results.get("command") or ()), "--trials", str(2 * record.wanted)])
     commands = [("Try more values:", command), ("Write this page anew:", f"volseg report {quote(str(record.folder))}")]
     if best is None:
         return commands
