@@ -39,6 +39,7 @@ __all__ = [
     "complete_network",
     "complete_run",
     "complete_shipped",
+    "config_argument",
     "gather_overrides",
     "source_argument",
     "verb",
@@ -146,8 +147,13 @@ def verb(app: typer.Typer, panel: str, example: str, **settings: Any) -> Callabl
     return app.command(rich_help_panel=panel, epilog=f"Example: {example}", **settings)
 
 
+def config_argument(about: str) -> Any:
+    """Return an argument that names a config; the shell completes names of files and of volseg's own configs."""
+    return Argument(metavar="CONFIG", help=about, callback=check_config, autocompletion=complete_config)
+
+
 def source_argument(metavar: str, about: str, callback: Callable[[Any], Any] | None = None) -> Any:
-    """Return an argument that names a run, or what else can stand there; the shell completes names of runs."""
+    """Return an argument that names a run or another source; the shell completes names of runs."""
     return Argument(metavar=metavar, help=about, callback=callback, autocompletion=complete_run)
 
 
@@ -167,15 +173,7 @@ class SuggestingCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-ConfigFile = Annotated[
-    Path,
-    Argument(
-        metavar="CONFIG",
-        help="YAML file of the experiment.",
-        autocompletion=complete_config,
-        callback=check_config,
-    ),
-]
+ConfigFile = Annotated[Path, config_argument("YAML file of the experiment.")]
 Channels = Annotated[int | None, Option(min=1, help="Of the images, where the data set is not there.")]
 Classes = Annotated[
     int | None, Option(min=2, help="Of the label maps, with the background, where the data set is not there.")

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -20,7 +20,7 @@ from volseg.config.commented import format_inline
 from volseg.config.yaml_values import read_yaml
 from volseg.errors import ConfigError
 
-__all__ = ["RangeConfig", "Space", "dump_values", "list_samples", "read_space"]
+__all__ = ["RangeConfig", "Space", "list_samples", "read_space"]
 
 EXAMPLE = "optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}"
 
@@ -93,11 +93,6 @@ def list_samples(space: Space) -> Iterator[str]:
     for key, values in space.items():
         for value in values.samples if isinstance(values, RangeConfig) else values:
             yield f"{key}={value}"
-
-
-def dump_values(values: RangeConfig | tuple[str, ...]) -> Any:
-    """Return a range or choices as JSON has them."""
-    return values.model_dump() if isinstance(values, RangeConfig) else list(values)
 
 
 def _read_values(key: str, values: object, path: str | Path) -> RangeConfig | tuple[str, ...]:

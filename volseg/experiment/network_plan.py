@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -177,7 +177,8 @@ def find_facts(config: ExperimentConfig, channels: int | None = None, classes: i
     root = config.data.root
     if channels is not None and classes is not None:
         labels = {value: f"label {value}" if value else "background" for value in range(classes)}
-        task = _make_task(root.name or "task", [f"channel {n}" for n in range(channels)], labels, config)
+        task = _make_task(root.name or "task", [f"channel {n}" for n in range(channels)], labels)
+        task = replace(task, stage_labels=config.stage_labels)
         return DataFacts(task=task, spacing=_spacing_without_cases(config), source="--channels and --classes")
     if root.exists():
         task = read_task(config)
@@ -190,22 +191,14 @@ def find_facts(config: ExperimentConfig, channels: int | None = None, classes: i
             "--channels N --classes N (with the background), or name the data set by --set data.root=DIR"
         )
     labels = {int(value): name for value, name in known.labels.items()}
-    task = _make_task(known.name, known.modalities, labels, config)
+    task = replace(_make_task(known.name, known.modalities, labels), stage_labels=config.stage_labels)
     median = known.manifest["nnunet"]["fingerprint"]["median_spacing"]
     spacing = _spacing_without_cases(config, tuple(float(mm) for mm in median))
     return _with_sizes(task, spacing, known, f"what is published of {known.name}")
 
 
-def _make_task(name: str, modalities: Sequence[str], labels: dict[int, str], config: ExperimentConfig) -> Task:
-    return Task(
-        name=name,
-        root=Path(name),
-        modalities=tuple(modalities),
-        labels=labels,
-        training=(),
-        test=(),
-        stage_labels=config.stage_labels,
-    )
+def _make_task(name: str, modalities: Sequence[str], labels: dict[int, str]) -> Task:
+    return Task(name=name, root=Path(name), modalities=tuple(modalities), labels=labels, training=(), test=())
 
 
 def _find_public(name: str) -> PublicTask | None:

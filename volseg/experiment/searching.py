@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 
 from volseg.checkpointing.compatible import may_differ, refuse
 from volseg.checkpointing.folder import RunFolder
@@ -31,7 +32,7 @@ from volseg.config.base import validated
 from volseg.config.loading import build_config, differences, path_override, read_config
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
-from volseg.config.search_space import RangeConfig, Space, dump_values, list_samples, read_space
+from volseg.config.search_space import RangeConfig, Space, list_samples, read_space
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, VolsegError
@@ -152,7 +153,7 @@ def search(
     command += components_arguments()
     facts = {"task": task.name, "wanted": trials, "command": command, "environment": environment()}
     terms = {
-        "space": {key: dump_values(values) for key, values in space.items()},
+        "space": to_jsonable_python(space),
         "metric": metric,
         "minimize": minimize,
         "config": base.located().model_dump(mode="json"),

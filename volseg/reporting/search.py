@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join, quote
-from textwrap import shorten
 from typing import Any
 
 from volseg.config.yaml_values import dump_yaml
@@ -88,7 +87,6 @@ def _make_headline(record: SearchRecord, best: Mapping[str, Any] | None) -> list
 
 def _tabulate(record: SearchRecord, best: Mapping[str, Any] | None) -> list[content.Block]:
     keys = list(record.results.get("space") or ())
-    has_failed = any(trial["state"] == "failed" for trial in record.trials)
     rows = [
         [
             str(trial["number"]),
@@ -97,12 +95,10 @@ def _tabulate(record: SearchRecord, best: Mapping[str, Any] | None) -> list[cont
             str(trial["epochs"] or "-"),
             format_duration(trial["seconds"]) if trial["seconds"] else "-",
             *(_format(trial["values"].get(key, "-")) for key in keys),
-            *([shorten(trial["error"], 60)] if has_failed else []),
         ]
         for trial in record.trials
     ]
     header = ["trial", "state", str(record.results.get("metric")), "epochs", "time", *keys]
-    header += ["error"] if has_failed else []
     bold = frozenset(number for number, trial in enumerate(record.trials) if trial is best)
     return [content.TextTable(caption="Trials", header=header, rows=rows, sortable=True, bold=bold)] if rows else []
 
