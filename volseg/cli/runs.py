@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from volseg import experiment
-from volseg.cli.options import Checkpoint, Components, MadeFolder, Settings, Source, check_exists, complete_run, verb
+from volseg.cli.options import Checkpoint, Components, MadeFolder, Settings, Source, check_exists, source_argument, verb
 from volseg.config.nearest import suggest_path
 from volseg.errors import VolsegError
 from volseg.streams import show
@@ -43,11 +43,10 @@ def report(
 def view(
     source: Annotated[
         Path,
-        Argument(
-            metavar="RUN|FOLDER|IMAGE",
-            autocompletion=complete_run,
-            callback=check_exists("name a run, a folder of predictions or images, a data set, or an image"),
-            help="A run or a cross-validation (its validation cases), a folder of predictions, a data set, or images.",
+        source_argument(
+            "RUN|FOLDER|IMAGE",
+            "A run or a cross-validation (its validation cases), a folder of predictions, a data set, or images.",
+            "name a run, a folder of predictions or images, a data set, or an image",
         ),
     ],
     labels: Annotated[

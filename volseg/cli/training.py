@@ -17,9 +17,8 @@ from volseg.cli.options import (
     Overrides,
     Quiet,
     SuggestingCommand,
-    check_config,
-    complete_config,
     complete_run,
+    config_argument,
     gather_overrides,
     require_data,
     verb,
@@ -73,15 +72,7 @@ def configure(
     cls=SuggestingCommand,
 )
 def train(
-    config: Annotated[
-        Path,
-        Argument(
-            metavar="CONFIG",
-            help="YAML file of the experiment, or a data set to plan for.",
-            autocompletion=complete_config,
-            callback=check_config,
-        ),
-    ],
+    config: Annotated[Path, config_argument("YAML file of the experiment, or a data set to plan for.")],
     overrides: Overrides = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint, and validate.")] = False,
@@ -179,23 +170,16 @@ def cross_validate(
 )
 def search(
     config: ConfigFile,
-    over: Annotated[
-        Path,
-        typer.Option("--over", metavar="FILE", help="YAML file of keys, each with a range or a list of choices."),
-    ],
+    over: Annotated[Path, Option("--over", metavar="FILE", help="YAML of keys, each with a range or choices.")],
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the run folders trial_0 ...; default runs/NAME.")
+        Path | None, Option("--output", "-o", help="For trial_0, trial_1 ...; default runs/NAME.")
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Trials in all: of earlier calls and of other machines too.")] = 20,
-    gpus: Annotated[int, typer.Option(min=1, help="Train so many trials at a time, each on a GPU of its own.")] = 1,
-    metric: Annotated[
-        str, typer.Option(help="What is compared, as TensorBoard shows it below val/, such as dice/LABEL.")
-    ] = "dice_mean",
-    minimize: Annotated[bool, typer.Option("--minimize", help="Smaller values of the metric are better.")] = False,
-    pruner: Annotated[
-        str, typer.Option(help="Optuna's, which stops bad trials: median, halving (successive halving) or none.")
-    ] = "median",
+    trials: Annotated[int, Option(min=1, help="In all: with those of earlier calls and of other machines.")] = 20,
+    gpus: Annotated[int, Option(min=1, help="Train so many trials at a time, each on a GPU of its own.")] = 1,
+    metric: Annotated[str, Option(help="As TensorBoard shows it below val/, such as dice/LABEL.")] = "dice_mean",
+    minimize: Annotated[bool, Option("--minimize", help="Smaller values of the metric are better.")] = False,
+    pruner: Annotated[str, Option(help="What stops bad trials: median, halving (successive), none.")] = "median",
     no_cache: NoCache = False,
     components: Components = None,
     json_logs: JsonLogs = False,
