@@ -30,7 +30,7 @@ CODE := volseg tests workflows docker docs/site
 UNIT := $(filter-out tests/docs/ tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
 	$(wildcard tests/test_*.py) --ignore=tests/parallel/spatial/test_operator_database.py
 
-.PHONY: quickstart check test test-all test-gpu test-kernels test-image viewer wheel lint format docs clean
+.PHONY: quickstart check test test-all test-gpu test-kernels test-image viewer wheel lint format docs docs-text clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/volseg quickstart
@@ -69,6 +69,10 @@ test-image: $(INSTALLED)
 # A site in build/docs; a warning is an error. Its makers announce their next products at every build.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f docs/site/mkdocs.yml
+
+# The generated parts of pages: references of commands, config and Python, and tables that follow from the code.
+docs-text: $(INSTALLED)
+	$(BIN)/python docs/site/generated_text.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check $(CODE)

@@ -1,8 +1,8 @@
 """Plan the Decathlon's ten tasks: ``configs/msd/*.yaml``, and the table of ``docs/tasks.md`` beside nnU-Net's plans.
 
-python datasets/plan_msd.py
+python datasets/plan_msd.py        # the configs; `make docs-text` writes the table
 
-Both follow from the manifests in ``datasets/msd`` by the rules of `volseg.planning`; a test makes and compares them.
+Both follow from the manifests in ``datasets/msd`` by the rules of `volseg.planning`; tests compare them.
 """
 
 import re
@@ -18,20 +18,14 @@ from volseg.planning.published import MOSTLY_ZERO, published_fingerprint
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIGS = REPOSITORY / "configs" / "msd"
-PAGE = REPOSITORY / "docs" / "tasks.md"
 TASKS = [public.name for public in list_public_tasks()]
-BEGIN, END = "<!-- made by datasets/plan_msd.py -->", "<!-- end -->"
 
 
 def main() -> None:
-    """Write the configs and the table."""
+    """Write the configs."""
     CONFIGS.mkdir(exist_ok=True)
     for task in TASKS:
         print(write_task_config(task, CONFIGS))
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{make_table()}\n{END}{after}", encoding="utf-8")
 
 
 def write_task_config(task: str, folder: Path) -> Path:

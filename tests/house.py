@@ -45,13 +45,21 @@ def count_rest(root: Path = ROOT) -> dict[str, int]:
     """Return lines of tests and of benchmarks, benchmark scripts, and words and pages of the documentation."""
     scripts = [*(root / "workflows" / "benchmarks").glob("*.py")]
     pages = [*(root / "docs").rglob("*.md")]
+    words = [split_words(page.read_text(encoding="utf-8")) for page in pages]
     return {
         "lines of tests": sum(map(count_lines, (root / "tests").rglob("*.py"))),
         "benchmark scripts": len(scripts),
         "lines of benchmarks": sum(map(count_lines, scripts)),
-        "words of docs": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
+        "words of docs": sum(written for written, _ in words),
+        "generated words of docs": sum(generated for _, generated in words),
         "pages of decisions": sum(page.parent.name == "decisions" for page in pages),
     }
+
+
+def split_words(page: str) -> tuple[int, int]:
+    """Return how many words of a page are written by hand, and how many `make docs-text` writes between its marks."""
+    written = re.sub(r"<!-- generated: ([a-z ]+) -->.*?<!-- end of \1 -->", "", page, flags=re.S)
+    return len(written.split()), len(page.split()) - len(written.split())
 
 
 def count_lines(path: Path) -> int:

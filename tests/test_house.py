@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from house import count_code, count_packages, count_rest
+from house import count_code, count_packages, count_rest, split_words
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "volseg"
@@ -230,9 +230,13 @@ LIMITS = {
     "lines of tests": 76_500,
     "benchmark scripts": 30,
     "lines of benchmarks": 7_620,
-    "words of docs": 59_700,
+    "words of docs": 57_600,
 }
-"""How large the house may be. Lower a number when the house shrinks; raise none: what a change adds, it takes away."""
+"""How large the house may be. Lower a number when the house shrinks; raise none: what a change adds, it takes away.
+
+Words of docs are those written by hand. Text that `make docs-text` writes into pages has a row of its own, without a
+limit: it follows from the code.
+"""
 
 
 def test_the_house_does_not_grow() -> None:
@@ -241,6 +245,11 @@ def test_the_house_does_not_grow() -> None:
     assert {name: size for name, size in sizes.items() if size > LIMITS.get(name, size)} == {}
     loose = {name: size for name, size in sizes.items() if size < 0.98 * LIMITS.get(name, 0)}
     assert not loose, f"the house is smaller: lower the limits of {loose}"
+
+
+def test_generated_words_are_counted_apart() -> None:
+    page = "# One page\n<!-- generated: a b -->\ntwo words\n<!-- end of a b -->\n<!-- generated: c -->\n"
+    assert split_words(page) == (7, 13)
 
 
 def test_lines_of_code_are_counted_without_words() -> None:

@@ -36,7 +36,7 @@ LEFT: dict[str, int] = {
     r"there already|already there": 9,
     r"without a word": 10,
     r"none of which": 1,
-    r"in which every": 2,
+    r"in which every": 1,
     r"alone(?! with)": 197,
     r"gives? way to": 1,
 }

@@ -1,8 +1,7 @@
-"""The table of what may differ on resume is complete, is what the page says, and is what a training does."""
+"""The table of what may differ on resume is complete, and is what a training does."""
 
 import pytest
 
-from tests.checkpointing.resume_tables import PAGE, with_tables
 from volseg.checkpointing.compatible import RULES, list_keys, may_differ, require_same_config
 from volseg.checkpointing.folder import RunFolder
 from volseg.config.loading import dump_config
@@ -68,11 +67,6 @@ def test_a_fold_is_not_made_longer(configured):
     dump_config(before.located(), before.folder / "config.yaml")
     with pytest.raises(ConfigError, match=r"training\.epochs: 2 -> 3\. .* start a new cross-validation"):
         require_same_config(RunFolder(before.folder), configured("training.epochs=3"), folds=True)
-
-
-def test_the_page_has_the_tables():
-    text = PAGE.read_text(encoding="utf-8")
-    assert text == with_tables(text), "python tests/checkpointing/resume_tables.py --write brings them up to date"
 
 
 def test_a_section_is_not_a_prefix_of_a_name():

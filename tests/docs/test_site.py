@@ -1,4 +1,4 @@
-"""The site is built without a warning, asks nothing of the outside, and holds what is made from the program."""
+"""The site is built without a warning, and asks nothing of the outside."""
 
 import os
 import re
@@ -60,18 +60,5 @@ def test_lists_and_tables_are_such_here_as_well(site):
 
 def test_every_public_name_is_in_the_reference():
     """And not under another heading twice."""
-    written = re.findall(r"^::: volseg\.(\w+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), flags=re.M)
+    written = re.findall(r"^### volseg\.(\w+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), flags=re.M)
     assert sorted(written) == sorted({*volseg.__all__} - {"__version__"} | {"errors"})
-
-
-@pytest.mark.parametrize(
-    ("page", "says"),
-    [
-        ("command-line.html", ["volseg cross-validate", "--max-restarts", "volseg data cache list"]),
-        ("config.html", ["checkpoint_minutes", "Largest norm of the gradient.", "lesion_overlap"]),
-        ("api.html", ["volseg.Training", "volseg.Predictor", "volseg.ModelParallel", "volseg.register"]),
-    ],
-)
-def test_reference_is_made_from_the_program(site, page, says):
-    text = re.sub(r"<[^>]+>", "", (site / page).read_text(encoding="utf-8"))
-    assert [words for words in says if words not in text] == []

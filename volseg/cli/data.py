@@ -138,7 +138,7 @@ def make(
         show(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
 
 
-@verb(data_app, None, "volseg data check Task04_Hippocampus -o check.json --fix Task04_mended")
+@verb(data_app, None, "volseg data check Task04_Hippocampus -o check.json --fix Task04_fixed")
 def check(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
     output: Annotated[Path | None, Output(metavar="FILE", help="Write the findings as JSON.")] = None,

@@ -56,7 +56,7 @@ def plan(
 ) -> None:
     """Estimate memory, time and price of a training without a GPU, and choose how to share GPUs.
 
-    Exit status 3 if no way fits; the output says what would.
+    Exit status 3 if no way fits; the output then names a size that would.
     """
     if calibrate:
         show(experiment.calibrate_words(), err=as_json)  # a program reads only JSON

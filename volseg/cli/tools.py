@@ -118,7 +118,7 @@ def init(
     minimal: Annotated[bool, Option("--minimal", help="Write only what differs from the defaults.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a config in which every value is explained."""
+    """Write a config with every key explained."""
     from volseg.commands import spell  # what follows imports torch: not for --help
     from volseg.experiment.configuring import init_config
 

@@ -58,7 +58,7 @@ class SplitConfig(ConfigModel):
     """A split file of your own in nnU-Net's form, ``[{"train": [...], "val": [...]}, ...]``; ``fold`` chooses in it.
     Without it, a table's own columns ``fold`` or ``split`` count."""
     group: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
-    """How cases are grouped by patient, none of whom trains and validates: a regular expression with one group in
+    """How cases are grouped by patient. No patient both trains and validates. A regular expression with one group in
     parentheses, searched in the names of cases, such as ``^(patient\\d+)``; the name of a column of the table; or
     ``PatientID`` of DICOM images. ``none``: each case is of a patient of its own; null: the same, with a warning where
     the data set evidently says otherwise. Given folds are not changed, but checked."""

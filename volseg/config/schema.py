@@ -92,7 +92,7 @@ class LoggingConfig(ConfigModel):
 
     loggers: tuple[ComponentConfig, ...] = (ComponentConfig(name="tensorboard"),)
     """``tensorboard``, ``wandb`` (pip install wandb), ``mlflow`` (pip install mlflow-skinny) or loggers of
-    your own; names alone, or with parameters: ``[tensorboard, {name: wandb, mode: offline}]``. ``[]`` for none."""
+    your own; names, or names with parameters: ``[tensorboard, {name: wandb, mode: offline}]``. ``[]`` for none."""
     channel: NonNegative | str = 0
     """Channel of the images that pictures show, in loggers and in the report: its number from 0 on, or its name in the
     data set, such as ``T2``."""

@@ -72,7 +72,7 @@ def plan(
     optimizer : callable, optional
         From parameters to an optimizer; by default Adam.
     divisors : sequence of int
-        What sides must be multiples of, for the largest volume that is told where nothing fits.
+        Each side is a multiple of its divisor in the largest volume, which is reported if nothing fits.
     thorough : bool
         Whether to follow candidates too that cannot be the fastest.
 

@@ -101,7 +101,7 @@ def predict(
     DataError
         For images that are not there or share a name; if ``strict``, for bad ones, all of them at once.
     ConfigError
-        If the source cannot predict, label maps cannot be written or are there already, or those to go on with were
+        If the source cannot predict, label maps cannot be written or exist, or those of a resumed prediction were
         made otherwise.
     """
     if sum((resume, skip_existing, overwrite)) > 1:

@@ -73,7 +73,8 @@ class Predictor:
         Whether windows in which the image has one value, such as air that was clipped, count as background for certain
         instead of going through the model. The log says how many there were.
     postprocess : callable, optional
-        Applied to every label map ``(1, D, H, W)`` on the original grid; see `volseg.inference.Postprocessing`.
+        Applied to every label map ``(1, D, H, W)`` on the original grid; see
+        `volseg.inference.postprocessing.Postprocessing`.
     """
 
     model: Model | Sequence[Model]

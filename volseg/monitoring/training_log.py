@@ -35,7 +35,7 @@ class TrainingLog(Hook):
     loggers : Logger or sequence of Logger
         Told in this order.
     run : LoggedRun, optional
-        What they are told first; where numbers begin is taken from the training.
+        Description of the run, sent first. The training gives the first step.
     texts : mapping
         Markdown by name.
     more : callable, optional

@@ -29,11 +29,11 @@ __all__ = ["adaptive_pool"]
 TREATED = "input kernel_size stride padding ceil_mode"
 
 
-@handles(
-    "Pooling",
-    *(f"{space}.max_pool{n}d" for space in ("torch", "F") for n in (1, 2, 3)),
-    treats=f"{TREATED} dilation return_indices",
-)
+LARGEST = f"{TREATED} dilation return_indices"
+
+
+@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d", treats=LARGEST)
+@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d", treats=LARGEST)
 def max_pool(func: Callable, given: Any) -> Any:
     """Pool each slab, extended by its halo; planes beyond the volume hold minus infinity."""
     volume, count, ceil_mode = given.input, _spatial(func), given.ceil_mode
