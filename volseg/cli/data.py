@@ -144,7 +144,7 @@ def check(
     output: Annotated[Path | None, Output(metavar="FILE", help="Write the findings as JSON.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
-    strict: Annotated[bool, Option("--strict", help="Exit status 1 for warnings too.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit status 1 for remarks too.")] = False,
     split: Annotated[
         Path | None, Option(help="Split file to check for images and patients on both sides; default the five folds.")
     ] = None,

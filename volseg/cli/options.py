@@ -241,8 +241,8 @@ Source = Annotated[
     Argument(
         metavar="SOURCE",
         autocompletion=complete_run,
-        help="Run folder, cross-validation (its finished folds together), file that "
-        "`volseg export` wrote, a model folder of nnU-Net 2 or a checkpoint from it; or one fold of these.",
+        help="Run folder, cross-validation (its finished folds together), file of `volseg export`, or model folder or "
+        "checkpoint of nnU-Net 2; or one fold of these.",
         callback=check_exists(
             "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model "
             "folder of nnU-Net 2, or a file of weights"
