@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from volseg.cli.options import DATA_SET, Components, PlainGroup, verb
+from volseg.cli.options import DATA_SET, Components, Output, PlainGroup, verb
 from volseg.streams import show
 
 __all__ = ["cache_app", "data_app"]
@@ -18,7 +18,7 @@ cache_app = typer.Typer(
 )
 
 CacheFolder = Annotated[
-    str, Option("--folder", help="The cache; default $VOLSEG_CACHE, else volseg in the user's cache folder.")
+    str, Option("--folder", help="Cache folder; default $VOLSEG_CACHE, else volseg in the user's cache folder.")
 ]
 
 
@@ -33,7 +33,7 @@ def list_cache(folder: CacheFolder = "auto") -> None:
 @verb(cache_app, None, "volseg data cache clear --unused 30", name="clear")
 def clear_cache(
     folder: CacheFolder = "auto",
-    unused: Annotated[float, Option(min=0, metavar="DAYS", help="Only what was not used for so long.")] = 0,
+    unused: Annotated[float, Option(min=0, metavar="DAYS", help="Only cases that were not used for so many days.")] = 0,
 ) -> None:
     """Remove prepared cases. A running training keeps the cases that it has opened."""
     from volseg.data.cache_folder import find_cache_folder, remove_entries  # imports torch: not for --help
@@ -97,8 +97,8 @@ def info(
 @verb(data_app, None, "volseg data fetch Task04_Hippocampus --output data")
 def fetch(
     name: Annotated[str, Argument(metavar="TASK", help="One of `volseg data list`, such as Task04 or spleen.")],
-    output: Annotated[Path, Option("--output", "-o", help="Folder for the task's folder.")] = Path(),
-    url: Annotated[str | None, Option(help="A mirror of the archive, which must be the same file.")] = None,
+    output: Annotated[Path, Output(help="Folder in which to put the task's folder.")] = Path(),
+    url: Annotated[str | None, Option(help="Mirror with the same archive.")] = None,
 ) -> None:
     """Fetch a public task. An interrupted download continues."""
     from volseg.config.catalogue import find_public_task  # imports pydantic: not for --help
@@ -118,8 +118,8 @@ def make(
     like: Annotated[
         str | None, Option(metavar="TASK", help="Decathlon task whose channels, labels, units and grids to imitate.")
     ] = None,
-    cases: Annotated[int, Option(help="Cases with labels.")] = 24,
-    tests: Annotated[int, Option(help="Cases without labels.")] = 4,
+    cases: Annotated[int, Option(help="Number of cases with labels.")] = 24,
+    tests: Annotated[int, Option(help="Number of cases without labels.")] = 4,
     seed: Annotated[int, Option(help="The same seed writes the same files.")] = 0,
     scale: Annotated[
         float | None, Option(help="With --like: fraction of the task's sides; default 48 voxels along the longest.")
@@ -141,17 +141,17 @@ def make(
 @verb(data_app, None, "volseg data check Task04_Hippocampus -o check.json --fix Task04_fixed")
 def check(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
-    output: Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Write the findings as JSON.")] = None,
+    output: Annotated[Path | None, Output(metavar="FILE", help="Write the findings as JSON.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it is there.")] = False,
-    strict: Annotated[bool, Option("--strict", help="Exit status 1 for what should be looked at too.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit status 1 for remarks too.")] = False,
     split: Annotated[
-        Path | None, Option(help="Split file, whose sides may share no image and no patient; default the five folds.")
+        Path | None, Option(help="Split file to check for images and patients on both sides; default the five folds.")
     ] = None,
-    group: Annotated[str | None, Option(metavar="PATTERN|COLUMN", help="Patients, as split.group; or none.")] = None,
-    fix: Annotated[
-        Path | None, Option(metavar="DIR", help="Write a corrected copy, without guesses and bad cases.")
+    group: Annotated[
+        str | None, Option(metavar="PATTERN|COLUMN", help="Patients, as for split.group; or none.")
     ] = None,
+    fix: Annotated[Path | None, Option(metavar="DIR", help="Write a corrected copy without bad cases.")] = None,
     keep_bad: Annotated[bool, Option("--keep-bad", help="With --fix: copy bad cases as they are.")] = False,
     components: Components = None,
 ) -> None:

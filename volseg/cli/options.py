@@ -4,6 +4,7 @@ Verbs and options typer offers itself, and the shell its files.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +29,7 @@ __all__ = [
     "JsonLogs",
     "MadeFolder",
     "NoCache",
+    "Output",
     "Overrides",
     "PlainGroup",
     "Quiet",
@@ -197,10 +199,8 @@ class SuggestingCommand(PlainCommand):
 
 
 ConfigFile = Annotated[Path, config_argument("YAML file of the experiment.")]
-Channels = Annotated[int | None, Option(min=1, help="Of the images, where the data set is not there.")]
-Classes = Annotated[
-    int | None, Option(min=2, help="Of the label maps, with the background, where the data set is not there.")
-]
+Channels = Annotated[int | None, Option(min=1, help="Number of channels, if the data set is absent.")]
+Classes = Annotated[int | None, Option(min=2, help="Number of classes with the background, if the data set is absent.")]
 
 
 def require_data(root: Path) -> None:
@@ -244,8 +244,8 @@ Source = Annotated[
     Path,
     source_argument(
         "SOURCE",
-        "What predicts: a run folder, a cross-validation's (all finished folds together), a file that "
-        "`volseg export` wrote, a model folder of nnU-Net 2 or a checkpoint from it; or one fold of these.",
+        "Run folder, cross-validation (its finished folds together), file of `volseg export`, or model folder or "
+        "checkpoint of nnU-Net 2; or one fold of these.",
         "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model "
         "folder of nnU-Net 2, or a file of weights",
     ),
@@ -267,7 +267,8 @@ Settings = Annotated[
         help="Override a value of the run's config, such as device=cpu, inference.mirror=true or data.root=DIR.",
     ),
 ]
-NoCache = Annotated[bool, Option("--no-cache", help="Prepare all cases anew, and keep none: data.cache=none.")]
+Output = partial(Option, "--output", "-o")
+NoCache = Annotated[bool, Option("--no-cache", help="Prepare all cases again and cache none: data.cache=none.")]
 
 
 def _load_components(context: typer.Context, files: list[Path] | None) -> list[Path] | None:
@@ -283,7 +284,7 @@ Components = Annotated[
         "--components",
         metavar="FILE",
         callback=_load_components,
-        help="Run this file of Python first, which registers components of your own.",
+        help="Python file with your own components; it runs first.",
     ),
 ]
 Checkpoint = Annotated[

@@ -11,7 +11,17 @@ import typer
 from typer import Argument, Option
 
 from volseg import experiment
-from volseg.cli.options import Checkpoint, Components, MadeFolder, Settings, Source, check_exists, source_argument, verb
+from volseg.cli.options import (
+    Checkpoint,
+    Components,
+    MadeFolder,
+    Output,
+    Settings,
+    Source,
+    check_exists,
+    source_argument,
+    verb,
+)
 from volseg.config.nearest import suggest_path
 from volseg.errors import VolsegError
 from volseg.streams import show
@@ -24,12 +34,12 @@ runs_app = typer.Typer()
 @verb(runs_app, "Evaluate", "volseg report runs/task04_unet -o task04.html")
 def report(
     run: MadeFolder,
-    output: Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Default RUN/report.html.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the FILE if it is there.")] = False,
+    output: Annotated[Path | None, Output(metavar="FILE", help="Page to write; default RUN/report.html.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace FILE if it exists.")] = False,
 ) -> None:
     """Write the report of a run as one HTML page, also while the run trains or after it failed.
 
-    The file asks nothing of any other: it can be sent and opened anywhere.
+    The page loads nothing else, so it can be sent and opened anywhere.
     """
     from volseg.files import require_new  # imports no torch, and yet more than --help needs
     from volseg.reporting import write_report
@@ -62,10 +72,8 @@ def view(
         int | None, Option(min=0, metavar="N", help="Default logging.channel of the run, else 0.")
     ] = None,
     settings: Settings = None,
-    output: Annotated[
-        Path | None, Option("--output", "-o", metavar="FILE", help="Default view.html in RUN or predictions.")
-    ] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the FILE if it is there.")] = False,
+    output: Annotated[Path | None, Output(metavar="FILE", help="Page to write; default in RUN or predictions.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace FILE if it exists.")] = False,
     no_open: Annotated[bool, Option("--no-open", help="Only write the page.")] = False,
 ) -> None:
     """Show slices with label maps in a browser: one HTML page with the volumes in it, which loads nothing else.
@@ -93,7 +101,7 @@ STALE, NO_RUN = 1, 2
 
 @verb(runs_app, "Evaluate", "volseg status runs/task04_unet --max-age 10m")
 def status(
-    run: Annotated[Path, Argument(metavar="RUN|CV", help="Folder of a training or of a cross-validation.")],
+    run: Annotated[Path, Argument(metavar="RUN|CV", help="Folder of a training or a cross-validation.")],
     as_json: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
     max_age: Annotated[
         str | None, Option(metavar="AGE", help="Exit status 1 for a failure, and for a last heartbeat older than 10m.")
@@ -125,12 +133,12 @@ def status(
 @verb(runs_app, "Use", "volseg export runs/task04_unet -o model.zip --licence CC-BY-4.0")
 def export(
     source: Source,
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Such as model.zip; a bundle's new folder.")],
+    output: Annotated[Path, Output(metavar="FILE", help="File, such as model.zip; for a bundle a new folder.")],
     to: Annotated[
         str, Option("--to", metavar="FORMAT", help="archive (for volseg predict), torchscript, onnx or monai-bundle.")
     ] = "archive",
     checkpoint: Checkpoint = "latest",
-    licence: Annotated[str, Option(help="Of the weights, such as CC-BY-4.0.")] = "not stated",
+    licence: Annotated[str, Option(help="Licence of the weights, such as CC-BY-4.0.")] = "not stated",
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing file.")] = False,
     components: Components = None,
 ) -> None:

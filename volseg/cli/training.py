@@ -14,6 +14,7 @@ from volseg.cli.options import (
     ConfigFile,
     JsonLogs,
     NoCache,
+    Output,
     Overrides,
     Quiet,
     SuggestingCommand,
@@ -34,23 +35,23 @@ training_app = typer.Typer()
 @verb(training_app, "Data", "volseg configure Task04_Hippocampus -o my_task.yaml")
 def configure(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config to write.")],
+    output: Annotated[Path, Output(metavar="FILE", help="Config to write.")],
     preset: Annotated[
         str, Option(help="unet, resenc (residual encoder), vnet, whole (cut over GPUs), cascade (two configs).")
     ] = "unet",
-    gpu_memory: Annotated[str, Option(metavar="SIZE", help="Of the GPU, such as 24GiB.")] = "8GiB",
+    gpu_memory: Annotated[str, Option(metavar="SIZE", help="Memory of the GPU, such as 24GiB.")] = "8GiB",
     like: Annotated[
         Path | None,
         Option(
             metavar="SOURCE",
             autocompletion=complete_run,
-            help="A trained network, as `volseg predict` takes it: take over its spacing, patch and network, begin "
-            "with its weights.",
+            help="Trained network, as for `volseg predict`: use its spacing, patch and network, and start from "
+            "its weights.",
         ),
     ] = None,
-    name: Annotated[str | None, Option(help="Of the experiment; default the task's and the preset's.")] = None,
+    name: Annotated[str | None, Option(help="Name of the experiment; default made of task and preset.")] = None,
     skip_bad: Annotated[bool, Option("--skip-bad", help="Plan and train without the bad cases.")] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it is there.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
     components: Components = None,
 ) -> None:
     """Analyse a data set and write a training config; each value is commented with its reason."""
@@ -74,17 +75,20 @@ def configure(
 def train(
     config: Annotated[Path, config_argument("YAML file of the experiment, or a data set to plan for.")],
     overrides: Overrides = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
+    output: Annotated[Path | None, Output(help="Run folder; default runs/NAME.")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint, and validate.")] = False,
-    restart: Annotated[bool, Option("--restart", help="Begin, continue, or print the report if all is done.")] = False,
+    restart: Annotated[
+        bool, Option("--restart", help="Begin or continue; print the report if it is finished.")
+    ] = False,
     gpus: Annotated[
-        int | None, Option(min=1, help="Train on so many GPUs: samples are shared among them where they fit, else cut.")
+        int | None,
+        Option(min=1, help="Number of GPUs; they share samples, or cut a sample that does not fit."),
     ] = None,
-    max_restarts: Annotated[int, Option(min=0, help="How often to start all processes again after a failure.")] = 0,
+    max_restarts: Annotated[int, Option(min=0, help="How often to restart all processes after a failure.")] = 0,
     no_cache: NoCache = False,
     components: Components = None,
-    preset: Annotated[str | None, Option(help="For a data set, as `volseg configure`; default unet.")] = None,
-    gpu_memory: Annotated[str | None, Option(metavar="SIZE", help="For a data set; default 8GiB.")] = None,
+    preset: Annotated[str | None, Option(help="Preset of the plan for a data set; default unet.")] = None,
+    gpu_memory: Annotated[str | None, Option(metavar="SIZE", help="GPU memory to plan for; default 8GiB.")] = None,
     json_logs: JsonLogs = False,
     quiet: Quiet = False,
 ) -> None:
@@ -138,10 +142,10 @@ def cross_validate(
     config: ConfigFile,
     more_folds: Annotated[list[int] | None, Argument(hidden=True)] = None,
     overrides: Overrides = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="For fold_0, fold_1 ...; default runs/NAME.")] = None,
-    folds: Annotated[list[int] | None, Option("--folds", metavar="K...", help="Default all.")] = None,
-    gpus: Annotated[int, Option(min=1, help="Train so many folds at a time, each on a GPU of its own.")] = 1,
-    resume: Annotated[bool, Option("--resume", help="Go on with folds that were begun.")] = False,
+    output: Annotated[Path | None, Output(help="Folder for fold_0, fold_1 ...; default runs/NAME.")] = None,
+    folds: Annotated[list[int] | None, Option("--folds", metavar="K...", help="Folds to train; default all.")] = None,
+    gpus: Annotated[int, Option(min=1, help="Number of folds to train at a time, each on its own GPU.")] = 1,
+    resume: Annotated[bool, Option("--resume", help="Continue unfinished folds.")] = False,
     no_cache: NoCache = False,
     components: Components = None,
     json_logs: JsonLogs = False,
@@ -170,22 +174,25 @@ def cross_validate(
 )
 def search(
     config: ConfigFile,
-    over: Annotated[Path, Option("--over", metavar="FILE", help="YAML of keys, each with a range or choices.")],
+    over: Annotated[
+        Path,
+        Option("--over", metavar="FILE", help="YAML file: for each key a range or a list of choices."),
+    ],
     overrides: Overrides = None,
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="For trial_0, trial_1 ...; default runs/NAME.")
-    ] = None,
-    trials: Annotated[int, Option(min=1, help="In all: with those of earlier calls and of other machines.")] = 20,
-    gpus: Annotated[int, Option(min=1, help="Train so many trials at a time, each on a GPU of its own.")] = 1,
-    metric: Annotated[str, Option(help="As TensorBoard shows it below val/, such as dice/LABEL.")] = "dice_mean",
+    output: Annotated[Path | None, Output(help="Folder for trial_0, trial_1 ...; default runs/NAME.")] = None,
+    trials: Annotated[int, Option(min=1, help="Trials in all, of earlier calls and other machines too.")] = 20,
+    gpus: Annotated[int, Option(min=1, help="Number of trials to train at a time, each on its own GPU.")] = 1,
+    metric: Annotated[
+        str, Option(help="Metric to compare, as TensorBoard names it, such as dice/LABEL.")
+    ] = "dice_mean",
     minimize: Annotated[bool, Option("--minimize", help="Smaller values of the metric are better.")] = False,
-    pruner: Annotated[str, Option(help="What stops bad trials: median, halving (successive), none.")] = "median",
+    pruner: Annotated[str, Option(help="How to stop bad trials: median, halving (successive) or none.")] = "median",
     no_cache: NoCache = False,
     components: Components = None,
     json_logs: JsonLogs = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train with other values again and again, and find the best ones; run again, it goes on.
+    """Train with many values of the config and find the best; run it again to continue.
 
     Machines that share the folder share the trials. Needs Optuna: pip install optuna.
     """
