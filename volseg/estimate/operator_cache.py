@@ -1,9 +1,9 @@
 """Results of operators for tensors without values, remembered by the arguments.
 
 A traced step asks torch for the same shapes again and again: in its second pass, in other candidates, on other
-processes. A key here is sizes, strides, dtypes and devices, and the switches by which torch chooses implementations;
-the cache keeps whether each result is new memory, a view of an argument, or an argument itself. It learns that from a
-run on tensors of the meta device, which costs a tenth of what ``FakeTensorMode`` takes for the same answer.
+processes. A key here is sizes, strides, dtypes and devices; the cache keeps whether each result is new memory, a view
+of an argument, or an argument itself. It learns that from a run on tensors of the meta device, which costs a tenth of
+what ``FakeTensorMode`` takes for the same answer.
 
 ``FakeTensorMode`` answers, and nothing is remembered, for tensors of the host or of several devices, for a view of
 memory that several arguments share (which of them it views is unknown), and for an operator that returns numbers,
@@ -22,7 +22,6 @@ from volseg.device.fake_internals import FakeTensor, FakeTensorMode, make_like_f
 from volseg.device.torch_internals import (
     get_schema,
     get_storage_key,
-    read_global_flags,
     without_dispatch,
     without_overrides,
 )
@@ -55,7 +54,7 @@ class Known:
     remake: Remake
     """Makes what it returns."""
     work: Any = None
-    """What whoever asked has found out about it; it follows from the same."""
+    """Kernel of the operator, and the GPU that runs it; None until `TracedStep` has computed them."""
 
 
 _known: dict[Key, Known] = {}
@@ -87,25 +86,12 @@ class OperatorCache:
         """Return what ``function(*args, **kwargs)`` returns."""
         return self.find(function, args, kwargs)[0]
 
-    def run_anew(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what it returns; torch's own memory, which all modes share, has no switches in its keys."""
-        before, self._mode.cache_enabled = self._mode.cache_enabled, False
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._mode.cache_enabled = before
-
     def find(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Known | None]:
         """Return what it returns, and what is remembered of it; None where nothing is."""
         if not _may_be_known(function):
             return function(*args, **kwargs), None
         tensors: list[FakeTensor] = []
-        key: list[Any] = [
-            id(function),
-            torch.get_default_dtype(),
-            torch.is_inference_mode_enabled(),
-            read_global_flags(),
-        ]
+        key: list[Any] = [id(function), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not _describe(args, key, tensors) or (kwargs and not _describe(kwargs.items(), key, tensors)):
             return function(*args, **kwargs), None
         whole = tuple(key)
@@ -113,7 +99,7 @@ class OperatorCache:
         if known is None:
             remake = _compute_remake(function, args, kwargs, tensors)
             if remake is None:
-                return self.run_anew(function, args, kwargs), None
+                return function(*args, **kwargs), None
             if len(_known) >= MOST:
                 _known.clear()
             known = _known[whole] = Known(remake)
