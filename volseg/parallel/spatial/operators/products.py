@@ -209,8 +209,9 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
         columns = ["n"] * (weight.ndim - 1)
         result = contract(F.linear, [input, weight], [[*letters, "k"], [*columns, "k"]], [*letters, *columns])
         return result if bias is None else elementwise(torch.add, result, bias)
-    spread, dtype = input.context.spread, find_autocast(input)
+    spread = input.context.spread
     weights = spread(weight)
+    dtype = find_autocast(input)
     if dtype is not None and weight.dtype == torch.float32:
         weights = [input.context.cast(copy, dtype) for copy in weights]
     biases = [None] * len(weights) if bias is None else spread(bias)

@@ -78,15 +78,15 @@ class Messages:
     buffers : MessageBuffers, optional
         Memory for them. None on CPUs, and while a CUDA graph is recorded, whose memory is its own.
     group, find_rank
-        The processes, and the global rank of the one at a position.
+        The processes (None for all of them), and the global rank of the one at a position.
     """
 
     def __init__(
         self,
         device: torch.device,
         buffers: MessageBuffers | None,
-        group: dist.ProcessGroup | None = None,
-        find_rank: Callable[[int], int] = int,
+        group: dist.ProcessGroup | None,
+        find_rank: Callable[[int], int],
     ) -> None:
         self.device, self.buffers, self._group, self._find_rank = device, buffers, group, find_rank
         self._lent: list[Tensor] = []
@@ -143,7 +143,7 @@ def _round_up(size: int) -> int:
 
 
 def is_near(moves: Sequence[Transfer], slab: Tensor, dim: int) -> bool:
-    """Say whether planes move between direct neighbours alone, and few enough for the mailbox; all shards say the same.
+    """Say whether planes move between direct neighbours only, and few enough for the mailbox; all shards say the same.
 
     Parameters
     ----------

@@ -114,7 +114,8 @@ class ProcessGroupShards(Communicator):
 
     def exchange(self, slab: Tensor, plan: Fetch, widths: Sequence[int] = (), fill: float = 0.0) -> Tensor:
         """Return the wanted planes, and a margin around them, outside autograd; see ``Communicator.fetch_padded``."""
-        here, dim, shape = self.coordinates[0][plan.axis], plan.dim, list(slab.shape)
+        here, dim = self.coordinates[0][plan.axis], plan.dim
+        shape = list(slab.shape)
         box = self._find_box(plan, slab)
         messages = self.begin_messages(plan.axis) if box is None else NearPlanes(box, here, self.home)
         shape[dim] = sum(move.stop - move.start for move in plan.moves if move.target == here)
@@ -147,7 +148,8 @@ class ProcessGroupShards(Communicator):
 
     def give_back(self, planes: Tensor, plan: Fetch) -> Tensor:
         """Return every plane to its owner and add what comes back: the transpose of ``exchange``."""
-        here, dim, shape = self.coordinates[0][plan.axis], plan.dim, list(planes.shape)
+        here, dim = self.coordinates[0][plan.axis], plan.dim
+        shape = list(planes.shape)
         first, last = plan.owned[here]
         box = self._find_box(plan, planes)
         messages = self.begin_messages(plan.axis) if box is None else NearPlanes(box, here, self.home)
