@@ -123,11 +123,8 @@ def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWin
     return counts
 
 
-@handles(
-    "Pooling",
-    "torch.adaptive_avg_pool1d",  # torch.adaptive_max_pool1d returns indices as well
-    *(f"F.adaptive_{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)),
-)
+@handles("Pooling", "F.adaptive_avg_pool1d", "F.adaptive_avg_pool2d", "F.adaptive_avg_pool3d")
+@handles("Pooling", "F.adaptive_max_pool1d", "F.adaptive_max_pool2d", "F.adaptive_max_pool3d")
 def adaptive_pool(func: Callable, input: Any, output_size: Any) -> Any:
     """Pool to a given number of planes; to one plane it is a reduction over the volume."""
     volume, count = input, _spatial(func)

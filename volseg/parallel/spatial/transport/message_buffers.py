@@ -7,8 +7,8 @@ back: whoever waits for a message has its stream wait for NCCL, and the next mes
 
 Where GPUs see each other's memory and little is sent, planes go to direct neighbours by mailbox. What a message of NCCL
 needs beside its way (a stream of its own, copies on both sides) takes longer than small planes travel. Here they go out
-from where they lie and arrive where they are read. Which way they travel follows from sizes that all shards have in
-common, never from how a slab lies in memory.
+from their own memory and arrive where they are read. Which way they travel follows from sizes that all shards have in
+common, never from a slab's layout in memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -182,7 +182,7 @@ class NearPlanes:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def send(self, planes: Tensor, position: int) -> None:
-        """Note planes that go to a neighbour, from where they lie."""
+        """Note planes that go to a neighbour, from their own memory."""
         self._sends[position > self._here] = planes
 
     def receive(self, planes: Tensor, position: int) -> Tensor:
@@ -195,4 +195,4 @@ class NearPlanes:
         return self._box.start(self._sends, self._receives)
 
     def end(self) -> None:
-        """Nothing is lent."""
+        """Do nothing: no memory is lent."""
