@@ -119,8 +119,9 @@ class ProcessGroupShards(Communicator):
         box = self._find_box(plan, slab)
         messages = self.begin_messages(plan.axis) if box is None else NearPlanes(box, here, self.home)
         shape[dim] = sum(move.stop - move.start for move in plan.moves if move.target == here)
-        # By mailbox planes arrive where they are read.
-        whole, inside = (None, None) if box is None else allocate_whole(shape, slab, widths, fill)
+        inside: Tensor | None = None
+        if box is not None:  # planes arrive where they are read
+            whole, inside = allocate_whole(shape, slab, widths, fill)
         pieces = []
         for move in plan.moves:
             count = move.stop - move.start
@@ -136,7 +137,7 @@ class ProcessGroupShards(Communicator):
                 shape[dim] = count
                 pieces.append((move.place, messages.receive(messages.make_room(shape, slab.dtype), move.source)))
         wait = messages.start()
-        if whole is not None and inside is not None:
+        if inside is not None:
             for place, planes in pieces:
                 inside.narrow(dim, place, planes.shape[dim]).copy_(planes)
             wait()
