@@ -1,6 +1,5 @@
 """What is relied on of torch's compiler, whose names are private."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -60,11 +59,9 @@ def test_breaks_are_counted():
     assert "item()" in reason
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # which is called deprecated from one torch on
 def test_scripted_methods_have_a_type_and_are_watched() -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".torch.jit")  # which is called deprecated from one torch on
-        scripted = torch.jit.script(nn.ReLU())
-        function = torch.jit.script(twice)
+    scripted, function = torch.jit.script(nn.ReLU()), torch.jit.script(twice)
     assert isinstance(scripted.forward, internals.ScriptMethod)
     heard: list[Any] = []
     with internals.watching_scripts(heard.append):
@@ -76,11 +73,9 @@ def test_scripted_methods_have_a_type_and_are_watched() -> None:
     assert graph.findAllNodes("aten::relu")
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_graphs_of_scripts_hold_what_they_fork() -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".torch.jit")
-        function = torch.jit.script(fork_twice)
-    graphs = internals.list_script_graphs(function)
+    graphs = internals.list_script_graphs(torch.jit.script(fork_twice))
     assert [len(list(graph.findAllNodes("aten::mul"))) for graph in graphs] == [0, 0, 1]
 
 
