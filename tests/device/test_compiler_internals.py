@@ -1,8 +1,10 @@
 """What is relied on of torch's compiler, whose names are private."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from traced_graphs import trace_only
 
 from volseg.device import compiler_internals as internals
@@ -55,3 +57,35 @@ def test_breaks_are_counted():
     torch.compile(look, backend=trace_only)(torch.ones(2))
     (reason,) = internals.count_breaks() - before
     assert "item()" in reason
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # which is called deprecated from one torch on
+def test_scripted_methods_have_a_type_and_are_watched() -> None:
+    scripted, function = torch.jit.script(nn.ReLU()), torch.jit.script(twice)
+    assert isinstance(scripted.forward, internals.ScriptMethod)
+    heard: list[Any] = []
+    with internals.watching_scripts(heard.append):
+        assert function(torch.ones(2)).tolist() == [2, 2]
+        scripted(torch.ones(2))
+    function(scripted(torch.ones(2)))
+    assert [script.name for script in heard] == ["twice", "forward"]
+    [graph] = internals.list_script_graphs(heard[1])
+    assert graph.findAllNodes("aten::relu")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_graphs_of_scripts_hold_what_they_fork() -> None:
+    graphs = internals.list_script_graphs(torch.jit.script(fork_twice))
+    assert [len(list(graph.findAllNodes("aten::mul"))) for graph in graphs] == [0, 0, 1]
+
+
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def fork_once(x: Tensor) -> Tensor:
+    return torch.jit.wait(torch.jit.fork(twice, x))
+
+
+def fork_twice(x: Tensor) -> Tensor:
+    return torch.jit.wait(torch.jit.fork(fork_once, x))

@@ -210,42 +210,6 @@ def test_overrides_are_left_out_and_called_again() -> None:
         assert called() == [True, True]
 
 
-def test_scripted_methods_have_a_type_and_are_watched() -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".torch.jit")  # which is called deprecated from one torch on
-        scripted = torch.jit.script(nn.ReLU())
-        function = torch.jit.script(twice)
-    assert isinstance(scripted.forward, internals.ScriptMethod)
-    heard: list[Any] = []
-    with internals.watching_scripts(heard.append):
-        assert function(torch.ones(2)).tolist() == [2, 2]
-        scripted(torch.ones(2))
-    function(scripted(torch.ones(2)))
-    assert [script.name for script in heard] == ["twice", "forward"]
-    [graph] = internals.list_script_graphs(heard[1])
-    assert graph.findAllNodes("aten::relu")
-
-
-def test_graphs_of_scripts_hold_what_they_fork() -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".torch.jit")
-        function = torch.jit.script(fork_twice)
-    graphs = internals.list_script_graphs(function)
-    assert [len(list(graph.findAllNodes("aten::mul"))) for graph in graphs] == [0, 0, 1]
-
-
-def twice(x: Tensor) -> Tensor:
-    return x * 2
-
-
-def fork_once(x: Tensor) -> Tensor:
-    return torch.jit.wait(torch.jit.fork(twice, x))
-
-
-def fork_twice(x: Tensor) -> Tensor:
-    return torch.jit.wait(torch.jit.fork(fork_once, x))
-
-
 def test_functions_and_schemas() -> None:
     assert internals.nn_functions.gelu is F.gelu
     schemas = internals.find_schemas("aten::add")

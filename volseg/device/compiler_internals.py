@@ -1,7 +1,7 @@
-"""Every private name of torch's compiler that this package relies on, as ``torch_internals`` has those of torch itself.
+"""Every private name of torch's compilers that this package uses, as ``torch_internals`` has those of torch itself.
 
-The compiler takes as long to import as torch, so each function here imports it when it is called. What is relied on has
-its tests in ``tests/device/test_compiler_internals.py``.
+``torch.compile`` takes as long to import as torch, so each function here imports it when it is called. The tests of
+what is relied on are in ``tests/device/test_compiler_internals.py``.
 """
 
 import shutil
@@ -9,12 +9,23 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-__all__ = ["compile_graph", "count_breaks", "explain_no_compiler", "find_faults", "never_running_plain"]
+__all__ = [
+    "ScriptMethod",
+    "compile_graph",
+    "count_breaks",
+    "explain_no_compiler",
+    "find_faults",
+    "list_script_graphs",
+    "never_running_plain",
+    "watching_scripts",
+]
 
 
 def explain_no_compiler(device: torch.device) -> str | None:
@@ -79,3 +90,48 @@ def count_breaks() -> Counter[str]:
     from torch._dynamo.utils import counters
 
     return Counter(counters["graph_break"])
+
+
+# TorchScript.
+
+ScriptMethod = torch._C.ScriptMethod
+"""The type of TorchScript's compiled methods, as ``__torch_function__`` meets them."""
+
+_LOOK_AT_SCRIPT: ContextVar[Callable[[Any], None] | None] = ContextVar("look_at_script", default=None)
+
+
+@contextmanager
+def watching_scripts(look: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``look`` before each TorchScript function or method of this thread, whose operators no mode sees."""
+    _watch_script_calls()
+    token = _LOOK_AT_SCRIPT.set(look)
+    try:
+        yield
+    finally:
+        _LOOK_AT_SCRIPT.reset(token)
+
+
+def list_script_graphs(script: Any) -> list[Any]:
+    """Return the graph of a TorchScript function or method and those that it forks, with all calls inlined."""
+    graphs = [script.inlined_graph]
+    for graph in graphs:  # which grows
+        for node in graph.findAllNodes("prim::fork"):
+            graphs.append(node.g("Subgraph").copy())
+            torch._C._jit_pass_inline(graphs[-1])
+    return graphs
+
+
+@cache
+def _watch_script_calls() -> None:
+    """Wrap both kinds of call for good: two threads could not take turns to wrap and restore them."""
+
+    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(script: Any, *args: Any, **kwargs: Any) -> Any:
+            if (look := _LOOK_AT_SCRIPT.get()) is not None:
+                look(script)
+            return call(script, *args, **kwargs)
+
+        return run
+
+    for kind in (torch.jit.ScriptFunction, ScriptMethod):
+        kind.__call__ = watch(kind.__call__)  # type: ignore[method-assign]

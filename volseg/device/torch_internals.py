@@ -10,7 +10,6 @@ nothing.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from functools import cache, wraps
 from operator import attrgetter
 from typing import Any
@@ -30,7 +29,6 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree
 __all__ = [
     "PLAIN_TENSORS",
     "SUPPORTED_NODES",
-    "ScriptMethod",
     "TorchDispatchMode",
     "accept_gradients_of_other_streams",
     "add_each",
@@ -67,7 +65,6 @@ __all__ = [
     "keep_gpu_busy",
     "left_out_of_compilation",
     "lerp_each_",
-    "list_script_graphs",
     "log_softmax",
     "make_wrapper_subclass",
     "multiply_each",
@@ -91,7 +88,6 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "unwrap_transformed",
-    "watching_scripts",
     "with_overrides",
     "without_dispatch",
     "without_dispatch_modes",
@@ -153,9 +149,6 @@ without_dispatch = torch._C._DisableTorchDispatch
 
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return how many ``TorchDispatchMode`` are active."""
-
-ScriptMethod = torch._C.ScriptMethod
-"""The type of TorchScript's compiled methods, as ``__torch_function__`` meets them."""
 
 # Functions.
 
@@ -299,46 +292,6 @@ find_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 def is_forward_mode() -> bool:
     """Return whether derivatives are computed forward: in a ``dual_level``, which ``torch.func.jvp`` enters too."""
     return torch.autograd.forward_ad._current_level >= 0
-
-
-_LOOK_AT_SCRIPT: ContextVar[Callable[[Any], None] | None] = ContextVar("look_at_script", default=None)
-
-
-@contextmanager
-def watching_scripts(look: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``look`` before each TorchScript function or method of this thread, whose operators no mode sees."""
-    _watch_script_calls()
-    token = _LOOK_AT_SCRIPT.set(look)
-    try:
-        yield
-    finally:
-        _LOOK_AT_SCRIPT.reset(token)
-
-
-def list_script_graphs(script: Any) -> list[Any]:
-    """Return the graph of a TorchScript function or method and those that it forks, with all calls inlined."""
-    graphs = [script.inlined_graph]
-    for graph in graphs:  # which grows
-        for node in graph.findAllNodes("prim::fork"):
-            graphs.append(node.g("Subgraph").copy())
-            torch._C._jit_pass_inline(graphs[-1])
-    return graphs
-
-
-@cache
-def _watch_script_calls() -> None:
-    """Wrap both kinds of call for good: two threads could not take turns to wrap and restore them."""
-
-    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(script: Any, *args: Any, **kwargs: Any) -> Any:
-            if (look := _LOOK_AT_SCRIPT.get()) is not None:
-                look(script)
-            return call(script, *args, **kwargs)
-
-        return run
-
-    for kind in (torch.jit.ScriptFunction, ScriptMethod):
-        kind.__call__ = watch(kind.__call__)  # type: ignore[method-assign]
 
 
 # Compilation.

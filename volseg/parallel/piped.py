@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from volseg.device.compiler_internals import watching_scripts
 from volseg.device.gpus import has_values
 from volseg.device.module_internals import NormBase
-from volseg.device.torch_internals import watching_scripts
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.followed_replicas import FollowedReplicas

@@ -36,7 +36,7 @@ from volume_samples import HANDWRITTEN, Sample, is_own, of_class, samples_of
 
 from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.signatures import operator_name
-from volseg.parallel.spatial.table import COMPOSITES, TABLE
+from volseg.parallel.spatial.table import TABLE
 from volseg.parallel.spatial.volume import ShardedVolume
 
 LIST = Path(__file__).with_suffix(".json")
@@ -150,7 +150,7 @@ def examine(label: str, function: Callable, cases: Cases) -> Found:
             with Noted() as noted:
                 verdict = judge(call, placement)
             # torch may hand another function than the one called: its own name for an alias, what Python code calls.
-            met = met or bool(noted & {*TABLE, *COMPOSITES})
+            met = met or bool(noted & TABLE.keys())
             if verdict.outcome in ("WRONG", "CRASH"):
                 found.faults.append(described(call, placement, verdict))
             outcomes[verdict.outcome] += 1
@@ -233,8 +233,7 @@ def version() -> str:
 
 def entries() -> dict[str, Callable]:
     """Return torch's functions of the table by their names there."""
-    found = {entry.name: function for function, entry in TABLE.items() if entry.family is not None}
-    return found | {composite.name: function for function, composite in COMPOSITES.items()}
+    return {entry.name: function for function, entry in TABLE.items() if entry.family is not None}
 
 
 def main() -> int:

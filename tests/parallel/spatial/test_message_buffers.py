@@ -28,7 +28,7 @@ def test_messages_of_many_sizes_share_a_few(size):
 
 def test_messages_hold_what_was_packed():
     planes = torch.arange(24.0).view(2, 3, 4).transpose(0, 2)
-    messages = Messages(HERE, MessageBuffers(HERE))
+    messages = Messages(HERE, MessageBuffers(HERE), None, int)
     assert messages.make_room((4, 3, 2), torch.float32).copy_(planes).equal(planes)
 
 
@@ -37,7 +37,7 @@ def test_on_a_gpu_messages_stay_in_memory_of_their_own():
         (gpu,) = followed.devices
         buffers, activation = MessageBuffers(gpu), followed.empty(2, 8, 4, 64, 64)
         for _ in range(3):
-            messages = Messages(gpu, buffers)
+            messages = Messages(gpu, buffers, None, int)
             packed = messages.pack(activation.narrow(2, 0, 1))
             assert packed.is_contiguous()
             messages.make_room(packed.shape, packed.dtype)
@@ -51,7 +51,7 @@ def test_on_a_gpu_messages_stay_in_memory_of_their_own():
 
 def test_while_a_graph_is_recorded_messages_come_and_go():
     with tracing(find_kind("h200")) as followed:
-        messages = Messages(followed.devices[0], None)
+        messages = Messages(followed.devices[0], None, None, int)
         planes = followed.empty(2, 3)
         assert messages.pack(planes).untyped_storage()._cdata != planes.untyped_storage()._cdata
         messages.end()

@@ -135,7 +135,7 @@ class Context:
 
     @contextmanager
     def using(self, copies: Copies) -> Iterator[None]:
-        """Run a pass, or a part of one again, with these copies of parameters; nothing of them serves behind it."""
+        """Run a pass, or a part of one again, with these copies of parameters, which are not used afterwards."""
         before, self.copies = self.copies, copies
         try:
             yield
@@ -203,14 +203,15 @@ class Context:
         self, like: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[torch.dtype, list[Tensor], list[Tensor]]:
         """Return the type in which a convolution of a volume or slab computes, and its parameters' copies in it."""
-        weights, biases = self.spread(weight), [] if bias is None else self.spread(bias)
+        weights = self.spread(weight)
+        biases = [] if bias is None else self.spread(bias)
         dtype = find_autocast(like)
         if dtype is None or not like.dtype.is_floating_point or like.dtype == torch.float64:
             return like.dtype, weights, biases  # torch refuses parameters of another type
         return dtype, [self.cast(copy, dtype) for copy in weights], [self.cast(copy, dtype) for copy in biases]
 
     def planned(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return ``make()``, which depends on ``key`` and the communicator alone, as it was the first time."""
+        """Return ``make()``, which depends only on ``key`` and the communicator, as it was the first time."""
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()

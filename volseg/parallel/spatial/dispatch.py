@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from volseg.device.compiler_internals import ScriptMethod
 from volseg.device.torch_internals import (
-    ScriptMethod,
     hand_backward_over,
     left_out_of_compilation,
     tree_map,

@@ -1,8 +1,8 @@
 """What a network on slabs does to its own input, and what it returns.
 
-A first layer that works in place changes the caller's tensor. On one device it does so with any network. On slabs it
-does where they lie in the caller's memory; elsewhere the change is written back behind the forward pass, or refused
-where autograd would have to know of it. What is returned is computed to the end, and tied to the sums of its gradients.
+A first layer that works in place changes the caller's tensor. On one device it does so with any network. Slabs in the
+caller's memory are that tensor. Elsewhere the change is written back after the forward pass, or refused if autograd
+would have to know of it. Results are computed to the end, and tied to the sums of their gradients.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _lies_in(whole: Tensor, made: Tensor) -> bool:
-    """Say whether what was made of an argument, slabs or a tensor, lies in the memory of ``whole``."""
+    """Say whether slabs, or a tensor, that were made of an argument are in the memory of ``whole``."""
     memory = get_storage_key(whole.untyped_storage())
     parts = made.slabs if isinstance(made, ShardedVolume) else [made]
     return all(get_storage_key(part.untyped_storage()) == memory for part in parts)
@@ -102,7 +102,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _find_extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage between which a tensor lies."""
+    """Return the first and the last byte of a tensor in its storage."""
     begin = int(tensor.storage_offset())
     span = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
     return begin * tensor.itemsize, (begin + (span if tensor.numel() else 0)) * tensor.itemsize

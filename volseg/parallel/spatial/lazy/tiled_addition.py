@@ -171,7 +171,8 @@ class _AddInTiles(torch.autograd.Function):
     def forward(
         ctx: Any, waiting: TiledSum, fill: Callable[[], list[Tensor]], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        norm, weight = waiting.norm, tensors[0]
+        norm = waiting.norm
+        weight, *_ = tensors
         ctx.plan = NormPlan.of(norm)
         ctx.write, ctx.sizes = waiting.write_sum, [len(row) for row in waiting.recipe.rows]
         ctx.columns = [(column[0].shape[1], column[0].dtype) for column in waiting.columns]
@@ -182,7 +183,8 @@ class _AddInTiles(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         mean, rstd, weight, *kept = ctx.saved_tensors
-        rows, means = split_rows(kept, ctx.sizes), ctx.plan.context.spread(mean)
+        rows = split_rows(kept, ctx.sizes)
+        means = ctx.plan.context.spread(mean)
         slabs = [row[0] for row in rows]
         sums = [_add_sums(ctx.write, *own) for own in zip(gradients, rows, means, strict=True)]
         factors, of_weight, of_bias = ctx.plan.combine(sums, mean, rstd, weight, slabs)

@@ -73,7 +73,8 @@ def convolve_later(
         See ``TransposedSettings``.
     """
     source = volume.pending.spare(volume) or recipe_of_kept(volume.slabs)
-    slabs, moment = list(volume._slabs), Moment()
+    slabs = list(volume._slabs)
+    moment = Moment()
     parameters = [(*own,) for own in zip(weights, biases, strict=True)] if biases else [(own,) for own in weights]
     rows = tuple((*own, *row) for own, row in zip(parameters, source.rows, strict=True))
     recipe = Recipe(rows, Transpose(source.write, bool(biases), how))

@@ -78,7 +78,7 @@ def find_cut(first: ShardedVolume, second: ShardedVolume, along: int, summed: in
 
 
 def list_shapes(volume: ShardedVolume, *, gathered: bool = False) -> list[tuple[int, ...]]:
-    """Return the shape of every shard's slab, so that all processes decide alike; with ``gathered`` of the whole."""
+    """Return the shape of every shard's slab, for all processes to decide by; with ``gathered`` that of the whole."""
     (dim,), (extents,) = volume.dims, volume.extents()
     if gathered or len(extents) == 1:
         return [tuple(volume.shape)] * len(extents)
@@ -94,9 +94,9 @@ def transpose_last(volume: ShardedVolume) -> ShardedVolume:
 
 
 def give_both_whole(first: ShardedVolume, second: ShardedVolume) -> tuple[list[Tensor], list[Tensor]]:
-    """Give each shard two whole volumes, in one message where they are alike."""
-    alike = (first.dims, first.merged, first.shape) == (second.dims, second.merged, second.shape)
-    if not alike or first.dtype != second.dtype:
+    """Give each shard two whole volumes, in one message if they have the same form."""
+    same_form = (first.dims, first.merged, first.shape) == (second.dims, second.merged, second.shape)
+    if not same_form or first.dtype != second.dtype:
         return give_whole(first), give_whole(second)
     slabs = [torch.stack(pair) for pair in zip(first.slabs, second.slabs, strict=True)]
     dims = [dim + 1 for dim in first.dims]

@@ -99,9 +99,9 @@ GRADIENTS = "outputs inputs grad_outputs retain_graph allow_unused materialize_g
 def differentiate(func: Callable, given: Any) -> tuple[Tensor | None, ...]:
     """Return gradients with respect to volumes and ordinary tensors."""
     roots, leaves = _sequence(given.outputs), _sequence(given.inputs)
-    gradients_given, retain = _gradients(roots, given.grad_outputs), given.retain_graph
+    slopes = _gradients(roots, given.grad_outputs)
     with with_overrides():
-        found = torch.autograd.grad(_flat(roots), _flat_leaves(leaves), gradients_given, retain, allow_unused=True)
+        found = torch.autograd.grad(_flat(roots), _flat_leaves(leaves), slopes, given.retain_graph, allow_unused=True)
     results: list[Tensor | None] = []
     for leaf in leaves:
         parts = _flat([leaf])

@@ -138,7 +138,8 @@ def transposed_convolution(func: Callable, given: Any) -> Any:
 
 def _direct(given: Any, rehearse: Callable[[], None]) -> ConvolutionPlan | None:
     """Return how to convolve without the general exchange, if possible; planned once for each size and layer."""
-    volume, weight, padding, groups = given.input, given.weight.shape, given.padding, given.groups
+    volume, padding, groups = given.input, given.padding, given.groups
+    weight = given.weight.shape
     if (isinstance(padding, str) and padding != "valid") or len(volume.dims) != 1:
         return None
     context, count = volume.context, len(weight) - 2

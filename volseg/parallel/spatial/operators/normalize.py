@@ -59,9 +59,11 @@ OF_SAMPLES = f"{TREATED} use_input_stats"
 @handles("Normalisation", "F.instance_norm", rehearse=False, rounded=True, treats=OF_SAMPLES)
 def batch_or_instance_norm(func: Callable, given: Any) -> Any:
     """Normalise each channel over the volume: of each sample by itself, or over the batch too."""
-    volume, affine = given.input, _read_affine(given)
+    volume = given.input
     _check_spatial(volume)
-    over_batch, replicas = "batch" in func.__name__, volume.context.replicas
+    affine = _read_affine(given)
+    over_batch = "batch" in func.__name__
+    replicas = volume.context.replicas
     parameters = {name: getattr(given, name) for name in ("weight", "bias", "running_mean", "running_var")}
     if cut := [name for name, value in parameters.items() if isinstance(value, ShardedVolume)]:
         refuse(f"its {cut[0]} must be an ordinary tensor")
@@ -101,7 +103,8 @@ def _check_spatial(volume: Any) -> None:
 
 def _with_given(volume: ShardedVolume, given: Any) -> ShardedVolume:
     """Normalise with statistics that were found before."""
-    mean, var, affine = given.running_mean, given.running_var, _read_affine(given)
+    mean, var = given.running_mean, given.running_var
+    affine = _read_affine(given)
     fits = volume.dtype.is_floating_point and 0 not in volume.shape and fusions.is_on("given statistics")
     if mean is None or var is None or not fits:
         rest = given.weight, given.bias, False, 0.0, given.eps

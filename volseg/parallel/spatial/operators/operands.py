@@ -147,21 +147,23 @@ def each_slab(
 
 def call_each(func: Callable, volume: ShardedVolume, *operands: Any, **settings: Any) -> list[Any]:
     """Return what a function makes of each slab and of a copy of each ordinary tensor."""
-    spread, slabs = volume.context.spread, volume.slabs
-    given = [*operands, *settings.values()]
-    columns = [spread(own) if isinstance(own, Tensor) else [own] * len(slabs) for own in given]
-    count = 1 + len(operands)
-    rows = zip(slabs, *columns, strict=True)
-    return [func(*row[:count], **dict(zip(settings, row[count:], strict=True))) for row in rows]
+    slabs = volume.slabs
+
+    def give(own: Any) -> list[Any]:
+        return volume.context.spread(own) if isinstance(own, Tensor) else [own] * len(slabs)
+
+    columns = [give(own) for own in operands]
+    named = {name: give(own) for name, own in settings.items()}
+    rows = enumerate(zip(slabs, *columns, strict=True))
+    return [func(*row, **{name: column[number] for name, column in named.items()}) for number, row in rows]
 
 
 def wrap_reduced(
     volume: ShardedVolume, slabs: Sequence[Tensor], gone: Collection[int], keepdim: bool = False
 ) -> ShardedVolume:
     """Return a volume of slabs without some uncut dims; ``keepdim`` keeps them."""
-    return wrap(
-        volume, slabs, volume.dims if keepdim else [cut - sum(dim < cut for dim in gone) for cut in volume.dims]
-    )
+    dims = volume.dims if keepdim else [cut - sum(dim < cut for dim in gone) for cut in volume.dims]
+    return wrap(volume, slabs, dims)
 
 
 def cut_like(operand: Tensor, like: ShardedVolume) -> ShardedVolume:

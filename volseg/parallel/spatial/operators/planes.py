@@ -134,9 +134,10 @@ def _widen(inside: Sequence[int], place: int, before: int, after: int) -> list[i
 
 
 def take(slab: Tensor, dim: int, start: int, count: int, *, apart: bool = False) -> Tensor:
-    """Return planes of a slab, whose gradient lies among zeros in its own layout: torch puts it among contiguous ones.
+    """Return planes of a slab; their gradient is padded by zeros in its own layout, where torch makes it contiguous.
 
-    ``apart``, the planes are no view for autograd: the slab is nobody's but theirs, and they may be changed in place.
+    With ``apart``, autograd does not know the planes as a view: the slab has no other use, and they may be changed in
+    place.
     """
     size = slab.shape[dim]
 

@@ -193,7 +193,9 @@ TAKEN_ALONG = {
 }
 """Kinds of activation (see ``Activation``) that a norm takes along."""
 
-ACTIVATED = "input negative_slope alpha approximate inplace"
+SETTINGS = ("negative_slope", "alpha", "approximate")
+
+ACTIVATED = f"input {' '.join(SETTINGS)} inplace"
 
 
 @handles("Activations", "relu", "relu_", "F.leaky_relu", "F.leaky_relu_", rehearse=False, merged=True, treats=ACTIVATED)
@@ -203,11 +205,10 @@ ACTIVATED = "input negative_slope alpha approximate inplace"
 @handles("Pointwise arithmetic", "sigmoid", "sigmoid_", rehearse=False, merged=True, treats=ACTIVATED)
 def activate(func: Callable, given: Any) -> Any:
     """Leave it to the norm that waits in front, or apply it to each slab."""
-    volume, inplace = given.input, getattr(given, "inplace", False)
+    volume = given.input
+    inplace = getattr(given, "inplace", False)
     refuse_if(not isinstance(volume, ShardedVolume), "its input is not sharded")
-    settings = {
-        name: getattr(given, name) for name in ("negative_slope", "alpha", "approximate") if hasattr(given, name)
-    }
+    settings = {name: getattr(given, name) for name in SETTINGS if hasattr(given, name)}
     kind: Any = TAKEN_ALONG[func.__name__.removesuffix("_")]
     exact = settings.get("approximate", "none") == "none"
     taken = exact and (kind in ("leaky", "elu") or fusions.is_on("activations"))

@@ -35,7 +35,8 @@ LARGEST = f"{TREATED} dilation"
 @handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d", treats=LARGEST)
 def max_pool(func: Callable, given: Any) -> Any:
     """Pool each slab, extended by its halo; planes beyond the volume hold minus infinity."""
-    volume, count, ceil_mode = given.input, _spatial(func), given.ceil_mode
+    volume, ceil_mode = given.input, given.ceil_mode
+    count = _spatial(func)
     if not spatial_only(volume, count) or not volume.dtype.is_floating_point:
         refuse("it pools floating point volumes cut along spatial dims")
     kernel, stride, padding = _read_windows(given, count)
@@ -61,10 +62,12 @@ AVERAGED = f"{TREATED} count_include_pad divisor_override"
 @handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d", treats=AVERAGED)
 def average_pool(func: Callable, given: Any) -> Any:
     """Sum each window on the extended slab, then divide by the number of planes that torch counts."""
-    volume, count, ceil_mode = given.input, _spatial(func), given.ceil_mode
+    volume, ceil_mode = given.input, given.ceil_mode
+    count = _spatial(func)
     refuse_if(not spatial_only(volume, count), "the volume must be cut along spatial dims")
     kernel, stride, padding = _read_windows(given, count)
-    include, divisor = given.count_include_pad, getattr(given, "divisor_override", None)  # of two or three dims
+    include = given.count_include_pad
+    divisor = getattr(given, "divisor_override", None)  # of two or three dims
     plans = convolution_plans(volume, (kernel, stride, padding, [1] * count), ceil_mode=ceil_mode)
     inside = outside_cut(volume, padding)
     first = volume.ndim - count
@@ -120,11 +123,8 @@ def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWin
     return counts
 
 
-@handles(
-    "Pooling",
-    "torch.adaptive_avg_pool1d",  # torch.adaptive_max_pool1d returns indices as well
-    *(f"F.adaptive_{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)),
-)
+@handles("Pooling", "F.adaptive_avg_pool1d", "F.adaptive_avg_pool2d", "F.adaptive_avg_pool3d")
+@handles("Pooling", "F.adaptive_max_pool1d", "F.adaptive_max_pool2d", "F.adaptive_max_pool3d")
 def adaptive_pool(func: Callable, input: Any, output_size: Any) -> Any:
     """Pool to a given number of planes; to one plane it is a reduction over the volume."""
     volume, count = input, _spatial(func)

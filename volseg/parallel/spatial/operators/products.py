@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device.torch_internals import with_overrides
 from volseg.parallel.spatial.context import find_autocast
 from volseg.parallel.spatial.lazy.attention import attend
 from volseg.parallel.spatial.lazy.scores import score
@@ -162,8 +163,7 @@ def inner(func: Callable, input: Any, other: Any) -> Any:
     """Sum over the last dims."""
     if not (input.ndim and other.ndim):
         return elementwise(torch.mul, input, other)
-    first, second = [[f"{name}{i}" for i in range(t.ndim - 1)] for name, t in (("m", input), ("n", other))]
-    return contract(func, [input, other], [[*first, "k"], [*second, "k"]], [*first, *second])
+    return tensordot(torch.tensordot, input, other, [[-1], [-1]])
 
 
 @handles("Products", "torch.tensordot", merged=True)
@@ -186,31 +186,29 @@ def tensordot(func: Callable, a: Any, b: Any, dims: Any = 2) -> Any:
 @handles("Products", "addmm", "baddbmm", "addmv", merged=True)
 def added_product(func: Callable, input: Any, first: Any, other: Any, beta: float = 1, alpha: float = 1) -> Any:
     """Add a matrix product to a tensor."""
-    product = matmul(torch.matmul, first, other) if _any_volume(first, other) else torch.matmul(first, other)
-    product = product if alpha == 1 else elementwise(torch.mul, product, alpha)
-    if beta == 0:  # torch ignores it then, even if it is not a number
-        if not isinstance(product, ShardedVolume) and isinstance(input, ShardedVolume):
-            refuse("its result would be whole")
-        return product
-    return elementwise(torch.add, product, input if beta == 1 else elementwise(torch.mul, input, beta))
-
-
-def _any_volume(*operands: Any) -> bool:
-    return any(isinstance(operand, ShardedVolume) for operand in operands)
+    with with_overrides():
+        product = torch.matmul(first, other)
+        product = product if alpha == 1 else product * alpha
+        if beta != 0:
+            return product + (input if beta == 1 else input * beta)
+    # torch ignores the input then, even if it is not a number.
+    refuse_if(isinstance(input, ShardedVolume) and not isinstance(product, ShardedVolume), "its result would be whole")
+    return product
 
 
 @handles("Products", "nn.linear", "F.linear", merged=True)
 def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Apply a linear layer to the last dim."""
-    if not isinstance(input, ShardedVolume) or isinstance(bias, ShardedVolume) or _any_volume(weight):
+    if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or isinstance(bias, ShardedVolume):
         refuse("weight and bias must be ordinary tensors")
     if input.ndim - 1 in input.dims or weight.ndim != 2:
         letters = [str(i) for i in range(input.ndim - 1)]
         columns = ["n"] * (weight.ndim - 1)
         result = contract(F.linear, [input, weight], [[*letters, "k"], [*columns, "k"]], [*letters, *columns])
         return result if bias is None else elementwise(torch.add, result, bias)
-    spread, dtype = input.context.spread, find_autocast(input)
+    spread = input.context.spread
     weights = spread(weight)
+    dtype = find_autocast(input)
     if dtype is not None and weight.dtype == torch.float32:
         weights = [input.context.cast(copy, dtype) for copy in weights]
     biases = [None] * len(weights) if bias is None else spread(bias)

@@ -1,6 +1,6 @@
 """Reductions over any dims. Over a cut dim they give an ordinary tensor, the same on every shard, bit for bit.
 
-Functions of all voxels whose result is no volume are gathered for it.
+Functions of all voxels that return no volume run on the gathered volume.
 """
 
 from collections.abc import Callable, Sequence

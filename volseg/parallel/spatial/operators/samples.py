@@ -18,18 +18,19 @@ from volseg.parallel.spatial.volume import ShardedVolume, wrap
 __all__ = ["batch_norm", "convolution", "each_sample", "instance_norm"]
 
 
-@handles_samples(
-    *(f"F.{kind}_pool{n}d" for kind in ("adaptive_avg", "adaptive_max", "max") for n in (1, 2, 3)),
-    *(f"torch.max_pool{n}d" for n in (1, 2, 3)),
-    *("torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d"),
-    *("F.interpolate", "F.group_norm", "torch.group_norm", "prelu", "F.prelu"),
-)
+@handles_samples("F.adaptive_avg_pool1d", "F.adaptive_avg_pool2d", "F.adaptive_avg_pool3d")
+@handles_samples("F.adaptive_max_pool1d", "F.adaptive_max_pool2d", "F.adaptive_max_pool3d")
+@handles_samples("F.max_pool1d", "F.max_pool2d", "F.max_pool3d")
+@handles_samples("torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d")
+@handles_samples("torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d")
+@handles_samples("F.interpolate", "F.group_norm", "torch.group_norm", "prelu", "F.prelu")
 def each_sample(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
     """Run on each slab."""
     return rewrap(input, call_each(func, input, **settings))
 
 
-@handles_samples(*(f"torch.conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)))
+@handles_samples("torch.conv1d", "torch.conv2d", "torch.conv3d")
+@handles_samples("torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d")
 def convolution(func: Callable, input: ShardedVolume, weight: Tensor, **settings: Any) -> Any:
     """Convolve each sample."""
     if input.ndim != weight.ndim or isinstance(weight, ShardedVolume):

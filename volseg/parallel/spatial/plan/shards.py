@@ -154,7 +154,7 @@ in place: a step of 128 x 256 x 256 voxels on two GPUs took 68 ms cut along H, w
 
 
 def check_axes(axes: Sequence[str] | None, grid: tuple[int, ...]) -> tuple[str, ...] | None:
-    """Return the axes that are to be cut, one per axis of the grid; None where each volume's size decides.
+    """Return the axes to cut, one per axis of the grid; None where each volume's size decides.
 
     Raises
     ------

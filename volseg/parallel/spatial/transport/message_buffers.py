@@ -7,8 +7,8 @@ back: whoever waits for a message has its stream wait for NCCL, and the next mes
 
 Where GPUs see each other's memory and little is sent, planes go to direct neighbours by mailbox. What a message of NCCL
 needs beside its way (a stream of its own, copies on both sides) takes longer than small planes travel. Here they go out
-from where they lie and arrive where they are read. Which way they travel follows from sizes that all shards have in
-common, never from how a slab lies in memory.
+from their own memory and arrive where they are read. Which way they travel follows from sizes that all shards have in
+common, never from a slab's layout in memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -78,15 +78,15 @@ class Messages:
     buffers : MessageBuffers, optional
         Memory for them. None on CPUs, and while a CUDA graph is recorded, whose memory is its own.
     group, find_rank
-        The processes, and the global rank of the one at a position.
+        The processes (None for all of them), and the global rank of the one at a position.
     """
 
     def __init__(
         self,
         device: torch.device,
         buffers: MessageBuffers | None,
-        group: dist.ProcessGroup | None = None,
-        find_rank: Callable[[int], int] = int,
+        group: dist.ProcessGroup | None,
+        find_rank: Callable[[int], int],
     ) -> None:
         self.device, self.buffers, self._group, self._find_rank = device, buffers, group, find_rank
         self._lent: list[Tensor] = []
@@ -143,7 +143,7 @@ def _round_up(size: int) -> int:
 
 
 def is_near(moves: Sequence[Transfer], slab: Tensor, dim: int) -> bool:
-    """Say whether planes move between direct neighbours alone, and few enough for the mailbox; all shards say the same.
+    """Say whether planes move between direct neighbours only, and few enough for the mailbox; all shards say the same.
 
     Parameters
     ----------
@@ -182,7 +182,7 @@ class NearPlanes:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def send(self, planes: Tensor, position: int) -> None:
-        """Note planes that go to a neighbour, from where they lie."""
+        """Note planes that go to a neighbour, from their own memory."""
         self._sends[position > self._here] = planes
 
     def receive(self, planes: Tensor, position: int) -> Tensor:
@@ -195,4 +195,4 @@ class NearPlanes:
         return self._box.start(self._sends, self._receives)
 
     def end(self) -> None:
-        """Nothing is lent."""
+        """Do nothing: no memory is lent."""

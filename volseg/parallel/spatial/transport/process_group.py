@@ -114,12 +114,14 @@ class ProcessGroupShards(Communicator):
 
     def exchange(self, slab: Tensor, plan: Fetch, widths: Sequence[int] = (), fill: float = 0.0) -> Tensor:
         """Return the wanted planes, and a margin around them, outside autograd; see ``Communicator.fetch_padded``."""
-        here, dim, shape = self.coordinates[0][plan.axis], plan.dim, list(slab.shape)
+        here, dim = self.coordinates[0][plan.axis], plan.dim
+        shape = list(slab.shape)
         box = self._find_box(plan, slab)
         messages = self.begin_messages(plan.axis) if box is None else NearPlanes(box, here, self.home)
         shape[dim] = sum(move.stop - move.start for move in plan.moves if move.target == here)
-        # By mailbox planes arrive where they are read.
-        whole, inside = (None, None) if box is None else allocate_whole(shape, slab, widths, fill)
+        inside: Tensor | None = None
+        if box is not None:  # planes arrive where they are read
+            whole, inside = allocate_whole(shape, slab, widths, fill)
         pieces = []
         for move in plan.moves:
             count = move.stop - move.start
@@ -135,7 +137,7 @@ class ProcessGroupShards(Communicator):
                 shape[dim] = count
                 pieces.append((move.place, messages.receive(messages.make_room(shape, slab.dtype), move.source)))
         wait = messages.start()
-        if whole is not None and inside is not None:
+        if inside is not None:
             for place, planes in pieces:
                 inside.narrow(dim, place, planes.shape[dim]).copy_(planes)
             wait()
@@ -147,7 +149,8 @@ class ProcessGroupShards(Communicator):
 
     def give_back(self, planes: Tensor, plan: Fetch) -> Tensor:
         """Return every plane to its owner and add what comes back: the transpose of ``exchange``."""
-        here, dim, shape = self.coordinates[0][plan.axis], plan.dim, list(planes.shape)
+        here, dim = self.coordinates[0][plan.axis], plan.dim
+        shape = list(planes.shape)
         first, last = plan.owned[here]
         box = self._find_box(plan, planes)
         messages = self.begin_messages(plan.axis) if box is None else NearPlanes(box, here, self.home)
