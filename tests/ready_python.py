@@ -31,8 +31,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,16 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.1)
+        time.sleep(0.02)
+
+
+@contextmanager
+def acting_when(holds: Callable[[], bool], act: Callable[[], object]) -> Iterator[None]:
+    """Do something in a thread when something holds, while the block runs."""
+    thread = threading.Thread(target=lambda: (wait_until(holds, 120), act()))
+    thread.start()
+    yield
+    thread.join()
 
 
 class Popen(_plain):

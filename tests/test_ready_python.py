@@ -123,10 +123,7 @@ def test_what_cannot_be_written_is_no_success() -> None:
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command, told = [sys.executable, "-c", "print('lost')"], {"stderr": subprocess.PIPE, "encoding": "utf-8"}
     for kind in (subprocess.Popen, ready_python.Popen):
-        with (
-            open("/dev/full", "wb") as full,
-            kind(command, stdout=full, env=buffered, **told) as process,
-        ):
+        with open("/dev/full", "wb") as full, kind(command, stdout=full, env=buffered, **told) as process:
             errors = process.communicate()[1]
         assert process.returncode == 120
         assert "No space left" in errors

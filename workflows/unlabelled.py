@@ -37,8 +37,10 @@ def main() -> None:
         train(load_config(configs[seed], [*given.set, f"output={folder}", f"seed={seed}"]))
     predicted = predict(folders, given.images, given.output / "predicted", uncertainty=True, strict=True)
 
-    chosen, data = choose_cases(load_config(configs[0], given.set)), given.output / "data"
-    labels, names, doubts = chosen.task.labels, chosen.task.modalities, {}
+    chosen = choose_cases(load_config(configs[0], given.set))
+    labels, names = chosen.task.labels, chosen.task.modalities
+    data = given.output / "data"
+    doubts = {}
     ignore = max(labels) + 1 if chosen.task.ignore is None else chosen.task.ignore
     data.mkdir()
     for case, path in predicted.label_maps.items():

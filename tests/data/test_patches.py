@@ -24,13 +24,7 @@ def bank(keep="memory", budget_bytes=None):
         label[0, 1, 2, 3] = 1  # one voxel near a corner: a random patch seldom holds it
         if number != 1:
             label[0, -1, -1, -1] = 2
-        cases.append(
-            {
-                "case": f"case_{number}",
-                "image": torch.randn(1, *shape, generator=generator),
-                "label": label,
-            }
-        )
+        cases.append({"case": f"case_{number}", "image": torch.randn(1, *shape, generator=generator), "label": label})
     return VolumeCache(cases, keep=keep, budget_bytes=budget_bytes)
 
 
@@ -195,12 +189,7 @@ def test_an_epoch_can_start_anywhere():
 
 @pytest.mark.parametrize(
     "other",
-    [
-        {"keep": "device"},
-        {"keep": "auto", "budget_bytes": 9000, "prefetch": 2},
-        {"prefetch": 1},
-        {"prefetch": 20},
-    ],
+    [{"keep": "device"}, {"keep": "auto", "budget_bytes": 9000, "prefetch": 2}, {"prefetch": 1}, {"prefetch": 20}],
 )
 def test_batches_are_the_same_however_they_are_made(other):
     assert_same(batches().epoch(0), batches(**other).epoch(0))

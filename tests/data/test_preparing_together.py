@@ -76,13 +76,7 @@ def prepared_in(root, *, steps=STEPS, readers=None, training=NUM_TRAINING, **opt
 
 def fingerprint(cases):
     """Return what tells cases apart: every bit of their volumes, in the types in which a bank keeps them."""
-    return [
-        (
-            case["case"],
-            [digest(case[name]) for name in ("image", "label")],
-        )
-        for case in cases
-    ]
+    return [(case["case"], [digest(case[name]) for name in ("image", "label")]) for case in cases]
 
 
 def mappings():
@@ -122,13 +116,16 @@ def read_and_kept(root):
     }
 
 
+def prepare_alone(task):
+    training, validation = task.training[:NUM_TRAINING], task.training[NUM_TRAINING:]
+    return prepare_together(training, validation, task, build_preprocessing(STEPS))
+
+
 @pytest.mark.skipif(not stored_case.can_share(), reason="this platform cannot share memory between processes")
 def test_every_file_is_read_once_and_every_voxel_kept_once(made):
     processes = 4
     task = load_task(made)
-    alone = prepare_together(
-        task.training[:NUM_TRAINING], task.training[NUM_TRAINING:], task, build_preprocessing(STEPS)
-    )
+    alone = prepare_alone(task)
     told = in_group(processes, read_and_kept, made)
     ids = [case["case"] for case in task.training]
     assert sorted(name for found in told for name in found["files"]) == sorted(ids)
@@ -224,9 +221,7 @@ def without_sharing(root):
 
 def test_where_memory_cannot_be_shared_every_process_keeps_its_own(made):
     task = load_task(made)
-    alone = prepare_together(
-        task.training[:NUM_TRAINING], task.training[NUM_TRAINING:], task, build_preprocessing(STEPS)
-    )
+    alone = prepare_alone(task)
     told = in_group(2, without_sharing, made)
     assert sum(read for read, *_ in told) == 2 * NUM_TRAINING + 3
     assert [trained for _, trained, _ in told] == [fingerprint(alone.training)] * 2

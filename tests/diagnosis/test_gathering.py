@@ -134,12 +134,7 @@ def test_shared_memory_as_small_as_dockers_is_found() -> None:
             3 * 2**30,
             4.0,
         ),
-        (
-            "1:cpu:/\n",
-            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
-            None,
-            None,
-        ),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, None),
         ("0::/\n", {}, None, None),
     ],
 )

@@ -40,13 +40,7 @@ from volseg.data.synthetic import make_task
 from volseg.experiment.building import check_components
 from volseg.transforms.preprocessing import build_preprocessing
 
-NOT_RUN = {
-    "README.md": 1,
-    "docs/install.md": 4,
-    "docs/pipeline.md": 1,
-    "docs/spatial.md": 2,
-    "docs/tutorial.md": 4,
-}
+NOT_RUN = {"README.md": 1, "docs/install.md": 4, "docs/pipeline.md": 1, "docs/spatial.md": 2, "docs/tutorial.md": 4}
 """Blocks that say that they are not run, by page. A new one needs a reason that no other machine would take away."""
 
 OF_THEIR_OWN = {"docs/own-components.md", "docs/fine-tuning.md"}

@@ -1,11 +1,10 @@
 """Trainings whose cases have weights, of the config or of a table."""
 
 import json
-import os
-import signal
 from collections import Counter
 
 import pytest
+from training_hooks import At, press_ctrl_c
 
 from volseg.data import load_task
 from volseg.errors import ConfigError, DataError
@@ -17,15 +16,13 @@ GROWTH = ("patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "training.iterations=2
 
 
 class Seen(Hook):
-    """Note the cases of each batch; press Ctrl-C after one of them."""
+    """Note the cases of each batch."""
 
-    def __init__(self, stop_at=None):
-        self.cases, self.stop_at = [], stop_at
+    def __init__(self):
+        self.cases = []
 
     def on_batch_end(self, training, fields):
         self.cases.append((training.epoch, tuple(fields["image"].shape[2:]), tuple(fields["case"])))
-        if (training.epoch, training.position) == self.stop_at:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture
@@ -82,7 +79,7 @@ def test_a_training_draws_by_weight_and_goes_on_with_the_same_batches(configured
     """Interrupted in the epoch after its patches grew, from cases of a cache that the first training filled."""
     names = [case["case"] for case in choose_cases(configured()).training]
     weights = f"data.weights={{{names[0]}: 4, {names[1]}: 0}}"
-    whole, half = Seen(), Seen(stop_at=(1, 7))
+    whole, half = Seen(), Seen()
     with caplog.at_level("INFO"):
         train(configured(*GROWTH, weights, "training.epochs=2"), hooks=[whole])
     assert "patches are drawn by weights of cases: 1 of weight 0, 2 of weight 1, 1 of weight 4" in caplog.text
@@ -93,7 +90,7 @@ def test_a_training_draws_by_weight_and_goes_on_with_the_same_batches(configured
 
     again = configured(*GROWTH, weights, "training.epochs=2", f"output={configured().folder.parent / 'again'}")
     with pytest.raises(KeyboardInterrupt):
-        train(again, hooks=[half])
+        train(again, hooks=[half, At(1, 7, press_ctrl_c)])
     rest = Seen()
     train(again, resume=True, hooks=[rest])
     assert [*half.cases, *rest.cases] == whole.cases

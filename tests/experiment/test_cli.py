@@ -6,10 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
+from ready_python import wait_until
 from torch import nn
 from typer.testing import CliRunner
 
@@ -182,8 +182,8 @@ def test_ctrl_c_of_several_processes_says_how_to_go_on(start, config_file, tmp_p
     command = [sys.executable, "-m", "volseg", "train", str(config_file), "--gpus", "2", "--set", "device=cpu"]
     command += ["--set", "training.iterations=5000"]
     running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
-    while not list((tmp_path / "run" / "tensorboard").glob("*")) and running.poll() is None:
-        time.sleep(0.05)
+    logs = tmp_path / "run" / "tensorboard"
+    wait_until(lambda: any(logs.glob("*")) or running.poll() is not None, 120)
     running.send_signal(signal.SIGINT)
     said = running.communicate()[1]
     assert running.returncode == 130
@@ -196,8 +196,7 @@ def test_sigterm_leaves_no_lock_whenever_it_comes(start, config_file, tmp_path):
     train(load_config(config_file, ["training.epochs=1"]))
     command = [sys.executable, "-m", "volseg", "train", str(config_file), "--resume", "--set", "training.epochs=5000"]
     running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
-    while not (tmp_path / "run" / LOCK).exists() and running.poll() is None:
-        time.sleep(0.01)
+    wait_until(lambda: (tmp_path / "run" / LOCK).exists() or running.poll() is not None, 120)
     running.send_signal(signal.SIGTERM)
     said = running.communicate()[1]
     assert running.returncode == 128 + signal.SIGTERM

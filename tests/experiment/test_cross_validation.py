@@ -4,13 +4,11 @@ import json
 import math
 import os
 import shutil
-import signal
-import threading
-import time
 
 import numpy as np
 import pytest
 import torch
+from ready_python import acting_when
 from training_hooks import At, StopAfter, press_ctrl_c
 from typer.testing import CliRunner
 
@@ -290,18 +288,9 @@ def test_processes_train_what_they_can_and_tell_what_failed(config_file, planned
 
 def test_ctrl_c_reaches_the_processes_which_save(planned):
     (fold, *_) = planned("training.epochs=100000", "training.validate_every=100000")
-
-    def interrupt():
-        while not fold.folder.exists:
-            time.sleep(0.05)
-        time.sleep(0.3)  # into the training
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    has_begun = (fold.folder.path / "history.jsonl").exists
+    with acting_when(has_begun, press_ctrl_c), pytest.raises(KeyboardInterrupt):
         train_in_processes([fold], [None], lambda fold, seconds: pytest.fail("it cannot be finished"))
-    thread.join()
     saved = load_checkpoint(fold.folder.checkpoints / "latest.pt")
     assert saved.epoch + saved.position > 0
 

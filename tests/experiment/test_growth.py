@@ -1,12 +1,11 @@
 """Patches that grow in the course of a training."""
 
 import json
-import os
-import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
+from training_hooks import At, press_ctrl_c
 
 from volseg.errors import ConfigError
 from volseg.estimate.candidate import list_candidates, relieve
@@ -22,10 +21,10 @@ SIZES = [(8, 8, 8), (8, 8, 8), (8, 16, 12), (16, 16, 16)]
 
 
 class Watch(Hook):
-    """Note the size of each batch; press Ctrl-C after one of them."""
+    """Note the size of each batch."""
 
-    def __init__(self, stop_at=None):
-        self.seen, self.released, self.stop_at = [], [], stop_at
+    def __init__(self):
+        self.seen, self.released = [], []
 
     def on_training_begin(self, training):
         release = training.step.release
@@ -33,8 +32,6 @@ class Watch(Hook):
 
     def on_batch_end(self, training, fields):
         self.seen.append((training.epoch, tuple(fields["image"].shape[2:])))
-        if (training.epoch, training.position) == self.stop_at:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +148,7 @@ def test_a_training_that_goes_on_in_the_middle_of_its_growth_ends_in_the_same_bi
     whole, _ = grown
     config = configured(*GROWTH, f"output={tmp_path / 'again'}")
     with pytest.raises(KeyboardInterrupt):
-        train(config, hooks=[Watch(stop_at)])
+        train(config, hooks=[At(*stop_at, press_ctrl_c)])
     assert load_checkpoint(config.folder / "checkpoints" / "latest.pt").progress == stop_at
     again = train(config, resume=True)
     one, other = (load_checkpoint(run.folder.checkpoints / "latest.pt") for run in (whole, again))

@@ -6,23 +6,17 @@ which train on the CPU and take it for two GPUs.
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from ready_python import wait_until
 
 from volseg.errors import ParallelError
 from volseg.estimate.candidate import Candidate
 from volseg.experiment import kernel_worker
 from volseg.experiment.compiled_kernels import CompiledKernels
-from volseg.experiment.kernel_worker import (
-    BESIDE_TRAINING,
-    KernelWorker,
-    OwnGpu,
-    compile_for_training,
-    make_order,
-)
+from volseg.experiment.kernel_worker import BESIDE_TRAINING, KernelWorker, OwnGpu, compile_for_training, make_order
 from volseg.lifetime import is_running
 from volseg.parallel import launch
 
@@ -73,19 +67,8 @@ def begin(configured, monkeypatch, tmp_path):
 
 def wait_for(file: Path) -> int:
     """Return the number that a file says, once it does."""
-    end = time.monotonic() + 120
-    while not file.exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(file.exists, 120)
     return int(file.read_text(encoding="utf-8"))
-
-
-def wait_until_gone(process: int) -> None:
-    """Wait until a process that is none of ours has ended."""
-    end = time.monotonic() + 60
-    while is_running(process):
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("ready_python")
@@ -110,10 +93,7 @@ def test_a_training_goes_on_when_its_first_kernels_are_there_and_the_rest_follow
     assert wait_for(tmp_path / "niceness") == BESIDE_TRAINING
     assert not (tmp_path / "note.json").exists()
     (tmp_path / "go_on").touch()
-    end = time.monotonic() + 120
-    while not (tmp_path / "note.json").exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until((tmp_path / "note.json").exists, 120)
 
 
 @pytest.mark.usefixtures("ready_python")
@@ -127,8 +107,8 @@ def test_a_training_that_ends_ends_the_worker_and_what_that_started(begin, tmp_p
     )
     assert begun.wait(300) is None
     begun.close()
-    for name in ("worker", "helper"):
-        wait_until_gone(wait_for(tmp_path / name))
+    started = [wait_for(tmp_path / name) for name in ("worker", "helper")]
+    wait_until(lambda: not any(map(is_running, started)), 60)
 
 
 @pytest.mark.usefixtures("ready_python")
@@ -201,7 +181,7 @@ def test_all_processes_wait_for_what_one_worker_compiles(config_file, tmp_path):
 @pytest.mark.parametrize("mode", ["worker is killed", "worker hangs"])
 def test_a_job_goes_on_without_its_worker(mode, config_file, tmp_path):
     assert run_job(mode, config_file, tmp_path) == ["False", "False"]
-    wait_until_gone(wait_for(tmp_path / "worker"))
+    wait_until(lambda: not is_running(wait_for(tmp_path / "worker")), 60)
 
 
 @pytest.mark.usefixtures("ready_python")
@@ -209,4 +189,4 @@ def test_a_job_goes_on_without_its_worker(mode, config_file, tmp_path):
 def test_nobody_waits_for_a_worker_whose_process_is_gone(mode, config_file, tmp_path):
     with pytest.raises(ParallelError, match="process 0 of 2"):
         run_job(mode, config_file, tmp_path)
-    wait_until_gone(wait_for(tmp_path / "worker"))
+    wait_until(lambda: not is_running(wait_for(tmp_path / "worker")), 60)

@@ -29,12 +29,7 @@ def test_sizes_beyond_all_memory_are_refused_before_a_case_is_read(configured, r
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda: torch.empty(1 << 60),
-        lambda: bytearray(1 << 60),
-        lambda: torch.empty(1 << 62, 1 << 62),
-    ],
+    "call", [lambda: torch.empty(1 << 60), lambda: bytearray(1 << 60), lambda: torch.empty(1 << 62, 1 << 62)]
 )
 def test_every_allocator_says_it_in_the_same_words(configured, call):
     with pytest.raises(OutOfMemoryError) as caught, explaining_memory(configured("inference.window=[8,8,8]")):

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import nibabel
 import numpy as np
 import pytest
 import torch
@@ -204,19 +205,8 @@ def test_processes_that_are_started_know_the_same_components(own, tmp_path):
     config, components = own
     call("train", config, "--gpus", "2", "--set", "device=cpu", "--components", components)
     assert (tmp_path / "epochs.txt").read_text(encoding="utf-8") == "0 1 "
-    folds = (
-        "cross-validate",
-        config,
-        "-o",
-        tmp_path / "folds",
-        "--components",
-        components,
-        "--folds",
-        "2",
-        "--gpus",
-        "2",
-    )
-    said = call(*folds, "--set", "device=cpu", "--set", "training.epochs=1")
+    folds = ("cross-validate", config, "-o", tmp_path / "folds", "--components", components, "--folds", "2")
+    said = call(*folds, "--gpus", "2", "--set", "device=cpu", "--set", "training.epochs=1")
     assert "mean" in said
     assert (tmp_path / "folds" / "fold_2" / "components.json").exists()
 
@@ -441,11 +431,8 @@ def test_an_installed_package_offers_components_which_are_loaded_when_they_are_a
     assert "CANNOT BE USED" in listed
     assert "UNet" in listed
     # Its reader: a file of a type that volseg does not know.
-    import nibabel
-    import numpy
-
     (image,) = (task / "imagesTs").iterdir()
-    numpy.save(tmp_path / "scan.npy", numpy.asanyarray(nibabel.load(image).dataobj))
+    np.save(tmp_path / "scan.npy", np.asanyarray(nibabel.load(image).dataobj))
     call("predict", tmp_path / "run", tmp_path / "scan.npy", "-o", tmp_path / "out")
     assert (tmp_path / "out" / "scan.nii.gz").exists()
     monkeypatch.undo()  # as if it were uninstalled
@@ -466,9 +453,7 @@ def test_an_installed_package_offers_components_which_are_loaded_when_they_are_a
 )
 def test_a_transform_that_loses_the_place_of_a_volume_is_refused(own, registered, change, message):
     volseg.register("transform", "Wrong", lambda fields: change)
-    settings = ["preprocessing=[{name: Orientation}, {name: Wrong}]"]
-    settings += [
-        "data.cache=none"
-    ]  # whose names follow from all that this file imports: seconds, and nothing is stored
+    # No cache: names in it would follow from all that this file imports, which takes seconds.
+    settings = ["preprocessing=[{name: Orientation}, {name: Wrong}]", "data.cache=none"]
     with pytest.raises(GridError, match=message):
         train(load_config(own[0], settings))

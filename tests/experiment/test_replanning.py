@@ -270,26 +270,22 @@ class Fails(Hook):
             raise InterruptedError
 
 
-def test_a_run_that_was_replanned_and_lost_does_not_fall_back(configured, caplog):
-    config = configured(REPLAN)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((), "the run goes on with --set parallel.strategy=spatial"),  # it does not fall back
+        (("parallel={strategy: pipeline, devices: 2}",), "is about another mesh than is asked for now"),
+    ],
+)
+def test_a_run_that_was_replanned_and_lost_goes_on_as_it_was_or_is_asked_for(configured, caplog, settings, message):
     with pytest.raises(InterruptedError):
-        train(config, hooks=[TooMuch(0, 1), Fails()])
+        train(configured(REPLAN), hooks=[TooMuch(0, 1), Fails()])
     hook = TooMuch(9, 9)
     with caplog.at_level("INFO"):
-        train(config, resume=True, hooks=[hook])
+        train(configured(REPLAN, *settings), resume=True, hooks=[hook])
     assert hook.seen
-    assert all(is_cut for _, _, is_cut in hook.seen)
-    assert "the run goes on with --set parallel.strategy=spatial" in caplog.text
-
-
-def test_what_is_asked_for_anew_is_tried(configured, caplog):
-    config = configured(REPLAN)
-    with pytest.raises(InterruptedError):
-        train(config, hooks=[TooMuch(0, 1), Fails()])
-    hook = TooMuch(9, 9)
-    with caplog.at_level("INFO"):
-        train(configured(REPLAN, "parallel={strategy: pipeline, devices: 2}"), resume=True, hooks=[hook])
-    assert "is about another mesh than is asked for now" in caplog.text
+    assert settings or all(is_cut for _, _, is_cut in hook.seen)
+    assert message in caplog.text
 
 
 DAMAGED = [("asked", None), ("asked", "abc"), ("parallel", []), ("training", None), ("training", {"epochs": 9})]
@@ -381,6 +377,7 @@ def run_together(start, tmp_path, launcher, config_file, hook, *more):
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+AT_SECOND = "was out of memory at train, epoch 2, batch 2; since then, and once only, the run goes on with"
 
 
 @pytest.mark.usefixtures("ready_python")
@@ -397,10 +394,7 @@ def test_one_of_two_processes_fails_and_both_go_on_cut(start, configured, config
     assert again[0] == again[1]
     assert again[0][-1] == (1, 2)
     assert "process 1 of 2" in errors
-    assert (
-        errors.count("was out of memory at train, epoch 2, batch 2; since then, and once only, the run goes on with")
-        == 1
-    )
+    assert errors.count(AT_SECOND) == 1
     assert "every volume cut into 2 slabs" in errors
     assert "Traceback" not in errors
     history = latest(configured()).history
@@ -483,10 +477,7 @@ def test_one_of_two_gpus_is_out_of_memory_and_both_go_on_cut(start, configured, 
     assert status == 0, errors
     assert {attempt for _, attempt, _, _ in batches} == {0, 1}
     assert "CUDA out of memory" in errors
-    assert (
-        errors.count("was out of memory at train, epoch 2, batch 2; since then, and once only, the run goes on with")
-        == 1
-    )
+    assert errors.count(AT_SECOND) == 1
     assert [record.epoch for record in latest(configured()).history] == [0, 1]
     devices = json.loads((configured().folder / "memory.json").read_text(encoding="utf-8"))["measured"][0]["devices"]
     assert [(each["process"], each["device"]) for each in devices] == [(0, "cuda:0"), (1, "cuda:1")]

@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from ready_python import wait_until
+from spot_service import serving
 from typer.testing import CliRunner
 
 from volseg import Checkpoints, Hook
@@ -200,8 +200,7 @@ def train_endlessly(start, config_file):
 
 
 def wait_for_batches(folder, process):
-    while not (folder / "checkpoints" / "latest.pt").exists() and process.poll() is None:
-        time.sleep(0.05)
+    wait_until(lambda: (folder / "checkpoints" / "latest.pt").exists() or process.poll() is not None, 120)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
@@ -221,36 +220,14 @@ def test_each_signal_saves_and_ends_within_seconds_with_its_status(train_endless
 
 
 def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(train_endlessly, configured):
-    notice = threading.Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_PUT(self):
-            self.answer(200, "token")
-
-        def do_GET(self):
-            self.answer(*((200, json.dumps({"action": "stop", "time": "soon"})) if notice.is_set() else (404, "")))
-
-        def answer(self, status, text):
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *arguments):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    endpoint = {ENDPOINT_VARIABLE: f"http://127.0.0.1:{server.server_port}"}
     folder = configured().folder
     settings = ["--set", "training.spot=aws", "--set", "training.checkpoint_minutes=0"]
-    process = train_endlessly(*settings, **endpoint)
-    wait_for_batches(folder, process)
-    notice.set()
-    sent = time.monotonic()
-    said = process.communicate(timeout=60)[1]
-    server.shutdown()
-    server.server_close()
+    with serving() as service:
+        process = train_endlessly(*settings, **{ENDPOINT_VARIABLE: service.endpoint})
+        wait_for_batches(folder, process)
+        service.notice = json.dumps({"action": "stop", "time": "soon"})
+        sent = time.monotonic()
+        said = process.communicate(timeout=60)[1]
     assert process.returncode == 143, said
     assert time.monotonic() - sent < 25  # 5 s until it is asked, and the 20 s of any signal
     assert "this machine will be taken away (stop at soon): saving, and out" in said

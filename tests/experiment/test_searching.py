@@ -1,16 +1,14 @@
 """A search: trials are ordinary runs, pruned by their validations, shared by processes, and gone on with."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
 
 import optuna
 import pytest
 from optuna.storages.journal import JournalFileBackend
-from ready_python import wait_until
+from ready_python import acting_when, wait_until
+from training_hooks import press_ctrl_c
 from typer.testing import CliRunner
 
 from volseg.cli import app
@@ -117,16 +115,8 @@ def test_a_search_that_was_killed_goes_on_with_its_trial(config_file, over, tmp_
 
 def test_ctrl_c_stops_the_trials_and_leaves_them_to_the_next_search(config_file, over, tmp_path):
     checkpoint = tmp_path / "run" / "trial_0" / "checkpoints" / "latest.pt"
-
-    def interrupt():
-        wait_until(checkpoint.exists, 120)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with acting_when(checkpoint.exists, press_ctrl_c), pytest.raises(KeyboardInterrupt):
         search(config_file, over(), LONG, trials=2)
-    thread.join()
     assert [trial["state"] for trial in read_search(tmp_path / "run").trials] == ["interrupted"]
     assert load_checkpoint(checkpoint).progress > (0, 0)
 
@@ -162,24 +152,30 @@ def test_a_failed_trial_is_told_with_its_error(config_file, over, tmp_path, spac
     assert message in result.stdout
 
 
+REFUSED = {
+    "optimiser.lr: [1, 2]": r"search\.yaml: .* --set optimiser\.lr=1 .*\n.*did you mean 'optimizer'",
+    "training.epocs: [1, 2]": r"training\.epocs: unknown key; did you mean 'epochs'",
+    "network.channelz: [[4, 8]]": "network UNet has no parameter 'channelz'; did you mean 'channels'",
+    "network.name: [UNet, VNett]": "no network is called 'VNett'; did you mean 'VNet'",
+    "training.epochs: {low: 0, high: 5}": r"training\.epochs.*greater than or equal to 1, got 0",
+    "": "must hold the keys to search over, in lines such as optimizer.lr",
+    "seed: 3": "seed needs a range such as .*, or a list of choices; got 3",
+    "seed: []": "seed needs a range such as",
+    "seed: [1, 1]": "the choices of seed must differ, got 1, 1",
+    "output: [a, b]": "output cannot be searched over: each trial has a folder of its own",
+    "seed: {lo: 1, high: 2}": r"seed in .*search.yaml cannot be used:\n .*did you mean 'low'",
+    "seed: {low: 3, high: 2}": "low must be below high, got low: 3 and high: 2",
+    "seed: {low: 0, high: 2, log: true}": "log: true takes low above 0 and no step, got low: 0",
+    "seed: {low: 0.1, high: 0.35, step: 0.1}": "high must be low plus a multiple of step, got low: 0.1",
+    "seed: {low: 1, high: true}": "high: needed: a number, got True",
+}
+"""Spaces, and with which words they are refused."""
+
+
 @pytest.mark.parametrize(
     ("space", "options", "message"),
     [
-        ("optimiser.lr: [1, 2]", {}, r"search\.yaml: .* --set optimiser\.lr=1 .*\n.*did you mean 'optimizer'"),
-        ("training.epocs: [1, 2]", {}, r"training\.epocs: unknown key; did you mean 'epochs'"),
-        ("network.channelz: [[4, 8]]", {}, "network UNet has no parameter 'channelz'; did you mean 'channels'"),
-        ("network.name: [UNet, VNett]", {}, "no network is called 'VNett'; did you mean 'VNet'"),
-        ("training.epochs: {low: 0, high: 5}", {}, r"training\.epochs.*greater than or equal to 1, got 0"),
-        ("", {}, "must hold the keys to search over, in lines such as optimizer.lr"),
-        ("seed: 3", {}, "seed needs a range such as .*, or a list of choices; got 3"),
-        ("seed: []", {}, "seed needs a range such as"),
-        ("seed: [1, 1]", {}, "the choices of seed must differ, got 1, 1"),
-        ("output: [a, b]", {}, "output cannot be searched over: each trial has a folder of its own"),
-        ("seed: {lo: 1, high: 2}", {}, r"seed in .*search.yaml cannot be used:\n .*did you mean 'low'"),
-        ("seed: {low: 3, high: 2}", {}, "low must be below high, got low: 3 and high: 2"),
-        ("seed: {low: 0, high: 2, log: true}", {}, "log: true takes low above 0 and no step, got low: 0"),
-        ("seed: {low: 0.1, high: 0.35, step: 0.1}", {}, "high must be low plus a multiple of step, got low: 0.1"),
-        ("seed: {low: 1, high: true}", {}, "high: needed: a number, got True"),
+        *((space, {}, message) for space, message in REFUSED.items()),
         (SPACE, {"metric": "dice"}, "no validation gives the metric 'dice'; did you mean 'dice_mean'"),
         (SPACE, {"metric": "dice/Liver"}, "no validation gives the metric 'dice/Liver'"),
         (SPACE, {"pruner": "medain"}, "no pruner is called 'medain'; did you mean 'median'"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ready_python import wait_until
 from two_machines import ADDRESSES, Machines, on_two_machines, why_not
 
 from volseg.experiment import train
@@ -69,10 +70,7 @@ def test_a_machine_that_is_gone_is_named(machines, tmp_path, monkeypatch):
     # Of a cable that is cut no connection tells; only heartbeats do, a fifth of the timeout, at least 20 s.
     monkeypatch.setitem(os.environ, "TIMEOUT", "10")
     jobs = machines.torchrun([JOB, "stay", str(tmp_path)], stderr=subprocess.PIPE, encoding="utf-8")
-    end = time.monotonic() + 100
-    while len(list(tmp_path.glob("start.*"))) < 2:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: len(list(tmp_path.glob("start.*"))) == 2, 100)
     machines.cut()
     (told,) = outputs(jobs[:1], 90)
     assert jobs[0].returncode == 1
@@ -87,10 +85,7 @@ def test_the_machine_that_is_cut_off_ends_too(machines, tmp_path):
         given = [f"{name}={value}" for name, value in {**variables, "RANK": number, "TIMEOUT": "10"}.items()]
         command = ["env", *given, sys.executable, JOB, "stay", str(tmp_path)]
         jobs.append(machines.start(number, command, stderr=subprocess.PIPE, encoding="utf-8"))
-    end = time.monotonic() + 200
-    while len(list(tmp_path.glob("start.*"))) < 2:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: len(list(tmp_path.glob("start.*"))) == 2, 200)
     machines.cut()
     told = outputs(jobs, 200)
     assert [job.returncode for job in jobs] == [1, 1], told

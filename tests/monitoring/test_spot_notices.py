@@ -3,70 +3,15 @@
 import json
 import threading
 import time
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from ready_python import wait_until
+from spot_service import serving
 
 from volseg.errors import ConfigError
 from volseg.monitoring.spot_notices import ENDPOINT_VARIABLE, MetadataError, SpotNotices, heeding_spot_notices
 
 NOTICE = {"action": "terminate", "time": "2026-11-22T12:00:00Z"}
-
-
-class Service:
-    """What an instance's metadata service does: tokens, and 404 until there is a notice."""
-
-    def __init__(self):
-        self.notice, self.tokens, self.asked, self.delay = None, [], [], 0.0
-        service = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_PUT(self):
-                assert self.path == "/latest/api/token"
-                assert int(self.headers["X-aws-ec2-metadata-token-ttl-seconds"]) > 60
-                service.tokens.append(f"token{len(service.tokens)}")
-                self.answer(200, service.tokens[-1])
-
-            def do_GET(self):
-                time.sleep(service.delay)
-                service.asked.append(self.path)
-                if self.headers["X-aws-ec2-metadata-token"] != service.tokens[-1]:
-                    self.answer(401, "no such token")
-                elif service.notice is None:
-                    self.answer(404, "not found")
-                else:
-                    self.answer(200, service.notice)
-
-            def answer(self, status, text):
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, *arguments):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
-
-
-@contextmanager
-def serving():
-    service = Service()
-    thread = threading.Thread(target=service.server.serve_forever, args=(0.01,))
-    thread.start()
-    yield service
-    service.server.shutdown()
-    thread.join()
-    service.server.server_close()
-
-
-def wait_until(holds):
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -123,7 +68,7 @@ def test_a_notice_stops_once_and_the_thread_ends(service, caplog):
     stopped = threading.Event()
     calls = []
     with heeding_spot_notices("aws", every_seconds=0.02, stop=lambda: (calls.append(1), stopped.set())):
-        wait_until(lambda: len(service.asked) > 2)
+        wait_until(lambda: len(service.asked) > 2, 60)
         assert not calls
         service.notice = json.dumps(NOTICE)
         assert stopped.wait(60)
@@ -136,7 +81,7 @@ def test_a_notice_stops_once_and_the_thread_ends(service, caplog):
 def test_without_a_service_the_training_goes_on_and_that_is_said_once(monkeypatch, caplog):
     monkeypatch.setenv(ENDPOINT_VARIABLE, "http://127.0.0.1:1")  # where nobody listens
     with heeding_spot_notices("aws", every_seconds=0.01, stop=pytest.fail):
-        wait_until(lambda: "no spot notices" in caplog.text)
+        wait_until(lambda: "no spot notices" in caplog.text, 60)
         time.sleep(0.3)
     assert caplog.text.count("no spot notices") == 1
 
@@ -151,4 +96,4 @@ def test_nobody_is_asked_unless_the_config_says_so_and_one_process_of_a_machine_
     assert not service.asked
     monkeypatch.setenv("LOCAL_RANK", "0")
     with heeding_spot_notices("aws", every_seconds=0.01):
-        wait_until(lambda: service.asked)
+        wait_until(lambda: service.asked, 60)

@@ -183,10 +183,7 @@ def make_plans(spec: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         "image_reader_writer": "SimpleITKIO",
         "transpose_forward": spec["transpose"],
         "transpose_backward": backward,
-        "configurations": {
-            "base": configuration,
-            spec["configuration"]: {"inherits_from": "base"},
-        },
+        "configurations": {"base": configuration, spec["configuration"]: {"inherits_from": "base"}},
         "experiment_planner_used": "ExperimentPlanner",
         "label_manager": "LabelManager",
         "foreground_intensity_properties_per_channel": moments,

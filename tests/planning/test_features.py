@@ -8,12 +8,7 @@ from torch import nn
 
 from volseg.models import build_network, plan_topology
 from volseg.models.topology import plan_vnet_topology
-from volseg.planning.patch import (
-    count_residual_features,
-    count_unet_features,
-    count_vnet_features,
-    reference_features,
-)
+from volseg.planning.patch import count_residual_features, count_unet_features, count_vnet_features, reference_features
 
 
 def count_outputs(net, patch):

@@ -9,15 +9,7 @@ import yaml
 
 from volseg.config.loading import load_config
 from volseg.errors import ConfigError
-from volseg.planning import (
-    PRESETS,
-    CaseSizes,
-    Fingerprint,
-    Intensities,
-    parse_memory,
-    plan,
-    write_config,
-)
+from volseg.planning import PRESETS, CaseSizes, Fingerprint, Intensities, parse_memory, plan, write_config
 
 CT = Intensities(mean=99.4, std=39.4, median=101, min=-1000, max=3000, percentile_00_5=-17, percentile_99_5=201.1234567)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from ready_python import wait_until
 from torch import nn
 
 import volseg
@@ -144,10 +145,7 @@ def test_copies_end_with_a_process_that_is_killed() -> None:
     copy = receiver.recv()
     os.kill(asking, signal.SIGKILL)
     os.waitpid(asking, 0)
-    end = time.monotonic() + 60
-    while is_running(copy):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(copy), 60)
 
 
 def ask_process() -> int:

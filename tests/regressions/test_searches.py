@@ -1,10 +1,9 @@
 """What a user met in `volseg search`."""
 
 import shlex
-import threading
 
 import pytest
-from ready_python import wait_until
+from ready_python import acting_when
 from tiny_trainings import DYNUNET, config_factory
 from typer.testing import CliRunner
 
@@ -36,16 +35,11 @@ def test_a_config_that_is_edited_meanwhile_changes_no_trial_and_the_next_command
     trials of two configs. And the page's command for more trials lacked the metric, so that it was refused."""
     config, over, settings = searched(SPACE)
     before = config.read_text(encoding="utf-8")
-
-    def edit():
-        wait_until((tmp_path / "run" / "trial_0.yaml").exists, 60)
-        config.write_text(before.replace("momentum", "nesterov").replace("lr: 0.3", "lr: 0.3\n  momentum: 0.5"))
-
-    editing = threading.Thread(target=edit)
-    editing.start()
-    search(config, over, settings, trials=2, metric="volume_diff_ml/Anterior", minimize=True, pruner="none")
-    editing.join()
-    assert config.read_text(encoding="utf-8") != before
+    edited = before.replace("lr: 0.3", "lr: 0.3\n  momentum: 0.5")
+    has_begun = (tmp_path / "run" / "trial_0.yaml").exists
+    with acting_when(has_begun, lambda: config.write_text(edited, encoding="utf-8")):
+        search(config, over, settings, trials=2, metric="volume_diff_ml/Anterior", minimize=True, pruner="none")
+    assert config.read_text(encoding="utf-8") == edited != before
     momenta = [RunFolder(tmp_path / "run" / f"trial_{n}").config().optimizer.spec().get("momentum") for n in (0, 1)]
     assert momenta == [None, None]
 

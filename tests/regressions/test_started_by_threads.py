@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ready_python import wait_until
 
 from volseg.launched import OWN_LAUNCHER
 
@@ -76,7 +77,4 @@ def test_a_process_outlives_the_thread_that_started_it_and_not_its_parent(family
     assert not is_gone(child)
     parent.kill()
     parent.wait()
-    end = time.monotonic() + 30
-    while not is_gone(child):
-        assert time.monotonic() < end, "it goes on without its parent"
-        time.sleep(0.1)
+    wait_until(lambda: is_gone(child), 30)

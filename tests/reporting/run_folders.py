@@ -8,14 +8,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from volseg.monitoring.run_files import (
-    EpochLine,
-    RunPart,
-    RunStatus,
-    append_history,
-    write_status,
-    write_times,
-)
+from volseg.monitoring.run_files import EpochLine, RunPart, RunStatus, append_history, write_status, write_times
 
 SCRIPT = "<script>alert(1)</script>"
 LABELS = {"1": "Anterior", "2": '"><img src=http://example.org/x.png>'}

@@ -158,10 +158,7 @@ def test_a_state_is_read_as_it_was_written(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "message"),
-    [
-        (1, "has format 1, this volseg reads 2"),
-        (99, "has format 99, this volseg reads 2: update volseg"),
-    ],
+    [(1, "has format 1, this volseg reads 2"), (99, "has format 99, this volseg reads 2: update volseg")],
 )
 def test_a_checkpoint_of_another_format_is_refused(tmp_path, number, message):
     torch.save({"format": number, **STATE.as_checkpoint()}, tmp_path / LATEST)

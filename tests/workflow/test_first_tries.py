@@ -76,11 +76,7 @@ class Ends(nn.Module):
             r"label holds 7 in case b, where .* for 0 to 1; cor",
         ),
         (nn.Identity(), LABEL - 1, "label holds -1 in case a, b, where logits has outputs for 0 to 1"),
-        (
-            nn.MaxPool3d(2),
-            LABEL,
-            r"logits = \(2, 2, 2, 2, 2\) and label = \(2, 1, 4, 4, 4\) of case a, b: .* same sam",
-        ),
+        (nn.MaxPool3d(2), LABEL, r"logits = \(2, 2, 2, 2, 2\) and label = \(2, 1, 4, 4, 4\) of case a, b: .* same sam"),
         (nn.Identity(), LABEL[:1], r"label = \(1, 1, 4, 4, 4\) of case a, b: they need the same samples and sides"),
         (
             lambda logits: [logits, logits[..., :2]],

@@ -2,13 +2,13 @@
 
 import copy
 import math
-import os
 import signal
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from training_hooks import At, press_ctrl_c
 
 from volseg.checkpointing.restore import restore_random_state
 from volseg.errors import ConfigError, NonFiniteLossError
@@ -185,22 +185,17 @@ def test_validation_sees_the_averaged_weights_and_training_goes_on_with_its_own(
 
 
 def test_ctrl_c_ends_after_the_batch_with_the_hooks_told(make_training):
-    class InterruptAt(Hook):
-        def __init__(self):
-            self.saved = None
-
-        def on_batch_end(self, training, fields):
-            if (training.epoch, training.position) == (1, 3):
-                os.kill(os.getpid(), signal.SIGINT)
+    class Saved(Hook):
+        at = None
 
         def on_interrupt(self, training):
-            self.saved = (training.epoch, training.position)
+            self.at = (training.epoch, training.position)
 
-    hook = InterruptAt()
+    hook = Saved()
     before = signal.getsignal(signal.SIGINT)  # a job in the background may have been started with Ctrl-C ignored
     with pytest.raises(KeyboardInterrupt):
-        make_training(hooks=[hook]).run()
-    assert hook.saved == (1, 3)
+        make_training(hooks=[hook, At(1, 3, press_ctrl_c)]).run()
+    assert hook.at == (1, 3)
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -215,7 +210,7 @@ class InterruptedValidation:
             stop_if_requested()
             self.judged += 1
             if case == 1:
-                os.kill(os.getpid(), signal.SIGINT)
+                press_ctrl_c()
         raise AssertionError("went on after Ctrl-C")
 
 

@@ -47,6 +47,12 @@ def loss(logits, label):
     return nn.functional.cross_entropy(logits, label[:, 0].long())
 
 
+def build_training(model, batches, optimizer=None, **options):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    named = Named(model, ["image"], ["logits"]), Named(loss, ["logits", "label"], ["loss"])
+    return Training(*named, optimizer, batches, **options)
+
+
 class RunTheModel(Hook):
     """What a validation between two epochs does to streams and generators."""
 
@@ -63,11 +69,10 @@ def trained(record, dropout=(), epochs=2):
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=device.type == "cuda")
     batches = GroupBatches(model, Batches() if dist.get_rank() == 0 else None, len(Batches()))
-    training = Training(
-        Named(model, ["image"], ["logits"]),
-        Named(loss, ["logits", "label"], ["loss"]),
-        optimizer,
+    training = build_training(
+        model,
         batches,
+        optimizer,
         epochs=epochs,
         precision="fp32",
         clip=1.0,
@@ -121,15 +126,9 @@ def interrupted():
     leads = dist.get_rank() == 0
     validation = InterruptedValidation(model) if leads else None
     saved = Saved()
-    training = Training(
-        Named(model, ["image"], ["logits"]),
-        Named(loss, ["logits", "label"], ["loss"]),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        GroupBatches(model, Batches() if leads else None, len(Batches())),
-        epochs=3,
-        validation=GroupValidation(model, validation, None),
-        hooks=[saved],
-    )
+    batches = GroupBatches(model, Batches() if leads else None, len(Batches()))
+    validation_of_group = GroupValidation(model, validation, None)
+    training = build_training(model, batches, epochs=3, validation=validation_of_group, hooks=[saved])
     ended = "to its end"
     try:
         training.run()
@@ -184,13 +183,7 @@ def assert_same_training(first, second):
 def look_together():
     """Return when each looks again, one process at 0.1 s a batch and one at 0.5 s, and what a signal of one becomes."""
     model = network(())
-    training = Training(
-        Named(model, ["image"], ["logits"]),
-        Named(loss, ["logits", "label"], ["loss"]),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        Batches(),
-        epochs=1,
-    )
+    training = build_training(model, Batches(), epochs=1)
     training._stopping.interval.most = 32  # as on a GPU
     first = training._stopping.agree((0.1, 0.5)[dist.get_rank()])
     batches = training._stopping.interval.batches

@@ -8,7 +8,7 @@ from volseg.data.splits import Split
 from volseg.errors import DataError
 from volseg.fields import Batch, Case
 
-__all__ = ["MOST_CLASSES", "Batch", "Case", "Structure", "Task"]
+__all__ = ["MOST_CLASSES", "Batch", "Case", "Structure", "Task", "list_values"]
 
 MOST_CLASSES = 254
 """Label maps in memory are uint8: these, the ignored voxels, and one spare number."""
@@ -18,6 +18,11 @@ LARGEST_VALUE = 2**24 - 1
 
 Structure = int | tuple[int, ...]
 """What is scored: a value of label maps, or the values of a region."""
+
+
+def list_values(structure: Structure) -> tuple[int, ...]:
+    """Return the values that a structure has in label maps."""
+    return structure if isinstance(structure, tuple) else (structure,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

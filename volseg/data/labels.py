@@ -17,7 +17,7 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Case, Task, list_values
 from volseg.errors import DataError
 from volseg.losses.targets import Targets
 
@@ -206,7 +206,6 @@ def measure_volumes(label_map: MetaTensor, task: Task) -> dict[str, float]:
     counts = torch.bincount(label_map.as_tensor().flatten()).tolist()
     voxel = abs(float(torch.linalg.det(label_map.affine[:3, :3].double()))) / 1000
     volumes = {}
-    for values, name in task.structures.items():
-        each = values if isinstance(values, tuple) else (values,)
-        volumes[name] = voxel * sum(counts[value] for value in each if value < len(counts))
+    for structure, name in task.structures.items():
+        volumes[name] = voxel * sum(counts[value] for value in list_values(structure) if value < len(counts))
     return volumes

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import find_objects
 from torch import Tensor
 
+from volseg.data.cases import list_values
 from volseg.errors import DataError, GridError
 from volseg.evaluation.scoring import VOLUMES, Scoring, read_spacing
 from volseg.transforms.grid import Grid
@@ -92,7 +93,7 @@ def evaluate_case(
     _check_grids(prediction, label)
     # Regions in their own order, single values in that of their size.
     keys = list(labels) if any(isinstance(key, tuple) for key in labels) else sorted(labels)
-    structures = {key: key if isinstance(key, tuple) else (key,) for key in keys if key != 0}
+    structures = {key: list_values(key) for key in keys if key != 0}
     known = sorted({0, *values, *(value for of in structures.values() for value in of)})
     of_label = known if ignore is None else [*known, ignore]
     places = (_index_values(prediction, "prediction", known), _index_values(label, "label", of_label))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import BATCH_FIELDS, ExperimentConfig
 from volseg.data.augmented import AugmentedBatches, EpochBatches, GrowingBatches
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Case, Task, list_values
 from volseg.data.labels import num_indices, targets_of
 from volseg.data.patches import PatchBatches
 from volseg.data.volume_cache import VolumeCache
@@ -180,7 +180,7 @@ def build_batches(
 
 def build_metrics(config: ExperimentConfig, task: Task) -> list[Named]:
     """Return the further metrics of a validation."""
-    structures = [key if isinstance(key, tuple) else (key,) for key in task.structures]
+    structures = list(map(list_values, task.structures))
     columns = structures if task.regions else [(0,), *structures]
     return [
         build_metric(metric.spec(), inputs=metric.inputs, output=metric.output, columns=columns)

@@ -16,7 +16,7 @@ from volseg.checkpointing.folder import RunFolder
 from volseg.checkpointing.state import EpochRecord
 from volseg.commands import spell
 from volseg.config.schema import ExperimentConfig
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Case, Task, list_values
 from volseg.data.checks import Problem, Remark, read_case, summarise_remarks
 from volseg.data.readers import read_volume
 from volseg.data.threads import map_in_threads
@@ -259,6 +259,6 @@ def _read_example(folder: RunFolder, task: Task, case: Case) -> Example | None:
     known = {
         0,
         *task.class_values,
-        *(value for key in task.structures for value in (key if isinstance(key, tuple) else (key,))),
+        *(value for key in task.structures for value in list_values(key)),
     }
     return make_example(case, prediction, known, task.ignore)

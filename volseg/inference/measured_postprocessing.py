@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from volseg.data.cases import Task
+from volseg.data.cases import Task, list_values
 from volseg.data.readers import read_label, read_volume
 from volseg.errors import DataError, GridError
 from volseg.evaluation.overlap import evaluate_case
@@ -179,7 +179,7 @@ def measure_postprocessing(
 
 def _list_steps(task: Task) -> list[tuple[str, Step]]:
     """Return what to try, with the names of the structures."""
-    structures = {name: tuple(key) if isinstance(key, tuple) else (key,) for key, name in task.structures.items()}
+    structures = {name: list_values(key) for key, name in task.structures.items()}
     foreground = task.class_values[1:]
     steps = [("all", Step(operation="keep_largest", values=foreground))]
     if list(structures.values()) == [foreground]:  # the only structure is the foreground

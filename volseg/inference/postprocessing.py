@@ -24,7 +24,7 @@ from scipy.ndimage import generate_binary_structure, label
 from torch import Tensor
 
 from volseg.config.nearest import did_you_mean
-from volseg.data.cases import Task
+from volseg.data.cases import Task, list_values
 from volseg.data.json_files import read_json
 from volseg.errors import ConfigError, DataError
 from volseg.files import replacing
@@ -93,7 +93,7 @@ class Postprocessing:
     @classmethod
     def of(cls, task: Task, steps: tuple[Step, ...] = ()) -> "Postprocessing":
         """Return the steps for label maps of ``task``."""
-        structures = tuple(key if isinstance(key, tuple) else (key,) for key in task.structures)
+        structures = tuple(map(list_values, task.structures))
         painted = tuple(value for value in task.output_values if value != 0)
         return cls(labels=task.class_values, structures=structures, painted=painted, steps=steps)
 
@@ -106,7 +106,7 @@ class Postprocessing:
         ConfigError
             If the task has no structure of a name.
         """
-        values = {name: key if isinstance(key, tuple) else (key,) for key, name in task.structures.items()}
+        values = {name: list_values(key) for key, name in task.structures.items()}
         if strange := [name for name in names if name not in values]:
             raise ConfigError(
                 f"inference.keep_largest: no label is called {strange[0]!r}; {did_you_mean(strange[0], values)}"

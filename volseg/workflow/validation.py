@@ -10,7 +10,7 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
-from volseg.data.cases import Case
+from volseg.data.cases import Case, list_values
 from volseg.errors import BatchFieldError, ConfigError
 from volseg.evaluation.overlap import evaluate_case
 from volseg.evaluation.scoring import Scoring
@@ -238,7 +238,7 @@ class Validation:
         return scores
 
     def _example(self, case: Mapping[str, Any], prediction: MetaTensor) -> Example:
-        scored = {value for key in self.labels for value in (key if isinstance(key, tuple) else (key,))}
+        scored = {value for key in self.labels for value in list_values(key)}
         return make_example(case, prediction, {0, *self.values, *scored}, self.ignore)
 
     def _part(self, name: str, metric: Tensor, case: Mapping[str, Any]) -> dict[str, float]:
@@ -252,7 +252,7 @@ class Validation:
         values = {
             label: value
             for (key, label), value in zip(structures.items(), columns.tolist(), strict=True)
-            if labelled is None or set(key if isinstance(key, tuple) else (key,)) <= set(labelled)
+            if labelled is None or set(list_values(key)) <= set(labelled)
         }
         mean = _mean(metric.flatten().tolist() if labelled is None else list(values.values()))
         return {name: mean, **{f"{name}/{label}": values.get(label, math.nan) for label in structures.values()}}

@@ -47,10 +47,7 @@ def paired(root):
 )
 def test_two_folders(folder, images, labels):
     root = folder(f"{images}/a.nii.gz", f"{images}/b_1.mha", f"{labels}/a.nii", f"{labels}/b_1.nii.gz", "notes.txt")
-    expected = {
-        "a": [f"{images}/a.nii.gz", f"{labels}/a.nii"],
-        "b_1": [f"{images}/b_1.mha", f"{labels}/b_1.nii.gz"],
-    }
+    expected = {"a": [f"{images}/a.nii.gz", f"{labels}/a.nii"], "b_1": [f"{images}/b_1.mha", f"{labels}/b_1.nii.gz"]}
     assert paired(root) == (("image",), expected)
     assert load_task(root / images) == load_task(root.parent) == load_task(root)
 
