@@ -9,9 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Estimate, name_candidate
 from volseg.estimate.search import Skipped, describe_seconds
+from volseg.estimate.step_memory import MemoryUse
 
 __all__ = [
     "CandidateRow",
