@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from volseg.errors import ConfigError, OutOfMemoryError
-from volseg.estimate.allocator import Allocator, AllocatorSettings, find_memory_use, repeat_last_step
+from volseg.estimate.allocator import Allocator, AllocatorSettings
 from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.step_memory import find_memory_use, repeat_last_step
 from volseg.estimate.trace import Allocate, Free, Mark, StepTrace, Used
 from volseg.estimate.tracing import tracing
 from volseg.parallel.pipeline.flow.transfer import send

@@ -99,6 +99,16 @@ def test_results_that_are_remembered_are_those_of_torch(monkeypatch):
     assert len(operator_cache._known) > 20, "or nothing was remembered"
 
 
+def test_a_view_has_the_strides_of_a_real_tensor(monkeypatch):
+    """The mode keeps the strides of one sample; torch's ``view`` computes them, and the result is not channels last."""
+    monkeypatch.setattr(operator_cache, "_known", {})
+    real = torch.empty(1, 4, 8, 8, 8).to(memory_format=torch.channels_last_3d)
+    shape, strides, viewed = real.shape, real.stride(), real.view(real.shape).stride()
+    with tracing(GPU) as followed:
+        fake = torch.empty_strided(shape, strides, device=followed.devices[0])
+        assert fake.view(shape).stride() == viewed != strides
+
+
 def train(followed):
     net = nn.Sequential(
         nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8), nn.PReLU(8), nn.Dropout3d(0.5), nn.MaxPool3d(2),

@@ -5,7 +5,6 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.report import (
     CandidateRow,
@@ -17,6 +16,7 @@ from volseg.estimate.report import (
     format_volumes,
 )
 from volseg.estimate.search import Skipped
+from volseg.estimate.step_memory import MemoryUse
 
 GIB = 2**30
 

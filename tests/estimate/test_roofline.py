@@ -14,7 +14,7 @@ from volseg.estimate.kernel_class import LAID_OUT_ANEW, classify
 from volseg.estimate.roofline import Peaks, RateTable
 from volseg.estimate.trace import KernelRun
 
-PEAKS = Peaks(bandwidth=1e12, half=100e12, full=50e12)
+PEAKS = Peaks(bandwidth=1e12, half=100e12, full=50e12, cores=6.25e12)
 GAP = 1e-6
 
 
@@ -132,7 +132,7 @@ def test_an_empty_table_refuses_to_guess() -> None:
 
 
 def test_a_gpu_of_half_the_peaks_and_processors_takes_twice_as_long() -> None:
-    half = Peaks(bandwidth=0.5e12, half=50e12, full=25e12)
+    half = Peaks(bandwidth=0.5e12, half=50e12, full=25e12, cores=3.125e12)
     run = convolve(32, 128)
     slower = seconds_of(run, peaks=half, processors=50)
     # With twice the work for each multiprocessor it comes no less near to its bound.

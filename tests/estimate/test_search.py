@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Estimate, Freedom, list_candidates, relieve
 from volseg.estimate.search import choose, find_bound, guess_least, judge, search
+from volseg.estimate.step_memory import MemoryUse
 
 GIB = 2**30
 

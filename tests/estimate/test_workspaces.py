@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from volseg.estimate.estimator import find_outside
+from volseg.estimate.step_memory import find_outside
 from volseg.estimate.trace import Allocate, KernelRun, StepTrace
 from volseg.estimate.workspaces import find_workspace
 

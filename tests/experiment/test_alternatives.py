@@ -6,8 +6,8 @@ import pytest
 
 from volseg.config.loading import load_config
 from volseg.errors import ConfigError
-from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Estimate
+from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment.alternatives import (
     find_candidate,
     find_estimate,

@@ -11,9 +11,9 @@ import volseg
 from volseg.cli import app
 from volseg.errors import ConfigError, DataError, ParallelError
 from volseg.estimate import PlanReport
-from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.report import VolumesReport
+from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment import find_machine, load_config
 from volseg.experiment.mesh_resolution import choose_mesh
 from volseg.experiment.plan_command import list_settings, plan_training

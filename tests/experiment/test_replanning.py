@@ -12,8 +12,8 @@ import torch
 from volseg import Checkpoints, Hook
 from volseg.config.parallel import ParallelConfig
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
-from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Estimate
+from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment import REGISTRIES, RunFolder, replanning, train
 from volseg.experiment import training as experiment_training
 from volseg.experiment.placed_network import build_model

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from volseg.errors import ConfigError, DataError, OutOfMemoryError
-from volseg.estimate.allocator import find_memory_use
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.step_memory import find_memory_use
 from volseg.experiment import load_config
 from volseg.experiment.network_plan import find_facts
 from volseg.experiment.training_work import (

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch.nn import functional
 
 from volseg import Named, Training
-from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.step_memory import MemoryUse
 from volseg.monitoring.loggers import TensorBoard
 from volseg.monitoring.memory import DeviceMemory, FirstSteps, GpuMeter
 from volseg.monitoring.training_log import TrainingLog

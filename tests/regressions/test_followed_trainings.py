@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from volseg import experiment
-from volseg.estimate.allocator import find_memory_use
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.kernel_class import classify
+from volseg.estimate.step_memory import find_memory_use
 from volseg.estimate.trace import KernelRun, Sent
 from volseg.estimate.tracing import tracing
 from volseg.experiment.network_plan import find_facts

@@ -14,8 +14,8 @@ import plan_accuracy_one_gpu
 from plan_accuracy_compared import choose_on_one, compare, describe, judge_choices, list_changes, plot, summarise
 from plan_accuracy_rows import NETWORKS, fill_row, list_rows, measure, name_row
 
-from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Estimate
+from volseg.estimate.step_memory import MemoryUse
 from volseg.models import build_network
 
 MIB = 2**20

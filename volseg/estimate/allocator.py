@@ -22,14 +22,13 @@ References
 
 import os
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from volseg.errors import ConfigError, OutOfMemoryError
-from volseg.estimate.trace import Allocate, Event, Free, Mark, StepTrace, Used
 
-__all__ = ["Allocator", "AllocatorSettings", "MemoryUse", "find_memory_use", "repeat_last_step"]
+__all__ = ["Allocator", "AllocatorSettings"]
 
 MIB = 2**20
 SMALLEST_BLOCK = 512
@@ -48,31 +47,6 @@ WITHOUT_EFFECT = (
     *("pinned_reserve_segment_size_mb", "release_lock_on_cudamalloc", "graph_capture_record_stream_reuse"),
 )
 """Settings that leave the pieces as they are, as long as no recording's block is used on several streams."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryUse:
-    """Peaks of one device, in bytes."""
-
-    used: int
-    """In blocks that are held: ``torch.cuda.max_memory_allocated``."""
-    reserved: int
-    """Taken from the device: ``torch.cuda.max_memory_reserved``."""
-    outside: int
-    """Taken beside torch's allocator: the context, libraries' own workspaces."""
-    peak_in: str
-    """The part of the step in which ``reserved`` was highest."""
-    reserved_by_steps: int | None = None
-    """Of ``reserved``, what was taken before the first validation; None where none is traced."""
-
-    @property
-    def total(self) -> int:
-        """What the device must have."""
-        return self.reserved + self.outside
-
-    def of_steps(self) -> "MemoryUse":
-        """Return what the training steps reserve by themselves."""
-        return self if self.reserved_by_steps is None else replace(self, reserved=self.reserved_by_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,97 +328,3 @@ class Allocator:
             pool.end = first + kept
             if kept:
                 pool.add(first, kept)
-
-
-def find_memory_use(
-    trace: StepTrace,
-    settings: AllocatorSettings | None = None,
-    capacity: int | None = None,
-    *,
-    outside: int = 0,
-    is_ahead: bool = False,
-) -> MemoryUse:
-    """Return the peaks of a trace.
-
-    Parameters
-    ----------
-    trace : StepTrace
-        From the placing of the network on; what lives at the end of the trace lives on.
-    settings : AllocatorSettings, optional
-        Torch's defaults by default.
-    capacity : int, optional
-        Bytes of the device; where they are not enough, cached memory is given back, as torch does, and asked for again.
-        Without, the trace takes what it needs.
-    outside : int
-        Bytes of the device that are taken beside the allocator.
-    is_ahead : bool
-        Whether Python is through with a step before the device: then a block that two streams use, as each copy between
-        devices does, comes back at the step's end; otherwise it comes back at once.
-
-    Raises
-    ------
-    OutOfMemoryError
-        Where the capacity does not suffice: with the part of the step and the number of the event.
-    """
-    allocator = Allocator(settings, None if capacity is None else capacity - outside)
-    part, peak_in, peak = "placing", "placing", 0
-    by_steps: int | None = None
-    shared: set[int] = set()
-    for number, event in enumerate(trace.events):
-        match event:
-            case Allocate(block, size, stream, pool):
-                try:
-                    allocator.take(block, size, stream, pool)
-                except OutOfMemoryError as fault:
-                    raise OutOfMemoryError(f"out of memory in {part} (event {number} of the trace): {fault}") from fault
-                if allocator.reserved > peak:
-                    peak, peak_in = allocator.reserved, part
-            case Used(block) if is_ahead:
-                shared.add(block)
-            case Free(block) if block in shared:
-                allocator.leave(block)
-            case Free(block):
-                allocator.give_back(block)
-            case Mark("empty_cache"):
-                allocator.empty_cache()
-            case Mark(name):
-                if name == "end":
-                    allocator.wait()
-                part = name
-                by_steps = allocator.peak_reserved if name == "validate" else by_steps
-    return MemoryUse(
-        used=allocator.peak_used,
-        reserved=allocator.peak_reserved,
-        outside=outside,
-        peak_in=peak_in,
-        reserved_by_steps=by_steps,
-    )
-
-
-def repeat_last_step(events: Sequence[Event]) -> Sequence[Event]:
-    """Return what a device was asked for, with the last step once more.
-
-    The further step gives back of the one before what that gives back of the one before it (gradients, mostly). Where
-    these cannot be told from their sizes and order, nothing is repeated.
-    """
-    marks = {event.name: number for number, event in enumerate(events) if isinstance(event, Mark)}
-    step = events[marks.get("step", 0) : marks.get("end", -1) + 1]
-    taken = {event.block: replace(event, block=0) for event in events if isinstance(event, Allocate)}
-    own = [event.block for event in step if isinstance(event, Allocate)]
-    given_back = {event.block for event in step if isinstance(event, Free)}
-    left = [block for block in own if block not in given_back]
-    earlier = sorted(given_back.difference(own))  # numbers rise as blocks are taken
-    if not step or [taken[block] for block in earlier] != [taken[block] for block in left]:
-        return events
-    first = max(taken, default=0) + 1
-    numbers = {block: first + place for place, block in enumerate(own)}
-    end, before = marks["end"] + 1, dict(zip(earlier, left, strict=True))
-    return [*events[:end], *_rename(step, before | numbers), *_rename(events[end:], numbers)]
-
-
-def _rename(events: Sequence[Event], numbers: Mapping[int, int]) -> list[Event]:
-    """Return events with other numbers of blocks."""
-    kinds = Allocate | Free | Used
-    return [
-        replace(each, block=numbers.get(each.block, each.block)) if isinstance(each, kinds) else each for each in events
-    ]

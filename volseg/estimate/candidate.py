@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.step_memory import MemoryUse
 
 __all__ = ["Candidate", "Estimate", "Freedom", "list_candidates", "name_candidate", "relieve"]
 

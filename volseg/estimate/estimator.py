@@ -2,23 +2,23 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from volseg.errors import NotRecordedError, OutOfMemoryError, VolsegError
-from volseg.estimate.allocator import AllocatorSettings, MemoryUse, find_memory_use, repeat_last_step
 from volseg.estimate.candidate import Candidate, Estimate, Freedom
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.instances import Machine
 from volseg.estimate.largest_volume import Need, Sides
 from volseg.estimate.search import GIB, judge
+from volseg.estimate.step_memory import MemoryUse, estimate_memory_use, find_least_outside, find_outside
 from volseg.estimate.step_time import find_times
-from volseg.estimate.trace import Allocate, Event, KernelRun, Sent, StepTrace
+from volseg.estimate.trace import StepTrace
 from volseg.estimate.work import Work
 
-__all__ = ["Machine", "Planned", "Resize", "Sides", "find_outside"]
+__all__ = ["Machine", "Planned", "Resize", "Sides"]
 
 MOST_TIMES, SMALLEST = 64, 16 * 2**30
 """How often the memory of a GPU, or of such a small one, is taken before a step is given up: no number of GPUs that is
@@ -28,33 +28,6 @@ it is the longer it is followed: a patch of 100,000 voxels along each axis for e
 MARGINS = {"recorded": 1.02, "spatial": 1.04, "recomputed": 1.065}
 """Factors of reserved memory, by how a step runs: on H200s and H100s estimates were up to 7, 8 and 11 % below what was
 measured without them, and are up to 5 % below it with them."""
-
-MORE_STEPS = 4
-"""Steps that are added to those of the trace near the end of the memory: a DynUNet at 800 x 160 x 160 in 16 GiB was out
-of memory in its third step."""
-
-MIB = 2**20
-
-# Memory of a GPU that lies beside torch's allocator, read off an H200 (``workflows/benchmarks/plan_accuracy.py``): what
-# the device said was taken, less what torch had reserved. Torch 2.11, CUDA 13, driver 580; another driver takes some
-# tens of MiB more or less.
-
-CONTEXT = 527 * MIB
-"""CUDA's own, when the first tensor is made; four of them are the driver's before any process."""
-
-LIBRARIES = 112 * MIB
-"""cuDNN and the kernels that a step loads, within some MiB whatever the network and its kernels."""
-
-MATRICES = 68 * MIB
-"""cuBLAS, which the first product of matrices loads. Its workspace is a block of torch's allocator."""
-
-STREAM = 70 * MIB
-"""What the first stream beside the default one takes: that of a recording, or of copies between GPUs."""
-
-GROUP = 1250 * MIB
-"""NCCL's communicators and the mailboxes of two processes; measured on two GPUs of one host."""
-
-PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addbmm"})
 
 Resize = Callable[[Sides], tuple[Work, int]]
 """Makes the work on volumes of other sides, and says how many bytes of a GPU something else takes then."""
@@ -168,7 +141,7 @@ class Planned:
         )
         is_ahead = candidate.pipeline > 1 and times.seconds > times.host
         uses = {
-            trace.device: _find_memory_use(trace, self.capacity, find_outside(trace, processes), margin, is_ahead)
+            trace.device: estimate_memory_use(trace, self.capacity, find_outside(trace, processes), margin, is_ahead)
             for trace in traces
         }
         return Estimate(
@@ -211,27 +184,6 @@ def _list_devices(followed: Mapping[int, MemoryUse], candidate: Candidate) -> tu
     return tuple(shards * candidate.data)
 
 
-def find_outside(trace: StepTrace, processes: int = 1) -> int:
-    """Return the bytes that a step takes of its GPU beside torch's allocator.
-
-    Parameters
-    ----------
-    trace : StepTrace
-        Of the step.
-    processes : int
-        That share volumes or batches.
-    """
-    multiplies = any(isinstance(event, KernelRun) and event.name in PRODUCTS for event in trace.events)
-    streams = any(isinstance(event, KernelRun | Allocate) and event.stream != 0 for event in trace.events)
-    alone = processes == 1
-    return find_least_outside(processes) + (MATRICES if multiplies else 0) + (STREAM if streams and alone else 0)
-
-
-def find_least_outside(processes: int = 1) -> int:
-    """Return the bytes that any step takes there, whatever it does."""
-    return CONTEXT + LIBRARIES + (STREAM + GROUP if processes > 1 else 0)
-
-
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Let the strategies log nothing about what is only traced."""
@@ -246,24 +198,3 @@ def _quietly() -> Iterator[None]:
 
 def _tell(fault: Exception) -> str:
     return str(fault).strip().partition("\n")[0]
-
-
-def _find_memory_use(trace: StepTrace, capacity: int, outside: int, margin: float, is_ahead: bool) -> MemoryUse:
-    """Return the peaks of a trace; near the end of the memory torch gives back what is cached, and may still fit."""
-    settings = AllocatorSettings.find()
-    # What a kernel or a message does is of no matter to memory, and most events are kernels.
-    asked = StepTrace(tuple(event for event in trace.events if not isinstance(event, KernelRun | Sent)), trace.device)
-    free = find_memory_use(asked, settings, outside=outside, is_ahead=is_ahead)
-    safe = replace(free, reserved=int(margin * free.reserved))
-    # What tensors hold at a time fits into no less, whatever is given back.
-    if safe.total <= capacity or free.used + outside > capacity:
-        return safe
-    events: Sequence[Event] = asked.events
-    for _ in range(MORE_STEPS):  # torch gives cached memory back in every step, and finds other pieces each time
-        events = repeat_last_step(events)
-    try:
-        more = StepTrace(tuple(events), trace.device)
-        squeezed = find_memory_use(more, settings, capacity, outside=outside, is_ahead=is_ahead)
-    except OutOfMemoryError:
-        return safe
-    return replace(squeezed, reserved=min(safe.reserved, capacity - outside))

@@ -104,7 +104,7 @@ class GpuKind:
         table = read_table().rates
         if kernel.on_cores and not table.knows(kernel):
             by_bytes = self._time(kernel._replace(flops=0, on_cores=False))
-            return max(by_bytes, table.gap + kernel.flops / self.peaks.by_cores / BY_CUDA_CORES)
+            return max(by_bytes, table.gap + kernel.flops / self.peaks.cores / BY_CUDA_CORES)
         if self.measured:
             return table.seconds(kernel)
         seconds = table.seconds(kernel, self.peaks, self.processors)

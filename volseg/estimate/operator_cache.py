@@ -37,14 +37,15 @@ UNFIT_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, t
 UNFIT_NAMES = {"set_", "resize_", "resize_as_", "lift", "lift_fresh", "lift_fresh_copy"}
 """Which give a tensor other memory, or one with values some."""
 
+UNFIT_ARGUMENTS = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, dict, torch.Generator)
+
 Key = tuple[Any, ...]
 Remake = Callable[["OperatorCache", Sequence[FakeTensor]], Any]
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 PLAIN = frozenset({int, float, bool, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format})
-"""Types of arguments that a key holds as they are. To ask what is an instance of ``Tensor`` runs Python of torch's, a
-microsecond or two for each argument."""
+"""Types that a key holds as they are: ``isinstance(value, Tensor)`` runs Python of torch's for a microsecond or two."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,12 +117,10 @@ def _may_be_known(function: Any) -> bool:
 
 
 def _describe(values: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
-    """Add what tells arguments from others to a key, and the tensors among them; say whether all can be told."""
+    """Extend a key by arguments, and a list by the tensors among them; return whether a key can hold all arguments."""
     for value in values:
         kind = type(value)
-        if kind in PLAIN:  # 1, 1.0 and True are equal, and give other dtypes
-            key += (kind, value)
-        elif kind is FakeTensor:
+        if kind is FakeTensor:
             if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
                 return False
             key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
@@ -130,9 +129,9 @@ def _describe(values: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
             key += (kind, len(value))
             if not _describe(value, key, tensors):
                 return False
-        elif isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | dict | torch.Generator):
+        elif kind not in PLAIN and isinstance(value, UNFIT_ARGUMENTS):
             return False
-        else:
+        else:  # 1, 1.0 and True are equal, and give other dtypes
             key += (kind, value)
     return True
 

@@ -9,9 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Estimate, name_candidate
 from volseg.estimate.search import Skipped, describe_seconds
+from volseg.estimate.step_memory import MemoryUse
 
 __all__ = [
     "CandidateRow",
@@ -233,8 +233,11 @@ def _describe_use(use: MemoryUse) -> dict[str, Any]:
     }
 
 
-def _list_columns(rows: Sequence[CandidateRow]) -> list[tuple[str, list[str]]]:
-    """Return titles and cells of the table: GiB of the fullest GPU, times, and prices where there are any."""
+def format_table(rows: Sequence[CandidateRow]) -> str:
+    """Return the table of candidates as plain text of `WIDTH` columns at most.
+
+    It has GiB of the fullest GPU, times, and prices where there are any.
+    """
     titles = [_title(row) for row in rows]
     columns: list[tuple[str, list[str]]] = [
         (
@@ -250,7 +253,7 @@ def _list_columns(rows: Sequence[CandidateRow]) -> list[tuple[str, list[str]]]:
         ("epoch", ["" if row.epoch_seconds is None else describe_seconds(row.epoch_seconds) for row in rows]),
         ("$/epoch", ["" if row.epoch_price is None else f"{row.epoch_price:.3g}" for row in rows]),
     ]
-    return [(title, cells) for title, cells in columns if any(cells)]
+    return _format([(title, cells) for title, cells in columns if any(cells)])
 
 
 def _title(row: CandidateRow) -> str:
@@ -278,11 +281,6 @@ def _reserved(row: CandidateRow) -> str:
 
 def _gib(num_bytes: int | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / GIB:.2f}"
-
-
-def format_table(rows: Sequence[CandidateRow]) -> str:
-    """Return the table of candidates as plain text of `WIDTH` columns at most."""
-    return _format(_list_columns(rows))
 
 
 def format_volumes(rows: Sequence[LargestRow]) -> str:

@@ -44,18 +44,13 @@ class Peaks:
     """Multiplications and additions per second in 16 bits, by matrix units."""
     full: float
     """The same in float32: by matrix units in TF32, where it has these."""
-    cores: float | None = None
-    """The same in float32 by CUDA's cores; where that is not known an eighth of ``full``, as Ampere has it."""
-
-    @property
-    def by_cores(self) -> float:
-        """Operations per second without matrix units."""
-        return self.full / 8 if self.cores is None else self.cores
+    cores: float
+    """The same in float32 by CUDA's cores."""
 
     def bound(self, kernel: KernelClass) -> float:
         """Return the roofline's seconds."""
         matrices = self.half if kernel.dtype == HALF else self.full
-        return max(kernel.flops / (self.by_cores if kernel.on_cores else matrices), kernel.bytes_moved / self.bandwidth)
+        return max(kernel.flops / (self.cores if kernel.on_cores else matrices), kernel.bytes_moved / self.bandwidth)
 
 
 class RateTable:

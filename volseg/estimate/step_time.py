@@ -58,7 +58,7 @@ def find_times(
     gpu: GpuKind,
     links: Links,
     *,
-    recorded: bool | None = None,
+    recorded: bool = False,
     stages: bool = False,
     micro_batches: int = 1,
 ) -> StepTimes:
@@ -73,14 +73,12 @@ def find_times(
     links
         What connects them.
     recorded
-        Whether the step is replayed from a recording; by default where a trace has the mark of one.
+        Whether the step is replayed from a recording.
     stages
         Whether the devices are a pipeline's stages, in order, that one process drives; else each has its own.
     micro_batches
         Pieces of a batch that go through the stages one behind the other.
     """
-    if recorded is None:
-        recorded = any(isinstance(event, Mark) and event.name == "record" for trace in traces for event in trace.events)
     times = [
         _time_device(select_step(trace.events), gpu, links, recorded, OF_STAGES if stages else 1.0) for trace in traces
     ]

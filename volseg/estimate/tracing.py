@@ -96,7 +96,7 @@ def tracing(
         followed.in_place.learn()
         try:
             yield followed
-        except Exception as told:  # by whoever was given up, in words of his own
+        except Exception as told:  # a network may replace the error by its own
             if followed.fault is None or told is followed.fault:
                 raise
             raise followed.fault from told

@@ -17,9 +17,9 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.labels import num_indices
 from volseg.data.reading_group import ALONE, meet_readers
-from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.search import SURE, choose
+from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment.alternatives import find_candidate, find_estimate, take_candidate
 from volseg.experiment.building import build_objective, draw_batch
 from volseg.experiment.out_of_memory import is_out_of_memory

@@ -14,7 +14,7 @@ from volseg.data.augmented import EpochBatches
 from volseg.data.cases import Task
 from volseg.data.preparing import PreparedCases
 from volseg.data.reading_group import ALONE, Readers
-from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment.building import build_batches, build_predictor, build_validation, preprocessing_of
 from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.parallel.devices import is_main_process

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.step_memory import MemoryUse
 from volseg.parallel.devices import find_rank, list_gpus, uses_gpus
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.workflow.hooks import Hook

@@ -1,0 +1,205 @@
+"""Memory of a step: what torch's allocator reserves for its trace, and what lies beside the allocator."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from volseg.errors import OutOfMemoryError
+from volseg.estimate.allocator import Allocator, AllocatorSettings
+from volseg.estimate.trace import Allocate, Event, Free, KernelRun, Mark, Sent, StepTrace, Used
+
+__all__ = [
+    "MemoryUse",
+    "estimate_memory_use",
+    "find_least_outside",
+    "find_memory_use",
+    "find_outside",
+    "repeat_last_step",
+]
+
+MORE_STEPS = 4
+"""Steps that are added to those of the trace near the end of the memory: a DynUNet at 800 x 160 x 160 in 16 GiB was out
+of memory in its third step."""
+
+MIB = 2**20
+
+# Memory of a GPU that lies beside torch's allocator, read off an H200 (``workflows/benchmarks/plan_accuracy.py``): what
+# the device said was taken, less what torch had reserved. Torch 2.11, CUDA 13, driver 580; another driver takes some
+# tens of MiB more or less.
+
+CONTEXT = 527 * MIB
+"""CUDA's own, when the first tensor is made; four of them are the driver's before any process."""
+
+LIBRARIES = 112 * MIB
+"""cuDNN and the kernels that a step loads, within some MiB whatever the network and its kernels."""
+
+MATRICES = 68 * MIB
+"""cuBLAS, which the first product of matrices loads. Its workspace is a block of torch's allocator."""
+
+STREAM = 70 * MIB
+"""What the first stream beside the default one takes: that of a recording, or of copies between GPUs."""
+
+GROUP = 1250 * MIB
+"""NCCL's communicators and the mailboxes of two processes; measured on two GPUs of one host."""
+
+PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addbmm"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Peaks of one device, in bytes."""
+
+    used: int
+    """In blocks that are held: ``torch.cuda.max_memory_allocated``."""
+    reserved: int
+    """Taken from the device: ``torch.cuda.max_memory_reserved``."""
+    outside: int
+    """Taken beside torch's allocator: the context, libraries' own workspaces."""
+    peak_in: str
+    """The part of the step in which ``reserved`` was highest."""
+    reserved_by_steps: int | None = None
+    """Of ``reserved``, what was taken before the first validation; None where none is traced."""
+
+    @property
+    def total(self) -> int:
+        """What the device must have."""
+        return self.reserved + self.outside
+
+    def of_steps(self) -> "MemoryUse":
+        """Return what the training steps reserve by themselves."""
+        return self if self.reserved_by_steps is None else replace(self, reserved=self.reserved_by_steps)
+
+
+def estimate_memory_use(trace: StepTrace, capacity: int, outside: int, margin: float, is_ahead: bool) -> MemoryUse:
+    """Return the peaks of a trace; near the end of the memory torch gives back what is cached, and may still fit."""
+    settings = AllocatorSettings.find()
+    # What a kernel or a message does is of no matter to memory, and most events are kernels.
+    asked = StepTrace(tuple(event for event in trace.events if not isinstance(event, KernelRun | Sent)), trace.device)
+    free = find_memory_use(asked, settings, outside=outside, is_ahead=is_ahead)
+    safe = replace(free, reserved=int(margin * free.reserved))
+    # What tensors hold at a time fits into no less, whatever is given back.
+    if safe.total <= capacity or free.used + outside > capacity:
+        return safe
+    events: Sequence[Event] = asked.events
+    for _ in range(MORE_STEPS):  # torch gives cached memory back in every step, and finds other pieces each time
+        events = repeat_last_step(events)
+    try:
+        more = StepTrace(tuple(events), trace.device)
+        squeezed = find_memory_use(more, settings, capacity, outside=outside, is_ahead=is_ahead)
+    except OutOfMemoryError:
+        return safe
+    return replace(squeezed, reserved=min(safe.reserved, capacity - outside))
+
+
+def find_memory_use(
+    trace: StepTrace,
+    settings: AllocatorSettings | None = None,
+    capacity: int | None = None,
+    *,
+    outside: int = 0,
+    is_ahead: bool = False,
+) -> MemoryUse:
+    """Return the peaks of a trace.
+
+    Parameters
+    ----------
+    trace : StepTrace
+        From the placing of the network on; what lives at the end of the trace lives on.
+    settings : AllocatorSettings, optional
+        Torch's defaults by default.
+    capacity : int, optional
+        Bytes of the device; where they are not enough, cached memory is given back, as torch does, and asked for again.
+        Without, the trace takes what it needs.
+    outside : int
+        Bytes of the device that are taken beside the allocator.
+    is_ahead : bool
+        Whether Python is through with a step before the device: then a block that two streams use, as each copy between
+        devices does, comes back at the step's end; otherwise it comes back at once.
+
+    Raises
+    ------
+    OutOfMemoryError
+        Where the capacity does not suffice: with the part of the step and the number of the event.
+    """
+    allocator = Allocator(settings, None if capacity is None else capacity - outside)
+    part, peak_in, peak = "placing", "placing", 0
+    by_steps: int | None = None
+    shared: set[int] = set()
+    for number, event in enumerate(trace.events):
+        match event:
+            case Allocate(block, size, stream, pool):
+                try:
+                    allocator.take(block, size, stream, pool)
+                except OutOfMemoryError as fault:
+                    raise OutOfMemoryError(f"out of memory in {part} (event {number} of the trace): {fault}") from fault
+                if allocator.reserved > peak:
+                    peak, peak_in = allocator.reserved, part
+            case Used(block) if is_ahead:
+                shared.add(block)
+            case Free(block) if block in shared:
+                allocator.leave(block)
+            case Free(block):
+                allocator.give_back(block)
+            case Mark("empty_cache"):
+                allocator.empty_cache()
+            case Mark(name):
+                if name == "end":
+                    allocator.wait()
+                part = name
+                by_steps = allocator.peak_reserved if name == "validate" else by_steps
+    return MemoryUse(
+        used=allocator.peak_used,
+        reserved=allocator.peak_reserved,
+        outside=outside,
+        peak_in=peak_in,
+        reserved_by_steps=by_steps,
+    )
+
+
+def repeat_last_step(events: Sequence[Event]) -> Sequence[Event]:
+    """Return what a device was asked for, with the last step once more.
+
+    The further step gives back of the one before what that gives back of the one before it (gradients, mostly). Where
+    these cannot be told from their sizes and order, nothing is repeated.
+    """
+    marks = {event.name: number for number, event in enumerate(events) if isinstance(event, Mark)}
+    step = events[marks.get("step", 0) : marks.get("end", -1) + 1]
+    taken = {event.block: replace(event, block=0) for event in events if isinstance(event, Allocate)}
+    own = [event.block for event in step if isinstance(event, Allocate)]
+    given_back = {event.block for event in step if isinstance(event, Free)}
+    left = [block for block in own if block not in given_back]
+    earlier = sorted(given_back.difference(own))  # numbers rise as blocks are taken
+    if not step or [taken[block] for block in earlier] != [taken[block] for block in left]:
+        return events
+    first = max(taken, default=0) + 1
+    numbers = {block: first + place for place, block in enumerate(own)}
+    end, before = marks["end"] + 1, dict(zip(earlier, left, strict=True))
+    return [*events[:end], *_rename(step, before | numbers), *_rename(events[end:], numbers)]
+
+
+def _rename(events: Sequence[Event], numbers: Mapping[int, int]) -> list[Event]:
+    """Return events with other numbers of blocks."""
+    kinds = Allocate | Free | Used
+    return [
+        replace(each, block=numbers.get(each.block, each.block)) if isinstance(each, kinds) else each for each in events
+    ]
+
+
+def find_outside(trace: StepTrace, processes: int = 1) -> int:
+    """Return the bytes that a step takes of its GPU beside torch's allocator.
+
+    Parameters
+    ----------
+    trace : StepTrace
+        Of the step.
+    processes : int
+        That share volumes or batches.
+    """
+    multiplies = any(isinstance(event, KernelRun) and event.name in PRODUCTS for event in trace.events)
+    streams = any(isinstance(event, KernelRun | Allocate) and event.stream != 0 for event in trace.events)
+    alone = processes == 1
+    return find_least_outside(processes) + (MATRICES if multiplies else 0) + (STREAM if streams and alone else 0)
+
+
+def find_least_outside(processes: int = 1) -> int:
+    """Return the bytes that any step takes there, whatever it does."""
+    return CONTEXT + LIBRARIES + (STREAM + GROUP if processes > 1 else 0)
