@@ -3,6 +3,7 @@
 A near name beside the path was offered for configs only, not for folders.
 """
 
+import os
 import subprocess
 import sys
 
@@ -23,6 +24,7 @@ finally:
     [
         ("train my_dta", "did you mean the folder 'my_data'?"),
         ("train task04_unett", "did you mean 'task04_unet'"),
+        ("train 4", "did you mean the folder 'Dataset004_Heart'?"),
         ("cross-validate my.yaml", "my.yaml cannot be read: No such file"),
         ("plan my.yaml", "my.yaml cannot be read: No such file"),
         ("configure my_dta -o my.yaml", "my_dta does not exist; name the TaskNN_Name folder"),
@@ -42,10 +44,15 @@ finally:
     ],
 )
 def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(tmp_path, words, message):
-    (tmp_path / "my_data").mkdir()
+    for name in ("my_data", "Dataset004_Heart"):
+        (tmp_path / name).mkdir()
     (tmp_path / "scan.nii.gz").touch()
     ran = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM, *words.split()], cwd=tmp_path, capture_output=True, encoding="utf-8"
+        [sys.executable, "-P", "-c", PROGRAM, *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, "nnUNet_raw": "."},
+        capture_output=True,
+        encoding="utf-8",
     )
     assert ran.returncode == 1
     assert message in ran.stderr
