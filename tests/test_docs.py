@@ -82,6 +82,14 @@ def test_every_result_is_linked_from_a_page_and_named_by_network_hardware_and_qu
     assert [path.name for path in results if not RESULT_NAME.fullmatch(path.name)] == []
 
 
+def test_measurements_have_ten_tables_each_with_its_command_and_result() -> None:
+    sections = re.split(r"^##+ ", (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8"), flags=re.M)
+    tabled = [section for section in sections if "\n| --- |" in section]
+    assert sum(section.count("\n| --- |") for section in tabled) <= 10
+    incomplete = [section for section in tabled if "ommand" not in section or "benchmarks/results/" not in section]
+    assert [section.partition("\n")[0] for section in incomplete] == []
+
+
 def test_decisions_are_few_short_whole_and_indexed() -> None:
     index = (DECISIONS / "README.md").read_text(encoding="utf-8")
     pages = sorted(path for path in DECISIONS.glob("*.md") if path.name != "README.md")

@@ -45,8 +45,10 @@ __all__ = [
     "complete_network",
     "complete_run",
     "complete_shipped",
+    "config_argument",
     "gather_overrides",
     "require_data",
+    "source_argument",
     "verb",
 ]
 
@@ -155,6 +157,16 @@ class _PlainFlags:
         return params
 
 
+def config_argument(about: str) -> Any:
+    """Return an argument that names a config; the shell completes names of files and of volseg's own configs."""
+    return Argument(metavar="CONFIG", help=about, callback=check_config, autocompletion=complete_config)
+
+
+def source_argument(metavar: str, about: str, remedy: str) -> Any:
+    """Return an argument that names a run or another source; the shell completes names of runs."""
+    return Argument(metavar=metavar, help=about, callback=check_exists(remedy), autocompletion=complete_run)
+
+
 class PlainGroup(_PlainFlags, TyperGroup):
     """A group of verbs."""
 
@@ -186,15 +198,7 @@ class SuggestingCommand(PlainCommand):
         return super().parse_args(ctx, args)
 
 
-ConfigFile = Annotated[
-    Path,
-    Argument(
-        metavar="CONFIG",
-        help="YAML file of the experiment.",
-        autocompletion=complete_config,
-        callback=check_config,
-    ),
-]
+ConfigFile = Annotated[Path, config_argument("YAML file of the experiment.")]
 Channels = Annotated[int | None, Option(min=1, help="Number of channels, if the data set is absent.")]
 Classes = Annotated[int | None, Option(min=2, help="Number of classes with the background, if the data set is absent.")]
 
@@ -238,24 +242,20 @@ def gather_overrides(given: Sequence[str] | None, output: Path | None, *, no_cac
 
 Source = Annotated[
     Path,
-    Argument(
-        metavar="SOURCE",
-        autocompletion=complete_run,
-        help="Run folder, cross-validation (its finished folds together), file of `volseg export`, or model folder or "
+    source_argument(
+        "SOURCE",
+        "Run folder, cross-validation (its finished folds together), file of `volseg export`, or model folder or "
         "checkpoint of nnU-Net 2; or one fold of these.",
-        callback=check_exists(
-            "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model "
-            "folder of nnU-Net 2, or a file of weights"
-        ),
+        "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model "
+        "folder of nnU-Net 2, or a file of weights",
     ),
 ]
 MadeFolder = Annotated[
     Path,
-    Argument(
-        metavar="RUN|CV",
-        autocompletion=complete_run,
-        callback=check_exists("name the folder that `volseg train` or `volseg cross-validate` made"),
-        help="Folder of `volseg train` or `volseg cross-validate`.",
+    source_argument(
+        "RUN|CV",
+        "Folder of `volseg train` or `volseg cross-validate`.",
+        "name the folder that `volseg train` or `volseg cross-validate` made",
     ),
 ]
 Settings = Annotated[

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from volseg import experiment
 from volseg.cli.options import (
@@ -16,8 +16,7 @@ from volseg.cli.options import (
     Output,
     Overrides,
     SuggestingCommand,
-    check_config,
-    complete_config,
+    config_argument,
     verb,
 )
 from volseg.streams import show
@@ -33,12 +32,7 @@ NOTHING_FITS = 3
 
 @verb(planning_app, "Train", "volseg plan configs/task04_vnet.yaml --instance p3.8xlarge")
 def plan(
-    config: Annotated[
-        Path | None,
-        Argument(
-            metavar="CONFIG", help="YAML file of the experiment.", autocompletion=complete_config, callback=check_config
-        ),
-    ] = None,
+    config: Annotated[Path | None, config_argument("YAML file of the experiment.")] = None,
     overrides: Overrides = None,
     gpus: Annotated[int | None, Option(min=1, help="Number of GPUs of the machine; default 1.")] = None,
     gpu_memory: Annotated[str | None, Option(metavar="SIZE", help="Memory of each GPU, such as 16GiB.")] = None,

@@ -19,7 +19,7 @@ from volseg.cli.options import (
     Settings,
     Source,
     check_exists,
-    complete_run,
+    source_argument,
     verb,
 )
 from volseg.config.nearest import suggest_path
@@ -53,11 +53,10 @@ def report(
 def view(
     source: Annotated[
         Path,
-        Argument(
-            metavar="RUN|FOLDER|IMAGE",
-            autocompletion=complete_run,
-            callback=check_exists("name a run, a folder of predictions or images, a data set, or an image"),
-            help="A run or a cross-validation (its validation cases), a folder of predictions, a data set, or images.",
+        source_argument(
+            "RUN|FOLDER|IMAGE",
+            "A run or a cross-validation (its validation cases), a folder of predictions, a data set, or images.",
+            "name a run, a folder of predictions or images, a data set, or an image",
         ),
     ],
     labels: Annotated[

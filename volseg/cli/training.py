@@ -18,9 +18,8 @@ from volseg.cli.options import (
     Overrides,
     Quiet,
     SuggestingCommand,
-    check_config,
-    complete_config,
     complete_run,
+    config_argument,
     gather_overrides,
     require_data,
     verb,
@@ -74,15 +73,7 @@ def configure(
     cls=SuggestingCommand,
 )
 def train(
-    config: Annotated[
-        Path,
-        Argument(
-            metavar="CONFIG",
-            help="YAML file of the experiment, or a data set to plan for.",
-            autocompletion=complete_config,
-            callback=check_config,
-        ),
-    ],
+    config: Annotated[Path, config_argument("YAML file of the experiment, or a data set to plan for.")],
     overrides: Overrides = None,
     output: Annotated[Path | None, Output(help="Run folder; default runs/NAME.")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint, and validate.")] = False,
@@ -185,19 +176,17 @@ def search(
     config: ConfigFile,
     over: Annotated[
         Path,
-        typer.Option("--over", metavar="FILE", help="YAML file: for each key a range or a list of choices."),
+        Option("--over", metavar="FILE", help="YAML file: for each key a range or a list of choices."),
     ],
     overrides: Overrides = None,
     output: Annotated[Path | None, Output(help="Folder for trial_0, trial_1 ...; default runs/NAME.")] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Trials in all, of earlier calls and other machines too.")] = 20,
-    gpus: Annotated[int, typer.Option(min=1, help="Number of trials to train at a time, each on its own GPU.")] = 1,
+    trials: Annotated[int, Option(min=1, help="Trials in all, of earlier calls and other machines too.")] = 20,
+    gpus: Annotated[int, Option(min=1, help="Number of trials to train at a time, each on its own GPU.")] = 1,
     metric: Annotated[
-        str, typer.Option(help="Metric to compare, as TensorBoard names it, such as dice/LABEL.")
+        str, Option(help="Metric to compare, as TensorBoard names it, such as dice/LABEL.")
     ] = "dice_mean",
-    minimize: Annotated[bool, typer.Option("--minimize", help="Smaller values of the metric are better.")] = False,
-    pruner: Annotated[
-        str, typer.Option(help="How to stop bad trials: median, halving (successive) or none.")
-    ] = "median",
+    minimize: Annotated[bool, Option("--minimize", help="Smaller values of the metric are better.")] = False,
+    pruner: Annotated[str, Option(help="How to stop bad trials: median, halving (successive) or none.")] = "median",
     no_cache: NoCache = False,
     components: Components = None,
     json_logs: JsonLogs = False,

@@ -46,10 +46,10 @@ CHANNEL = "image_"
 """What the columns of an image's channels begin with."""
 
 NEAR = 0.8
-"""How alike the name of a column may be to one that is read and not be a slip (difflib's ratio): ``age`` is not."""
+"""Similarity (difflib's ratio) from which the name of a column counts as misspelt: ``imgae`` does, ``age`` does not."""
 
 NO_SLIPS = ("height",)
-"""Columns that are alike, and common beside patients."""
+"""Common columns whose names are similar to one that is read."""
 
 SIDES = {
     **dict.fromkeys(("train", "training"), "training"),
@@ -215,7 +215,7 @@ def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) ->
                 "begin like one"
             )
         if name not in NO_SLIPS and (near := get_close_matches(name, COLUMNS, n=1, cutoff=NEAR)):
-            raise DataError(f"{path} has a column {name!r}; rename it to {near[0]!r}, or to what is less alike")
+            raise DataError(f"{path} has a column {name!r}; rename it to {near[0]!r}, or to a less similar name")
     if other:
         log_once(f"{path}: read only where split.group names them: the column(s) {', '.join(other)}")
     # Channels are called as they were written.

@@ -14,7 +14,7 @@ from volseg.parallel.spatial.lazy.bias import forget_vanishing
 from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.pending import Shown
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
-from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["backward", "differentiate", "metadata", "register_hook"]
 
@@ -174,9 +174,7 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
         refuse_if(gradient is None, "it needs the gradient of each voxel, or a loss that is one number")
         if gradient.shape != root.shape:
             raise RuntimeError(f"a gradient of shape {tuple(gradient.shape)} for a volume of {tuple(root.shape)}")
-        if not isinstance(gradient, ShardedVolume) or gradient.dims != root.dims:
-            gradient = cut_like(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient, root)
-        found += relaid(gradient, root.merged).slabs
+        found += cut_like(gradient, root).slabs
     return found
 
 
@@ -220,11 +218,9 @@ def _hooked(joined: Joined, hooks: Iterable[Callable], gradients: Sequence[Tenso
             forget_vanishing(gradient)
         if result is None:
             continue
-        if not isinstance(result, ShardedVolume):
-            result = cut_like(result, volume)
-        if result.shape != volume.shape or result.dims != volume.dims:
+        if result.shape != volume.shape:
             raise RuntimeError(f"a hook turned a gradient of shape {tuple(volume.shape)} into {tuple(result.shape)}")
-        gradients = relaid(result, volume.merged).slabs
+        gradients = cut_like(result, volume).slabs
     return list(gradients)
 
 

@@ -31,21 +31,13 @@ SIGNS = ["abs", "absolute", "neg", "negative", "positive", "sgn", "sign", "signb
 POWERS = ["exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "logit", "reciprocal", "rsqrt", "sqrt", "square"]
 CIRCULAR = ["acos", "asin", "atan", "cos", "sin", "sinc", "tan", "angle", "deg2rad", "rad2deg"]
 HYPERBOLIC = ["acosh", "asinh", "atanh", "cosh", "sinh", "tanh"]
-GAMMA = ["digamma", "lgamma", "mvlgamma", "polygamma"]
-SIGMOIDS = [
-    "erf",
-    "erfc",
-    "erfinv",
-    "special.erfcx",
-    "special.expit",
-    "special.log_ndtr",
-    "special.ndtr",
-    "special.ndtri",
-]
+SPECIAL = ["digamma", "lgamma", "mvlgamma", "polygamma", "erf", "erfc", "erfinv"]
+SPECIAL_ONLY = ["special.erfcx", "special.expit", "special.log_ndtr", "special.ndtr", "special.ndtri"]
 QUESTIONS = ["isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "logical_not", "bitwise_not"]
 CONJUGATES = ["conj", "conj_physical", "resolve_conj", "resolve_neg"]
+OTHERS = ["nan_to_num"]
 
-UNARY = [*ROUNDED, *SIGNS, *POWERS, *CIRCULAR, *HYPERBOLIC, *GAMMA, *SIGMOIDS, *QUESTIONS, *CONJUGATES, "nan_to_num"]
+UNARY = [*ROUNDED, *SIGNS, *POWERS, *CIRCULAR, *HYPERBOLIC, *SPECIAL, *SPECIAL_ONLY, *QUESTIONS, *CONJUGATES, *OTHERS]
 
 EQUALITIES = ["eq", "ne", "not_equal", "isclose"]
 ORDERS = ["ge", "gt", "le", "lt", "greater", "greater_equal", "less", "less_equal"]
