@@ -94,7 +94,7 @@ def test_every_fold_is_validated_on_its_own_cases(crossed):
     for number in range(3):
         own = crossed / f"fold_{number}" / "validation_inference.mirror=true"
         assert set(map(str, own.glob("*.nii.gz"))) <= set(files)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="use --overwrite to replace it"):
         CliRunner().invoke(app, settings, catch_exceptions=False)
 
 
