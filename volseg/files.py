@@ -235,7 +235,7 @@ def _flush_names(folder: Path) -> None:
 def require_new(*paths: str | Path, overwrite: bool = False) -> None:
     """Raise `ConfigError` if a file exists and the user did not ask to overwrite it."""
     if not overwrite and (there := [path for path in paths if Path(path).exists()]):
-        raise ConfigError(f"{there[0]} exists; choose another path, or replace it by --overwrite")
+        raise ConfigError(f"{there[0]} exists; choose another path, or use --overwrite to replace it")
 
 
 def replace_nan(value: Any) -> Any:

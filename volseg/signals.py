@@ -53,12 +53,12 @@ LAUNCHING = ("volseg", "volseg.__main__", "volseg.cli", "volseg.experiment", "vo
 """Modules whose frames do not count as work; neither do those of the command line (``volseg.cli.*``)."""
 
 RESUME_HINTS = {
-    "train": "a training that had begun is saved, go on with it by --resume",
-    "cross-validate": "a training that had begun is saved, go on with it by --resume",
-    "search": "trials that had begun are saved, go on with them by the same command",
+    "train": "a training that had begun is saved; continue it with --resume",
+    "cross-validate": "a training that had begun is saved; continue it with --resume",
+    "search": "finished trials are saved; run the same command again to continue",
     "quickstart": "start again with another --output; a training that had begun is saved: continue it by the command "
     "in the first line",
-    "predict": "every written label map is complete, continue with the others by --resume",
+    "predict": "every written label map is complete; continue with --resume",
 }
 """Hint on how to continue after an interruption, by command; other commands are run again."""
 

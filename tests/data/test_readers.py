@@ -250,7 +250,7 @@ def test_one_path_in_a_tuple_may_hold_all_channels(save, ramp):
         ),
         (
             lambda voxels, affine: (np.stack([voxels, voxels], axis=-1), affine),
-            r"a_0001\.nii\.gz holds 2 channels, but stands for one of several; name it alone, or split it",
+            r"a_0001\.nii\.gz holds 2 channels, but stands for one of several; name only this file, or split it",
         ),
     ],
     ids=["shape", "place", "4D"],

@@ -72,7 +72,7 @@ def test_what_will_not_do_is_measured_anew_with_a_word(
     caplog.set_level(logging.WARNING)
     assert read_calibration(keep(tmp_path, stored), MACHINE) is None
     assert word in caplog.text
-    assert "the GPU is measured anew" in caplog.text
+    assert "the GPU is measured again" in caplog.text
 
 
 def test_a_calibrated_kind_takes_so_many_times_as_long_as_its_table_says() -> None:

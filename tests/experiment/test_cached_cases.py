@@ -37,7 +37,7 @@ def test_weights_and_scores_are_the_same_cold_warm_and_without(configured, tmp_p
             assert torch.equal(state.model[name], weight)
         files = [(of.folder.path / "cases.json").read_text(encoding="utf-8") for of in (outcome, outcomes[0])]
         assert files[0] == files[1]
-    assert f"6 prepared case(s) were found in {own_cache} and 0 added" in caplog.text
+    assert f"cache {own_cache}: 6 prepared case(s) found, 0 added" in caplog.text
     told = re.findall(r"(\d) of (\d) training cases lie on cpu", caplog.text)
     assert [there < of for there, of in told] == [False, True]
 

@@ -104,4 +104,4 @@ def test_other_weights_do_not_prepare_cases_again_and_do_not_go_on(tabled, caplo
     caplog.clear()
     with caplog.at_level("INFO"):
         train(tabled(1, 1, 0.5, 1, 1, 1, settings=(f"output={config.folder.parent / 'other'}",)))
-    assert "6 prepared case(s) were found" in caplog.text
+    assert "6 prepared case(s) found" in caplog.text

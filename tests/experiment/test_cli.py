@@ -187,7 +187,7 @@ def test_ctrl_c_of_several_processes_says_how_to_go_on(start, config_file, tmp_p
     running.send_signal(signal.SIGINT)
     said = running.communicate()[1]
     assert running.returncode == 130
-    assert "interrupted; a training that had begun is saved, go on with it by --resume" in said
+    assert "interrupted; a training that had begun is saved; continue it with --resume" in said
     assert "Traceback" not in said
     assert (tmp_path / "run" / "checkpoints" / "latest.pt").exists()
 
@@ -200,7 +200,7 @@ def test_sigterm_leaves_no_lock_whenever_it_comes(start, config_file, tmp_path):
     running.send_signal(signal.SIGTERM)
     said = running.communicate()[1]
     assert running.returncode == 128 + signal.SIGTERM
-    assert "go on with it by --resume" in said
+    assert "continue it with --resume" in said
     assert "Traceback" not in said
     assert not (tmp_path / "run" / LOCK).exists()
 
@@ -222,7 +222,7 @@ def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, ca
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["train", "RUN"], "RUN is the folder of a run, .*; go on with it by .* train RUN/config.yaml -o RUN --resume"),
+        (["train", "RUN"], "RUN is the folder of a run, .*; continue it with .* train RUN/config.yaml -o RUN --resume"),
         (["train", "IMAGE"], "IMAGE is no text in UTF-8 .* or a data set by its folder"),
         (["train", "CONFIG", "--set", "network.channels=8"], "network UNet refused {'channels': 8, "),
         (["train", "CONFIG", "--gpus", "99"], "--gpus 99 asks for "),

@@ -76,7 +76,7 @@ def test_configure_then_train(folder, tmp_path):
     assert "| mean " in result.output
     network = json.loads((tmp_path / "run" / "network.json").read_text(encoding="utf-8"))
     assert str(config.network.spec()["strides"]) in str(network)
-    with pytest.raises(ConfigError, match="was not begun from a data set; go on with it by the config"):
+    with pytest.raises(ConfigError, match="was not planned from a data set; continue it with the config"):
         call("train", folder, "-o", tmp_path / "run", "--resume")
 
 
@@ -92,7 +92,7 @@ def test_the_second_plan_reads_no_case(folder, tmp_path):
 
 def test_a_file_that_is_there_is_refused_before_a_case_is_read(folder, tmp_path):
     (tmp_path / "mine.yaml").write_text("", encoding="utf-8")
-    with pytest.raises(ConfigError, match="exists; choose another path, or replace it by --overwrite"):
+    with pytest.raises(ConfigError, match="exists; choose another path, or use --overwrite to replace it"):
         call("configure", folder, "-o", tmp_path / "mine.yaml")
     assert not (folder / ".volseg").exists()
 
@@ -111,7 +111,7 @@ def test_train_takes_a_folder_and_goes_on_as_it_was_planned(folder, tmp_path):
     assert "| mean " in call("train", folder, "-o", run, *QUICK, "--restart").output  # begins, as nothing was begun
     planned = (run / "planned.yaml").read_bytes()
     assert RunFolder(run).config().name == "task00_tiny_unet"
-    with pytest.raises(ConfigError, match="holds a run already; go on with it by --resume"):
+    with pytest.raises(ConfigError, match="holds a run already; continue it with --resume"):
         call("train", folder, "-o", run, *QUICK)
     longer = setting("network.filters=[4, 8, 8]", "training.epochs=2")
     assert "| mean " in call("train", folder, "-o", run, *longer, "--resume").output

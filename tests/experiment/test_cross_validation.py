@@ -195,7 +195,7 @@ def test_a_summary_of_other_cases_is_refused(planned, quick):
     summary = read_summary(file)
     name = os.path.basename(summary["metric_per_case"].pop()["prediction_file"]).removesuffix(".nii.gz")
     write_summary(summary, file)
-    with pytest.raises(DataError, match=rf"holds 1 cases where fold 0 validates 2; .* is {name}\. Write it anew"):
+    with pytest.raises(DataError, match=rf"holds 1 cases where fold 0 validates 2; .* is {name}\. Write it again"):
         cross_validate(quick(), folds=[0])
 
 

@@ -168,7 +168,7 @@ def test_what_cannot_be_exported_is_told(run, tmp_path):
         export(run, tmp_path / "model.onnx", to="onxx")
     for format_, name in (("archive", "model.zip"), ("torchscript", "model.pt")):
         (tmp_path / name).write_text("somebody's", encoding="utf-8")
-        with pytest.raises(ConfigError, match=f"{name} exists; choose another path, or replace it by --overwrite"):
+        with pytest.raises(ConfigError, match=f"{name} exists; choose another path, or use --overwrite to replace it"):
             export(run, tmp_path / name, to=format_)
     assert export(run, tmp_path / "model.zip", overwrite=True).read_bytes().startswith(b"PK")
     with pytest.raises(CheckpointError, match="which is not a plain relative name"):
@@ -220,7 +220,7 @@ def test_monai_runs_the_bundle_by_itself(network, run, configured, task, tmp_pat
         theirs = np.asarray(nib.load(bundle / "eval" / f"{case}_seg.nii.gz").dataobj)
         # Both interpolate probabilities, MONAI by way of its own inverses
         assert (ours == theirs).mean() >= 0.999
-    with pytest.raises(ConfigError, match="is there already; a MONAI bundle is written to a new folder"):
+    with pytest.raises(ConfigError, match="exists; a MONAI bundle is written to a new folder"):
         export(run, bundle, to="monai-bundle")
 
 

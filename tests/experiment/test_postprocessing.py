@@ -64,7 +64,7 @@ def test_what_cannot_be_measured_or_changed_is_refused(crossed, task, tmp_path):
     run = RunFolder(crossed / "fold_0")
     gone = run.validation / f"{run.split().validation[0]}.nii.gz"
     shutil.move(gone, tmp_path)
-    with pytest.raises(DataError, match=f"lacks {gone}; write its predictions anew: volseg validate {run.path}"):
+    with pytest.raises(DataError, match=f"lacks {gone}; write its predictions again: volseg validate {run.path}"):
         determine_postprocessing(crossed)
     shutil.move(tmp_path / gone.name, gone)
     determine_postprocessing(crossed)
@@ -78,7 +78,7 @@ def test_what_cannot_be_measured_or_changed_is_refused(crossed, task, tmp_path):
     assert result.exit_code == 2
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / gone.name).write_text("somebody's", encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"{gone.name} exists; choose another path, or replace it by"):
+    with pytest.raises(ConfigError, match=f"{gone.name} exists; choose another path, or use --overwrite"):
         apply_postprocessing(crossed, run.validation, tmp_path / "out")
     assert (tmp_path / "out" / gone.name).read_text(encoding="utf-8") == "somebody's"
     again = [str(crossed), "--apply", str(run.validation), "-o", str(tmp_path / "out"), "--overwrite"]

@@ -218,7 +218,7 @@ def test_an_interrupted_prediction_goes_on(start, own_run, images, tmp_path):
     assert running.returncode == 128 + signal.SIGTERM
     written = times(output)
     assert 3 <= len(written) < 34
-    words = "volseg: interrupted; every written label map is complete, continue with the others by --resume"
+    words = "volseg: interrupted; every written label map is complete; continue with --resume"
     assert words in said.splitlines()
     assert "training" not in said
     assert not list(output.glob(".*"))

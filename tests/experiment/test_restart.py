@@ -214,7 +214,7 @@ def test_each_signal_saves_and_ends_within_seconds_with_its_status(train_endless
     said = process.communicate(timeout=60)[1]
     assert process.returncode == status, said
     assert time.monotonic() - sent < 20  # the promise; it takes milliseconds on an idle machine
-    assert "go on with it by --resume" in said
+    assert "continue it with --resume" in said
     assert not (folder / LOCK).exists()
     assert load_checkpoint(folder / "checkpoints" / "latest.pt").position > 0
 

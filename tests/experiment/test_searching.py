@@ -109,7 +109,7 @@ def test_a_search_that_was_killed_goes_on_with_its_trial(config_file, over, tmp_
     assert trial.state.name == "RUNNING"
     record = search(config_file, over(), settings, trials=1)
     assert [(one["state"], one["epochs"]) for one in record.trials] == [("finished", 40)]
-    assert "goes on after epoch" in (tmp_path / "run" / "trial_0.log").read_text(encoding="utf-8")
+    assert "continues after epoch" in (tmp_path / "run" / "trial_0.log").read_text(encoding="utf-8")
     assert len(open_study(tmp_path / "run").trials[0].intermediate_values) == 40
 
 

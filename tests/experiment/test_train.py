@@ -71,7 +71,7 @@ def test_the_resolved_config_runs_again_to_the_same_weights(trained, tmp_path):
 
 def test_a_run_is_never_overwritten(outcome, configured):
     before = (outcome.folder.checkpoints / "latest.pt").read_bytes()
-    with pytest.raises(ConfigError, match=r"holds a run already; go on with it by --resume, or choose another folder"):
+    with pytest.raises(ConfigError, match=r"holds a run already; continue it with --resume, or choose another folder"):
         train(configured())
     assert (outcome.folder.checkpoints / "latest.pt").read_bytes() == before
 

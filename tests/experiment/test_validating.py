@@ -29,16 +29,16 @@ def test_other_settings_go_to_a_folder_that_is_called_by_them(crossed, tmp_path)
     assert len(list(named.glob("*.nii.gz"))) == len(run.split().validation)
     assert read_summary(named / "summary.json")["mean"] == validated.summary["mean"]
     assert (run.validation / "summary.json").read_bytes() == own
-    with pytest.raises(ConfigError, match=r"mirror=true/summary\.json is there already; replace .* by --overwrite"):
+    with pytest.raises(ConfigError, match=r"mirror=true/summary\.json exists; use --overwrite to replace it"):
         validate(run, overrides=settings)
-    with pytest.raises(ConfigError, match=r"validation/summary\.json is there already"):
+    with pytest.raises(ConfigError, match=r"validation/summary\.json exists"):
         validate(run)
     assert validate(run, overwrite=True).summary["mean"] == json.loads(own)["mean"]
     with pytest.raises(ConfigError, match=r"network is as it was trained with.*metrics, evaluation, data\.root"):
         validate(run, overrides=["network.channels=[8]"])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.nii.gz").touch()
-    with pytest.raises(ConfigError, match=r"mine/a\.nii\.gz is there already"):
+    with pytest.raises(ConfigError, match=r"mine/a\.nii\.gz exists"):
         validate(run, output=tmp_path / "mine")
 
 
@@ -94,7 +94,7 @@ def test_every_fold_is_validated_on_its_own_cases(crossed):
     for number in range(3):
         own = crossed / f"fold_{number}" / "validation_inference.mirror=true"
         assert set(map(str, own.glob("*.nii.gz"))) <= set(files)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="use --overwrite to replace it"):
         CliRunner().invoke(app, settings, catch_exceptions=False)
 
 
@@ -104,8 +104,8 @@ def test_cases_come_from_the_cache_and_bad_ones_are_named(crossed, task, tmp_pat
     with caplog.at_level("INFO"):
         validate(run, overrides=[cache], output=tmp_path / "one")
         validate(run, overrides=[cache], output=tmp_path / "two")
-    assert "0 prepared case(s) were found" in caplog.text
-    assert "2 prepared case(s) were found" in caplog.text
+    assert "0 prepared case(s) found" in caplog.text
+    assert "2 prepared case(s) found" in caplog.text
     damaged = shutil.copytree(task, tmp_path / task.name)
     name = run.split().validation[0]
     (damaged / "imagesTr" / f"{name}.nii.gz").write_bytes(b"no image")

@@ -78,7 +78,7 @@ def test_a_data_set_and_further_label_maps(task, tmp_path):
         file.rename(file.with_name(file.name.replace(".nii", "_pred.nii"))) if number else file.unlink()
     cases, _ = read_page(view(task, [other]))
     assert list(cases.values()) == [["reference"], *[["reference", "other"]] * 5, []]
-    with pytest.raises(ConfigError, match=r"view\.html exists; choose another path, or replace it by --overwrite"):
+    with pytest.raises(ConfigError, match=r"view\.html exists; choose another path, or use --overwrite to replace it"):
         view(task)
     with pytest.raises(DataError, match=r"other holds no label map of .*, but of .*; a label map is called CASE"):
         view(task / "imagesTs", [other], overwrite=True)

@@ -70,7 +70,7 @@ def test_every_number_says_why(preset):
 def test_a_file_is_replaced_by_force_only(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("name: mine\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"mine.yaml exists; choose another path, or replace it by --overwrite"):
+    with pytest.raises(ConfigError, match=r"mine.yaml exists; choose another path, or use --overwrite to replace it"):
         write_config(plan(make_fingerprint()), path)
     assert path.read_text(encoding="utf-8") == "name: mine\n"
     write_config(plan(make_fingerprint()), path, overwrite=True)

@@ -81,7 +81,7 @@ def test_a_signal_in_an_import_ends_the_command(start, module, number, config_fi
     )
     told, errors = job.communicate(timeout=300)
     assert job.returncode == 128 + number, errors
-    assert errors == "volseg: interrupted; a training that had begun is saved, go on with it by --resume\n"
+    assert errors == "volseg: interrupted; a training that had begun is saved; continue it with --resume\n"
     assert told == ""
 
 

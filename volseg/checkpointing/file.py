@@ -64,7 +64,7 @@ def save_checkpoint(
         kept = "the one written before is still there" if path.exists() else "no earlier one exists"
         raise CheckpointError(
             f"checkpoint {path} could not be written ({reason}); {kept}. Free space or choose another output folder, "
-            "then go on with --resume"
+            "then continue with --resume"
         ) from fault
     return path
 

@@ -131,7 +131,7 @@ class RunFolder:
         if self.exists:
             self._require_own_config()
             raise ConfigError(
-                f"{self.path} holds a run already; go on with it by --resume, or choose another folder by --output"
+                f"{self.path} holds a run already; continue it with --resume, or choose another folder by --output"
             )
         parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from volseg.config.base import require_sound_parts, validated
-from volseg.config.nearest import did_you_mean, find_near_sibling
+from volseg.config.nearest import did_you_mean, find_near_path
 from volseg.config.schema import ExperimentConfig
 from volseg.config.shipped import list_shipped
 from volseg.config.yaml_values import DEEPEST, dump_yaml, parse_yaml, read_yaml
@@ -100,7 +100,7 @@ def _name_configs(path: Path) -> str:
     if path.is_dir():
         return "it is a folder; name a YAML file"
     parent = path.parent
-    near = find_near_sibling(path, is_folder=True)
+    near = find_near_path(path, is_folder=True)
     if near is not None:
         return f"did you mean the folder {str(near)!r}?"
     files = [str(file) for file in (*parent.glob("*.yaml"), *parent.glob("*.yml"))] if parent.is_dir() else []

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-__all__ = ["did_you_mean", "find_near_sibling", "suggest_path"]
+__all__ = ["did_you_mean", "find_near_path", "suggest_path"]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -22,8 +22,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(known)}" if known else "there is none yet"
 
 
-def find_near_sibling(path: Path, *, is_folder: bool = False) -> Path | None:
-    """Return the file or folder, or only the folder, whose name is most like that of a path that does not exist."""
+def find_near_path(path: Path, *, is_folder: bool = False) -> Path | None:
+    """Return what a path that does not exist may mean.
+
+    nnU-Net's data set of that name or number; or the file or folder, or only the folder, beside it with a similar name.
+    """
+    raw = Path(os.environ.get("nnUNet_raw", "nowhere"))  # noqa: SIM112 - nnU-Net calls it so
+    named = raw.glob(f"Dataset{int(path.name):03d}_*") if path.name.isdecimal() else [raw / path.name]
+    if found := next((folder for folder in sorted(named) if folder.exists()), None):
+        return found
     if not path.parent.is_dir():
         return None
     names = [each.name for each in path.parent.iterdir() if each.is_dir() or not is_folder]
@@ -32,10 +39,6 @@ def find_near_sibling(path: Path, *, is_folder: bool = False) -> Path | None:
 
 
 def suggest_path(path: Path) -> str:
-    """Return the end of a message on a path that does not exist: the data set of nnU-Net, or the path, it may mean."""
-    if path.exists():
-        return ""
-    raw = Path(os.environ.get("nnUNet_raw", "nowhere"))  # noqa: SIM112 - nnU-Net calls it so
-    named = raw.glob(f"Dataset{int(path.name):03d}_*") if path.name.isdecimal() else [raw / path.name]
-    near = next((folder for folder in sorted(named) if folder.exists()), None) or find_near_sibling(path)
+    """Return the end of a message on a path that does not exist: what it may mean."""
+    near = None if path.exists() else find_near_path(path)
     return "" if near is None else f"; did you mean {str(near)!r}?"

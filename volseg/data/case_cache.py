@@ -171,8 +171,8 @@ class CaseCache:
     def describe(self) -> str:
         """Return a line that says what came of the cache in this process."""
         return (
-            f"{self.num_found} prepared case(s) were found in {self.folder} and {self.num_stored} added "
-            "(volseg data cache says more; data.cache none does without)"
+            f"cache {self.folder}: {self.num_found} prepared case(s) found, {self.num_stored} added "
+            "(see volseg data cache; data.cache=none turns it off)"
         )
 
     def _open_stored(self, key: str) -> StoredCase | None:
@@ -184,12 +184,12 @@ class CaseCache:
         except FileNotFoundError:
             return None
         except DamagedCaseError as fault:
-            logger.warning("%s; the case is prepared anew", fault)
+            logger.warning("%s; the case is prepared again", fault)
             with suppress(OSError):  # where only reading is allowed
                 path.unlink(missing_ok=True)
             return None
         except OSError as fault:  # no right to read it, or no address space
-            logger.warning("%s cannot be opened (%s); the case is prepared anew", path, fault.strerror or fault)
+            logger.warning("%s cannot be opened (%s); the case is prepared again", path, fault.strerror or fault)
             return None
         stored.mark_used()
         with self._lock:

@@ -64,7 +64,7 @@ def fetch_task(
     folder = Path(folder)
     target = folder / task.name
     if target.exists():
-        logger.info("%s is there already", target)
+        logger.info("%s exists already", target)
         return _require_whole(target)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{task.name}.tar.part"

@@ -164,7 +164,7 @@ def _list_sources(name: str) -> Iterator[tuple[str, bytes]]:
     if not folders and (origin is None or not Path(origin).is_file()):
         raise ConfigError(
             f"the code of {name}, which prepares cases, cannot be found, so a stored case could be out of date "
-            "without anybody noticing; put it into a file, or set data.cache to none"
+            "without notice; put it into a file, or set data.cache to none"
         )
     files = [Path(origin)] if origin is not None and Path(origin).is_file() else []
     for file in [*files, *(file for folder in folders for file in sorted(folder.rglob("*.py")))]:

@@ -78,7 +78,7 @@ def _as_volume(image: nibabel.Nifti1Image, stored: np.ndarray, path: Path) -> Me
     header = image.header
     sform_code, qform_code = int(header["sform_code"]), int(header["qform_code"])
     if sform_code == qform_code == 0:
-        logger.warning("%s has neither sform nor qform; it is placed by its voxel spacing alone", path)
+        logger.warning("%s has neither sform nor qform; it is placed by its voxel spacing only", path)
     affine, scale = _in_millimetres(image.affine, header)
     voxels = _put_channels_first(stored, path)
     codes = {"sform_code": sform_code, "qform_code": qform_code}

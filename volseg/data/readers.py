@@ -197,8 +197,8 @@ def name_files(files: Files) -> str:
 def _require_one_channel(volume: MetaTensor, path: Path) -> MetaTensor:
     if len(volume) != 1:
         raise ReaderError(
-            f"{path} holds {len(volume)} channels, but stands for one of several; name it alone, or split it into a "
-            "file per channel"
+            f"{path} holds {len(volume)} channels, but stands for one of several; name only this file, or split it "
+            "into a file per channel"
         )
     return volume
 

@@ -162,7 +162,7 @@ class StoredCase:
         if told.st_size < self.size:  # touching a page behind its end would end the process
             raise DataError(
                 f"{named} was cut off while it was used: it had {self.size} bytes and has {told.st_size}; go on with "
-                "--resume, which prepares the case anew"
+                "--resume, which prepares the case again"
             )
         if told.st_ctime_ns == self._changed["at"]:
             return
@@ -170,7 +170,8 @@ class StoredCase:
             self.require_whole()
         except DamagedCaseError as fault:
             raise DataError(
-                f"{named} was overwritten while it was used: {fault}; go on with --resume, which prepares the case anew"
+                f"{named} was overwritten while it was used: {fault}; continue with --resume, which prepares the case "
+                "again"
             ) from None
         self._changed["at"] = told.st_ctime_ns
 

@@ -293,7 +293,7 @@ class Recorder:
             self._recordings.refuse(f"{changed} changes again and again")
             logger.warning("%s runs kernel by kernel from now on: %s", self._name, self.refused)
         else:
-            logger.info("%s has changed since %s was recorded as a CUDA graph: recording anew", changed, self._name)
+            logger.info("%s has changed since %s was recorded as a CUDA graph: recording again", changed, self._name)
 
     def _try_to_record(self, kind: Kind[Recording], inputs: tuple[Any, ...]) -> None:
         recording, reason, kept = None, "in another process", False

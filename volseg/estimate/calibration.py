@@ -114,16 +114,16 @@ def read_calibration(file: Path, machine: Mapping[str, Any]) -> dict[str, Any] |
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as fault:
-        logger.warning("%s cannot be read (%s): the GPU is measured anew", file, fault)
+        logger.warning("%s cannot be read (%s): the GPU is measured again", file, fault)
         return None
     if not isinstance(stored, dict) or stored.get("version") != VERSION:
         found = stored.get("version") if isinstance(stored, dict) else type(stored).__name__
-        logger.warning("%s is of form %s, and this is form %s: the GPU is measured anew", file, found, VERSION)
+        logger.warning("%s is of form %s, and this is form %s: the GPU is measured again", file, found, VERSION)
         return None
     told = stored.get("machine", {})
     if differs := [key for key in ("gpu", "torch", "cudnn") if told.get(key) != machine[key]]:
         words = ", ".join(f"{key} {told.get(key)} instead of {machine[key]}" for key in differs)
-        logger.warning("%s is of another machine (%s): the GPU is measured anew", file, words)
+        logger.warning("%s is of another machine (%s): the GPU is measured again", file, words)
         return None
     return dict(stored)
 

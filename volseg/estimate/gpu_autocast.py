@@ -124,8 +124,8 @@ def _refuse(operator: Any, args: Any, kwargs: Any) -> Call:
     if any(map(_is_eligible, list_tensors((args, kwargs)))):
         raise FollowError(
             f"the step cannot be followed without a GPU: torch {torch.__version__} casts {get_schema(operator).name} "
-            "under autocast there, and nobody has written down to which type; turn autocast off around it, or measure "
-            "on a GPU"
+            "under autocast there, and this volseg does not know to which type; turn autocast off around it, or "
+            "measure on a GPU"
         )
     return operator, args, kwargs
 

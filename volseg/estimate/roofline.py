@@ -115,7 +115,7 @@ class RateTable:
         if points is None:
             raise ConfigError(
                 f"no rate is known for {kernel.family}, nor for anything like it: the table holds "
-                f"{len(self._families)} families; measure this machine anew with volseg plan --calibrate"
+                f"{len(self._families)} families; measure this machine again with volseg plan --calibrate"
             )
         shape, work = kernel.shape, log(bound)
         of_shape = BY_SHAPE if len(shape) > 1 else BY_CHANNELS

@@ -177,8 +177,8 @@ def _require_same(methods: Sequence[Method]) -> None:
             if mine != theirs:
                 raise DataError(
                     f"{first.name} and {other.name} cannot be compared in pairs: {len(mine & theirs)} {kind}(s) are in "
-                    f"both, {len(mine - theirs)} in the first alone ({list_some(sorted(mine - theirs)) or 'none'}), "
-                    f"{len(theirs - mine)} in the second alone ({list_some(sorted(theirs - mine)) or 'none'})"
+                    f"both, {len(mine - theirs)} only in the first ({list_some(sorted(mine - theirs)) or 'none'}), "
+                    f"{len(theirs - mine)} only in the second ({list_some(sorted(theirs - mine)) or 'none'})"
                 )
         _require_same_rules(first, other)
         for label in first.summary["mean"]:

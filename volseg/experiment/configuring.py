@@ -158,7 +158,7 @@ def is_data_set(path: str | Path) -> bool:
     if RunFolder(path).exists:
         words = spell(f"volseg train {quote(str(RunFolder(path).config_file))} -o {quote(str(path))} --resume")
         raise ConfigError(
-            f"{path} is the folder of a run, and neither a config nor a data set; go on with it by {words}"
+            f"{path} is the folder of a run, and neither a config nor a data set; continue it with {words}"
         )
     return path.is_dir() or path.suffix.casefold() in TABLES
 
@@ -209,7 +209,7 @@ def plan_run(
         logger.info("going on as planned in %s", file)
         return file
     if resume and run.exists:
-        raise ConfigError(f"{run.path} was not begun from a data set; go on with it by the config it was begun with")
+        raise ConfigError(f"{run.path} was not planned from a data set; continue it with the config that it began with")
     if is_launched():
         raise ConfigError(
             f"{folder} is a data set, and each of several processes would plan for it; run "
@@ -274,8 +274,8 @@ def init_config(
     head = [
         refer_to_schema(),
         f"# volseg train {output}",
-        "# What stands here is the default where no comment names another one, and may be left out. `volseg configure",
-        "# DATA -o FILE` looks at the images of a data set, and says why each value is what it is.",
+        "# A value is the default unless its comment names another one; defaults may be left out. `volseg configure",
+        "# DATA -o FILE` plans the values from the images of a data set, and gives the reason for each.",
     ]
     write_commented(config, output, head=head, minimal=minimal, names=_list_components())
     return config

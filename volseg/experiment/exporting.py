@@ -81,7 +81,7 @@ def export_network(source: Path, output: Path, *, to: str, checkpoint: str, lice
     network = Logits(fitted.net, None if len(outputs) == 1 else outputs.index("logits")).eval()
     shapes = _list_shapes(fitted.rule, trained.task.num_inputs, shape)
     if trained.config.inference.mirror:
-        logger.warning("the run predicts by the mean of mirrored volumes; %s holds the network alone", output)
+        logger.warning("the run predicts by the mean of mirrored volumes; %s holds only the network", output)
     if names := trained.config.inference.keep_largest:
         logger.warning("the run keeps only the largest component of %s; %s does not", ", ".join(names), output)
     if to == "torchscript":
@@ -111,7 +111,7 @@ def _export_bundle(
 ) -> Path:
     config, task = trained.config, trained.task
     if output.exists():
-        raise ConfigError(f"{output} is there already; a MONAI bundle is written to a new folder")
+        raise ConfigError(f"{output} exists; a MONAI bundle is written to a new folder")
     if task.regions:
         raise ConfigError(
             f"the task {task.name} has regions, which a MONAI bundle would write as channels and not paint into a "

@@ -97,7 +97,7 @@ class Fold(PlannedRun):
         if wrong := sorted(found - expected | missing):
             raise DataError(
                 f"{path} holds {len(found)} cases where fold {self.number} validates {len(expected)}; the first that "
-                f"is in one of them only is {wrong[0]}. Write it anew: volseg validate {self.folder.path}"
+                f"is in one of them only is {wrong[0]}. Write it again: volseg validate {self.folder.path}"
             )
 
 

@@ -199,7 +199,7 @@ class Predicted:
         """
         if self.failures:
             lines = "\n".join(f"  {case.case}: {case.message}" for case in self.failures)
-            raise DataError(f"{len(self.failures)} case(s) cannot be used:\n{lines}\nmend them, or leave them out")
+            raise DataError(f"{len(self.failures)} case(s) cannot be used:\n{lines}\nfix them, or leave them out")
         return self.label_maps
 
     def table(self) -> str:

@@ -222,7 +222,7 @@ class Replanning:
                 raise
             if not _is_of_step(self.config, cause):
                 raise OutOfMemoryError(
-                    f"{fault}. It was no training step ({find_milestone()}), so no other way to run one is told"
+                    f"{fault}. It was no training step ({find_milestone()}), so no other way to run one is suggested"
                 ) from cause
             said = describe_attempt(self.config, choose_device(self.config), cause)
             failure = Failure(where=name_own_place(), at=str(find_milestone()), said=said, tried=self.tried)
@@ -239,7 +239,7 @@ class Replanning:
             return
         if multiprocessing.parent_process() is not None:  # whose pipe to its parent would be gone
             raise OutOfMemoryError(
-                f"{failure.said}. parallel.on_oom: replan begins processes anew, which those of multiprocessing "
+                f"{failure.said}. parallel.on_oom: replan restarts processes, which those of multiprocessing "
                 "cannot; start them by torchrun, or by volseg train --gpus"
             )
         begin_all_anew(failure.said, supervision, {VARIABLE: json.dumps(asdict(failure))})

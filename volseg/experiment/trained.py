@@ -155,7 +155,7 @@ class SourceNetwork:
         if axcodes is None:
             raise ConfigError(
                 f"{self.source} was trained on the axes of its files: its preprocessing turns none (Orientation), so "
-                "that no plan of other files can be like it; train it anew with Orientation"
+                "that no plan of other files can be like it; train it again with Orientation"
             )
         network = self.plan.complete(config).network
         outputs = {} if network.outputs == ("logits",) else {"outputs": list(network.outputs)}

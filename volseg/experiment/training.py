@@ -268,7 +268,7 @@ class _Run:
             compatible.require_epochs(folder, state, config.training.epochs)
             self.training.load_state_dict(state)
             if is_main_process():
-                logger.info("%s goes on after epoch %d and batch %d", folder.path, *state.progress)
+                logger.info("%s continues after epoch %d, batch %d", folder.path, *state.progress)
             job.go_on(self.files, finished=self.training.finished)
         else:
             begun = {CASES: held_out.fingerprints, NETWORK: self.plan.as_json()}

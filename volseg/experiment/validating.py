@@ -179,9 +179,7 @@ def _require_new(target: Path, *, overwrite: bool, is_named: bool) -> None:
     there = [target / SUMMARY] if (target / SUMMARY).exists() else []
     there += sorted(target.glob("*.nii.gz"))[:1] if is_named else []
     if there and not overwrite:
-        raise ConfigError(
-            f"{there[0]} is there already; replace that validation by --overwrite, or name another folder by --output"
-        )
+        raise ConfigError(f"{there[0]} exists; use --overwrite to replace it, or name another folder by --output")
 
 
 def choose_validated(folder: RunFolder, config: ExperimentConfig) -> ChosenCases:
@@ -333,5 +331,5 @@ def _list_judged(run: RunFolder) -> list[Judged]:
             )
         elif not config.data.skip_bad:
             missing = prediction if name in cases else f"{name} in {config.data.root}"
-            raise DataError(f"{run.path} lacks {missing}; write its predictions anew: volseg validate {run.path}")
+            raise DataError(f"{run.path} lacks {missing}; write its predictions again: volseg validate {run.path}")
     return judged

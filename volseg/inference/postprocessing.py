@@ -126,7 +126,7 @@ class Postprocessing:
         found = content.get("format") if isinstance(content, dict) else None
         if found != FORMAT:
             raise DataError(
-                f"{path} should be a postprocessing.json of format {FORMAT}, got {found!r}; write it anew by "
+                f"{path} should be a postprocessing.json of format {FORMAT}, got {found!r}; write it again by "
                 "`volseg postprocess`"
             )
         try:
@@ -234,7 +234,7 @@ class Postprocessing:
         if not (sound and known and within):
             raise DataError(
                 f"{path} has steps {list(self.steps)} for the labels {list(self.labels)}; needed: operations of "
-                f"{', '.join(OPERATIONS)} on those labels. Write it anew by `volseg postprocess`"
+                f"{', '.join(OPERATIONS)} on those labels. Write it again by `volseg postprocess`"
             )
 
 

@@ -131,8 +131,8 @@ class FitGrid(nn.Module):
         self._told = True
         if (launch := find_launch()) is None or launch.rank == 0:
             logger.warning(
-                "%s takes sides divisible by %s: volumes of %s voxels are padded to %s and its outputs cropped back "
-                "(said once)",
+                "%s takes sides divisible by %s: volumes, such as one of %s voxels, are padded (to %s) and outputs "
+                "cropped",
                 type(self.net).__name__,
                 "x".join(map(str, self.rule.divisors)),
                 "x".join(map(str, sides)),

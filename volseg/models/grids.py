@@ -178,8 +178,8 @@ def probe_grid_rule(net: nn.Module, in_channels: int | None = None) -> GridRule:
         least_blocks = 2
     else:
         raise GridError(
-            f"{type(net).__name__} takes {minimum} voxels along each axis alone, not together ({answer.last_fault}); "
-            "say what its sides must be divisible by: FitGrid(net, divisors=(16, 16, 16))"
+            f"{type(net).__name__} takes {minimum} voxels along each single axis, not along all together "
+            f"({answer.last_fault}); say what its sides must be divisible by: FitGrid(net, divisors=(16, 16, 16))"
         )
     return GridRule((divisors[0], divisors[1], divisors[2]), (d, h, w), least_blocks)
 

@@ -124,6 +124,8 @@ def draw_slices(
     box = _find_content(volumes)
     extents = [(part.stop - part.start) * side for part, side in zip(box, spacing, strict=True)]
     is_stacked, pixels = _choose_layout(extents, spacing, min_side)
+    # Pages show each picture as wide as the others, so text and lines grow with the width of a row.
+    width = min_side if is_stacked else max(min_side, round((2 * extents[0] + extents[1]) * pixels))
     panels = []
     for axis in range(3):
         index = _find_fullest(shown, axis)
@@ -131,9 +133,9 @@ def draw_slices(
         size = (max(round(extents[upward] * pixels), 1), max(round(extents[across] * pixels), 1))
         planes = (each.select(axis, index)[box[across], box[upward]] for each in volumes)
         cut = [plane.mT.flip(-2, -1) for plane in planes]  # upward; right and front of the patient to the left
-        panel = _paint(cut, size, line=max(round(min_side / 256), 1))
+        panel = _paint(cut, size, line=max(round(width / 256), 1))
         title = f"{PLANES[axis]} {index + 1} / {volume.shape[axis]}"
-        panels.append(_frame(panel, title, SIDES[axis], min_side // 4))
+        panels.append(_frame(panel, title, SIDES[axis], width // 4))
     row = _put_together([_put_together(panels[:2], -2), panels[2]] if is_stacked else panels, -1)
     height, width = (max(min_side, size) for size in row.shape[-2:])
     return functional.pad(row, (*_centre(row.shape[-1], width), 0, height - row.shape[-2]))

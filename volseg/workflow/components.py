@@ -254,7 +254,7 @@ class AnyDepth(nn.Module):
         if len(others) != 1:
             raise BatchFieldError(
                 f"{self.__name__} gets {1 + len(others)} fields, and the network gives a list of {len(logits)} volumes "
-                "for the first (deep supervision), which goes with a label map alone; switch that off, or give two"
+                "for the first (deep supervision), which needs one label map; switch that off, or give two"
             )
         (label,) = others
         weights = self.deep.get_weights(levels=len(logits))

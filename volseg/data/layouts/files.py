@@ -12,6 +12,7 @@ from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import find_suffix, list_files
 from volseg.errors import DataError
 from volseg.files import require_text
+from volseg.launched import find_launch
 
 __all__ = [
     "LONGEST_NAME",
@@ -29,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 @cache
 def log_once(line: str) -> None:
-    """Log a line about a data set, once per process: a command that plans and trains reads the data set again."""
-    logger.info("%s", line)
+    """Log a line about a data set once per job: a command that plans and trains reads the data set several times."""
+    if (launch := find_launch()) is None or launch.rank == 0:
+        logger.info("%s", line)
 
 
 LONGEST_NAME, LONGEST_PATH = 200, 1000

@@ -321,7 +321,7 @@ class SpatialStrategy:
         if self.sums is not None:
             raise ParallelError(
                 "the gradients of this model are averaged over the 'data' dimension of its mesh already; give "
-                "ModelParallel the spatial group alone (mesh.spatial_group), and DataParallel the replicas"
+                "ModelParallel only the spatial group (mesh.spatial_group), and DataParallel the replicas"
             )
         communicator = self.communicator
         stream = communicator.shared.stream if isinstance(communicator, ProcessGroupShards) else None

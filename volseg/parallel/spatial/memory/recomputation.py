@@ -180,9 +180,9 @@ class _DrawnStates:
         if is_recording(home):
             if self._draws.get(key, True):
                 raise ParallelError(
-                    f"the recomputed block {context.name_of(block)} draws random numbers (or has not run before, so "
-                    "that nobody knows), and a CUDA graph cannot draw the same ones again: leave out checkpoint=, or "
-                    "do not record the step"
+                    f"the recomputed block {context.name_of(block)} draws random numbers (or has not run "
+                    "before, so that this is unknown), and a CUDA graph cannot draw the same ones again: leave out "
+                    "checkpoint=, or do not record the step"
                 )
             return None
         return RandomState(context.communicator.devices, foreign=key not in self._draws or key in self._foreign)
