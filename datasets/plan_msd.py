@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from volseg.data.catalogue import find_public_task, list_public_tasks
+from volseg.config.catalogue import find_public_task, list_public_tasks
 from volseg.files import replacing
 from volseg.planning import Plan, plan, write_config
 from volseg.planning.published import MOSTLY_ZERO, published_fingerprint

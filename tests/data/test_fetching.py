@@ -21,9 +21,9 @@ import yaml
 from typer.testing import CliRunner
 
 from volseg.cli import app
-from volseg.data import catalogue
+from volseg.config import catalogue
+from volseg.config.catalogue import PublicTask, find_public_task
 from volseg.data import download as downloading
-from volseg.data.catalogue import PublicTask, find_public_task
 from volseg.data.download import Persistence, download
 from volseg.data.fetching import fetch_task
 from volseg.data.unpacking import unpack
@@ -552,7 +552,7 @@ def test_what_a_killed_process_left_unpacked_is_no_task(serve, tmp_path):
 
 FETCH = """
 import json, sys
-from volseg.data.catalogue import PublicTask
+from volseg.config.catalogue import PublicTask
 from volseg.data.fetching import fetch_task
 facts = json.loads(sys.argv[1])
 task = PublicTask(**{**facts, "modalities": ("CT",), "labels": {0: "background", 1: "organ"}, "manifest": {}})

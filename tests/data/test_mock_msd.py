@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.ndimage import binary_dilation, binary_erosion
 
+from volseg.config.catalogue import find_public_task, list_public_tasks
 from volseg.data import inspect_cases, load_task
-from volseg.data.catalogue import find_public_task, list_public_tasks
 from volseg.data.mock_msd import make_mock_task
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError

@@ -3,8 +3,6 @@
 import ast
 import warnings
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from volseg.device import fake_internals as of_fakes
 from volseg.device import module_internals as of_modules
@@ -731,21 +728,6 @@ def test_lists_of_tensors_without_values_are_taken_at_once() -> None:
             with of_fakes.taking_lists():
                 optimizer.step()
         assert [func for func in operators.seen if "_foreach_add_" in str(func)]
-
-
-@pytest.mark.parametrize(
-    "switched",
-    [
-        lambda: torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled),
-        lambda: torch.backends.cudnn.flags(benchmark=not torch.backends.cudnn.benchmark),
-        lambda: sdpa_kernel(SDPBackend.MATH),
-    ],
-)
-def test_switches_of_torch_are_read(switched: Callable[[], AbstractContextManager[Any]]) -> None:
-    before = internals.read_global_flags()
-    with switched():
-        assert internals.read_global_flags() != before
-    assert internals.read_global_flags() == before
 
 
 def test_the_compiler_leaves_out_what_it_is_told_to() -> None:

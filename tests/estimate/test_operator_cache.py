@@ -130,7 +130,7 @@ def list_requests(trace):
 
 
 def test_changes_in_place_of_what_has_gradients_are_remembered(monkeypatch):
-    """Torch composes ``elu_`` of a dozen operators, and was asked for it in each of a pipeline's micro-batches."""
+    """The mode composes ``elu_`` of a dozen operators: it is not asked for a result that the meta device gives."""
     monkeypatch.setattr(operator_cache, "_known", {})
     asked = []
     plain = FakeTensorMode.dispatch
@@ -145,7 +145,7 @@ def test_changes_in_place_of_what_has_gradients_are_remembered(monkeypatch):
         for _ in range(5):
             out = F.elu_(weight * 2)
             assert out.requires_grad
-    assert asked.count(torch.ops.aten.elu_.default) == 1
+    assert asked.count(torch.ops.aten.elu_.default) == 0
     (trace,) = followed.traces()
     assert [event.name for event in trace.events if isinstance(event, KernelRun)].count("aten.elu_") == 5
 

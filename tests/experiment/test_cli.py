@@ -49,6 +49,7 @@ def test_every_verb_has_help_with_an_example(verb):
     result = CliRunner().invoke(app, [*verb.split(), "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert f"Example: volseg {verb}" in result.output
+    assert "<bool>" not in result.output  # a flag takes no value
 
 
 @pytest.mark.parametrize(

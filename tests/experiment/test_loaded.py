@@ -238,7 +238,10 @@ def test_tensors_that_numpy_does_not_know_are_taken(model, image):
 
 @pytest.mark.parametrize(
     "options",
-    [{"mirror": "no"}, {"folds": 1}, {"folds": np.array([0])}, {"device": 0}, {"overrides": "inference.mirror=false"}],
+    [
+        *({"mirror": "no"}, {"folds": 1}, {"folds": np.array([0])}, {"device": 0}, {"postprocessing": "no"}),
+        {"overrides": "inference.mirror=false"},
+    ],
 )
 def test_options_of_another_type_are_refused(options, trained):
     with pytest.raises(ConfigError, match=f"{next(iter(options))} should be"):
@@ -247,8 +250,11 @@ def test_options_of_another_type_are_refused(options, trained):
 
 def test_a_device_of_torch_is_taken_and_no_source_is_refused(trained):
     assert volseg.load(trained.folder.path, device=torch.device("cpu")).device.type == "cpu"
-    with pytest.raises(ConfigError, match="source should be a path"):
-        volseg.load(None)
+    for source in (None, [trained.folder.path, 3]):
+        with pytest.raises(ConfigError, match="source should be a path"):
+            volseg.load(source)
+    with pytest.raises(ConfigError, match="--set 3: unknown key"):
+        volseg.load(trained.folder.path, overrides=[3])
 
 
 def test_what_predict_warns_of_is_logged(model, image, tmp_path, caplog):

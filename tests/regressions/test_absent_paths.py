@@ -32,6 +32,13 @@ finally:
         ("validate runs/first", "runs/first does not exist; name the folder that"),
         ("evaluate --predictions my_data --labels nowhere", "nowhere does not exist; name a folder with a label map"),
         ("compare runs/first runs/second", "runs/first does not exist; name runs"),
+        ("train task04_cpu --set data.root=my_dta", "did you mean 'my_data'?"),
+        ("train task04_cpu --set training.epoch=5", "did you mean 'epochs'?"),
+        ("cross-validate task04_cpu --set data.root=my_dta", "did you mean 'my_data'?"),
+        ("export my_dta -o model.zip", "did you mean 'my_data'?"),
+        ("report my_dta", "did you mean 'my_data'?"),
+        ("data info ./my_dta", "did you mean 'my_data'?"),
+        ("data fetch Tsk4_Hipocampus", "did you mean 'Task04_Hippocampus'"),
     ],
 )
 def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(tmp_path, words, message):

@@ -11,7 +11,7 @@ import pytest
 
 from volseg import experiment
 from volseg.checkpointing.folder import RunFolder
-from volseg.data.catalogue import find_public_task
+from volseg.config.catalogue import find_public_task
 from volseg.data.layouts import load_task
 from volseg.data.mock_msd import make_mock_task
 

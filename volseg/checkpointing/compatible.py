@@ -34,7 +34,6 @@ __all__ = [
     "require_same_mesh",
     "require_same_split",
     "require_same_task",
-    "require_same_weights",
 ]
 
 
@@ -209,8 +208,17 @@ def require_epochs(folder: RunFolder, state: TrainingState, epochs: int) -> None
         )
 
 
-def require_same_task(folder: RunFolder, task: Task) -> None:
+def require_same_task(folder: RunFolder, task: Task, *, weights: bool = False) -> None:
     """Raise unless channels and labels mean what they meant when the run was begun, if the run folder says it.
+
+    Parameters
+    ----------
+    folder : RunFolder
+        Of the run.
+    task : Task
+        As the data set describes it now.
+    weights : bool
+        Whether cases must have the same weights as well.
 
     Raises
     ------
@@ -219,16 +227,21 @@ def require_same_task(folder: RunFolder, task: Task) -> None:
     """
     if not folder.task_file.exists():
         return
-    begun = folder.task()
+    begun, described = folder.read_task()
     pairs: dict[str, tuple[Any, Any]] = {
         "channels": (begun.modalities, task.modalities),
         "labels": (begun.labels, task.labels),
         "regions, in their order": (list(begun.regions.items()), list(task.regions.items())),
         "value to ignore": (begun.ignore, task.ignore),
-        "labels looked for": (read_json(folder.task_file).get("labelled", {}), list_labelled(task)),
+        "labels looked for": (described.get("labelled", {}), list_labelled(task)),
     }
     if changed := [f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if before != now]:
         refuse("channels, labels, regions", folder.path, changes="; ".join(changed))
+    before, now = described.get("weights", {}), list_weights(task)  # a run of an older volseg has none
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name, 1.0) != now.get(name, 1.0))
+    if weights and names:
+        changed = [f"{name} {before.get(name, 1.0):g} -> {now.get(name, 1.0):g}" for name in names]
+        refuse("weights of cases", folder.path, changes=list_some(changed))
 
 
 def require_same_split(folder: RunFolder, split: Split) -> None:
@@ -243,22 +256,6 @@ def require_same_split(folder: RunFolder, split: Split) -> None:
     sides = ((begun.training, split.training), (begun.validation, split.validation))
     if moved := sorted({name for before, now in sides for name in set(before) ^ set(now)}):
         refuse("cases that train, cases that validate", folder.path, count=len(moved), first=moved[0])
-
-
-def require_same_weights(folder: RunFolder, task: Task) -> None:
-    """Raise unless cases are drawn as often as when the run was begun.
-
-    Raises
-    ------
-    DataError
-        Names the cases whose weights changed.
-    """
-    file = folder.task_file  # an older run has none, and no weights
-    begun, now = read_json(file).get("weights", {}) if file.exists() else {}, list_weights(task)
-    names = sorted(name for name in begun.keys() | now.keys() if begun.get(name, 1.0) != now.get(name, 1.0))
-    if names:
-        changes = list_some([f"{name} {begun.get(name, 1.0):g} -> {now.get(name, 1.0):g}" for name in names])
-        refuse("weights of cases", folder.path, changes=changes)
 
 
 def require_same_cases(folder: RunFolder, fingerprints: Mapping[str, str | None]) -> None:

@@ -190,22 +190,27 @@ class RunFolder:
 
     def task(self) -> Task:
         """Read name, channels, labels and regions of the run's task; its cases are not part of the run folder."""
-        file = self.task_file
+        return self.read_task()[0]
+
+    def read_task(self) -> tuple[Task, Mapping[str, Any]]:
+        """Return the run's task, and everything that ``task.json`` holds."""
+        file, config = self.task_file, self.config()
         described = read_json(file)
         if not isinstance(described, dict) or not isinstance(described.get("name"), str):
             raise DataError(f"{file} should hold the name, modalities and labels of a task; restore it from a copy")
         labels = read_regions(described, file)
-        return Task(
+        task = Task(
             name=described["name"],
-            root=self.config().data.root,
+            root=config.data.root,
             modalities=read_modalities(described.get("modalities"), file, "modalities"),
             labels=labels.labels,
             regions=labels.regions,
             ignore=labels.ignore,
             training=(),
             test=(),
-            stage_labels=self.config().stage_labels,
+            stage_labels=config.stage_labels,
         )
+        return task, described
 
     def plan(self) -> NetworkPlan:
         """Read the network and the spacing of the run; a run without this file took voxels for cubes."""

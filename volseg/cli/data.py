@@ -7,20 +7,22 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from volseg.cli.options import DATA_SET, Components
+from volseg.cli.options import DATA_SET, Components, Output, PlainGroup, verb
 from volseg.streams import show
 
 __all__ = ["cache_app", "data_app"]
 
 
-cache_app = typer.Typer(name="cache", help="List, clear and verify the cache of prepared cases.", no_args_is_help=True)
+cache_app = typer.Typer(
+    cls=PlainGroup, name="cache", help="List, clear and verify the cache of prepared cases.", no_args_is_help=True
+)
 
 CacheFolder = Annotated[
-    str, Option("--folder", help="The cache; default $VOLSEG_CACHE, else volseg in the user's cache folder.")
+    str, Option("--folder", help="Cache folder; default $VOLSEG_CACHE, else volseg in the user's cache folder.")
 ]
 
 
-@cache_app.command("list", epilog="Example: volseg data cache list")
+@verb(cache_app, None, "volseg data cache list", name="list")
 def list_cache(folder: CacheFolder = "auto") -> None:
     """List the prepared cases in the cache: source, size, last use."""
     from volseg.data.cache_folder import describe_entries, find_cache_folder  # imports torch: not for --help
@@ -28,10 +30,10 @@ def list_cache(folder: CacheFolder = "auto") -> None:
     show(describe_entries(find_cache_folder(folder)))
 
 
-@cache_app.command("clear", epilog="Example: volseg data cache clear --unused 30")
+@verb(cache_app, None, "volseg data cache clear --unused 30", name="clear")
 def clear_cache(
     folder: CacheFolder = "auto",
-    unused: Annotated[float, Option(min=0, metavar="DAYS", help="Only what was not used for so long.")] = 0,
+    unused: Annotated[float, Option(min=0, metavar="DAYS", help="Only cases that were not used for so many days.")] = 0,
 ) -> None:
     """Remove prepared cases. A running training keeps the cases that it has opened."""
     from volseg.data.cache_folder import find_cache_folder, remove_entries  # imports torch: not for --help
@@ -41,7 +43,7 @@ def clear_cache(
     show(f"removed {len(removed)} case(s), {sum(entry.size for entry in removed) / 2**30:.2f} GiB")
 
 
-@cache_app.command("verify", epilog="Example: volseg data cache verify")
+@verb(cache_app, None, "volseg data cache verify", name="verify")
 def verify_cache(folder: CacheFolder = "auto") -> None:
     """Compare all prepared cases with their checksums and remove damaged ones."""
     from volseg.data.cache_folder import find_cache_folder, verify_entries  # imports torch: not for --help
@@ -56,62 +58,68 @@ def verify_cache(folder: CacheFolder = "auto") -> None:
         raise typer.Exit(1)
 
 
-data_app = typer.Typer(name="data", help="Fetch, generate, describe and check data sets.", no_args_is_help=True)
+data_app = typer.Typer(
+    cls=PlainGroup, name="data", help="Fetch, generate, describe and check data sets.", no_args_is_help=True
+)
 data_app.add_typer(cache_app)
 
 
-@data_app.command("list", epilog="Example: volseg data list")
+@verb(data_app, None, "volseg data list", name="list")
 def list_tasks() -> None:
     """List the public tasks that can be fetched: the ten of the Medical Segmentation Decathlon."""
-    from volseg.data.describing import tabulate_public_tasks  # imports torch: not for --help
+    from volseg.config.catalogue import tabulate_public_tasks  # imports pydantic: not for --help
 
     show(tabulate_public_tasks())
 
 
-@data_app.command(epilog="Example: volseg data info Task04_Hippocampus")
+@verb(data_app, None, "volseg data info Task04_Hippocampus")
 def info(
     name: Annotated[str, Argument(metavar="TASK|FOLDER", help="A public task, a folder, or a table (CSV).")],
     components: Components = None,
 ) -> None:
     """Describe a data set: cases, channels, labels, sizes and spacings. Every image is read."""
-    from volseg.data import load_task  # imports torch: not for --help
-    from volseg.data.catalogue import find_public_task
-    from volseg.data.describing import describe_public_task, describe_task
-    from volseg.monitoring.progress import count_up
-
     if not Path(name).exists() and Path(name).name == name:
+        from volseg.config.catalogue import describe_public_task, find_public_task  # imports pydantic: not for --help
+
         show(describe_public_task(find_public_task(name)))
         return
+    DATA_SET(Path(name))
+    from volseg.data import load_task  # imports torch: not for --help
+    from volseg.data.describing import describe_task
+    from volseg.monitoring.progress import count_up
+
     task = load_task(name)
     with count_up(len(task.training) + len(task.test), "reading") as count:
         described = describe_task(task, progress=count)
     show(described)
 
 
-@data_app.command(epilog="Example: volseg data fetch Task04_Hippocampus --output data")
+@verb(data_app, None, "volseg data fetch Task04_Hippocampus --output data")
 def fetch(
     name: Annotated[str, Argument(metavar="TASK", help="One of `volseg data list`, such as Task04 or spleen.")],
-    output: Annotated[Path, Option("--output", "-o", help="Folder for the task's folder.")] = Path(),
-    url: Annotated[str | None, Option(help="A mirror of the archive, which must be the same file.")] = None,
+    output: Annotated[Path, Output(help="Folder in which to put the task's folder.")] = Path(),
+    url: Annotated[str | None, Option(help="Mirror with the same archive.")] = None,
 ) -> None:
     """Fetch a public task. An interrupted download continues."""
-    from volseg.data.catalogue import find_public_task  # imports torch: not for --help
-    from volseg.data.fetching import fetch_task
+    from volseg.config.catalogue import find_public_task  # imports pydantic: not for --help
+
+    task = find_public_task(name)
+    from volseg.data.fetching import fetch_task  # imports torch: not for a name that there is not
     from volseg.monitoring.progress import show_bytes
 
     with show_bytes() as advance:
-        folder = fetch_task(find_public_task(name), output, url=url, show=advance)
+        folder = fetch_task(task, output, url=url, show=advance)
     show(folder)
 
 
-@data_app.command(epilog="Example: volseg data make Task09_Twin --like Task09_Spleen --cases 8")
+@verb(data_app, None, "volseg data make Task09_Twin --like Task09_Spleen --cases 8")
 def make(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="New or empty folder.")],
     like: Annotated[
         str | None, Option(metavar="TASK", help="Decathlon task whose channels, labels, units and grids to imitate.")
     ] = None,
-    cases: Annotated[int, Option(help="Cases with labels.")] = 24,
-    tests: Annotated[int, Option(help="Cases without labels.")] = 4,
+    cases: Annotated[int, Option(help="Number of cases with labels.")] = 24,
+    tests: Annotated[int, Option(help="Number of cases without labels.")] = 4,
     seed: Annotated[int, Option(help="The same seed writes the same files.")] = 0,
     scale: Annotated[
         float | None, Option(help="With --like: fraction of the task's sides; default 48 voxels along the longest.")
@@ -130,20 +138,20 @@ def make(
         show(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
 
 
-@data_app.command(epilog="Example: volseg data check Task04_Hippocampus -o check.json --fix Task04_fixed")
+@verb(data_app, None, "volseg data check Task04_Hippocampus -o check.json --fix Task04_fixed")
 def check(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
-    output: Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Write the findings as JSON.")] = None,
+    output: Annotated[Path | None, Output(metavar="FILE", help="Write the findings as JSON.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it is there.")] = False,
-    strict: Annotated[bool, Option("--strict", help="Exit status 1 for what should be looked at too.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit status 1 for remarks too.")] = False,
     split: Annotated[
-        Path | None, Option(help="Split file, whose sides may share no image and no patient; default the five folds.")
+        Path | None, Option(help="Split file to check for images and patients on both sides; default the five folds.")
     ] = None,
-    group: Annotated[str | None, Option(metavar="PATTERN|COLUMN", help="Patients, as split.group; or none.")] = None,
-    fix: Annotated[
-        Path | None, Option(metavar="DIR", help="Write a corrected copy, without guesses and bad cases.")
+    group: Annotated[
+        str | None, Option(metavar="PATTERN|COLUMN", help="Patients, as for split.group; or none.")
     ] = None,
+    fix: Annotated[Path | None, Option(metavar="DIR", help="Write a corrected copy without bad cases.")] = None,
     keep_bad: Annotated[bool, Option("--keep-bad", help="With --fix: copy bad cases as they are.")] = False,
     components: Components = None,
 ) -> None:

@@ -4,31 +4,37 @@ Verbs and options typer offers itself, and the shell its files.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from volseg import experiment
-from volseg.config.nearest import find_near_sibling
+from volseg.config.nearest import suggest_path
 from volseg.errors import ConfigError
+from volseg.launched import find_launch
 from volseg.monitoring.console import add_to_logs
 
 __all__ = [
     "DATA_SET",
-    "MADE_FOLDER",
     "Channels",
     "Checkpoint",
     "Classes",
     "Components",
     "ConfigFile",
     "JsonLogs",
+    "MadeFolder",
     "NoCache",
+    "Output",
     "Overrides",
+    "PlainGroup",
     "Quiet",
+    "Settings",
+    "Source",
     "SuggestingCommand",
     "check_config",
     "check_exists",
@@ -39,7 +45,10 @@ __all__ = [
     "complete_network",
     "complete_run",
     "complete_shipped",
+    "config_argument",
     "gather_overrides",
+    "require_data",
+    "source_argument",
     "verb",
 ]
 
@@ -114,17 +123,13 @@ def check_exists(remedy: str) -> Callable[[Any], Any]:
     def check(given: Path | Sequence[Path] | None) -> Path | Sequence[Path] | None:
         for path in [given] if isinstance(given, Path) else given or ():
             if not path.exists():
-                near = find_near_sibling(path)
-                hint = "" if near is None else f"; did you mean {str(near)!r}?"
-                raise ConfigError(f"{path} does not exist; {remedy}{hint}")
+                raise ConfigError(f"{path} does not exist; {remedy}{suggest_path(path)}")
         return given
 
     return check
 
 
 DATA_SET = check_exists("name the TaskNN_Name folder of an MSD task, or another data set's")
-MADE_FOLDER = check_exists("name the folder that `volseg train` or `volseg cross-validate` made")
-
 
 SETTINGS = {
     "--epochs": "training.epochs",
@@ -140,12 +145,44 @@ SETTINGS = {
 """What people type for a value of the config."""
 
 
-def verb(app: typer.Typer, panel: str, example: str, **settings: Any) -> Callable[[Any], Any]:
-    """Return what makes a function a verb of the program, in a panel of its help, with an example."""
-    return app.command(rich_help_panel=panel, epilog=f"Example: {example}", **settings)
+class _PlainFlags:
+    """Help that shows flags without ``<bool>``: a flag takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the arguments and options."""
+        params = super().get_params(ctx)  # type: ignore[misc]  # of the class that this one is mixed into
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
 
 
-class SuggestingCommand(TyperCommand):
+def config_argument(about: str) -> Any:
+    """Return an argument that names a config; the shell completes names of files and of volseg's own configs."""
+    return Argument(metavar="CONFIG", help=about, callback=check_config, autocompletion=complete_config)
+
+
+def source_argument(metavar: str, about: str, remedy: str) -> Any:
+    """Return an argument that names a run or another source; the shell completes names of runs."""
+    return Argument(metavar=metavar, help=about, callback=check_exists(remedy), autocompletion=complete_run)
+
+
+class PlainGroup(_PlainFlags, TyperGroup):
+    """A group of verbs."""
+
+
+class PlainCommand(_PlainFlags, TyperCommand):
+    """A verb."""
+
+
+def verb(
+    app: typer.Typer, panel: str | None, example: str, *, cls: type[TyperCommand] = PlainCommand, **settings: Any
+) -> Callable[[Any], Any]:
+    """Return a decorator that makes a function a verb of the program, in a panel of its help, with an example."""
+    return app.command(rich_help_panel=panel, epilog=f"Example: {example}", cls=cls, **settings)
+
+
+class SuggestingCommand(PlainCommand):
     """A verb that takes a config, and says where a value stands that was given as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -161,19 +198,18 @@ class SuggestingCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-ConfigFile = Annotated[
-    Path,
-    Argument(
-        metavar="CONFIG",
-        help="YAML file of the experiment.",
-        autocompletion=complete_config,
-        callback=check_config,
-    ),
-]
-Channels = Annotated[int | None, Option(min=1, help="Of the images, where the data set is not there.")]
-Classes = Annotated[
-    int | None, Option(min=2, help="Of the label maps, with the background, where the data set is not there.")
-]
+ConfigFile = Annotated[Path, config_argument("YAML file of the experiment.")]
+Channels = Annotated[int | None, Option(min=1, help="Number of channels, if the data set is absent.")]
+Classes = Annotated[int | None, Option(min=2, help="Number of classes with the background, if the data set is absent.")]
+
+
+def require_data(root: Path) -> None:
+    """Refuse a data set that does not exist, before torch is imported.
+
+    A rank of a job leaves this to the ranks together: only some of its machines may see the folder.
+    """
+    if find_launch() is None:
+        DATA_SET(root)
 
 
 def check_overrides(given: list[str] | None) -> list[str] | None:
@@ -204,7 +240,35 @@ def gather_overrides(given: Sequence[str] | None, output: Path | None, *, no_cac
     return [*(given or ()), *folder, *(["data.cache=none"] if no_cache else [])]
 
 
-NoCache = Annotated[bool, Option("--no-cache", help="Prepare all cases anew, and keep none: data.cache=none.")]
+Source = Annotated[
+    Path,
+    source_argument(
+        "SOURCE",
+        "Run folder, cross-validation (its finished folds together), file of `volseg export`, or model folder or "
+        "checkpoint of nnU-Net 2; or one fold of these.",
+        "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model "
+        "folder of nnU-Net 2, or a file of weights",
+    ),
+]
+MadeFolder = Annotated[
+    Path,
+    source_argument(
+        "RUN|CV",
+        "Folder of `volseg train` or `volseg cross-validate`.",
+        "name the folder that `volseg train` or `volseg cross-validate` made",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    Option(
+        "--set",
+        metavar="KEY=VALUE",
+        callback=check_overrides,
+        help="Override a value of the run's config, such as device=cpu, inference.mirror=true or data.root=DIR.",
+    ),
+]
+Output = partial(Option, "--output", "-o")
+NoCache = Annotated[bool, Option("--no-cache", help="Prepare all cases again and cache none: data.cache=none.")]
 
 
 def _load_components(context: typer.Context, files: list[Path] | None) -> list[Path] | None:
@@ -220,7 +284,7 @@ Components = Annotated[
         "--components",
         metavar="FILE",
         callback=_load_components,
-        help="Run this file of Python first, which registers components of your own.",
+        help="Python file with your own components; it runs first.",
     ),
 ]
 Checkpoint = Annotated[

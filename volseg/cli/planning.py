@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from volseg import experiment
 from volseg.cli.options import (
@@ -13,10 +13,10 @@ from volseg.cli.options import (
     Classes,
     Components,
     ConfigFile,
+    Output,
     Overrides,
     SuggestingCommand,
-    check_config,
-    complete_config,
+    config_argument,
     verb,
 )
 from volseg.streams import show
@@ -32,25 +32,20 @@ NOTHING_FITS = 3
 
 @verb(planning_app, "Train", "volseg plan configs/task04_vnet.yaml --instance p3.8xlarge")
 def plan(
-    config: Annotated[
-        Path | None,
-        Argument(
-            metavar="CONFIG", help="YAML file of the experiment.", autocompletion=complete_config, callback=check_config
-        ),
-    ] = None,
+    config: Annotated[Path | None, config_argument("YAML file of the experiment.")] = None,
     overrides: Overrides = None,
-    gpus: Annotated[int | None, Option(min=1, help="GPUs of one machine; default 1.")] = None,
-    gpu_memory: Annotated[str | None, Option(metavar="SIZE", help="Of each of them, such as 16GiB.")] = None,
-    gpu: Annotated[str | None, Option(metavar="KIND", help="What they are, such as V100.")] = None,
-    instance: Annotated[str | None, Option(metavar="NAME", help="Or a rented machine, such as p3.8xlarge.")] = None,
-    here: Annotated[bool, Option("--here", help="Or the GPUs of this machine.")] = False,
-    max_volume: Annotated[bool, Option("--max-volume", help="Find the largest patch for each way.")] = False,
+    gpus: Annotated[int | None, Option(min=1, help="Number of GPUs of the machine; default 1.")] = None,
+    gpu_memory: Annotated[str | None, Option(metavar="SIZE", help="Memory of each GPU, such as 16GiB.")] = None,
+    gpu: Annotated[str | None, Option(metavar="KIND", help="Kind of GPU, such as V100.")] = None,
+    instance: Annotated[str | None, Option(metavar="NAME", help="For a rented machine, such as p3.8xlarge.")] = None,
+    here: Annotated[bool, Option("--here", help="For the GPUs of this machine.")] = False,
+    max_volume: Annotated[bool, Option("--max-volume", help="Find the largest patch of each way to train.")] = False,
     calibrate: Annotated[bool, Option("--calibrate", help="Measure this machine's GPUs once (minutes).")] = False,
     channels: Channels = None,
     classes: Classes = None,
-    thorough: Annotated[bool, Option("--all", help="Look at those ways too that cannot be the fastest.")] = False,
-    numbers: Annotated[bool, Option("--numbers", help="Also estimate what does not fit (slower).")] = False,
-    as_json: Annotated[bool, Option("--json", help="Print JSON; docs/what-fits.md says what is in it.")] = False,
+    thorough: Annotated[bool, Option("--all", help="Also estimate ways that cannot be the fastest.")] = False,
+    numbers: Annotated[bool, Option("--numbers", help="Also estimate ways that do not fit (slower).")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON, described in docs/what-fits.md.")] = False,
     components: Components = None,
 ) -> None:
     """Estimate memory, time and price of a training without a GPU, and choose how to share GPUs.
@@ -88,20 +83,18 @@ def plan(
 def profile(
     config: ConfigFile,
     overrides: Overrides = None,
-    steps: Annotated[int, Option(min=1, help="Steps that are watched, after as many that are timed.")] = 5,
-    output: Annotated[
-        Path | None, Option("--output", "-o", metavar="FOLDER", help="For page, table and trace.")
-    ] = None,
-    gpu: Annotated[str | None, Option(metavar="KIND", help="Only forecast it for a GPU such as h200.")] = None,
-    gpus: Annotated[int | None, Option(min=1, help="With --gpu: how many; default what the config asks.")] = None,
+    steps: Annotated[int, Option(min=1, help="Number of profiled steps, after as many timed ones.")] = 5,
+    output: Annotated[Path | None, Output(metavar="FOLDER", help="Folder for page, table and trace.")] = None,
+    gpu: Annotated[str | None, Option(metavar="KIND", help="Only estimate the step on a GPU such as h200.")] = None,
+    gpus: Annotated[int | None, Option(min=1, help="Number of GPUs with --gpu; default the config's.")] = None,
     channels: Channels = None,
     classes: Classes = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON; docs/profile.md says what is in it.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON, described in docs/profile.md.")] = False,
     components: Components = None,
 ) -> None:
     """Show where the time of a training step goes: kernels by layer and direction, waiting, bounds.
 
-    Trains on random voxels for some seconds; needs no data, and leaves no run folder.
+    Trains on random voxels for some seconds, without data, and leaves no run folder.
     """
     from volseg.profiling.table import show_profile  # rich: not for --help
 
@@ -125,7 +118,7 @@ def profile(
 )
 def compile_(
     config: ConfigFile,
-    gpu: Annotated[str, Option(metavar="KIND", help="What will train, such as h200; it need not be here.")],
+    gpu: Annotated[str, Option(metavar="KIND", help="GPU that will train, such as h200; this machine needs none.")],
     overrides: Overrides = None,
     channels: Channels = None,
     classes: Classes = None,
@@ -133,7 +126,7 @@ def compile_(
 ) -> None:
     """Compile the kernels of a training ahead of time, also on a machine without a GPU.
 
-    The cache is the folder TRITON_CACHE_DIR. Versions and config must be those of the training, but for data and name.
+    The cache is the folder TRITON_CACHE_DIR. Versions and config, except data and name, must be the training's.
     """
     from volseg.estimate.gpu_kinds import find_kind  # imports torch: not for --help
 

@@ -8,7 +8,7 @@ import typer
 from typer import Argument, Option
 
 from volseg import experiment
-from volseg.cli.options import MADE_FOLDER, Checkpoint, Components, check_exists, check_overrides, complete_run, verb
+from volseg.cli.options import Checkpoint, Components, MadeFolder, Output, Settings, Source, check_exists, verb
 from volseg.streams import show
 
 __all__ = ["prediction_app"]
@@ -18,79 +18,44 @@ prediction_app = typer.Typer()
 LABEL_MAPS = check_exists("name a folder with a label map for each case")
 
 
-SourceArgument = Annotated[
-    Path,
-    Argument(
-        metavar="SOURCE",
-        autocompletion=complete_run,
-        help="What predicts: a run folder, a cross-validation's (all finished folds together), a file that "
-        "`volseg export` wrote, a model folder of nnU-Net 2 or a checkpoint from it; or one fold of these.",
-        callback=check_exists(
-            "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model "
-            "folder of nnU-Net 2, or a file of weights"
-        ),
-    ),
-]
-MadeFolder = Annotated[
-    Path,
-    Argument(
-        metavar="RUN|CV",
-        autocompletion=complete_run,
-        callback=MADE_FOLDER,
-        help="Folder of `volseg train` or `volseg cross-validate`.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    Option(
-        "--set",
-        metavar="KEY=VALUE",
-        callback=check_overrides,
-        help="Compute otherwise than the training did: inference.mirror=true, device=cpu, training.precision=fp32 ...",
-    ),
-]
-
-
 @verb(prediction_app, "Use", "volseg predict runs/task04_unet imagesTs/ scan.nrrd dicom_folder/ -o predictions")
 def predict(
-    source: SourceArgument,
+    source: Source,
     images: Annotated[
         list[Path],
         Argument(
-            metavar="IMAGES...",
+            metavar="IMAGES",
             help="NIfTI, MHA or NRRD files, folders of them, DICOM folders, or tables (CSV).",
             callback=check_exists("name image files, folders of them, DICOM folders, or tables (CSV)"),
         ),
     ],
-    output: Annotated[Path | None, Option("--output", "-o", help="Default SOURCE/predictions.")] = None,
+    output: Annotated[Path | None, Output(help="Folder for the label maps; default SOURCE/predictions.")] = None,
     others: Annotated[
-        list[Path] | None, Option("--with", metavar="SOURCE", help="One more source; probabilities are averaged.")
+        list[Path] | None, Option("--with", metavar="SOURCE", help="Another SOURCE; the probabilities are averaged.")
     ] = None,
     checkpoint: Checkpoint = "latest",
     settings: Settings = None,
-    series: Annotated[list[str] | None, Option(metavar="UID|TEXT", help="DICOM series by UID or description.")] = None,
+    series: Annotated[list[str] | None, Option(metavar="UID|TEXT", help="DICOM series, by UID or description.")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue an interrupted prediction.")] = False,
     skip_existing: Annotated[bool, Option("--skip-existing", help="Keep all existing label maps.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace existing label maps.")] = False,
     strict: Annotated[bool, Option("--strict", help="Read all images first; stop at the first failure.")] = False,
-    gpus: Annotated[
-        int | None, Option(min=1, metavar="N", help="Predict on N GPUs; fewer cases than N are cut over all.")
-    ] = None,
+    gpus: Annotated[int | None, Option(min=1, metavar="N", help="Number of GPUs; few cases are cut over all.")] = None,
     postprocessing: Annotated[bool, Option(help="Apply what `volseg postprocess SOURCE` found to help.")] = True,
     probabilities: Annotated[bool, Option("--probabilities", help="Also write DIR/probabilities.")] = False,
     uncertainty: Annotated[
         bool, Option("--uncertainty", help="Also write the probabilities' entropy (0 to 1) to DIR/uncertainty.")
     ] = False,
     label_format: Annotated[
-        str, Option("--format", help="Of label maps: nifti, or for DICOM images dicom-seg or dicom-rtstruct.")
+        str, Option("--format", help="nifti; for DICOM images also dicom-seg or dicom-rtstruct.")
     ] = "nifti",
-    colour_tables: Annotated[bool, Option("--colour-tables", help="For ITK-SNAP and 3D Slicer.")] = False,
+    colour_tables: Annotated[bool, Option("--colour-tables", help="Also for ITK-SNAP and 3D Slicer.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result of each case as JSON.")] = False,
     components: Components = None,
 ) -> None:
     """Write a label map for each image, as NIfTI on the image's grid.
 
-    A case that fails is named, and the others go on. Exit status 1 if one failed.
+    A case that fails is named, and the others continue. Exit status 1 if one failed.
     """
     predicted = experiment.predict(
         [source, *(others or ())],
@@ -125,8 +90,8 @@ def predict_cases(components: Components = None) -> None:
 def postprocess(
     source: MadeFolder,
     apply: Annotated[Path | None, Option(metavar="DIR", help="Apply the measured steps to these label maps.")] = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="With --apply: folder for the results.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="With --apply: replace those that are there.")] = False,
+    output: Annotated[Path | None, Output(help="With --apply: folder for the results.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="With --apply: replace existing results.")] = False,
     components: Components = None,
 ) -> None:
     """Try largest components and hole filling on the validation cases; keep what helps."""
@@ -146,8 +111,8 @@ def validate(
     run: MadeFolder,
     checkpoint: Checkpoint = "latest",
     settings: Settings = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="Default in RUN, named by the settings.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace a validation that is there.")] = False,
+    output: Annotated[Path | None, Output(help="Folder of the results; default in RUN.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing validation.")] = False,
     components: Components = None,
 ) -> None:
     """Predict and score the validation cases of a run, or of all finished folds."""
@@ -164,20 +129,19 @@ def validate(
 )
 def evaluate(
     predictions: Annotated[Path, Option(metavar="DIR", help="Label maps, from any program.", callback=LABEL_MAPS)],
-    labels: Annotated[Path, Option(metavar="DIR|TABLE", help="References, data set or table.", callback=LABEL_MAPS)],
+    labels: Annotated[
+        Path, Option(metavar="DIR|TABLE", help="References: folder, data set or table.", callback=LABEL_MAPS)
+    ],
     names: Annotated[str | None, Option(help="A dataset.json, or 1=liver,2=tumour; default from the files.")] = None,
-    metrics: Annotated[list[str] | None, Option(help="dice, nsd, hd95, assd ...; repeatable.")] = None,
-    tolerance: Annotated[float | None, Option(min=0, metavar="MM", help="Of NSD; default the public task's.")] = None,
+    metrics: Annotated[list[str] | None, Option(help="Metric to show: dice, nsd, hd95, assd ...; repeatable.")] = None,
+    tolerance: Annotated[float | None, Option(min=0, metavar="MM", help="For NSD; default the public task's.")] = None,
     lesions: Annotated[
         list[str] | None, Option(metavar="LABEL", help="Count this label's lesions; repeatable.")
     ] = None,
     allow_missing: Annotated[bool, Option("--allow-missing", help="Leave out cases without prediction.")] = False,
-    output: Annotated[
-        Path | None,
-        Option("--output", "-o", metavar="DIR", help="For summary.json, cases.csv; default with predictions."),
-    ] = None,
+    output: Annotated[Path | None, Output(metavar="DIR", help="Default the folder of predictions.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print summary.json in place of the table.")] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace these files if they are there.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Score label maps per case and label. Exit status 1 if a case could not be scored."""
     from volseg.evaluation import judging  # imports torch: not for --help
@@ -205,13 +169,13 @@ def compare(
     methods: Annotated[
         list[Path],
         Argument(
-            metavar="RUN RUN...",
+            metavar="RUN",
             help="Runs, cross-validations, or evaluated predictions.",
             callback=check_exists("name runs, cross-validations, or evaluated predictions"),
         ),
     ],
-    output: Annotated[Path, Option("--output", "-o", metavar="DIR", help="For the results.")] = Path("comparison"),
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace what is there.")] = False,
+    output: Annotated[Path, Output(metavar="DIR", help="Folder for the results.")] = Path("comparison"),
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace existing results.")] = False,
 ) -> None:
     """Compare methods case by case: mean difference with interval, wins and losses, Wilcoxon's test."""
     from volseg.evaluation import judging  # imports torch: not for --help

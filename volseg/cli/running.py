@@ -16,7 +16,7 @@ import typer
 from typer import Option
 
 from volseg.cli.data import data_app
-from volseg.cli.options import JsonLogs, Quiet
+from volseg.cli.options import JsonLogs, PlainGroup, Quiet
 from volseg.cli.planning import planning_app
 from volseg.cli.prediction import prediction_app
 from volseg.cli.runs import runs_app
@@ -35,6 +35,7 @@ __all__ = ["app", "main", "run_to_end"]
 
 app = typer.Typer(
     name="volseg",
+    cls=PlainGroup,
     help="Train 3D medical segmentation networks; several GPUs behave as one large one.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

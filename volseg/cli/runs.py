@@ -11,7 +11,18 @@ import typer
 from typer import Argument, Option
 
 from volseg import experiment
-from volseg.cli.options import Checkpoint, Components, check_exists, check_overrides, complete_run, verb
+from volseg.cli.options import (
+    Checkpoint,
+    Components,
+    MadeFolder,
+    Output,
+    Settings,
+    Source,
+    check_exists,
+    source_argument,
+    verb,
+)
+from volseg.config.nearest import suggest_path
 from volseg.errors import VolsegError
 from volseg.streams import show
 
@@ -22,13 +33,13 @@ runs_app = typer.Typer()
 
 @verb(runs_app, "Evaluate", "volseg report runs/task04_unet -o task04.html")
 def report(
-    run: Annotated[Path, Argument(metavar="RUN", help="A run folder, or that of a cross-validation.")],
-    output: Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Default RUN/report.html.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the FILE if it is there.")] = False,
+    run: MadeFolder,
+    output: Annotated[Path | None, Output(metavar="FILE", help="Page to write; default RUN/report.html.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace FILE if it exists.")] = False,
 ) -> None:
     """Write the report of a run as one HTML page, also while the run trains or after it failed.
 
-    The file asks nothing of any other: it can be sent and opened anywhere.
+    The page loads nothing else, so it can be sent and opened anywhere.
     """
     from volseg.files import require_new  # imports no torch, and yet more than --help needs
     from volseg.reporting import write_report
@@ -42,11 +53,10 @@ def report(
 def view(
     source: Annotated[
         Path,
-        Argument(
-            metavar="RUN|FOLDER|IMAGE",
-            autocompletion=complete_run,
-            callback=check_exists("name a run, a folder of predictions or images, a data set, or an image"),
-            help="A run or a cross-validation (its validation cases), a folder of predictions, a data set, or images.",
+        source_argument(
+            "RUN|FOLDER|IMAGE",
+            "A run or a cross-validation (its validation cases), a folder of predictions, a data set, or images.",
+            "name a run, a folder of predictions or images, a data set, or an image",
         ),
     ],
     labels: Annotated[
@@ -61,13 +71,9 @@ def view(
     channel: Annotated[
         int | None, Option(min=0, metavar="N", help="Default logging.channel of the run, else 0.")
     ] = None,
-    settings: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", callback=check_overrides, help="Such as data.root=DIR.")
-    ] = None,
-    output: Annotated[
-        Path | None, Option("--output", "-o", metavar="FILE", help="Default view.html in RUN or predictions.")
-    ] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the FILE if it is there.")] = False,
+    settings: Settings = None,
+    output: Annotated[Path | None, Output(metavar="FILE", help="Page to write; default in RUN or predictions.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace FILE if it exists.")] = False,
     no_open: Annotated[bool, Option("--no-open", help="Only write the page.")] = False,
 ) -> None:
     """Show slices with label maps in a browser: one HTML page with the volumes in it, which loads nothing else.
@@ -95,7 +101,7 @@ STALE, NO_RUN = 1, 2
 
 @verb(runs_app, "Evaluate", "volseg status runs/task04_unet --max-age 10m")
 def status(
-    run: Annotated[Path, Argument(metavar="RUN|CV", help="Folder of a training or of a cross-validation.")],
+    run: Annotated[Path, Argument(metavar="RUN|CV", help="Folder of a training or a cross-validation.")],
     as_json: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
     max_age: Annotated[
         str | None, Option(metavar="AGE", help="Exit status 1 for a failure, and for a last heartbeat older than 10m.")
@@ -117,7 +123,7 @@ def status(
     if as_json:
         show(json.dumps({"runs": [look.as_json() for look in looks], "faults": [*faults.values()]}, indent=2))
     else:
-        show("\n".join(line for look in looks for line in look.lines()) or f"{run} holds no run")
+        show("\n".join(line for look in looks for line in look.lines()) or f"{run} holds no run{suggest_path(run)}")
         for folder, fault in faults.items():
             show(f"volseg: {folder}: {fault}", err=True)
     if not looks or faults:
@@ -126,25 +132,19 @@ def status(
 
 @verb(runs_app, "Use", "volseg export runs/task04_unet -o model.zip --licence CC-BY-4.0")
 def export(
-    source: Annotated[
-        Path,
-        Argument(
-            metavar="SOURCE",
-            autocompletion=complete_run,
-            help="Folder of `volseg train` or `volseg cross-validate`; for other programs, whatever predicts.",
-        ),
-    ],
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Such as model.zip; a bundle's new folder.")],
+    source: Source,
+    output: Annotated[Path, Output(metavar="FILE", help="File, such as model.zip; for a bundle a new folder.")],
     to: Annotated[
         str, Option("--to", metavar="FORMAT", help="archive (for volseg predict), torchscript, onnx or monai-bundle.")
     ] = "archive",
     checkpoint: Checkpoint = "latest",
-    licence: Annotated[str, Option(help="Of the weights, such as CC-BY-4.0.")] = "not stated",
+    licence: Annotated[str, Option(help="Licence of the weights, such as CC-BY-4.0.")] = "not stated",
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing file.")] = False,
     components: Components = None,
 ) -> None:
     """Write a trained network as one file: a volseg archive, TorchScript, ONNX or a MONAI bundle.
 
-    What other programs get is run and compared with the network before it is kept.
+    An archive needs the folder of a training or a cross-validation. The other formats are run and compared with the
+    network before they are kept.
     """
     show(experiment.export(source, output, to=to, checkpoint=checkpoint, licence=licence, overwrite=overwrite))

@@ -11,6 +11,7 @@ from volseg import experiment
 from volseg.cli.options import (
     Components,
     ConfigFile,
+    Output,
     Overrides,
     complete_kind,
     complete_network,
@@ -32,7 +33,7 @@ start_app, tools_app = typer.Typer(), typer.Typer()
 def verify(
     config: ConfigFile,
     overrides: Overrides = None,
-    devices: Annotated[int, Option(min=2, help="Shards or stages, simulated without as many GPUs.")] = 4,
+    devices: Annotated[int, Option(min=2, help="Number of shards or stages; simulated if there are fewer GPUs.")] = 4,
     shape: Annotated[tuple[int, int, int] | None, Option(metavar="D H W", help="In voxels; default small.")] = None,
     network: Annotated[
         str | None,
@@ -43,12 +44,12 @@ def verify(
         ),
     ] = None,
     strategy: Annotated[str | None, Option(help="spatial or pipeline; default the config's, else spatial.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Print everything that was compared as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print each comparison as JSON.")] = False,
     components: Components = None,
 ) -> None:
     """Compare a network on several devices with the same network on one, in all modes.
 
-    Outputs, gradients, buffers, parameters after a step and after two, in float64. Exit status 1 if anything differs.
+    Outputs, gradients, buffers, and parameters after one and two steps, in float64; exit status 1 if any differ.
     """
     named = [f"network={json.dumps({'name': network})}"] if network else []  # a JSON text is a YAML text
     loaded = experiment.load_config(config, [*named, *(overrides or ())])
@@ -60,7 +61,7 @@ def verify(
 
 @verb(start_app, "Start", "volseg quickstart --output first_run")
 def quickstart(
-    output: Annotated[Path | None, Option("--output", "-o", help="For data and run; default runs/quickstart.")] = None,
+    output: Annotated[Path | None, Output(help="Folder for data and run; default runs/quickstart.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Generate data, train a small network on it, validate and predict: minutes, without a GPU."""
@@ -70,7 +71,8 @@ def quickstart(
 @verb(start_app, "Start", "volseg components network --components components.py", name="components")
 def list_components(
     kind: Annotated[
-        str | None, Argument(metavar="[KIND]", help="network, loss ...; default all.", autocompletion=complete_kind)
+        str | None,
+        Argument(metavar="[KIND]", help="Such as network or loss; default all.", autocompletion=complete_kind),
     ] = None,
     components: Components = None,
 ) -> None:
@@ -82,9 +84,9 @@ def list_components(
 @verb(tools_app, "Machine", "volseg doctor --json > doctor.json")
 def doctor(
     as_json: Annotated[bool, Option("--json", help="Print findings and facts as JSON.")] = False,
-    quick: Annotated[bool, Option("--quick", help="Leave out what computes (sums, kernel).")] = False,
-    cache: Annotated[Path | None, Option(metavar="FOLDER", help="Default $VOLSEG_CACHE, ~/.cache/volseg.")] = None,
-    runs: Annotated[Path | None, Option(metavar="FOLDER", help="Of the runs; default runs.")] = None,
+    quick: Annotated[bool, Option("--quick", help="Skip the checks that compute (sums, kernel).")] = False,
+    cache: Annotated[Path | None, Option(metavar="FOLDER", help="Default $VOLSEG_CACHE, else ~/.cache/volseg.")] = None,
+    runs: Annotated[Path | None, Option(metavar="FOLDER", help="Folder of the runs; default runs.")] = None,
 ) -> None:
     """Check this machine (GPUs, driver, torch, memory, disks, limits) and say how to fix what is wrong.
 
@@ -103,18 +105,18 @@ def doctor(
 
 @verb(start_app, "Start", "volseg init --like task04_unet --data DIR/Task04_Hippocampus -o mine.yaml", name="init")
 def init(
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config.")] = Path("experiment.yaml"),
+    output: Annotated[Path, Output(metavar="FILE", help="Config to write.")] = Path("experiment.yaml"),
     data: Annotated[Path | None, Option(metavar="FOLDER", help="The data set to train on.")] = None,
     like: Annotated[
         str | None,
         Option(
             metavar="NAME",
-            help="Take the values of a config that comes with volseg: task04_unet, ...",
+            help="Start from a config that comes with volseg, such as task04_unet.",
             autocompletion=complete_shipped,
         ),
     ] = None,
-    minimal: Annotated[bool, Option("--minimal", help="Only what differs from the defaults.")] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it is there.")] = False,
+    minimal: Annotated[bool, Option("--minimal", help="Write only what differs from the defaults.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a config with every key explained."""
     from volseg.commands import spell  # what follows imports torch: not for --help
@@ -129,7 +131,7 @@ def init(
 
 @verb(start_app, "Start", "volseg schema > volseg.schema.json", name="schema")
 def schema(
-    output: Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Default: print it.")] = None,
+    output: Annotated[Path | None, Output(metavar="FILE", help="File to write; default: print.")] = None,
     components: Components = None,
 ) -> None:
     """Print the JSON schema of configs, for completion and checks in editors."""

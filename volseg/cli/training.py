@@ -14,15 +14,17 @@ from volseg.cli.options import (
     ConfigFile,
     JsonLogs,
     NoCache,
+    Output,
     Overrides,
     Quiet,
     SuggestingCommand,
-    check_config,
-    complete_config,
     complete_run,
+    config_argument,
     gather_overrides,
+    require_data,
     verb,
 )
+from volseg.launched import find_launch
 from volseg.streams import show
 
 __all__ = ["training_app"]
@@ -33,23 +35,23 @@ training_app = typer.Typer()
 @verb(training_app, "Data", "volseg configure Task04_Hippocampus -o my_task.yaml")
 def configure(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config to write.")],
+    output: Annotated[Path, Output(metavar="FILE", help="Config to write.")],
     preset: Annotated[
         str, Option(help="unet, resenc (residual encoder), vnet, whole (cut over GPUs), cascade (two configs).")
     ] = "unet",
-    gpu_memory: Annotated[str, Option(metavar="SIZE", help="Of the GPU, such as 24GiB.")] = "8GiB",
+    gpu_memory: Annotated[str, Option(metavar="SIZE", help="Memory of the GPU, such as 24GiB.")] = "8GiB",
     like: Annotated[
         Path | None,
         Option(
             metavar="SOURCE",
             autocompletion=complete_run,
-            help="A trained network, as `volseg predict` takes it: take over its spacing, patch and network, begin "
-            "with its weights.",
+            help="Trained network, as for `volseg predict`: use its spacing, patch and network, and start from "
+            "its weights.",
         ),
     ] = None,
-    name: Annotated[str | None, Option(help="Of the experiment; default the task's and the preset's.")] = None,
+    name: Annotated[str | None, Option(help="Name of the experiment; default made of task and preset.")] = None,
     skip_bad: Annotated[bool, Option("--skip-bad", help="Plan and train without the bad cases.")] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it is there.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
     components: Components = None,
 ) -> None:
     """Analyse a data set and write a training config; each value is commented with its reason."""
@@ -71,33 +73,27 @@ def configure(
     cls=SuggestingCommand,
 )
 def train(
-    config: Annotated[
-        Path,
-        Argument(
-            metavar="CONFIG",
-            help="YAML file of the experiment, or a data set to plan for.",
-            autocompletion=complete_config,
-            callback=check_config,
-        ),
-    ],
+    config: Annotated[Path, config_argument("YAML file of the experiment, or a data set to plan for.")],
     overrides: Overrides = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
+    output: Annotated[Path | None, Output(help="Run folder; default runs/NAME.")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint, and validate.")] = False,
-    restart: Annotated[bool, Option("--restart", help="Begin, continue, or print the report if all is done.")] = False,
+    restart: Annotated[
+        bool, Option("--restart", help="Begin or continue; print the report if it is finished.")
+    ] = False,
     gpus: Annotated[
-        int | None, Option(min=1, help="Train on so many GPUs: samples are shared among them where they fit, else cut.")
+        int | None,
+        Option(min=1, help="Number of GPUs; they share samples, or cut a sample that does not fit."),
     ] = None,
-    max_restarts: Annotated[int, Option(min=0, help="How often to start all processes again after a failure.")] = 0,
+    max_restarts: Annotated[int, Option(min=0, help="How often to restart all processes after a failure.")] = 0,
     no_cache: NoCache = False,
     components: Components = None,
-    preset: Annotated[str | None, Option(help="For a data set, as `volseg configure`; default unet.")] = None,
-    gpu_memory: Annotated[str | None, Option(metavar="SIZE", help="For a data set; default 8GiB.")] = None,
+    preset: Annotated[str | None, Option(help="Preset of the plan for a data set; default unet.")] = None,
+    gpu_memory: Annotated[str | None, Option(metavar="SIZE", help="GPU memory to plan for; default 8GiB.")] = None,
     json_logs: JsonLogs = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a network, validate it, and write a run folder."""
     from volseg.config.loading import is_config_file  # imports pydantic: not for --help
-    from volseg.parallel.devices import count_launched, is_launched
 
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
     if not is_config_file(config) and experiment.is_data_set(config):
@@ -111,20 +107,22 @@ def train(
     elif preset or gpu_memory:
         raise typer.BadParameter(f"{config} is a config; --preset and --gpu-memory plan for a data set")
     loaded = experiment.load_config(config, overrides)
+    require_data(loaded.data.root)
+    launch = find_launch()
     # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
-    if restart and not is_launched():
+    if restart and launch is None:
         report = experiment.load_finished_report(experiment.RunFolder(loaded.folder), loaded)
         if report is not None:
             show(report)
             return
     resume = resume or restart
     starts = max_restarts > 0 or experiment.count_workers(loaded, gpus) > 1  # one process too is started again
-    if (gpus or 1) > 1 or (not is_launched() and starts):
+    if (gpus or 1) > 1 or (launch is None and starts):
         overrides += ["parallel.devices=1"] if gpus == 1 else []
         experiment.train_on(gpus, config, overrides, resume=resume, max_restarts=max_restarts)
         return
     if gpus is not None:
-        loaded = loaded.on_one_device(count_launched())
+        loaded = loaded.on_one_device(1 if launch is None else launch.world_size)
     begin = experiment.train  # imports what trains
     gc.freeze()  # modules live as long as this process: the garbage collections of recordings need not visit them
     outcome = begin(loaded, resume=resume)
@@ -144,10 +142,10 @@ def cross_validate(
     config: ConfigFile,
     more_folds: Annotated[list[int] | None, Argument(hidden=True)] = None,
     overrides: Overrides = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="For fold_0, fold_1 ...; default runs/NAME.")] = None,
-    folds: Annotated[list[int] | None, Option("--folds", metavar="K...", help="Default all.")] = None,
-    gpus: Annotated[int, Option(min=1, help="Train so many folds at a time, each on a GPU of its own.")] = 1,
-    resume: Annotated[bool, Option("--resume", help="Go on with folds that were begun.")] = False,
+    output: Annotated[Path | None, Output(help="Folder for fold_0, fold_1 ...; default runs/NAME.")] = None,
+    folds: Annotated[list[int] | None, Option("--folds", metavar="K...", help="Folds to train; default all.")] = None,
+    gpus: Annotated[int, Option(min=1, help="Number of folds to train at a time, each on its own GPU.")] = 1,
+    resume: Annotated[bool, Option("--resume", help="Continue unfinished folds.")] = False,
     no_cache: NoCache = False,
     components: Components = None,
     json_logs: JsonLogs = False,
@@ -160,6 +158,7 @@ def cross_validate(
     # Numbers after `--folds 0` are arguments to click, which gives an option one value.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
+    require_data(loaded.data.root)
     crossed = experiment.cross_validate(loaded, folds=chosen, gpus=gpus, resume=resume)
     show(experiment.format_cross_validation(crossed))
     if crossed.failures:
@@ -177,31 +176,28 @@ def search(
     config: ConfigFile,
     over: Annotated[
         Path,
-        typer.Option("--over", metavar="FILE", help="YAML file of keys, each with a range or a list of choices."),
+        Option("--over", metavar="FILE", help="YAML file: for each key a range or a list of choices."),
     ],
     overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the run folders trial_0 ...; default runs/NAME.")
-    ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Trials in all: of earlier calls and of other machines too.")] = 20,
-    gpus: Annotated[int, typer.Option(min=1, help="Train so many trials at a time, each on a GPU of its own.")] = 1,
+    output: Annotated[Path | None, Output(help="Folder for trial_0, trial_1 ...; default runs/NAME.")] = None,
+    trials: Annotated[int, Option(min=1, help="Trials in all, of earlier calls and other machines too.")] = 20,
+    gpus: Annotated[int, Option(min=1, help="Number of trials to train at a time, each on its own GPU.")] = 1,
     metric: Annotated[
-        str, typer.Option(help="What is compared, as TensorBoard shows it below val/, such as dice/LABEL.")
+        str, Option(help="Metric to compare, as TensorBoard names it, such as dice/LABEL.")
     ] = "dice_mean",
-    minimize: Annotated[bool, typer.Option("--minimize", help="Smaller values of the metric are better.")] = False,
-    pruner: Annotated[
-        str, typer.Option(help="Optuna's, which stops bad trials: median, halving (successive halving) or none.")
-    ] = "median",
+    minimize: Annotated[bool, Option("--minimize", help="Smaller values of the metric are better.")] = False,
+    pruner: Annotated[str, Option(help="How to stop bad trials: median, halving (successive) or none.")] = "median",
     no_cache: NoCache = False,
     components: Components = None,
     json_logs: JsonLogs = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train with other values again and again, and find the best ones; run again, it goes on.
+    """Train with many values of the config and find the best; run it again to continue.
 
     Machines that share the folder share the trials. Needs Optuna: pip install optuna.
     """
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
+    require_data(experiment.load_config(config, overrides).data.root)
     record = experiment.search(
         config, over, overrides, trials=trials, gpus=gpus, metric=metric, minimize=minimize, pruner=pruner
     )

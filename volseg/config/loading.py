@@ -14,6 +14,7 @@ from volseg.errors import ConfigError
 from volseg.files import replacing
 
 __all__ = [
+    "build_config",
     "differences",
     "dump_config",
     "format_config",
@@ -21,6 +22,7 @@ __all__ = [
     "load_config",
     "override",
     "path_override",
+    "read_config",
     "require_config",
     "require_sound_overrides",
 ]
@@ -41,6 +43,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     ConfigError
         If the file is absent, is no YAML mapping, or does not fit the schema; names the key and the nearest known one.
     """
+    return build_config(read_config(path), overrides, path)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return the values in the YAML file of a config, unchecked; see `load_config`.
+
+    Raises
+    ------
+    ConfigError
+        If the file is absent or no YAML mapping, or none of its keys is a config's.
+    """
     file = Path(path)
     if not file.exists() and (shipped := list_shipped().get(str(path))) is not None:
         file = shipped
@@ -56,6 +69,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
             f"{path} is no config of volseg: it has {', '.join(sorted(map(str, values))[:6])}, of which a config has "
             f"none; name one, or a data set by its folder, such as {Path(path).parent}"
         )
+    return values
+
+
+def build_config(values: Mapping[str, Any], overrides: Sequence[str], path: str | Path) -> ExperimentConfig:
+    """Return the config of values that `read_config` returned for ``path``, with overrides.
+
+    Raises
+    ------
+    ConfigError
+        If they do not fit the schema; names the key and the nearest known one.
+    """
     overrides = [overrides] if isinstance(overrides, str) else overrides
     for assignment in overrides:
         values = override(values, assignment)
@@ -108,7 +132,7 @@ def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
     >>> override({"training": {"epochs": 9}}, "training.epochs=5")
     {'training': {'epochs': 5}}
     """
-    path, equals, text = assignment.partition("=")
+    path, equals, text = str(assignment).partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys) or len(keys) > DEEPEST:
         raise ConfigError(f"--set takes key=value such as training.epochs=5, got {assignment[:200]!r}")

@@ -1,10 +1,11 @@
 """Name what a reader of a config probably meant."""
 
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-__all__ = ["did_you_mean", "find_near_sibling"]
+__all__ = ["did_you_mean", "find_near_sibling", "suggest_path"]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -28,3 +29,13 @@ def find_near_sibling(path: Path, *, is_folder: bool = False) -> Path | None:
     names = [each.name for each in path.parent.iterdir() if each.is_dir() or not is_folder]
     near = get_close_matches(path.name, names, n=1)
     return path.parent / near[0] if near else None
+
+
+def suggest_path(path: Path) -> str:
+    """Return the end of a message on a path that does not exist: the data set of nnU-Net, or the path, it may mean."""
+    if path.exists():
+        return ""
+    raw = Path(os.environ.get("nnUNet_raw", "nowhere"))  # noqa: SIM112 - nnU-Net calls it so
+    named = raw.glob(f"Dataset{int(path.name):03d}_*") if path.name.isdecimal() else [raw / path.name]
+    near = next((folder for folder in sorted(named) if folder.exists()), None) or find_near_sibling(path)
+    return "" if near is None else f"; did you mean {str(near)!r}?"

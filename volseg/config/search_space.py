@@ -7,10 +7,11 @@
     schedule.name: [polynomial, cosine]
 """
 
+import math
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -19,7 +20,7 @@ from volseg.config.commented import format_inline
 from volseg.config.yaml_values import read_yaml
 from volseg.errors import ConfigError
 
-__all__ = ["RangeConfig", "Space", "dump_values", "list_ends", "read_space"]
+__all__ = ["RangeConfig", "Space", "list_samples", "read_space"]
 
 EXAMPLE = "optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}"
 
@@ -58,6 +59,12 @@ class RangeConfig(ConfigModel):
         """Whether the values are whole numbers."""
         return all(isinstance(value, int) for value in (self.low, self.high, self.step or 1))
 
+    @property
+    def samples(self) -> tuple[int | float, ...]:
+        """Both ends, and a value between them: ends such as 2.0 may be whole where the others are not."""
+        distance = 1 if self.is_whole else (self.high - self.low) / math.e
+        return self.low, self.low + (self.step or distance), self.high
+
 
 Space = dict[str, RangeConfig | tuple[str, ...]]
 """Keys with their ranges, or their choices as ``--set`` takes them; a section comes before the keys below it."""
@@ -81,16 +88,11 @@ def read_space(path: str | Path) -> Space:
     return {str(key): _read_values(str(key), values[key], path) for key in keys}
 
 
-def list_ends(space: Space) -> Iterator[str]:
-    """Yield an override for each end of a range and for each choice."""
+def list_samples(space: Space) -> Iterator[str]:
+    """Yield an override for each choice, and for some values of each range."""
     for key, values in space.items():
-        for value in (values.low, values.high) if isinstance(values, RangeConfig) else values:
+        for value in values.samples if isinstance(values, RangeConfig) else values:
             yield f"{key}={value}"
-
-
-def dump_values(values: RangeConfig | tuple[str, ...]) -> Any:
-    """Return a range or choices as JSON has them."""
-    return values.model_dump() if isinstance(values, RangeConfig) else list(values)
 
 
 def _read_values(key: str, values: object, path: str | Path) -> RangeConfig | tuple[str, ...]:

@@ -1,47 +1,19 @@
 """What is in a data set, in a few lines for the terminal."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from volseg.commands import spell
+from volseg.config.catalogue import format_numbered
 from volseg.data.cases import Task
-from volseg.data.catalogue import PublicTask, list_public_tasks
 from volseg.data.groups import propose_groups
 from volseg.data.readers import list_files, read_volume
 from volseg.data.threads import map_in_threads
 from volseg.formatting import align_columns
 from volseg.transforms.spacing import measure_sides
 
-__all__ = ["describe_public_task", "describe_task", "tabulate_public_tasks"]
-
-
-def tabulate_public_tasks() -> str:
-    """Return a table of the tasks that can be fetched."""
-    rows = [("task", "channels", "labelled", "test", "labels", "licence")]
-    for task in list_public_tasks():
-        structures = [name for value, name in task.labels.items() if value != 0]
-        counts = (str(task.num_training), str(task.num_test))
-        rows.append((task.name, ", ".join(task.modalities), *counts, ", ".join(structures), task.licence))
-    return "\n".join(align_columns(rows))
-
-
-def describe_public_task(task: PublicTask) -> str:
-    """Return what is known of a task that can be fetched."""
-    plan = task.manifest.get("plan", {})
-    facts = [
-        ("task", task.name),
-        ("from", task.url),
-        ("md5", task.md5),
-        ("licence", task.licence),
-        ("cases", f"{task.num_training} with labels, {task.num_test} without"),
-        ("channels", _list_channels(task.modalities)),
-        ("labels", _list_labels(task.labels)),
-        *([("a plan", ", ".join(f"{name} {value}" for name, value in plan.items()))] if plan else []),
-        *(("mind", quirk) for quirk in task.manifest.get("quirks", ())),
-    ]
-    return "\n".join([*align_columns(facts), f"fetch it by: {spell(f'volseg data fetch {task.name}')}"])
+__all__ = ["describe_task"]
 
 
 def describe_task(task: Task, *, progress: Callable[[], object] | None = None) -> str:
@@ -75,8 +47,8 @@ def describe_task(task: Task, *, progress: Callable[[], object] | None = None) -
         ("task", task.name),
         ("folder", str(task.root)),
         ("cases", f"{len(task.training)} with labels, {len(task.test)} without"),
-        ("channels", _list_channels(task.modalities)),
-        ("labels", _list_labels(task.labels)),
+        ("channels", format_numbered(enumerate(task.modalities))),
+        ("labels", format_numbered(task.labels.items())),
         *([("regions", regions)] if regions else []),
         *([("ignored", str(task.ignore))] if task.ignore is not None else []),
         *([("partly", f"{partly} case(s) were looked through for some labels only")] if partly else []),
@@ -100,11 +72,3 @@ def _summarise(sides: np.ndarray) -> str:
         for found in (np.median(sides, axis=0), sides.min(axis=0), sides.max(axis=0))
     )
     return median if least == most else f"{median} (median; from {least} to {most})"
-
-
-def _list_channels(modalities: Sequence[str]) -> str:
-    return ", ".join(f"{number} {name}" for number, name in enumerate(modalities))
-
-
-def _list_labels(labels: Mapping[int, str]) -> str:
-    return ", ".join(f"{value} {name}" for value, name in labels.items())

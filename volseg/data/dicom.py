@@ -14,9 +14,10 @@ import numpy as np
 from monai.data import MetaTensor
 
 from volseg.data.content import require_memory
-from volseg.data.dicom_elements import TAGS, WANTED, Header, decode_text, read_elements, read_header
+from volseg.data.dicom_elements import Header, decode_text, read_elements, read_header
 from volseg.data.dicom_frames import Frame, list_frames
 from volseg.data.dicom_pixels import read_stored
+from volseg.data.dicom_tags import TAGS, WANTED
 from volseg.data.itk import lps_to_ras
 from volseg.data.names import list_some
 from volseg.data.volume import as_volume

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from volseg.data.dicom_elements import BINARY, GROUPS, STATES, TAGS, UNITS, Header, Item, parse_numbers
+from volseg.data.dicom_elements import Header, Item, parse_numbers
 from volseg.data.dicom_pixels import Stored, describe_stored
+from volseg.data.dicom_tags import BINARY, GROUPS, STATES, TAGS, UNITS
 from volseg.errors import ReaderError
 
 __all__ = ["Frame", "list_frames"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from volseg.data.catalogue import PublicTask
+from volseg.config.catalogue import PublicTask
 from volseg.data.download import PATIENT, Persistence, ShowBytes, download, require_web
 from volseg.data.layouts import find_task, load_task
 from volseg.data.unpacking import unpack
@@ -39,7 +39,7 @@ def fetch_task(
     Parameters
     ----------
     task : PublicTask
-        See `volseg.data.catalogue.find_public_task`.
+        See `volseg.config.catalogue.find_public_task`.
     folder : str or Path
         In which the task's folder is made.
     url : str, optional

@@ -14,7 +14,7 @@ from typing import Any
 import nibabel
 import numpy as np
 
-from volseg.data.catalogue import find_public_task
+from volseg.config.catalogue import find_public_task
 from volseg.data.phantoms import SCENES
 from volseg.data.synthetic import SyntheticGrid, as_nifti, draw_hippocampus, scan, write_task
 from volseg.errors import DataError

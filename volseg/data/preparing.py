@@ -145,7 +145,7 @@ def prepare_together(
         If no case is bad, or bad ones are left out, and one cannot be preprocessed: what the first such case raised. In
         a process that did not read it, a `ParallelError` that names it unless the error is one of volseg's.
     """
-    sides = _list_sides(training, validation)
+    sides = [*((case, False) for case in training), *((case, True) for case in validation)]  # whether it validates
     shares = len(readers.local) > 1 and readers.number is not None
     with closing(SharedTensors()) if shares else nullcontext() as store:
         reading = _Reading(sides, _choose_own(sides, readers), task, preprocessing, skip_bad, store, cache)
@@ -173,11 +173,6 @@ def prepare_together(
             *remark_on_same_images(_list_digests(reports, sides)),
         ],
     )
-
-
-def _list_sides(training: Sequence[Case], validation: Sequence[Case]) -> list[tuple[Case, bool]]:
-    """Return each case with whether it validates."""
-    return [*((case, False) for case in training), *((case, True) for case in validation)]
 
 
 class _Reading:

@@ -132,7 +132,7 @@ class VolumeCache:
     annotated : ForegroundVoxels or None
         Where voxels are annotated at all, the background too, in place of classes; None where all are.
     weights : Tensor or None
-        How often each case is drawn, (N,) in float64; None where all are drawn alike.
+        How often each case is drawn, (N,) in float64; None where all are drawn equally often.
     is_resident : Tensor
         Which cases lie on ``device``, (N,) bool, on the CPU.
     num_on_device : int

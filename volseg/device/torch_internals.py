@@ -78,7 +78,6 @@ __all__ = [
     "norm_each",
     "overriding_operators",
     "pytree",
-    "read_global_flags",
     "read_value",
     "softmax",
     "softmax_backward",
@@ -196,26 +195,6 @@ read_value = torch.ops.aten._local_scalar_dense.default
 
 check_gradients = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 """What ``GradScaler`` does with gradients, before it reads whether one was not finite."""
-
-FLAGS: tuple[Callable[[], bool], ...] = (
-    torch._C._get_cudnn_enabled,
-    torch._C._get_cudnn_benchmark,
-    torch._C._get_cudnn_deterministic,
-    torch._C._get_mkldnn_enabled,
-    torch._C._get_deterministic_algorithms,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
-)
-
-
-def read_global_flags() -> tuple[bool, ...]:
-    """Return the switches by which torch chooses between implementations of an operator, whose results lie otherwise.
-
-    Their public names take ten times as long, and this is asked for at each operator of a step that is followed.
-    """
-    return tuple([read() for read in FLAGS])
 
 
 @cache

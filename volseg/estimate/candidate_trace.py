@@ -62,7 +62,7 @@ def trace_candidate(
     gpu : GpuKind
         The kind of GPU.
     time_kernel : callable, optional
-        Says how many seconds a kernel takes: a pipeline is cut by it. By default the kind of GPU says so.
+        Returns the seconds of a kernel; a pipeline is cut by them. By default those of the kind of GPU, for pipelines.
     one_process : bool
         Whether the slabs lie on GPUs of one process, and not each on that of its own.
     limit : int, optional
@@ -77,7 +77,8 @@ def trace_candidate(
     """
     _check(work, candidate)
     follow = partial(tracing, gpu, limit=limit)
-    time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
+    if time_kernel is None and candidate.pipeline > 1:
+        time_kernel = gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly
     if (candidate.pipeline > 1 or one_process) and candidate.data > 1 and candidate.recorded:
         raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
     if candidate.num_gpus > 1 and candidate.pipeline == 1 and not one_process:

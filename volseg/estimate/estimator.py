@@ -133,7 +133,7 @@ class Planned:
                     work,
                     candidate,
                     replace(gpu, memory=self.capacity),  # by which a pipeline decides how many stages it needs
-                    time_kernel=gpu.seconds,
+                    time_kernel=gpu.seconds if candidate.pipeline > 1 else None,
                     one_process=one_process,
                     limit=limit if to_end else self.capacity - find_least_outside(processes),
                 )

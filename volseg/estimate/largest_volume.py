@@ -134,9 +134,10 @@ def _guess(
     fits = max((voxels for voxels, each in known.items() if each.total <= capacity), default=0)
     fails = min((voxels for voxels, each in known.items() if each.total > capacity), default=None)
     if fails is not None:
-        # Where a search begins is a good guess: the largest is not far below.
+        # The first size is a good guess: the largest is not far below, where no line says how far.
         most = _find_step(fails - 1, aspect, divisors)
-        guess = _find_step(fails // 2, aspect, divisors) if len(known) == 1 else min(guess, most)
+        is_first = len(known) == 1 and not held
+        guess = _find_step(3 * fails // 4, aspect, divisors) if is_first else min(guess, most)
     return min(max(guess, _find_step(fits, aspect, divisors), low + 1), high - 1)
 
 

@@ -278,7 +278,7 @@ def _find_volumes(
     # So many voxels, by default those of the step's own volume, in the shape of the first aspect.
     count = math.prod(planned.work.sides) if voxels is None else voxels
     side = (count * max(aspects[0]) ** 3 / math.prod(aspects[0])) ** (1 / 3)
-    first = max(1, round(side / divisors[longest]))
+    first = max(1, int(side / divisors[longest] + 0.01))  # a size that does not fit says less about the next one
     known: dict[int, Any] = {}
     return [
         find_largest(

@@ -49,11 +49,14 @@ class TracedStep(GpuObserver):
         self._is_recorded = False
         self._listener: Callable[[str], None] | None = None
         self.fault: OutOfMemoryError | None = None
-        """By which it was given up; whoever catches it on the way cannot make the step whole again."""
+        """By which it was given up: the end of the trace raises it, even if a caller within caught it."""
         self._sizes = [0] * num_gpus
         self._seconds = [0.0] * num_gpus
         self.devices = [fake_device(index) for index in range(num_gpus)]
         self.mode = FakeTensorMode(allow_fallback_kernels=False)
+        self.mode.cache_enabled = (
+            False  # its keys lack torch's switches, and it keeps the memory that ``set_`` is given
+        )
         self.in_place = InPlace()
         self._events: list[list[Event]] = [[] for _ in self.devices]
         self._held: dict[int, tuple[int, int, int, int]] = {}

@@ -42,15 +42,12 @@ from volseg.estimate.traced_step import TracedStep, find_gpu
 
 __all__ = ["TracedStep", "explaining_refusals", "tracing"]
 
-OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
-"""Operators that are given memory itself, which a cache of operators would hold for good."""
-
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
 
 find_handler = by_operator(GPU_OPERATORS.get)
 has_form_in_place = by_operator(IN_PLACE.__contains__)
-sets_storage, multiplies = by_operator(OF_STORAGES.__contains__), by_operator(PRODUCTS.__contains__)
+multiplies = by_operator(PRODUCTS.__contains__)
 
 FIND_DEVICE = torch.ops.prim.device.default
 
@@ -130,11 +127,7 @@ class _Noting(TorchDispatchMode):
                 return value
         if has_form_in_place(func):
             func = self.followed.in_place.replace(func, args)
-        known = None
-        if sets_storage(func):
-            out = self.known.run_anew(func, args, kwargs)
-        else:
-            out, known = self.known.find(func, args, kwargs)
+        out, known = self.known.find(func, args, kwargs)
         self.values.note(func, args, kwargs, out)
         if type(out) is FakeTensor or isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))

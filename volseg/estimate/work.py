@@ -19,14 +19,13 @@ Step = Callable[[Batch], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is trained, and how; whoever follows a candidate calls these under fake tensors.
+    """What is trained, and how; a trace of a candidate calls these under fake tensors.
 
     They are called anew for each candidate, on a copy of the network: nothing that one of them does reaches another.
     """
 
     build: Callable[[], nn.Module]
-    """Gives the plain network, in training mode; whoever follows it takes a copy without values, for it may be the
-    user's own."""
+    """Returns the plain network, in training mode; a trace runs a copy without values, as it may be the user's."""
     shape: tuple[int, ...]
     """Of the image of a whole batch, (B, C, D, H, W)."""
     make_batch: Callable[[int, torch.device], Batch]

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from scipy.ndimage import find_objects
 from torch import Tensor
 
-from volseg.data.cases import Structure
 from volseg.errors import DataError, GridError
 from volseg.evaluation.scoring import VOLUMES, Scoring, read_spacing
 from volseg.transforms.grid import Grid
@@ -93,7 +92,7 @@ def evaluate_case(
     _check_grids(prediction, label)
     # Regions in their own order, single values in that of their size.
     keys = list(labels) if any(isinstance(key, tuple) for key in labels) else sorted(labels)
-    structures = {key: _list_values(key) for key in keys if key != 0}
+    structures = {key: key if isinstance(key, tuple) else (key,) for key in keys if key != 0}
     known = sorted({0, *values, *(value for of in structures.values() for value in of)})
     of_label = known if ignore is None else [*known, ignore]
     places = (_index_values(prediction, "prediction", known), _index_values(label, "label", of_label))
@@ -149,10 +148,6 @@ def _join_boxes(boxes: Sequence[tuple[slice, ...]]) -> tuple[slice, ...]:
 def _compute_volumes(metrics: Metrics, voxel_ml: float) -> Metrics:
     predicted, reference = metrics["n_pred"] * voxel_ml, metrics["n_ref"] * voxel_ml
     return dict(zip(VOLUMES, (predicted, reference, predicted - reference), strict=True))
-
-
-def _list_values(structure: Structure) -> tuple[int, ...]:
-    return structure if isinstance(structure, tuple) else (structure,)
 
 
 def _check_grids(prediction: LabelMap, label: LabelMap) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from volseg.config.catalogue import list_public_tasks
 from volseg.data.cases import Task
-from volseg.data.catalogue import list_public_tasks
 
 __all__ = ["PublishedResult", "published_results"]
 

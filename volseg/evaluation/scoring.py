@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from volseg.config.catalogue import list_public_tasks
 from volseg.config.nearest import did_you_mean
-from volseg.data.catalogue import list_public_tasks
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.lesions import LESIONS, MINIMUM_OVERLAP, match_lesions
 from volseg.evaluation.surfaces import DISTANCES, measure_surfaces

@@ -16,6 +16,7 @@ from volseg.data.labels import num_indices, targets_of
 from volseg.data.patches import PatchBatches
 from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError
+from volseg.evaluation.overlap import METRICS
 from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.experiment.rehearsing import OneOutput
 from volseg.inference.postprocessing import Postprocessing
@@ -35,7 +36,7 @@ from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import SCHEDULES
 from volseg.workflow.step import TrainingStep
 from volseg.workflow.training import Score, Training
-from volseg.workflow.validation import Validation
+from volseg.workflow.validation import SHOWN, Validation
 
 __all__ = [
     "build_batches",
@@ -50,6 +51,7 @@ __all__ = [
     "check_components",
     "choose_channel",
     "draw_batch",
+    "list_scores",
     "preprocessing_of",
 ]
 
@@ -356,3 +358,15 @@ def build_scoring(config: ExperimentConfig, task: Task) -> Scoring:
         lesions=asked.lesions,
         lesion_overlap=asked.lesion_overlap,
     )
+
+
+def list_scores(config: ExperimentConfig, task: Task) -> list[str]:
+    """Return the names of the numbers that each validation gives; see `Validated.scores`."""
+    own, scoring = [each.output for each in config.metrics], build_scoring(config, task)
+    shown = [name for name in SHOWN if name in (*METRICS, *scoring.names)]
+    only_for = {"NSD": scoring.tolerances, "lesion_F1": scoring.lesions}
+    names = ["dice_mean", *own]
+    for key, label in task.structures.items():
+        measured = [name.lower() for name in shown if key in only_for.get(name, task.structures)]
+        names += [f"{name}/{label}" for name in (*measured, *own)]
+    return names

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
@@ -32,9 +33,11 @@ __all__ = [
     "choose_cases",
     "choose_split",
     "describe_patients",
+    "find_previous_stage",
     "list_given_splits",
     "open_cache",
     "prepare_chosen",
+    "read_task",
 ]
 
 logger = logging.getLogger(__name__)
@@ -62,6 +65,11 @@ class ChosenCases:
     """What is said of the patients on both sides."""
 
 
+def read_task(config: ExperimentConfig) -> Task:
+    """Read the description of a config's data set, with the channels that a previous stage adds."""
+    return replace(load_task(config.data.root, require_files=False), stage_labels=config.stage_labels)
+
+
 def choose_cases(config: ExperimentConfig) -> ChosenCases:
     """Read the task's description and return the cases to use; no image is read.
 
@@ -74,8 +82,8 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
     DataError
         If there is no task, too few cases for the folds, a weight that is none, or no training case of one above 0.
     """
-    task = load_task(config.data.root, require_files=False)
-    task = replace(task, training=_weigh(task, config.data.weights), stage_labels=config.stage_labels)
+    task = read_task(config)
+    task = replace(task, training=_weigh(task, config.data.weights))
     split = choose_split(config, task)
     by_id = {case["case"]: case for case in task.training}
     training, validation = (tuple(by_id[name] for name in names) for names in (split.training, split.validation))
@@ -83,6 +91,23 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
     is_given = list_given_splits(config, task) is not None
     patients = describe_patients(task, config.split.group, split, is_given=is_given)
     return ChosenCases(task=task, split=split, training=training, validation=validation, patients=patients)
+
+
+def find_previous_stage(config: ExperimentConfig) -> Path | None:
+    """Return the folder of the first stage of a cascade, whose second stage a config describes; None for other configs.
+
+    Raises
+    ------
+    ConfigError
+        If the folder is absent.
+    """
+    folder = config.data.previous_stage
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(
+            f"{config.name} is the second stage of a cascade, and the folder of the first one, {folder}, is absent; "
+            "put it back, or name its new place by --set data.previous_stage=FOLDER"
+        )
+    return folder
 
 
 def add_stage(config: ExperimentConfig, cases: Sequence[Case]) -> tuple[Case, ...]:
@@ -104,7 +129,8 @@ def add_stage(config: ExperimentConfig, cases: Sequence[Case]) -> tuple[Case, ..
     if missing := [case["case"] for case in cases if f"{case['case']}.nii.gz" not in found]:
         raise DataError(
             f"data.previous_stage: {folder} holds no validated label map of {len(missing)} of {len(cases)} cases: "
-            f"{list_some(missing)}; train all folds of its config: volseg cross-validate"
+            f"{list_some(missing)}; train all folds of its config: volseg cross-validate, or name its new place by "
+            "--set data.previous_stage=FOLDER"
         )
     return tuple({**case, "stage": found[f"{case['case']}.nii.gz"]} for case in cases)
 

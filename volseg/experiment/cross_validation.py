@@ -140,7 +140,10 @@ def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str
         "num_folds": crossed.num_folds,
         "num_cases": len(crossed.summary["metric_per_case"]),
         "mean_dice": crossed.mean_dice,
-        "labels": {label.name: _describe_label(label) for label in crossed.labels},
+        "labels": {
+            label.name: {"of_folds": label.of_folds, "mean_of_folds": label.over_folds, **asdict(label.over_cases)}
+            for label in crossed.labels
+        },
         "scores": _describe_scores(crossed),
         "bootstrap": {"kind": "percentile", "confidence": CONFIDENCE, "resamples": NUM_RESAMPLES, "seed": SEED},
         "folds": [_describe_fold(fold, crossed) for fold in crossed.folds],
@@ -176,10 +179,6 @@ def format_cross_validation(crossed: CrossValidated) -> str:
     """Return what a cross-validation ends by saying: its report in short, of which the page and report.md have more."""
     told = write_brief(crossed.folder, sections=("Look at this", "Folds", "Published results"))
     return f"\n{told}\nAll of it is in {crossed.folder}; report: {crossed.folder / NAME} and report.md"
-
-
-def _describe_label(label: LabelResult) -> dict[str, Any]:
-    return {"of_folds": label.of_folds, "mean_of_folds": label.over_folds, **asdict(label.over_cases)}
 
 
 def _describe_fold(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:

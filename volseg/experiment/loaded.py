@@ -15,6 +15,7 @@ from volseg.data.checks.kinds import KINDS
 from volseg.data.checks.volumes import find_grid_faults, find_image_faults
 from volseg.data.labels import measure_volumes
 from volseg.errors import ConfigError, DataError
+from volseg.experiment.cases import find_previous_stage
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.sources import Source, load_trained, path_of
 from volseg.experiment.trained import Trained
@@ -60,7 +61,7 @@ class LoadedModel:
         self._trained, self._lock = trained, Lock()
         self._predictor = trained.build_predictor()
         self._postprocessing = trained.postprocessing if postprocessing else None
-        stage = trained.config.data.previous_stage
+        stage = find_previous_stage(trained.config)
         on_device = [f"device={trained.config.device}"]
         self._previous = None if stage is None else load(stage, overrides=on_device, postprocessing=False)
 
@@ -177,11 +178,11 @@ def load(
     """
     device = str(device) if isinstance(device, torch.device) else device
     for name, value, kinds, wanted in (
-        ("source", source, Source | tuple | list, "a path, a RunFolder or several of these"),
         ("device", device, str | None, "a text such as cuda:1, or a torch.device"),
         ("mirror", mirror, bool | None, "True or False"),
         ("folds", folds, tuple | list | None, "a list such as [0, 2]"),
         ("overrides", overrides, tuple | list, 'a list such as ["inference.overlap=0.25"]'),
+        ("postprocessing", postprocessing, bool, "True or False"),
     ):
         if not isinstance(value, kinds):
             raise ConfigError(f"{name} should be {wanted}, got {value!r}")

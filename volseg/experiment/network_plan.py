@@ -15,13 +15,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from volseg.config.catalogue import PublicTask, find_public_task
 from volseg.config.schema import ExperimentConfig, NetworkConfig
 from volseg.data.cases import Case, Task
-from volseg.data.catalogue import PublicTask, find_public_task
-from volseg.data.layouts import load_task
 from volseg.data.readers import read_affine
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
+from volseg.experiment.cases import read_task
 from volseg.models.networks import ISOTROPIC, complete_spec
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.transforms.spacing import Sides, depends_on_case, spacing_after
@@ -136,7 +136,7 @@ def _join(sides: Sides) -> str:
 # What a forecast must know of a data set, without a volume being read: by its description, or by what is published.
 #
 # A network takes as many channels as the images have, and gives as many as there are labels. Where the data set is not
-# there, the Decathlon's ten are known by their names (`volseg.data.catalogue`), and of any other the user says it.
+# there, the Decathlon's ten are known by their names (`volseg.config.catalogue`), and of any other the user says it.
 
 
 FLOAT_BYTES, LABEL_BYTES = 4, 1
@@ -178,9 +178,10 @@ def find_facts(config: ExperimentConfig, channels: int | None = None, classes: i
     if channels is not None and classes is not None:
         labels = {value: f"label {value}" if value else "background" for value in range(classes)}
         task = _make_task(root.name or "task", [f"channel {n}" for n in range(channels)], labels)
+        task = replace(task, stage_labels=config.stage_labels)
         return DataFacts(task=task, spacing=_spacing_without_cases(config), source="--channels and --classes")
     if root.exists():
-        task = replace(load_task(root, require_files=False), stage_labels=config.stage_labels)
+        task = read_task(config)
         known = _find_public(task.name)
         return _with_sizes(task, find_spacing(config, task), known, f"the description in {root}")
     known = _find_public(root.name)
@@ -190,7 +191,7 @@ def find_facts(config: ExperimentConfig, channels: int | None = None, classes: i
             "--channels N --classes N (with the background), or name the data set by --set data.root=DIR"
         )
     labels = {int(value): name for value, name in known.labels.items()}
-    task = _make_task(known.name, known.modalities, labels)
+    task = replace(_make_task(known.name, known.modalities, labels), stage_labels=config.stage_labels)
     median = known.manifest["nnunet"]["fingerprint"]["median_spacing"]
     spacing = _spacing_without_cases(config, tuple(float(mm) for mm in median))
     return _with_sizes(task, spacing, known, f"what is published of {known.name}")

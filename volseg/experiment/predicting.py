@@ -22,9 +22,11 @@ from volseg.data.layouts.table import TABLES, read_images
 from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import find_suffix, list_files, name_files
 from volseg.errors import ConfigError, DataError
+from volseg.experiment.cases import find_previous_stage
 from volseg.experiment.launching import choose_gpus
-from volseg.experiment.prediction_files import CaseResult, Predicted, PredictionFiles, PredictionRecord
+from volseg.experiment.prediction_files import CaseResult, Predicted, PredictionFiles
 from volseg.experiment.prediction_queue import PredictionQueue
+from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.sources import Source, load_trained, path_of
 from volseg.experiment.trained import Trained
 from volseg.files import replacing, require_text
@@ -107,7 +109,7 @@ def predict(
     if sum((resume, skip_existing, overwrite)) > 1:
         raise ConfigError("--resume, --skip-existing and --overwrite say what becomes of label maps; give one of them")
     order: dict[str, Any] = {
-        "source": [source] if isinstance(source, Source) else list(source),
+        "source": list(source) if isinstance(source, tuple | list) else [source],
         "output": output,
         "checkpoint": checkpoint,
         "overrides": list(overrides),
@@ -127,13 +129,14 @@ def predict(
         )
     done = {} if overwrite else done
     waiting = [case for case in cases if case["case"] not in done]
+    stage = find_previous_stage(trained.config) if waiting else None
     devices = () if gpus is None else choose_gpus(trained.config, gpus, PREDICTING)
     cut_over = _choose_devices(devices, waiting, trained)
     queue = PredictionQueue(trained, files, record, waiting, strict=strict, devices=cut_over)
-    if waiting and trained.config.data.previous_stage is not None:
-        logger.info("%s labels the images first", trained.config.data.previous_stage)
+    if stage is not None:
+        logger.info("%s labels the images first", stage)
         predict(
-            trained.config.data.previous_stage,
+            stage,
             images,
             files.stage_folder,
             overrides=[setting for setting in overrides if setting.startswith("device")],

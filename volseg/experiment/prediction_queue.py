@@ -31,7 +31,8 @@ from volseg.data.threads import map_in_threads
 from volseg.errors import ConfigError, DataError, OutOfMemoryError, ParallelError, ReaderError, VolsegError
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.own_components import components_arguments
-from volseg.experiment.prediction_files import CaseResult, PredictionFiles, PredictionRecord, identify
+from volseg.experiment.prediction_files import CaseResult, PredictionFiles
+from volseg.experiment.prediction_record import PredictionRecord, identify
 from volseg.experiment.trained import Trained
 from volseg.inference.in_memory import prepare_on, suits
 from volseg.inference.original_grid import Prediction

@@ -24,19 +24,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 
 from volseg.checkpointing.compatible import may_differ, refuse
 from volseg.checkpointing.folder import RunFolder
 from volseg.config.base import validated
-from volseg.config.loading import differences, load_config, path_override
+from volseg.config.loading import build_config, differences, path_override, read_config
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
-from volseg.config.search_space import RangeConfig, Space, dump_values, list_ends, read_space
+from volseg.config.search_space import RangeConfig, Space, list_samples, read_space
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, VolsegError
-from volseg.experiment.building import check_components
+from volseg.experiment.building import check_components, list_scores
 from volseg.experiment.launching import choose_gpus
+from volseg.experiment.own_components import components_arguments
 from volseg.experiment.report import attempt
 from volseg.experiment.several_runs import PlannedRun, require_own_folder, train_each
 from volseg.files import replace_nan
@@ -55,7 +57,6 @@ from volseg.monitoring.run_files import (
 from volseg.parallel.processes.workers import Worker
 from volseg.reporting import write_brief, write_report
 from volseg.reporting.search import SEARCH, SearchRecord, read_search
-from volseg.workflow.validation import SHOWN
 
 __all__ = ["format_search", "search"]
 
@@ -105,7 +106,7 @@ def search(
     Parameters
     ----------
     config : path
-        YAML file; its ``output``, by default ``runs/NAME``, holds the trials.
+        YAML file, read once; its ``output``, by default ``runs/NAME``, holds the trials.
     over : path
         YAML file of the values to try; see `read_space`.
     overrides : sequence of str
@@ -128,28 +129,31 @@ def search(
         the folder holds another search.
     """
     optuna = import_package("optuna", distribution="optuna")
+    values, space = read_config(config), read_space(over)
 
     def load(*settings: str) -> ExperimentConfig:
-        loaded = load_config(config, [*overrides, *settings])
+        loaded = build_config(values, [*overrides, *settings], config)
         check_components(loaded)
         return loaded
 
-    base, space = load(), read_space(over)
-    for setting in list_ends(space):
-        try:
-            load(setting)
-        except ConfigError as fault:
-            raise ConfigError(f"{over}: {fault}") from fault
+    base = load()
     require_own_folder(base, "search", "run the same command once per machine")
     if pruner not in PRUNERS:
         raise ConfigError(f"no pruner is called {pruner!r}; {did_you_mean(pruner, PRUNERS)}")
     task = load_task(base.data.root, require_files=False)
     _require_metric(metric, base, task)
+    for setting in list_samples(space):
+        try:
+            _require_metric(metric, load(setting), task)
+        except ConfigError as fault:
+            raise ConfigError(f"{over}: {fault}") from fault
     places = choose_gpus(base, gpus, TRIALS) if gpus > 1 else [None]
     command = ["search", str(config), "--over", str(over), *(part for each in overrides for part in ("--set", each))]
+    command += ["--gpus", str(gpus), "--metric", metric, *(["--minimize"] if minimize else []), "--pruner", pruner]
+    command += components_arguments()
     facts = {"task": task.name, "wanted": trials, "command": command, "environment": environment()}
     terms = {
-        "space": {key: dump_values(values) for key, values in space.items()},
+        "space": to_jsonable_python(space),
         "metric": metric,
         "minimize": minimize,
         "config": base.located().model_dump(mode="json"),
@@ -175,10 +179,7 @@ def _require_metric(metric: str, config: ExperimentConfig, task: Task) -> None:
             "a search compares validations during the training; set split.validation to fold, and "
             "training.validate_every to a number"
         )
-    own = [each.output for each in config.metrics]
-    labels = [label for key, label in task.structures.items() if key != 0]
-    known = ["dice_mean", *own, *(f"{name}/{label}" for name in (*map(str.lower, SHOWN), *own) for label in labels)]
-    if metric not in known:
+    if metric not in (known := list_scores(config, task)):
         raise ConfigError(f"no validation gives the metric {metric!r}; {did_you_mean(metric, known)}")
 
 
@@ -309,9 +310,11 @@ class _Study:
 
     def _is_abandoned(self, frozen: Any) -> bool:
         """Return whether nobody trains a trial any more: its search has ended, or was not heard of for long."""
+        if frozen.number in self._own:
+            return False
         owner = frozen.user_attrs.get("owner")
-        if frozen.number in self._own or not owner:
-            return frozen.number not in self._own
+        if not owner:
+            return True
         is_here = (owner["host"], owner["space"]) == (socket.gethostname(), find_process_space())
         if is_here and (owner["pid"] == getpid() or not is_running(owner["pid"])):
             return True
@@ -326,25 +329,27 @@ class _Study:
         if run.name in self._pruned or time.monotonic() < self._next_look.get(run.name, 0.0):
             return
         self._next_look[run.name] = time.monotonic() + LOOK_SECONDS
-        for epoch, value in self._report(run):
+        for epoch, value in self._list_new(run):
+            run.trial.report(value, epoch)
+            # Before the next one: Optuna compares trials at the epoch that was reported last.
             if epoch < run.config.training.epochs and run.trial.should_prune():
                 logger.info("%s: pruned after epoch %d, %s %.4f", run.name, epoch, self.terms["metric"], value)
                 self._pruned.add(run.name)
                 worker.process.terminate()
                 return
 
-    def _report(self, run: PlannedTrial) -> Iterator[tuple[int, float]]:
-        """Tell Optuna each validation that it does not know, and yield its epoch and value."""
+    def _list_new(self, run: PlannedTrial) -> list[tuple[int, float]]:
+        """Return epoch and value of each validation that Optuna does not know."""
         known, tag = self._list()[run.trial.number].intermediate_values, f"val/{self.terms['metric']}"
-        for line in read_history(run.folder.path / HISTORY):
-            if tag in line.scalars and line.epoch not in known:
-                run.trial.report(line.scalars[tag], line.epoch)
-                yield line.epoch, line.scalars[tag]
+        lines = [line for line in read_history(run.folder.path / HISTORY) if tag in line.scalars]
+        return [(line.epoch, line.scalars[tag]) for line in lines if line.epoch not in known]
 
     def finish(self, run: PlannedTrial, worker: Worker) -> None:
         """Tell Optuna how a trial ended."""
-        list(self._report(run))
-        value = _find_last(self._list()[run.trial.number])
+        for epoch, value in self._list_new(run):
+            run.trial.report(value, epoch)
+        frozen = self._list()[run.trial.number]
+        result = frozen.intermediate_values.get(frozen.last_step)
         if worker.process.returncode != 0 and run.name in self._pruned:
             self._tell(run.trial, state=self.optuna.trial.TrialState.PRUNED)
         elif worker.process.returncode != 0:
@@ -352,11 +357,11 @@ class _Study:
             status = read_status(run.folder.path / STATUS)
             said = status.message if status is not None and status.state == "failed" else ""
             self._fail(run.trial, said or worker.describe_end().splitlines()[-1].removeprefix("  | volseg: "))
-        elif value is None or not math.isfinite(value):
+        elif result is None or not math.isfinite(result):
             self._fail(run.trial, f"{self.terms['metric']} is no finite number after the last epoch")
         else:
-            self._tell(run.trial, values=value)
-            logger.info("%s: %s %.4f in %.0f s", run.name, self.terms["metric"], value, worker.seconds)
+            self._tell(run.trial, values=result)
+            logger.info("%s: %s %.4f in %.0f s", run.name, self.terms["metric"], result, worker.seconds)
         self.write()
 
     def _fail(self, trial: Any, error: str) -> None:
@@ -385,15 +390,9 @@ class _Study:
         return {
             "number": frozen.number,
             "state": "interrupted" if is_left else STATES[frozen.state.name],
-            "value": _find_last(frozen) if frozen.value is None else frozen.value,
-            "epochs": max(frozen.intermediate_values, default=None),
+            "value": frozen.intermediate_values.get(frozen.last_step) if frozen.value is None else frozen.value,
+            "epochs": frozen.last_step,
             "seconds": sum(part.seconds for part in read_times(self._find_folder(frozen.number) / TIMES)),
             "values": frozen.params,
             "error": frozen.user_attrs.get("error", ""),
         }
-
-
-def _find_last(frozen: Any) -> float | None:
-    """Return the metric of a trial's last validation; None before the first one."""
-    values: dict[int, float] = frozen.intermediate_values
-    return values[max(values)] if values else None

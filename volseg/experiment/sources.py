@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.data.names import list_some
@@ -62,7 +63,9 @@ def load_trained(
         If a checkpoint is absent, damaged, or of another network.
     """
     require_keys(overrides)
-    named = [source] if isinstance(source, Source) else list(source)
+    named: list[Any] = list(source) if isinstance(source, tuple | list) else [source]
+    if strange := [one for one in named if not isinstance(one, Source)]:
+        raise ConfigError(f"source should be a path, a RunFolder or several of these, got {strange[0]!r}")
     if not named:
         raise ConfigError("a prediction needs a trained network, got none; name a run folder")
     loaded = [network.build() for one in named for network in open_source(one, checkpoint, overrides)]

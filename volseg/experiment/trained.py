@@ -36,8 +36,10 @@ PREDICTION_KEYS = (
     "training.precision",
     "training.kernels",
     "training.memory_format",
+    "data.previous_stage",
 )
-"""What of a config may be another at prediction than at training: how, on what and how exactly it is computed."""
+"""What of a config may be another at prediction than at training: how, on what and how exactly it is computed, and the
+folder to which the first stage of a cascade was moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +260,7 @@ def require_keys(overrides: Sequence[str], allowed: Sequence[str] = PREDICTION_K
         Names the keys that may be set.
     """
     for assignment in overrides:
-        key = assignment.partition("=")[0].strip()
+        key = str(assignment).partition("=")[0].strip()
         if any(key == name or key.startswith(f"{name}.") for name in allowed):
             continue
         known = [f"{name}.KEY" if name in ("inference", "parallel") else name for name in allowed]

@@ -165,9 +165,8 @@ class _Run:
         job.keep_mesh(config)
         seed_everything(config.seed)
         if self.resume:
-            compatible.require_same_task(job.folder, self.chosen.task)
             compatible.require_same_split(job.folder, self.chosen.split)
-            compatible.require_same_weights(job.folder, self.chosen.task)
+            compatible.require_same_task(job.folder, self.chosen.task, weights=True)
             compatible.require_same_mesh(job.folder, config)
         is_new = not self.resume and config.training.start_from is not None
         start = Start(config, self.chosen) if is_new else None

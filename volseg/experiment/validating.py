@@ -29,7 +29,7 @@ from volseg.evaluation.summary import (
 )
 from volseg.evaluation.tables import scores_table
 from volseg.experiment.building import build_scoring, build_validation, preprocessing_of
-from volseg.experiment.cases import ChosenCases, add_stage, open_cache, prepare_chosen
+from volseg.experiment.cases import ChosenCases, add_stage, open_cache, prepare_chosen, read_task
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.report import dice_table
 from volseg.experiment.sources import path_of, require_runs
@@ -202,7 +202,7 @@ def choose_validated(folder: RunFolder, config: ExperimentConfig) -> ChosenCases
             f"{root}, the task of {folder.path}, does not exist; put it back, or name its new place by "
             f"--set data.root=FOLDER, or for good as data.root into {folder.config_file}"
         )
-    task = load_task(root, require_files=False)
+    task = read_task(config)
     require_same_task(folder, task)
     by_id = {case["case"]: case for case in task.training}
     if gone := sorted(set(split.validation) - by_id.keys()):

@@ -1,7 +1,6 @@
 """Show that an experiment's network computes the same on several devices as on one."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,8 @@ import torch
 
 from volseg.config.loading import require_config
 from volseg.config.schema import ExperimentConfig
-from volseg.data.layouts import load_task
 from volseg.experiment.building import check_components
+from volseg.experiment.cases import read_task
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.placed_network import build_plain_network
 from volseg.models import GridRule
@@ -59,7 +58,7 @@ def verify(
     """
     config = require_config(config)
     check_components(config)
-    task = replace(load_task(config.data.root, require_files=False), stage_labels=config.stage_labels)
+    task = read_task(config)
     planned = plan_network(config, task).complete(config)
     with torch.random.fork_rng(list_gpus()):
         torch.manual_seed(config.seed)

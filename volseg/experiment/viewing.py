@@ -21,7 +21,8 @@ from volseg.errors import ConfigError, DataError
 from volseg.evaluation.folders import RECORD, find_names, strip_id
 from volseg.experiment.building import choose_channel
 from volseg.experiment.predicting import resolve_images
-from volseg.experiment.prediction_files import SUFFIXES, list_predicted
+from volseg.experiment.prediction_files import SUFFIXES
+from volseg.experiment.prediction_record import list_predicted
 from volseg.experiment.sources import list_runs
 from volseg.experiment.trained import require_keys
 from volseg.experiment.validating import choose_validated
@@ -84,6 +85,8 @@ def view(
     source, given = Path(source), [Path(path) for path in labels]
     gathered = _gather(source, overrides)
     file = Path(output) if output is not None else (gathered.folder or Path()) / PAGE
+    if file.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"the page is HTML, and {file} is named otherwise; name it such as {PAGE}")
     if output is not None or gathered.folder is None:
         require_new(file, overwrite=overwrite)
     chosen = _choose(gathered.cases, cases)
@@ -158,7 +161,7 @@ def _choose(cases: Sequence[ViewedCase], names: Sequence[str]) -> list[ViewedCas
     known = {case.name: case for case in cases}
     if strange := [name for name in names if name not in known]:
         raise ConfigError(f"no case is called {strange[0]!r}; {did_you_mean(strange[0], known)}")
-    chosen = [known[name] for name in names] or list(cases)
+    chosen = [known[name] for name in dict.fromkeys(names)] or list(cases)
     if not chosen:
         raise ConfigError("there is no case to show; name a run, a folder of predictions, a data set or an image")
     return chosen

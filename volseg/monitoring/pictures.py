@@ -129,7 +129,8 @@ def draw_slices(
         index = _find_fullest(shown, axis)
         across, upward = (dim for dim in range(3) if dim != axis)
         size = (max(round(extents[upward] * pixels), 1), max(round(extents[across] * pixels), 1))
-        cut = [_turn(each.select(axis, index)[box[across], box[upward]]) for each in volumes]
+        planes = (each.select(axis, index)[box[across], box[upward]] for each in volumes)
+        cut = [plane.mT.flip(-2, -1) for plane in planes]  # upward; right and front of the patient to the left
         panel = _paint(cut, size, line=max(round(min_side / 256), 1))
         title = f"{PLANES[axis]} {index + 1} / {volume.shape[axis]}"
         panels.append(_frame(panel, title, SIDES[axis], min_side // 4))
@@ -181,11 +182,6 @@ def _choose_layout(extents: Sequence[float], spacing: Sequence[float], min_side:
     is_stacked = math.prod(stack) < math.prod(row)
     width, height = stack if is_stacked else row
     return is_stacked, min(max(min_side / height, 1 / min(spacing)), LONGEST * min_side / max(width, height))
-
-
-def _turn(plane: Tensor) -> Tensor:
-    """Return a plane with its second axis upward; right and front of the patient to the left of the picture."""
-    return plane.transpose(-1, -2).flip(-2, -1)
 
 
 def _paint(cut: Sequence[Tensor], size: tuple[int, int], line: int) -> Tensor:

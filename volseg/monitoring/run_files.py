@@ -185,7 +185,8 @@ def read_history(file: str | Path) -> list[EpochLine]:
             if number == len(texts):  # bytes that never reached the disk before a power cut
                 break
             raise DataError(
-                f"{file}, line {number}, is no line of a history ({_first_line(fault)}), got {text[:80]!r}; remove it"
+                f"{file}, line {number}, is no line of a history ({str(fault).splitlines()[0]}), got {text[:80]!r}; "
+                "remove it"
             ) from fault
     return found
 
@@ -237,7 +238,3 @@ def _read(file: str | Path, kind: TypeAdapter[Content]) -> Content | None:
     # first writing.
     except (ValidationError, IsADirectoryError):
         return None
-
-
-def _first_line(fault: Exception) -> str:
-    return str(fault).partition("\n")[0]

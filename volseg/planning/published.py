@@ -2,7 +2,7 @@
 
 import math
 
-from volseg.data.catalogue import find_public_task
+from volseg.config.catalogue import find_public_task
 from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 
 __all__ = ["published_fingerprint"]

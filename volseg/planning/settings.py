@@ -203,8 +203,9 @@ def _list_patch(geometry: Geometry, preset: str) -> Iterator[Setting]:
     median = " x ".join(f"{side:g}" for side in geometry.median_shape)
     million = f"{geometry.features / 1e6:.0f} million features"
     if preset == "whole":
+        longest = " x ".join(map(str, geometry.largest_shape))
         reason = (
-            f"the longest case along each axis ({_join(geometry.largest_shape)} voxels; the median one is {median}), "
+            f"the longest case along each axis ({longest} voxels; the median one is {median}), "
             f"up to what the network divides by, so that no case is ever cut out of: {million}"
         )
     else:
@@ -409,7 +410,3 @@ def _nest(triples: Sequence[Sequence[int]]) -> list[list[int]]:
 def _shorten(number: float) -> float:
     """Return a number with six digits, which says enough about millimetres and intensities."""
     return float(f"{number:.6g}")
-
-
-def _join(sides: Sequence[int]) -> str:
-    return " x ".join(map(str, sides))

@@ -157,7 +157,8 @@ def draw_shares(shares: Shares) -> Markup:
 
 def draw_legend(names: Sequence[tuple[str, int]]) -> Markup:
     """Return names with their colours."""
-    return tag("ul", *(_draw_key(name, colour) for name, colour in names), class_="legend")
+    keys = (tag("li", tag("i", style=_paint(colour, "background")), name) for name, colour in names)
+    return tag("ul", *keys, class_="legend")
 
 
 def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -194,10 +195,6 @@ def format_number(value: float) -> str:
         if abs(value) >= factor:
             return f"{value / (1000 if letter == 'k' else factor):.4g}{letter}"
     return f"{value:.4g}"
-
-
-def _draw_key(name: str, colour: int) -> Markup:
-    return tag("li", tag("i", style=_paint(colour, "background")), name)
 
 
 def _paint(number: int, *properties: str) -> str:

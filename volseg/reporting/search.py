@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join, quote
-from textwrap import shorten
 from typing import Any
 
 from volseg.config.yaml_values import dump_yaml
@@ -33,6 +32,11 @@ class SearchRecord:
         return self.results.get("trials") or ()
 
     @property
+    def wanted(self) -> int:
+        """How many trials there are to be; a later call may have asked for fewer than there are."""
+        return max(int(self.results.get("wanted") or 0), len(self.trials))
+
+    @property
     def best(self) -> Mapping[str, Any] | None:
         """The finished trial with the best value."""
         sign = 1.0 if self.results.get("minimize") else -1.0
@@ -59,12 +63,12 @@ def describe_search(record: SearchRecord) -> content.ReportContent:
         compose.section("Environment", lambda: describe_environment(results.get("environment") or {})),
     ]
     states = [trial.get("state") for trial in record.trials]
-    done, wanted = sum(state not in ("running", "interrupted") for state in states), results.get("wanted")
+    done = sum(state not in ("running", "interrupted") for state in states)
     return compose.finish(
         record.folder,
         title=str(results.get("name", record.folder.name)),
         subtitle=f"Search over {', '.join(results.get('space') or {})} on {results.get('task', 'a task')}",
-        state="finished" if done == wanted else f"{done} of {wanted or 'unknown'} trials",
+        state="finished" if done == record.wanted else f"{done} of {record.wanted} trials",
         headline=compose.attempt("The headline", lambda: _make_headline(record, best), list[tuple[str, str]]()),
         sections=sections,
         commands=compose.attempt("What is next", lambda: _list_commands(record, best), list[tuple[str, str]]()),
@@ -83,7 +87,6 @@ def _make_headline(record: SearchRecord, best: Mapping[str, Any] | None) -> list
 
 def _tabulate(record: SearchRecord, best: Mapping[str, Any] | None) -> list[content.Block]:
     keys = list(record.results.get("space") or ())
-    has_failed = any(trial["state"] == "failed" for trial in record.trials)
     rows = [
         [
             str(trial["number"]),
@@ -92,12 +95,10 @@ def _tabulate(record: SearchRecord, best: Mapping[str, Any] | None) -> list[cont
             str(trial["epochs"] or "-"),
             format_duration(trial["seconds"]) if trial["seconds"] else "-",
             *(_format(trial["values"].get(key, "-")) for key in keys),
-            *([shorten(trial["error"], 60)] if has_failed else []),
         ]
         for trial in record.trials
     ]
     header = ["trial", "state", str(record.results.get("metric")), "epochs", "time", *keys]
-    header += ["error"] if has_failed else []
     bold = frozenset(number for number, trial in enumerate(record.trials) if trial is best)
     return [content.TextTable(caption="Trials", header=header, rows=rows, sortable=True, bold=bold)] if rows else []
 
@@ -130,8 +131,7 @@ def _draw_slice(key: str, xs: Sequence[float], ys: Sequence[float], *, log: bool
 
 
 def _list_commands(record: SearchRecord, best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    wanted = 2 * int(record.results.get("wanted") or len(record.trials))
-    command = join(["volseg", *map(str, record.results.get("command") or ()), "--trials", str(wanted)])
+    command = join(["volseg", *map(str, record.results.get("command") or ()), "--trials", str(2 * record.wanted)])
     commands = [("Try more values:", command), ("Write this page anew:", f"volseg report {quote(str(record.folder))}")]
     if best is None:
         return commands

@@ -145,7 +145,9 @@ class _Page:
         steps = self._choose_steps(grid, case.name)
         affine = grid.affine.numpy() @ np.diag([*steps, 1])
         slices = tuple(slice(None, None, step) for step in steps)
-        voxels = np.nan_to_num(image[self._channel].numpy(force=True)[slices])
+        stored = image[self._channel].numpy(force=True)[slices]
+        voxels = np.nan_to_num(stored, nan=0.0, posinf=0.0, neginf=0.0)
+        is_finite = bool(np.isfinite(stored).all())
         layers: list[dict[str, str]] = []
         centre = [side // 2 for side in voxels.shape]
         for title, file in case.layers.items():
@@ -158,7 +160,7 @@ class _Page:
         is_short = low <= voxels.min() <= voxels.max() <= high and np.array_equal(voxels, voxels.round())
         return {
             "title": case.name if math.isnan(case.dice) else f"{case.name} (Dice {case.dice:.3f})",
-            "note": _describe(grid, steps),
+            "note": _describe(grid, steps) + ("" if is_finite else " Values that are not finite are shown as 0."),
             "centre": (affine @ [*centre, 1])[:3].tolist(),
             "image": self._pack(voxels.astype(np.int16) if is_short else voxels, affine),
             "layers": layers,

@@ -289,7 +289,7 @@ def test_a_data_set_that_lies_where_nnunet_looks_is_named(tmp_path, monkeypatch,
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("nnUNet_raw", str(tmp_path / "raw"))
-    with pytest.raises(DataError, match=f"{name} does not exist; .*, such as {folder}, of nnU-Net's"):
+    with pytest.raises(DataError, match=f"{name} does not exist; .*; did you mean '{folder}'"):
         load_task(name)
     monkeypatch.delenv("nnUNet_raw")
     with pytest.raises(DataError, match=r"or another data set's$"):

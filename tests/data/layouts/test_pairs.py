@@ -213,7 +213,7 @@ def test_labels_that_nobody_named_are_read_once(folder, caplog, reads):
     with caplog.at_level(logging.INFO, logger="volseg.data"):
         task = load_task(root)
     assert task.labels == {0: "background", 1: "label_1", 3: "label_3", 7: "label_7"}
-    assert "nobody named the labels; the label maps hold 0 (background), 1 (label_1), 3 (label_3), 7" in caplog.text
+    assert "no file names the labels; the label maps hold 0 (background), 1 (label_1), 3 (label_3), 7" in caplog.text
     assert "Name them in" in caplog.text
     assert load_task(root).labels == task.labels
     assert sum(reads.values()) == 2

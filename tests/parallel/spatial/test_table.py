@@ -11,7 +11,6 @@ from volseg.parallel.spatial.operators.random import dropout
 from volseg.parallel.spatial.operators.samples import each_sample
 from volseg.parallel.spatial.table import (
     BY_SAMPLE,
-    COMPOSITES,
     TABLE,
     composes,
     handles,
@@ -43,10 +42,10 @@ AGAIN: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("case", AGAIN)
 def test_a_second_registration_is_refused(case: str) -> None:
     register, message = AGAIN[case]
-    before = dict(TABLE), dict(COMPOSITES), dict(BY_SAMPLE)
+    before = dict(TABLE), dict(BY_SAMPLE)
     with pytest.raises(ValueError, match=message):
         register()
-    assert before == (TABLE, COMPOSITES, BY_SAMPLE)
+    assert before == (TABLE, BY_SAMPLE)
 
 
 def test_a_function_known_by_several_names_is_one_entry() -> None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from volseg.config.nearest import suggest_path
 from volseg.data.cases import Task
 from volseg.data.layouts.declared import MANIFESTS, read_manifest
 from volseg.data.layouts.msd import load_msd
@@ -68,7 +69,8 @@ def find_task(root: str | Path) -> Path:
     require_text(root, "a data set")
     if not root.exists():
         raise DataError(
-            f"{root} does not exist; name the TaskNN_Name folder of an MSD task, or another data set's{_name_raw(root)}"
+            f"{root} does not exist; name the TaskNN_Name folder of an MSD task, or another data set's"
+            f"{suggest_path(root)}"
         )
     if root.name in MANIFESTS:
         root = root.parent
@@ -98,11 +100,3 @@ def _search_near(root: Path, is_data_set: Callable[[Path], bool]) -> Path | None
     if len(below) > 1:
         raise DataError(f"{root} holds {len(below)} tasks: {', '.join(path.name for path in below)}; name one of them")
     return below[0] if below else None
-
-
-def _name_raw(root: Path) -> str:
-    """Return where nnU-Net would look for a data set of this name or number."""
-    raw = Path(os.environ.get("nnUNet_raw", "nowhere"))  # noqa: SIM112 - nnU-Net calls it so
-    number = f"Dataset{int(root.name):03d}_*" if root.name.isdecimal() else "Dataset*"
-    found = [folder for folder in sorted(raw.glob(number)) if root.name.isdecimal() or folder.name == root.name]
-    return f", such as {found[0]}, of nnU-Net's" if found else ""

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path, PureWindowsPath
 
 from volseg.data.cases import Case
@@ -17,12 +18,20 @@ __all__ = [
     "join_inside",
     "list_images",
     "list_labels",
+    "log_once",
     "require_id",
     "sort_cases",
     "split_path",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+@cache
+def log_once(line: str) -> None:
+    """Log a line about a data set, once per process: a command that plans and trains reads the data set again."""
+    logger.info("%s", line)
+
 
 LONGEST_NAME, LONGEST_PATH = 200, 1000
 """Bytes of a file's name (255 to most file systems) and characters of a declared path."""

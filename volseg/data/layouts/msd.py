@@ -5,7 +5,6 @@ blanks, macOS' ``._`` files) and strictly where a slip would cost a training: la
 first version writes the same list, of images that lie there as ``CASE_0000.nii.gz``, ``CASE_0001.nii.gz`` ...
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,11 @@ from volseg.data.layouts.declared import (
     read_labelled,
     read_regions,
 )
-from volseg.data.layouts.files import join_inside, require_id, sort_cases
+from volseg.data.layouts.files import join_inside, log_once, require_id, sort_cases
 from volseg.data.readers import list_files, stem
 from volseg.errors import DataError
 
 __all__ = ["load_msd"]
-
-logger = logging.getLogger(__name__)
 
 
 def load_msd(manifest: Path, declared: Mapping[str, Any], *, require_files: bool) -> Task:
@@ -111,4 +108,4 @@ def _log_counts(declared: Mapping[str, Any], *, manifest: Path, **cases: Sequenc
     for key, found in cases.items():
         count = declared.get(f"num{key.capitalize()}", len(found))
         if count != len(found):
-            logger.info("%s: num%s is %s, but %d cases are listed", manifest, key.capitalize(), count, len(found))
+            log_once(f"{manifest}: num{key.capitalize()} is {count}, but {len(found)} cases are listed")

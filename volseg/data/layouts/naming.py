@@ -13,6 +13,7 @@ from volseg.data.dicom_labels import DicomLabel
 from volseg.data.file_digests import find_files
 from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import DeclaredLabels, read_channel_names, read_regions
+from volseg.data.layouts.files import log_once
 from volseg.data.names import list_some
 from volseg.data.readers import read_volume
 from volseg.data.threads import map_in_threads
@@ -91,11 +92,10 @@ def name_labels(
             raise faults[0]
         raise DataError(f"the {len(labels)} label maps of {folder} hold background only; label the structures")
     named = {value: f"label_{value}" if value else "background" for value in values}
-    logger.info(
-        '%s: nobody named the labels; the label maps hold %s. Name them in %s: {"labels": {"background": 0, ...}}',
-        folder,
-        list_some([f"{value} ({name})" for value, name in named.items()], 10),
-        source,
+    held = list_some([f"{value} ({name})" for value, name in named.items()], 10)
+    log_once(
+        f"{folder}: no file names the labels; the label maps hold {held}. Name them in {source}: "
+        '{"labels": {"background": 0, ...}}'
     )
     return DeclaredLabels(labels=named)
 

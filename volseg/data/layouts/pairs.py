@@ -7,7 +7,6 @@ where each case has a folder, the folder's name is the case. Whatever does not f
 found: of two ways to read a folder none is guessed.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +17,13 @@ from volseg.data.cases import Case, Task
 from volseg.data.dicom_labels import DicomLabel, find_dicom_label, read_image_text
 from volseg.data.layouts.channels import SEPARATORS, group_channels, image_of
 from volseg.data.layouts.declared import make_task
-from volseg.data.layouts.files import list_images, list_labels, require_id, sort_cases
+from volseg.data.layouts.files import list_images, list_labels, log_once, require_id, sort_cases
 from volseg.data.layouts.naming import match_channels, name_channels, name_labels
 from volseg.data.names import list_some
 from volseg.data.readers import find_suffix, stem
 from volseg.errors import DataError
 
 __all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "Arrangement", "find_arrangement", "load_pairs"]
-
-logger = logging.getLogger(__name__)
 
 IMAGE_FOLDERS = ("images", "image", "imagesTr", "img", "imgs", "scans", "volumes")
 LABEL_FOLDERS = ("labels", "label", "labelsTr", "masks", "mask", "seg", "segs", "segmentation", "segmentations")
@@ -157,7 +154,7 @@ def load_pairs(
     tests = [] if arrangement.test is None else group_channels(_list_volumes(arrangement.test), modalities)
     training, test = sort_cases(cases, tests, source, require_files=require_files)
     labels = name_labels(declared, source, [case["label"] for case in training], folder, require_files=require_files)
-    logger.info("%s: %d pairs of image and label, channels %s", folder, len(training), ", ".join(modalities))
+    log_once(f"{folder}: {len(training)} pairs of image and label, channels {', '.join(modalities)}")
     return make_task(source, declared, modalities, labels, (training, test))
 
 

@@ -19,7 +19,6 @@ it; see `volseg.data.layouts.naming` for a table without.
 """
 
 import csv
-import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,15 +30,13 @@ from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Case, Task
 from volseg.data.layouts.channels import image_of
 from volseg.data.layouts.declared import make_task, read_manifest
-from volseg.data.layouts.files import require_id, sort_cases, split_path
+from volseg.data.layouts.files import log_once, require_id, sort_cases, split_path
 from volseg.data.layouts.naming import match_channels, name_channels, name_labels
 from volseg.data.names import find_doubled
 from volseg.data.splits import Split
 from volseg.errors import DataError
 
 __all__ = ["TABLES", "LabelRow", "load_table", "read_images", "read_labels"]
-
-logger = logging.getLogger(__name__)
 
 TABLES = (".csv", ".tsv")
 """Suffixes of tables."""
@@ -49,10 +46,10 @@ CHANNEL = "image_"
 """What the columns of an image's channels begin with."""
 
 NEAR = 0.8
-"""How alike the name of a column may be to one that is read and not be a slip (difflib's ratio): ``age`` is not."""
+"""Similarity (difflib's ratio) from which the name of a column counts as misspelt: ``imgae`` does, ``age`` does not."""
 
 NO_SLIPS = ("height",)
-"""Columns that are alike, and common beside patients."""
+"""Common columns whose names are similar to one that is read."""
 
 SIDES = {
     **dict.fromkeys(("train", "training"), "training"),
@@ -218,9 +215,9 @@ def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) ->
                 "begin like one"
             )
         if name not in NO_SLIPS and (near := get_close_matches(name, COLUMNS, n=1, cutoff=NEAR)):
-            raise DataError(f"{path} has a column {name!r}; rename it to {near[0]!r}, or to what is less alike")
+            raise DataError(f"{path} has a column {name!r}; rename it to {near[0]!r}, or to a less similar name")
     if other:
-        logger.info("%s: read only where split.group names them: the column(s) %s", path, ", ".join(other))
+        log_once(f"{path}: read only where split.group names them: the column(s) {', '.join(other)}")
     # Channels are called as they were written.
     return tuple(
         CHANNEL + raw[len(CHANNEL) :] if name in channels else name for name, raw in zip(names, header, strict=True)

@@ -27,7 +27,7 @@ from volseg.parallel.spatial.gathered import name_of, nested, unsupported, volum
 from volseg.parallel.spatial.history import HISTORY, refuse_custom
 from volseg.parallel.spatial.lazy.uncut import SUMS, Uncut, shown, written
 from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of, writes
-from volseg.parallel.spatial.table import BY_SAMPLE, COMPOSITES, TABLE, Entry, Refusal, refuse
+from volseg.parallel.spatial.table import BY_SAMPLE, TABLE, Entry, Refusal, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid
 
 __all__ = ["Copied", "dispatch", "in_planes"]
@@ -50,9 +50,9 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterabl
     if Uncut in kinds:
         args, kwargs = (shown if func in SUMS else written)((args, kwargs))
     entry = TABLE.get(func)
-    if entry is None and func in COMPOSITES:
+    if entry is not None and entry.composed:
         try:
-            handler = COMPOSITES[func].handler
+            handler = entry.handler
             python = isinstance(func, types.FunctionType)
             return handler(*args, **kwargs) if python else handler(**bind(func, args, kwargs))
         except Refusal as refusal:

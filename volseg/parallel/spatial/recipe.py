@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Outline", "Recipe", "Write", "add_in_float32", "find_asked", "mask_asked", "outline_slab", "split_rows"]
+__all__ = ["Asked", "Outline", "Recipe", "Write", "add_in_float32", "mask_asked", "outline_slab", "split_rows"]
 
 Write = Callable[[Sequence[Tensor], Tensor, int], None]
 """Writes, from tensors as they were saved, the planes of a slab that start at the given one and fill ``out``."""
@@ -60,29 +60,37 @@ def outline_slab(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
 
 
 def split_rows(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
-    """Return rows of so many tensors each, which were saved one behind the other."""
+    """Return rows of so many tensors each, from tensors that were saved in one sequence."""
     rest = iter(tensors)
     return [tuple(islice(rest, size)) for size in sizes]
 
 
-def find_asked(ctx: Any, count: int) -> tuple[bool, bool, bool]:
-    """Return whether gradients of inputs, weight and bias are asked for.
+class Asked(NamedTuple):
+    """Which gradients of a convolution are wanted."""
 
-    The function of ``ctx`` gets one argument, a weight for each of ``count`` slabs, ``ctx.num_biases`` biases, and the
-    inputs.
-    """
-    needed, first = ctx.needs_input_grad, 1 + count + ctx.num_biases
-    return any(needed[first:]), needed[1], any(needed[1 + count : first])
+    input: bool
+    weight: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, ctx: Any, count: int) -> "Asked":
+        """Return which gradients an autograd function is asked for.
+
+        It gets one argument, a weight for each of ``count`` slabs, ``ctx.num_biases`` biases, and the inputs.
+        """
+        first_input = 1 + count + ctx.num_biases
+        needed = ctx.needs_input_grad
+        return cls(any(needed[first_input:]), needed[1], any(needed[1 + count : first_input]))
 
 
 def mask_asked(ctx: Any, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of the last arguments, None for those that nobody asks for."""
+    """Return the gradients of the last arguments, None for those that are not wanted."""
     pairs = zip(ctx.needs_input_grad[-len(inputs) :], inputs, strict=True)
     return [value if asked else None for asked, value in pairs]
 
 
 def add_in_float32(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Return the sum of a total, None at first, and a part, None where none is asked for; half precision widened."""
+    """Return a total, None at first, plus a part, None where no gradient is wanted; half precision is widened."""
     if part is None:
         return total
     wide = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part

@@ -65,6 +65,8 @@ class Entry:
         The arguments that the handler treats; None for all of them.
     filled
         Whether it gets them as one value, with torch's defaults (see ``signatures.fill``).
+    composed
+        Whether it is written with other functions, each of which meets the table by itself.
     rehearsed
         Whether the call is rehearsed on shapes: not where the handler compares sizes itself, or none are to compare.
     broadcasts
@@ -92,6 +94,7 @@ class Entry:
     merged: bool = False
     rounded: bool = False
     filled: bool = False
+    composed: bool = False
 
 
 class Refusal(Exception):  # noqa: N818  (never reaches a user)
@@ -113,18 +116,6 @@ TABLE: dict[Any, Entry] = {}
 
 BY_SAMPLE: dict[Any, Handler] = {}
 """Forms of entries for volumes that are cut along dim 0, whose samples are computed each by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Composite:
-    """A function that is written with others, each of which meets the table by itself."""
-
-    name: str
-    family: str
-    handler: Handler
-
-
-COMPOSITES: dict[Any, Composite] = {}
 
 
 def handles(
@@ -157,8 +148,9 @@ def handles(
             bare = label.rpartition(".")[2]
             perhaps = bare in PERHAPS_VIEWS
             views = perhaps or bare in VIEWS or returns_view(function)
-            looks = views, perhaps, merged, rounded, bool(treats)
-            TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, *looks)
+            TABLE[function] = Entry(
+                label, family, handler, treated, rehearse, broadcasts, views, perhaps, merged, rounded, bool(treats)
+            )
         return handler
 
     return register
@@ -204,7 +196,7 @@ def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
 
     def register(handler: Handler) -> Handler:
         for label, function in _found(names):
-            COMPOSITES[function] = Composite(label, family, handler)
+            TABLE[function] = Entry(label, family, handler, composed=True)
         return handler
 
     return register
@@ -212,7 +204,7 @@ def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
 
 def _check_unknown(function: Callable, label: str) -> None:
     """Refuse a second registration: one of the two would be dead, and nobody could tell which."""
-    known = TABLE.get(function) or COMPOSITES.get(function)
+    known = TABLE.get(function)
     if known is not None:
         raise ValueError(f"{label} is handled by {known.handler.__name__} already; register it once")
 
@@ -243,9 +235,7 @@ def _find(name: str) -> Iterator[tuple[str, Any]]:
 def documented() -> dict[str, list[str]]:
     """Return the names of torch's supported functions by family."""
     families: dict[str, set[str]] = {}
-    listed: list[Entry | Composite] = [*TABLE.values(), *COMPOSITES.values()]
-    for entry in listed:
-        if entry.family is None:
-            continue
-        families.setdefault(entry.family, set()).add(entry.name)
+    for entry in TABLE.values():
+        if entry.family is not None:
+            families.setdefault(entry.family, set()).add(entry.name)
     return {family: sorted(names) for family, names in families.items()}

@@ -29,7 +29,7 @@ from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, sum_vanishing, vanishes
 from volseg.parallel.spatial.lazy.recipes import Join
-from volseg.parallel.spatial.recipe import Recipe, Write, find_asked, mask_asked, split_rows
+from volseg.parallel.spatial.recipe import Asked, Recipe, Write, mask_asked, split_rows
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Wait, return_gradients, start_filling
 from volseg.parallel.spatial.transport.room import extend, find_room, own_planes
@@ -55,7 +55,8 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
     recipe = None if transposed else pending.find_recipe(volume)
     room = find_room(slabs[0]) if plan.halos else 0
     if slabs[0].dtype != dtype:
-        slabs, recipe, room = [slab.to(dtype) for slab in slabs], None, 0
+        slabs = [slab.to(dtype) for slab in slabs]
+        recipe, room = None, 0
         if wait is not None:  # sent in the wrong dtype, but sent: complete it, and send again
             wait()
         wait = None
@@ -149,21 +150,21 @@ class _Convolve(torch.autograd.Function):
         weights, kept = saved[: ctx.count], saved[ctx.count :]
         pairs = zip(gradients, weights, strict=True)
         laid = [choice.lay_out_gradient(*pair, ctx.plan.settings, ctx.plan.channels_last) for pair in pairs]
-        needs_input, needs_weight, needs_bias = find_asked(ctx, ctx.count)
-        no_biases = needs_bias and all(map(vanishes, gradients))
-        needs_bias = needs_bias and not no_biases
+        asked = Asked.of(ctx, ctx.count)
+        no_biases = asked.bias and all(map(vanishes, gradients))
+        asked = asked._replace(bias=asked.bias and not no_biases)
         rows = [] if ctx.write is None else split_rows(kept, ctx.sizes)
         pairs_kept = list(zip(rows[::2], rows[1::2], strict=True))
         if ctx.plan.in_parts and _can_derive_in_parts(ctx):
-            found = _derive_in_parts(ctx, laid, weights, pairs_kept, (True, needs_weight, needs_bias))
+            found = _derive_in_parts(ctx, laid, weights, pairs_kept, asked._replace(input=True))
         else:
             # Planes travel while the input is computed again, and are there before the weights' gradient begins: its
             # blocks fill the GPU exactly once, and those that find a processor taken by the exchange crowd the others.
-            derive = _Derivation(ctx, laid, needs_input)
+            derive = _Derivation(ctx, laid, asked.input)
             buffers = list(kept[: ctx.count])
             if ctx.write is not None:
                 buffers = [_write_input(ctx, n, ctx.write, *own, sum(ctx.channels)) for n, own in enumerate(pairs_kept)]
-            whole = derive(buffers, weights, (needs_input, needs_weight, needs_bias))
+            whole = derive(buffers, weights, asked)
             found = [([None] * len(ctx.channels) if x is None else x.split(ctx.channels, 1), w, b) for x, w, b in whole]
         inputs = list(chain.from_iterable(zip(*(split for split, _, _ in found), strict=True)))
         biases = [bias for _, _, bias in found] if ctx.num_biases else []
@@ -193,16 +194,17 @@ class _ConvolveTransposed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         plan, count, saved = ctx.plan, len(gradients), ctx.saved_tensors
         weights, slabs = saved[:count], saved[count:]
-        needs_input, needs_weight, needs_bias = find_asked(ctx, count)
+        asked = Asked.of(ctx, count)
         pairs = zip(gradients, weights, strict=True)
         laid = [choice.lay_out_gradient(*pair, plan.settings, plan.channels_last) for pair in pairs]
         found: list[Sequence[Tensor | None]] = [(None, None)] * count
-        if needs_input or needs_weight:
+        if asked.input or asked.weight:
             around = SurroundedGradients(plan.around, laid, plan.channels_last)
-            found = list(around.differentiate(slabs, weights, needs_input, needs_weight))
+            found = list(around.differentiate(slabs, weights, asked.input, asked.weight))
         biases: list[Tensor | None] = [None] * ctx.num_biases
-        if needs_bias:
-            vanish, others = all(map(vanishes, gradients)), (0, *range(DIM, gradients[0].ndim))
+        if asked.bias:
+            vanish = all(map(vanishes, gradients))
+            others = (0, *range(DIM, gradients[0].ndim))
             biases = [sum_vanishing(own) if vanish else own.sum(others) for own in gradients]
         return None, *(own[1] for own in found), *biases, *(own[0] for own in found)
 
@@ -223,11 +225,9 @@ class _Derivation:
         if needs_input and plan.around is not None:
             self.around = SurroundedGradients(plan.around, gradients, plan.channels_last)
 
-    def __call__(
-        self, buffers: Sequence[Tensor], weights: Sequence[Tensor], asked: tuple[bool, bool, bool]
-    ) -> list[Gradients]:
-        """Return the gradients of each slab that are asked for: of input, weight and bias."""
-        plan, (needs_input, *needed) = self.ctx.plan, asked
+    def __call__(self, buffers: Sequence[Tensor], weights: Sequence[Tensor], asked: Asked) -> list[Gradients]:
+        """Return the gradients of each slab that are wanted: of input, weight and bias."""
+        plan = self.ctx.plan
         derive = [
             partial(choice.differentiate, *row, self.ctx.bias_sizes, plan.settings, plan.channels_last)
             for row in zip(self.gradients, buffers, weights, strict=True)
@@ -235,13 +235,13 @@ class _Derivation:
         if not self.halos:
             return [of_slab(asked) for of_slab in derive]
         finish: Callable[[], Sequence[Tensor | None]] | None = None
-        if needs_input and self.around is not None:
+        if asked.input and self.around is not None:
             slabs = [own_planes(buffer, halo.own) for buffer, halo in zip(buffers, self.halos, strict=True)]
             finish = partial(self.around.differentiate_inputs, slabs, weights)
-        elif needs_input:
+        elif asked.input:
             whole = [of_slab((True, False, False))[0] for of_slab in derive]
             finish = return_gradients([gradient for gradient in whole if gradient is not None], self.halos)
-        rest = [of_slab((False, *needed)) for of_slab in derive]
+        rest = [of_slab(asked._replace(input=False)) for of_slab in derive]
         inputs = [None] * len(rest) if finish is None else finish()
         return [(own, weight, bias) for own, (_, weight, bias) in zip(inputs, rest, strict=True)]
 
@@ -262,7 +262,7 @@ Kept = Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
 def _derive_in_parts(
-    ctx: Any, gradients: Sequence[Tensor], weights: Sequence[Tensor], kept: Kept, asked: tuple[bool, bool, bool]
+    ctx: Any, gradients: Sequence[Tensor], weights: Sequence[Tensor], kept: Kept, asked: Asked
 ) -> list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]]:
     """Return, for each slab, the gradients of inputs, weight and bias of a convolution of joined channels.
 
@@ -282,11 +282,11 @@ def _derive_in_parts(
             weight.narrow(1, first, count).contiguous(memory_format=layout)
             for weight, layout in zip(weights, layouts, strict=True)
         ]
-        by_part.append(derive(buffers, narrow, (*asked[:2], asked[2] and first == 0)))
+        by_part.append(derive(buffers, narrow, asked._replace(bias=asked.bias and first == 0)))
     found: list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]] = []
     for of_slab in zip(*by_part, strict=True):
         inputs, parts_of_weight, biases = zip(*of_slab, strict=True)
-        whole = torch.cat([part for part in parts_of_weight if part is not None], 1) if asked[1] else None
+        whole = torch.cat([part for part in parts_of_weight if part is not None], 1) if asked.weight else None
         found.append((inputs, whole, biases[0]))
     return found
 

@@ -30,7 +30,7 @@ from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.lazy.recipes import Copy
 from volseg.parallel.spatial.plan.shards import Span, spans
-from volseg.parallel.spatial.recipe import Recipe, Write, add_in_float32, find_asked, mask_asked, split_rows
+from volseg.parallel.spatial.recipe import Asked, Recipe, Write, add_in_float32, mask_asked, split_rows
 from volseg.parallel.spatial.transport.halo import Halo, start_filling
 from volseg.parallel.spatial.volume import ShardedVolume
 
@@ -57,10 +57,6 @@ def convolve_by_tiles(
     shape = list(results[0].shape)
     shape[volume.dims[0]] = plan.outputs
     return ShardedVolume(results, volume.dims, shape, context)
-
-
-Needed = tuple[bool, bool, bool]
-"""Whether gradients of input, weight and bias are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +140,16 @@ class _ConvolveByTiles(torch.autograd.Function):
         plan, count = ctx.plan, len(gradients)
         saved = ctx.saved_tensors  # once: a checkpoint computes them again for whoever asks
         weights, kept = saved[:count], saved[count:]
-        needed = find_asked(ctx, count)
+        asked = Asked.of(ctx, count)
         pairs = zip(gradients, weights, strict=True)
         laid = [choice.lay_out_gradient(*pair, plan.settings, plan.channels_last) for pair in pairs]
         around = [_Surrounded(own.shape, own.dtype, own.dtype, layout_of(own), Copy(), [own], ()) for own in laid]
-        if needed[0]:
+        if asked.input:
             borders = _exchange(around, plan.halos)
             around = [replace(own, borders=planes) for own, planes in zip(around, borders, strict=True)]
         rows = split_rows(kept, ctx.sizes)
         slabs = _surround(ctx, rows[1::2], rows[::2])
-        found = [_differentiate(ctx, *own, needed) for own in zip(around, slabs, weights, strict=True)]
+        found = [_differentiate(ctx, *own, asked) for own in zip(around, slabs, weights, strict=True)]
         inputs = list(chain.from_iterable(zip(*(own[0] for own in found), strict=True)))
         biases = [own[2] for own in found] if ctx.num_biases else []
         return None, *(own[1] for own in found), *biases, *mask_asked(ctx, inputs)
@@ -214,18 +210,18 @@ def _convolve(slab: _Surrounded, weight: Tensor, bias: Tensor | None, plan: Conv
 
 
 def _differentiate(
-    ctx: Any, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, needed: Needed
+    ctx: Any, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, asked: Asked
 ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]:
     """Return the gradients of the volumes that are joined in a slab, of the weight and of the bias."""
-    plan, needs_input = ctx.plan, needed[0]
+    plan = ctx.plan
     sums: list[Tensor | None] = [None, None]
     parts: list[Tensor | None] = [None] * len(ctx.columns)
-    if needs_input:
+    if asked.input:
         own = [([slab.shape[0], channels, *slab.shape[DIM:]], dtype) for channels, dtype in ctx.columns]
         device = gradient.row[0].device
         parts = [torch.empty(s, dtype=dtype, device=device, memory_format=slab.layout) for s, dtype in own]
     for start, stop in spans(slab.shape[DIM], plan.tiles):
-        of_input, *found = _differentiate_tile(plan, (start, stop), gradient, slab, weight, needed)
+        of_input, *found = _differentiate_tile(plan, (start, stop), gradient, slab, weight, asked)
         sums = [add_in_float32(total, part) for total, part in zip(sums, found, strict=True)]
         if of_input is not None:
             _hand_out(of_input, parts, start)
@@ -243,17 +239,18 @@ def _hand_out(tile: Tensor, parts: Sequence[Tensor | None], start: int) -> None:
 
 
 def _differentiate_tile(
-    plan: ConvolutionPlan, tile: Span, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, needed: Needed
+    plan: ConvolutionPlan, tile: Span, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, asked: Asked
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the input's planes in a tile, and the parts of its output in those of weight and bias."""
-    (start, stop), pad, last = tile, _find_pad(plan), plan.channels_last
-    bias_sizes = [weight.shape[0]] if needed[2] else None
+    start, stop = tile
+    pad, last = _find_pad(plan), plan.channels_last
+    bias_sizes = [weight.shape[0]] if asked.bias else None
     own = gradient.row[0].narrow(DIM, start, stop - start)
     given = slab.cut(start - pad, stop + pad)
     # One pass may compute all of it where a voxel reaches no other plane.
-    asked = needed[0] and not pad, *needed[1:]
-    found = list(choice.differentiate(own, given, weight, bias_sizes, _pad_by(plan.settings, 0), last, asked))
-    if needed[0] and pad:
+    at_once = asked._replace(input=asked.input and not pad)
+    found = list(choice.differentiate(own, given, weight, bias_sizes, _pad_by(plan.settings, 0), last, at_once))
+    if asked.input and pad:
         like = given.narrow(DIM, 0, stop - start)
         around = gradient.view(start - pad, stop + pad)
         wide = _pad_by(plan.settings, 2 * pad)

@@ -4,6 +4,7 @@
 What is added to a norm that waits need not be written in between, nor its gradient.
 """
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -63,8 +64,8 @@ class WaitingSum(WaitingTerms):
         """
         if self.outer != IDENTITY or slope is not None or not self.moment.is_now():
             return None
-        taken = WaitingSum.__new__(WaitingSum)
-        vars(taken).update(vars(self), outer=activation)
+        taken = copy(self)
+        taken.outer = activation
         return taken
 
     def end_block(self, volume: ShardedVolume) -> None:

@@ -67,7 +67,7 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
     results = []
     for *row, own_places, own_terms in zip(steps.queries, keys, given, places, terms, strict=True):
         lines = [tensor if tensor.ndim == 4 else tensor.unsqueeze(1) for tensor in row]
-        result = _Attend.apply(*lines, (steps.factor, own_places), *own_terms)
+        result = _Attend.apply(*lines, steps.factor, own_places, *own_terms)
         results.append(result if row[0].ndim == 4 else result.squeeze(1))
     step: ShardedVolume | None = weights
     while step is not None:
@@ -107,12 +107,15 @@ class KeptResult(Written):
         volume.pending = PLAIN
 
 
+Places = tuple[AddendPlace, ...]
+"""Of each term."""
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: tuple[float, tuple[AddendPlace, ...]], *terms: Tensor
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, factor: float, places: Places, *terms: Tensor
     ) -> Tensor:
-        factor, places = plan
         out, logs = attention.attend(query, key, value, _place(terms, places, query, key), factor)
         ctx.factor, ctx.places = factor, places
         ctx.save_for_backward(query, key, value, out, logs, *terms)
@@ -122,11 +125,11 @@ class _Attend(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         query, key, value, out, logs, *terms = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[5:]
         given = _place(terms, ctx.places, query, key)
         *found, slopes = attention.differentiate(gradient, query, key, value, out, logs, given, ctx.factor, wanted)
         rows = zip(slopes, terms, ctx.places, strict=True)
-        return *found, None, *(None if own is None else _gather(own, *rest) for own, *rest in rows)
+        return *found, None, None, *(None if own is None else _gather(own, *rest) for own, *rest in rows)
 
 
 def _place(terms: Sequence[Tensor], places: Sequence[AddendPlace], query: Tensor, key: Tensor) -> list[Addend]:

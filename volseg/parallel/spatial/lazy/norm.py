@@ -9,6 +9,7 @@ The statistics are computed where the norm is called, with scale and shift left 
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import chain, islice
 from typing import Any
 
@@ -166,8 +167,8 @@ class WaitingNorm(WaitingTerms):
         """
         if self.activation != IDENTITY or not self.moment.is_now():
             return None
-        taken = WaitingNorm.__new__(WaitingNorm)
-        vars(taken).update(vars(self), activation=activation, slope=slope)
+        taken = copy(self)
+        taken.activation, taken.slope = activation, slope
         if slope is not None:
             taken.moment, taken.unchanged = self.moment.including(slope), self.unchanged.including(slope)
         return taken

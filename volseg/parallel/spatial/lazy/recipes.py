@@ -190,7 +190,7 @@ class WaitingRecipe(Waiting):
 
 
 def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> ShardedVolume:
-    """Join volumes that are cut alike along the channels, in slabs with room for their halos.
+    """Join volumes of one cut along the channels, in slabs with room for their halos.
 
     The copy waits for the next operator, which can send the halo early. The result's recipe are the parts' recipes: a
     convolution behind an encoder's skip keeps neither the join nor the activated skip.
@@ -205,7 +205,7 @@ def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> Sharde
     like = parts[0]
     # Each has the state that the one before left: one volume may be several of the parts.
     recipes = [(part.pending.spare if part.context.tiled else part.pending.find_recipe)(part) for part in parts]
-    # Where there is a recipe, the slabs stand for their history alone: they may have given their memory back.
+    # Where there is a recipe, only the history of the slabs is used: they may have given their memory back.
     columns = [part.slabs if recipe is None else part._slabs for part, recipe in zip(parts, recipes, strict=True)]
     channels = [column[0].shape[1] for column in columns]
     shape = list(like.shape)
@@ -227,16 +227,17 @@ def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> Sharde
         torch.empty([len(own), shape[1], *own.shape[2:]], dtype=dtype, device="meta", memory_format=layout_of(own))
         for own in firsts
     ]
-    moment, slabs = Moment(), list(chain.from_iterable(columns))
+    moment = Moment()
+    slabs = list(chain.from_iterable(columns))
 
     def record(fill: Callable[[], list[Tensor]]) -> list[Tensor]:
         with moment.restored():
             return list(_Join.apply(fill, channels, *slabs))
 
-    room, unchanged = like.context.room if cut_along_depth else 0, Unchanged([*slabs, *recipe.tensors])
-    waiting = WaitingRecipe(recipe, likes, record, unchanged, columns[0])
+    waiting = WaitingRecipe(recipe, likes, record, Unchanged([*slabs, *recipe.tensors]), columns[0])
+    waiting.room = like.context.room if cut_along_depth else 0
     # An operator can hand each part its own gradient; a join without history passes none on.
-    waiting.room, waiting.parts = room, columns if moment.grad_enabled else None
+    waiting.parts = columns if moment.grad_enabled else None
     joined = defer(waiting, like.dims, shape, like.context)
     if mixed:
         waiting.spare(joined)  # what stands for it has the type of one part
@@ -259,7 +260,7 @@ class _Join(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Writes the channels of a slab, so many times one behind the other."""
+    """Writes the channels of a slab, so many times one after the other."""
 
     count: int
 
@@ -271,7 +272,7 @@ class Repeat:
 
 
 class WaitingRepeat(WaitingRecipe):
-    """Slabs whose channels are to be repeated; they need no gradient.
+    """Slabs whose channels will be repeated; they need no gradient.
 
     V-Net adds its image to each of sixteen channels. What waits has a copy of such an image, which nobody changes, and
     a sum reads that without writing the channels (see ``addition``).
@@ -285,7 +286,8 @@ class WaitingRepeat(WaitingRecipe):
     """
 
     def __init__(self, slabs: Sequence[Tensor], count: int) -> None:
-        self.repeated, self.count, moment = list(slabs), count, Moment()
+        self.repeated, self.count = list(slabs), count
+        moment = Moment()
         shapes = [(slab.shape[0], count * slab.shape[1], *slab.shape[2:]) for slab in slabs]
         pairs = list(zip(shapes, slabs, strict=True))
         likes = [
@@ -372,7 +374,7 @@ class RecomputedInput(WaitingRecipe):
         self.check()
 
     def find_recipe(self, volume: ShardedVolume) -> Recipe:
-        """Return the recipe for whoever writes the slabs elsewhere; leave them unwritten here."""
+        """Return the recipe, by which an operator writes the slabs elsewhere; leave them unwritten here."""
         del volume
         self.check()
         return self.recipe

@@ -251,15 +251,13 @@ class NormPlan:
         self, sums: Sequence[Tensor], mean: Tensor, rstd: Tensor, weight: Tensor | None, slabs: Sequence[Tensor]
     ) -> ExchangedGradients:
         """Return factor and offset of all slabs, and the gradients of weight and bias."""
-        pooled, rest = self.pooled, (mean, rstd, weight, self.voxels)
+        pooled = self.pooled
         if exchange := _find_exchange(self.context, pooled, slabs):
-            settings: dict[str, Any] = {
-                "grouping": pooled.grouping,
-                "given": pooled.given,
-                "replicas": exchange.replicas,
-            }
-            run = choice.exchange_backward_coefficients
-            return exchange.run([partial(run, own, *rest, **settings) for own in sums])
+            settings: dict[str, Any] = {"grouping": pooled.grouping, "given": pooled.given}
+            settings["replicas"] = exchange.replicas
+            known = mean, rstd, weight, self.voxels
+            calls = [partial(choice.exchange_backward_coefficients, own, *known, **settings) for own in sums]
+            return exchange.run(calls)
         stacked = self.context.communicator.collect([own[:, :2].sum(0) for own in sums])
         if isinstance(self.voxels, Tensor):
             return _combine_over_replicas(pooled, stacked, mean, rstd, weight, self.voxels)

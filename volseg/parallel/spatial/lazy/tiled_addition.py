@@ -7,6 +7,7 @@ at a time. Nothing is rounded that is not rounded in a sum that lies there.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -140,9 +141,9 @@ class TiledSum(WaitingRecipe):
         """
         if self.write_sum.activation != IDENTITY or slope is not None or not self.moment.is_now():
             return None
-        taken = TiledSum.__new__(TiledSum)
-        write_sum = replace(self.write_sum, activation=activation)
-        vars(taken).update(vars(self), write_sum=write_sum, recipe=Recipe(self.recipe.rows, write_sum))
+        taken = copy(self)
+        taken.write_sum = replace(self.write_sum, activation=activation)
+        taken.recipe = Recipe(self.recipe.rows, taken.write_sum)
         return taken
 
     def hold(self, volume: ShardedVolume) -> Recipe | None:
@@ -209,7 +210,7 @@ def _add_sums(write: _Addition, gradient: Tensor, row: Sequence[Tensor], mean: T
 
 
 Column = tuple[int, torch.dtype | None]
-"""Channels of a volume that is joined, and the type of its gradient; none where nobody asks for it."""
+"""Channels of a volume that is joined, and the type of its gradient; None where no gradient is wanted."""
 
 
 def _differentiate(

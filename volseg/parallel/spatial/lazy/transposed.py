@@ -8,7 +8,7 @@ many voxels.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from volseg.device.layout import DIM, copy_into
 from volseg.parallel.spatial.lazy.recipes import WaitingRecipe, recipe_of_kept
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.recipe import Recipe, Write, add_in_float32, find_asked, split_rows
+from volseg.parallel.spatial.recipe import Asked, Recipe, Write, add_in_float32, split_rows
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
@@ -84,7 +84,8 @@ def convolve_later(
 
     def record(fill: Callable[[], list[Tensor]]) -> list[Tensor]:
         with moment.restored():
-            return list(_Transposed.apply((fill, source, how, len(biases)), *weights, *biases, *slabs))
+            work = _Transposition(fill, source, how, len(biases))
+            return list(_Transposed.apply(work, *weights, *biases, *slabs))
 
     waiting = WaitingRecipe(recipe, likes, record, Unchanged([*slabs, *recipe.tensors]), slabs)
     return defer(waiting, volume.dims, how.find_shape(volume.shape), volume.context)
@@ -123,36 +124,44 @@ def write_planes(
     return given
 
 
+class _Transposition(NamedTuple):
+    """What a transposed convolution computes, besides what autograd knows."""
+
+    fill: Callable[[], list[Tensor]]
+    source: Recipe
+    how: TransposedSettings
+    num_biases: int
+
+
 class _Transposed(torch.autograd.Function):
     """Gets a weight for each slab, then a bias where there is one, then the input's slabs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, work: tuple[Callable[[], list[Tensor]], Recipe, TransposedSettings, int], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        fill, source, ctx.how, ctx.num_biases = work
-        ctx.write, ctx.sizes = source.write, list(map(len, source.rows))
-        ctx.save_for_backward(*tensors[: len(source.rows)], *chain.from_iterable(source.rows))
-        return tuple(fill())
+    def forward(ctx: Any, work: _Transposition, *tensors: Tensor) -> tuple[Tensor, ...]:
+        rows = work.source.rows
+        ctx.how, ctx.num_biases = work.how, work.num_biases
+        ctx.write, ctx.sizes = work.source.write, list(map(len, rows))
+        ctx.save_for_backward(*tensors[: len(rows)], *chain.from_iterable(rows))
+        return tuple(work.fill())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         count = len(gradients)
         saved = ctx.saved_tensors  # once: a checkpoint computes them again for whoever asks
-        asked, rows = list(find_asked(ctx, count)), split_rows(saved[count:], ctx.sizes)
-        each = zip(gradients, saved[:count], rows, strict=True)
+        asked = Asked.of(ctx, count)
+        each = zip(gradients, saved[:count], split_rows(saved[count:], ctx.sizes), strict=True)
         found = [_differentiate(ctx, *own, asked) for own in each]
         inputs, weights, biases = zip(*found, strict=True)
         return None, *weights, *(biases if ctx.num_biases else ()), *inputs
 
 
 def _differentiate(
-    ctx: Any, gradient: Tensor, weight: Tensor, row: Sequence[Tensor], asked: list[bool]
+    ctx: Any, gradient: Tensor, weight: Tensor, row: Sequence[Tensor], asked: Asked
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of a slab, of the weight and of the bias; those of parameters are added up over tiles."""
     how, stride = ctx.how, ctx.how.settings.stride[0]
-    bias_sizes = [how.channels] if asked[2] else None
+    bias_sizes = [how.channels] if asked.bias else None
     planes = gradient.shape[DIM] // stride
     whole: Tensor | None = None
     sums: list[Tensor | None] = [None, None]
@@ -160,7 +169,7 @@ def _differentiate(
         given = write_planes(ctx.write, row, weight, gradient, start, stop, how)
         own = gradient.narrow(DIM, start * stride, (stop - start) * stride)
         arguments = how.settings.arguments
-        of_input, *rest = torch.ops.aten.convolution_backward(own, given, weight, bias_sizes, *arguments, asked)
+        of_input, *rest = torch.ops.aten.convolution_backward(own, given, weight, bias_sizes, *arguments, [*asked])
         if of_input is not None:
             if whole is None:
                 shape = how.find_input_shape(planes, gradient, weight.shape[0])

@@ -14,20 +14,18 @@ from volseg.parallel.spatial.lazy.bias import forget_vanishing
 from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.pending import Shown
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
-from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["backward", "differentiate", "metadata", "register_hook"]
 
-SIZES = ("size", "dim", "numel", "nelement", "ndimension", "element_size", "get_device")
-LAYOUTS = ("is_contiguous", "is_same_size", "grad_fn", "layout", "itemsize", "retains_grad", "output_nr")
-KINDS = ("floating_point", "complex", "signed", "inference")
-BACKENDS = ("cpu", "meta", "sparse", "sparse_csr", "quantized", "mkldnn", "mps", "xpu", "vulkan", "nested", "ipu")
+SIZES = ["size", "dim", "ndimension", "numel", "nelement", "is_same_size", "element_size", "itemsize"]
+LAYOUTS = ["layout", "is_contiguous", "is_mkldnn", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr"]
+DEVICES = ["get_device", "is_cpu", "is_ipu", "is_maia", "is_meta", "is_mps", "is_mtia", "is_vulkan", "is_xpu"]
+NUMBERS = ["is_complex", "is_floating_point", "is_signed"]
+HISTORY = ["grad_fn", "is_inference", "output_nr", "retains_grad", "_version"]
 
-METADATA = [
-    *(f"Tensor.{name}" for name in (*SIZES, *LAYOUTS, "_version", "__dir__")),
-    *(f"Tensor.is_{kind}" for kind in (*KINDS, *BACKENDS, "maia", "mtia")),
-    *("numel", "is_floating_point", "is_complex"),
-]
+METADATA = [f"Tensor.{name}" for name in (*SIZES, *LAYOUTS, *DEVICES, *NUMBERS, *HISTORY, "__dir__")]
+METADATA += ["numel", "is_floating_point", "is_complex"]
 
 
 @handles("Metadata and autograd", *METADATA, rehearse=False, merged=True, rounded=True)
@@ -56,10 +54,10 @@ def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return wrap(volume, [slab.data for slab in volume.slabs])
 
 
-EACH = ("requires_grad_", "detach_", "retain_grad", "record_stream")
+EACH = ["Tensor.requires_grad_", "Tensor.detach_", "Tensor.retain_grad", "Tensor.record_stream"]
 
 
-@handles("Metadata and autograd", *(f"Tensor.{name}" for name in EACH), rehearse=False, merged=True, rounded=True)
+@handles("Metadata and autograd", *EACH, rehearse=False, merged=True, rounded=True)
 def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Do it to each slab, and return the volume if that is changed in place."""
     volume = args[0]
@@ -176,9 +174,7 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
         refuse_if(gradient is None, "it needs the gradient of each voxel, or a loss that is one number")
         if gradient.shape != root.shape:
             raise RuntimeError(f"a gradient of shape {tuple(gradient.shape)} for a volume of {tuple(root.shape)}")
-        if not isinstance(gradient, ShardedVolume) or gradient.dims != root.dims:
-            gradient = cut_like(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient, root)
-        found += relaid(gradient, root.merged).slabs
+        found += cut_like(gradient, root).slabs
     return found
 
 
@@ -222,11 +218,9 @@ def _hooked(joined: Joined, hooks: Iterable[Callable], gradients: Sequence[Tenso
             forget_vanishing(gradient)
         if result is None:
             continue
-        if not isinstance(result, ShardedVolume):
-            result = cut_like(result, volume)
-        if result.shape != volume.shape or result.dims != volume.dims:
+        if result.shape != volume.shape:
             raise RuntimeError(f"a hook turned a gradient of shape {tuple(volume.shape)} into {tuple(result.shape)}")
-        gradients = relaid(result, volume.merged).slabs
+        gradients = cut_like(result, volume).slabs
     return list(gradients)
 
 
@@ -244,10 +238,10 @@ class _Hooked(torch.autograd.Function):
         return None, None, *_hooked(ctx.joined, list(ctx.hooks.values()), gradients)
 
 
-FILLS = ("zeros", "ones", "empty", "full", "tensor")
+NEW = ["Tensor.new_zeros", "Tensor.new_ones", "Tensor.new_empty", "Tensor.new_full", "Tensor.new_tensor"]
 
 
-@handles("Metadata and autograd", *(f"Tensor.new_{kind}" for kind in FILLS), rehearse=False, merged=True)
+@handles("Metadata and autograd", *NEW, rehearse=False, merged=True)
 def new_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Make an ordinary tensor with the volume's dtype and home device."""
     volume, *rest = args
@@ -261,13 +255,15 @@ def formatted(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
     return repr(args[0])
 
 
-AS_VALUES = ("array", "bool", "float", "int", "index", "complex", "reduce_ex", "dlpack", "dlpack_device", "contains")
-READ = ("numpy", "tolist", "item", "untyped_storage", "storage", "data_ptr", "__deepcopy__")
-STORED = ("share_memory_", "is_shared", "pin_memory", "is_pinned", "stride", "storage_offset")
+CONVERTED = ["numpy", "tolist", "item", "__array__", "__dlpack__", "__dlpack_device__", "__deepcopy__", "__reduce_ex__"]
+AS_NUMBERS = ["__bool__", "__complex__", "__float__", "__index__", "__int__", "__contains__"]
+MEMORY = ["data_ptr", "storage", "storage_offset", "stride", "untyped_storage"]
+SHARED = ["is_pinned", "is_shared", "pin_memory", "share_memory_"]
+
+VALUES = [f"Tensor.{name}" for name in (*CONVERTED, *AS_NUMBERS, *MEMORY, *SHARED)]
 
 
-@handles("Metadata and autograd", *(f"Tensor.__{kind}__" for kind in AS_VALUES), rehearse=False, merged=True)
-@handles("Metadata and autograd", *(f"Tensor.{name}" for name in (*READ, *STORED)), rehearse=False, merged=True)
+@handles("Metadata and autograd", *VALUES, rehearse=False, merged=True)
 def values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Refuse to read or save values of which each shard has some."""
     volume = next(value for value in args if isinstance(value, ShardedVolume))

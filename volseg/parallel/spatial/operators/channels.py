@@ -9,9 +9,9 @@ from torch import Tensor
 from volseg.parallel.spatial.lazy.scores import soften, waits
 from volseg.parallel.spatial.operators.operands import each_slab, elementwise, rewrap, run_local, wrap_reduced
 from volseg.parallel.spatial.operators.pointwise import pointwise
-from volseg.parallel.spatial.operators.reductions import HALF, extremes, norm, over_dims
+from volseg.parallel.spatial.operators.reductions import HALF, extremes, over_dims
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse, refuse_if
+from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["along_dim"]
@@ -19,7 +19,6 @@ __all__ = ["along_dim"]
 ALONG_ONE = [
     "softmax",
     "log_softmax",
-    "F.softmin",
     "cumsum",
     "cumprod",
     "cummax",
@@ -85,7 +84,7 @@ def _softmax(name: str, volume: ShardedVolume, dim: int, dtype: torch.dtype | No
     wide = torch.float32 if dtype in HALF else dtype
     if torch.is_autocast_enabled(volume.device.type):
         dtype = wide
-    scores = wrap(volume, [slab.to(wide) if name != "softmin" else -slab.to(wide) for slab in volume.slabs])
+    scores = wrap(volume, [slab.to(wide) for slab in volume.slabs])
     with torch.no_grad():
         largest = over_dims("amax", scores, [dim], keepdim=True)
     # Lines of minus infinity alone are not a number in torch either.
@@ -115,14 +114,6 @@ def quantile(
     several = isinstance(q, Tensor) and q.ndim == 1
     dims = [cut - (not keepdim and dim % input.ndim < cut) + several for cut in input.dims]
     return each_slab(func, input, q, dim, keepdim, dims=dims, interpolation=interpolation)
-
-
-@handles("Along channels", "F.normalize", merged=True)
-def normalize(func: Callable, input: Any, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12) -> Any:
-    """Divide by the norm along dims, cut ones too."""
-    refuse_if(not isinstance(input, ShardedVolume), "its input is not sharded")
-    length = norm(torch.linalg.vector_norm, input, p, dim, keepdim=True)
-    return elementwise(torch.div, input, elementwise(torch.clamp_min, length, eps))
 
 
 @handles("Along channels", "gather", "take_along_dim", merged=True)

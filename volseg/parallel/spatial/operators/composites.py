@@ -106,6 +106,7 @@ def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
     rehearse=False,
     merged=True,
 )
+@handles("Along channels", "F.normalize", "F.softmin", rehearse=False, merged=True)
 @handles("Pooling", "F.lp_pool1d", "F.lp_pool2d", "F.lp_pool3d", rehearse=False, merged=True)
 def as_written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run torch's own Python on volumes."""

@@ -38,7 +38,7 @@ __all__ = ["convolution"]
 TREATED = "input weight bias stride padding dilation groups"
 
 
-@handles("Convolution", *(f"torch.conv{n}d" for n in (1, 2, 3)), rehearse=False, rounded=True, treats=TREATED)
+@handles("Convolution", "torch.conv1d", "torch.conv2d", "torch.conv3d", rehearse=False, rounded=True, treats=TREATED)
 def convolution(func: Callable, given: Any) -> Any:
     """Convolve each slab, extended by its halo, without padding along the cut."""
     volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
@@ -73,9 +73,10 @@ def convolution(func: Callable, given: Any) -> Any:
     return sharded_windows(volume, plans, local, whole, reads_only=True)
 
 
-@handles(
-    "Convolution", *(f"torch.conv_transpose{n}d" for n in (1, 2, 3)), rounded=True, treats=f"{TREATED} output_padding"
-)
+TRANSPOSED = ["torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d"]
+
+
+@handles("Convolution", *TRANSPOSED, rounded=True, treats=f"{TREATED} output_padding")
 def transposed_convolution(func: Callable, given: Any) -> Any:
     """Run a transposed convolution on the planes that reach a slab's outputs."""
     volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups

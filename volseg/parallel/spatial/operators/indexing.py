@@ -235,20 +235,12 @@ def index_changed(
     if not isinstance(input, ShardedVolume) or isinstance(index, ShardedVolume) or dim % input.ndim in input.dims:
         refuse("the index must be an ordinary tensor along a dim that is not cut, and the input a volume")
     given = value if source is None else source
-    if isinstance(given, Tensor) and given.ndim:
-        given = given if isinstance(given, ShardedVolume) else _alike(given, input)
-        refuse_if(given.dims != input.dims, "both volumes must be cut alike")
     written = func.__name__.endswith("_")
     if written:
         input.context.change(input)
     settings = {} if alpha == 1 else {"alpha": alpha}
     like, results = run_local(func, (input, dim, index, given), settings, like=input)
     return input if written else rewrap(like, results)
-
-
-def _alike(source: Tensor, like: ShardedVolume) -> ShardedVolume:
-    refuse_if(source.ndim != like.ndim, "the source must have the input's dims")
-    return from_whole(source, like.dims, like.context, like.merged)
 
 
 @handles("Slices and joins", "diff", merged=True)

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device.torch_internals import with_overrides
 from volseg.parallel.spatial.gathered import volumes
-from volseg.parallel.spatial.operators.operands import cut_alike, cut_like, elementwise
-from volseg.parallel.spatial.operators.reductions import norm, over_dims
+from volseg.parallel.spatial.operators.operands import cut_like, elementwise
+from volseg.parallel.spatial.operators.reductions import over_dims
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
@@ -107,7 +108,7 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         logits = cut_like(logits, volumes((args, kwargs))[0])
     refuse_if(1 in logits.dims or 0 in logits.dims, "batch and classes must not be cut")
     probabilities = target.ndim == logits.ndim
-    target = cut_alike(target, logits)
+    target = cut_like(target, logits)
     smoothing = {} if func is F.nll_loss else {"label_smoothing": named.get("label_smoothing", 0.0)}
     weights = [None] * len(logits.slabs) if weight is None else logits.context.spread(weight)
     slabs = [
@@ -150,15 +151,15 @@ def cosine_similarity(func: Callable, x1: Any, x2: Any, dim: int = 1, eps: float
     """Sum the products of two normalised volumes along a dim; in the order of torch's own steps."""
     if x1.ndim != x2.ndim or x1.shape[dim] != x2.shape[dim]:
         refuse("both must have the same extent along dim: torch broadcasts them before it takes their lengths")
-    products = elementwise(torch.mul, _normalised(x1, dim, eps), _normalised(x2, dim, eps))
-    return over_dims("sum", products, [dim % products.ndim])
+    with with_overrides():
+        return (_normalised(x1, dim, eps) * _normalised(x2, dim, eps)).sum(dim)
 
 
-def _normalised(operand: Any, dim: int, eps: float) -> Any:
-    length = _length(operand, 2.0, dim, keepdim=True)
+def _normalised(operand: Tensor, dim: int, eps: float) -> Tensor:
+    length = torch.linalg.vector_norm(operand, dim=dim, keepdim=True)
     with torch.no_grad():  # as torch does: the gradient is that of the length, clamped or not
-        below = elementwise(torch.sub, elementwise(torch.clamp_min, length, eps), length)
-    return elementwise(torch.div, operand, elementwise(torch.add, length, below))
+        below = length.clamp_min(eps) - length
+    return operand / (length + below)
 
 
 @handles("Losses", "F.pairwise_distance", merged=True)
@@ -166,15 +167,15 @@ def pairwise_distance(
     func: Callable, x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Any:
     """Return the length of the difference along the last dim."""
-    difference = elementwise(torch.add, elementwise(torch.sub, x1, x2), eps)
-    return _length(difference, p, -1, keepdim)
+    with with_overrides():
+        return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
 @handles("Reductions", "dist", merged=True)
 def distance(func: Callable, input: Any, other: Any, p: float = 2.0) -> Any:
     """Return the length of the difference."""
-    difference = elementwise(torch.sub, input, other)
-    return _length(difference, p, list(range(difference.ndim)), keepdim=False)
+    with with_overrides():
+        return torch.linalg.vector_norm(input - other, p)
 
 
 TRIPLET = "anchor positive negative margin p eps swap reduction size_average reduce"
@@ -190,10 +191,3 @@ def triplet_margin_loss(func: Callable, given: Any) -> Any:
         far = elementwise(torch.minimum, far, pairwise_distance(func, given.positive, given.negative, *order))
     losses = elementwise(torch.clamp_min, elementwise(torch.sub, elementwise(torch.add, near, given.margin), far), 0)
     return reduced(losses, legacy_reduction(given.size_average, given.reduce, given.reduction))
-
-
-def _length(operand: Any, p: float, dim: Any, keepdim: bool) -> Any:
-    if isinstance(operand, ShardedVolume):
-        return norm(torch.linalg.vector_norm, operand, p, dim, keepdim)
-    length: Tensor = torch.linalg.vector_norm(operand, p, dim, keepdim)
-    return length

@@ -51,10 +51,12 @@ def normalize(
 TREATED = "input running_mean running_var weight bias momentum eps cudnn_enabled"
 
 
-@handles(
-    "Normalisation", "F.batch_norm", "torch.batch_norm", rehearse=False, rounded=True, treats=f"{TREATED} training"
-)
-@handles("Normalisation", "F.instance_norm", rehearse=False, rounded=True, treats=f"{TREATED} use_input_stats")
+OVER_BATCH = f"{TREATED} training"
+OF_SAMPLES = f"{TREATED} use_input_stats"
+
+
+@handles("Normalisation", "F.batch_norm", "torch.batch_norm", rehearse=False, rounded=True, treats=OVER_BATCH)
+@handles("Normalisation", "F.instance_norm", rehearse=False, rounded=True, treats=OF_SAMPLES)
 def batch_or_instance_norm(func: Callable, given: Any) -> Any:
     """Normalise each channel over the volume: of each sample by itself, or over the batch too."""
     volume, affine = given.input, _read_affine(given)
@@ -137,11 +139,12 @@ LAYERED = "input normalized_shape weight bias eps cudnn_enable"
 @handles("Normalisation", "F.layer_norm", "torch.layer_norm", merged=True, treats=LAYERED)
 def layer_norm(func: Callable, given: Any) -> Any:
     """Normalise over the last dims: within each slab, or over the cut where it is one of them."""
-    volume, normalized_shape, weight, bias, eps = (getattr(given, name) for name in LAYERED.split()[:5])
+    volume, normalized_shape = given.input, given.normalized_shape
+    weight, bias, eps = _read_affine(given)
     refuse_if(not isinstance(volume, ShardedVolume), "weight and bias must be ordinary tensors")
     dims = list(range(volume.ndim - len(normalized_shape), volume.ndim))
     if not set(dims) & set(volume.dims):
-        if all(_has_line_kernel(slab, given, normalized_shape) for slab in volume.slabs for given in (weight, bias)):
+        if all(_has_line_kernel(slab, own, normalized_shape) for slab in volume.slabs for own in (weight, bias)):
             func = _normalize_lines
         return _within_slabs(func, volume, normalized_shape, [weight, bias], {"eps": eps})
     mean, squares, count = moments(volume, dims)

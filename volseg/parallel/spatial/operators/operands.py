@@ -19,7 +19,6 @@ from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wr
 __all__ = [
     "aligned",
     "call_each",
-    "cut_alike",
     "cut_like",
     "dims_of",
     "each_slab",
@@ -165,19 +164,14 @@ def wrap_reduced(
     )
 
 
-def cut_alike(operand: Tensor, like: ShardedVolume) -> ShardedVolume:
+def cut_like(operand: Tensor, like: ShardedVolume) -> ShardedVolume:
     """Return a volume or an ordinary tensor of the same grid, cut as ``like`` is, counted from the last dim."""
+    wanted = [dim - like.ndim for dim in like.dims]
     if isinstance(operand, ShardedVolume):
-        same = [dim - operand.ndim for dim in operand.dims] == [dim - like.ndim for dim in like.dims]
-        if same and operand.sizes == like.sizes:
+        if [dim - operand.ndim for dim in operand.dims] == wanted and operand.sizes == like.sizes:
             return relaid(operand, like.merged)
         operand = operand.full_tensor()
-    return cut_like(operand, like)
-
-
-def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:
-    """Cut an ordinary tensor of the same grid."""
-    dims = [dim - like.ndim + whole.ndim for dim in like.dims]
-    if any(dim < 0 or whole.shape[dim] != size for dim, size in zip(dims, like.sizes, strict=True)):
-        refuse(f"an ordinary tensor of shape {tuple(whole.shape)} has another grid")
-    return from_whole(whole, dims, like.context, like.merged)
+    dims = [dim + operand.ndim for dim in wanted]
+    if any(dim < 0 or operand.shape[dim] != size for dim, size in zip(dims, like.sizes, strict=True)):
+        refuse(f"an ordinary tensor of shape {tuple(operand.shape)} has another grid")
+    return from_whole(operand, dims, like.context, like.merged)

@@ -105,10 +105,7 @@ def _fetch_windows(
             widths.append(_widen(plan.inside, volume.ndim - 1 - dim, before, after))
         fetch = Fetch(axis, dim, size, wanted, unit)
         if reads_only and fetch.stays:
-            places = [fetch.find_own(own[axis]) for own in communicator.coordinates]
-            pairs = zip(slabs, places, strict=True)
-            slabs = [slab if own is None else take(slab, dim, *own) for slab, own in pairs]
-            slabs = pad_slabs(slabs, widths, plan.fill)
+            slabs = pad_slabs(communicator.take_own(slabs, fetch, take), widths, plan.fill)
         else:
             slabs = communicator.fetch_padded(slabs, fetch, widths, plan.fill)
     return slabs, windows

@@ -26,153 +26,52 @@ from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
 __all__ = ["activation", "in_place", "pointwise", "prelu", "where"]
 
-UNARY = [
-    *(f"{arc}{kind}{area}" for kind in ("sin", "cos", "tan") for arc in ("", "a") for area in ("", "h")),
-    *(f"log{base}" for base in ("", "10", "1p", "2")),
-    *(f"is{kind}" for kind in ("finite", "inf", "nan", "neginf", "posinf", "real")),
-    *(f"special.{name}" for name in ("erfcx", "expit", "log_ndtr", "ndtr", "ndtri")),
-    "abs",
-    "absolute",
-    "angle",
-    "bitwise_not",
-    "cbrt",
-    "ceil",
-    "conj",
-    "conj_physical",
-    "deg2rad",
-    "digamma",
-    "erf",
-    "erfc",
-    "erfinv",
-    "exp",
-    "exp2",
-    "expm1",
-    "fix",
-    "floor",
-    "frac",
-    "lgamma",
-    "logical_not",
-    "logit",
-    "mvlgamma",
-    "nan_to_num",
-    "neg",
-    "negative",
-    "polygamma",
-    "positive",
-    "rad2deg",
-    "reciprocal",
-    "round",
-    "rsqrt",
-    "sgn",
-    "sign",
-    "signbit",
-    "sinc",
-    "sqrt",
-    "square",
-    "trunc",
-    "resolve_conj",
-    "resolve_neg",
-]
+ROUNDED = ["ceil", "fix", "floor", "frac", "round", "trunc"]
+SIGNS = ["abs", "absolute", "neg", "negative", "positive", "sgn", "sign", "signbit"]
+POWERS = ["exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "logit", "reciprocal", "rsqrt", "sqrt", "square"]
+CIRCULAR = ["acos", "asin", "atan", "cos", "sin", "sinc", "tan", "angle", "deg2rad", "rad2deg"]
+HYPERBOLIC = ["acosh", "asinh", "atanh", "cosh", "sinh", "tanh"]
+SPECIAL = ["digamma", "lgamma", "mvlgamma", "polygamma", "erf", "erfc", "erfinv"]
+SPECIAL_ONLY = ["special.erfcx", "special.expit", "special.log_ndtr", "special.ndtr", "special.ndtri"]
+QUESTIONS = ["isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "logical_not", "bitwise_not"]
+CONJUGATES = ["conj", "conj_physical", "resolve_conj", "resolve_neg"]
+OTHERS = ["nan_to_num"]
 
-BINARY = [
-    *(f"bitwise_{kind}" for kind in ("and", "left_shift", "or", "right_shift", "xor")),
-    *(f"logical_{kind}" for kind in ("and", "or", "xor")),
-    *(f"clamp{side}" for side in ("", "_max", "_min")),
-    *(f"special.{name}" for name in ("xlogy", "xlog1py")),
-    "addcdiv",
-    "addcmul",
-    "arctan2",
-    "atan2",
-    "clip",
-    "copysign",
-    "div",
-    "divide",
-    "eq",
-    "float_power",
-    "floor_divide",
-    "fmax",
-    "fmin",
-    "fmod",
-    "ge",
-    "gt",
-    "greater",
-    "greater_equal",
-    "heaviside",
-    "hypot",
-    "isclose",
-    "ldexp",
-    "le",
-    "lerp",
-    "less",
-    "less_equal",
-    "logaddexp",
-    "logaddexp2",
-    "lt",
-    "maximum",
-    "minimum",
-    "mul",
-    "multiply",
-    "ne",
-    "nextafter",
-    "not_equal",
-    "pow",
-    "remainder",
-    "rsub",
-    "sub",
-    "subtract",
-    "true_divide",
-    "xlogy",
-    "masked_fill",
-]
+UNARY = [*ROUNDED, *SIGNS, *POWERS, *CIRCULAR, *HYPERBOLIC, *SPECIAL, *SPECIAL_ONLY, *QUESTIONS, *CONJUGATES, *OTHERS]
 
-ACTIVATIONS = [
-    "celu",
-    "hardshrink",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "logsigmoid",
-    "mish",
-    "relu6",
-    "selu",
-    "softplus",
-    "softshrink",
-    "softsign",
-    "tanhshrink",
-    "threshold",
-]
+EQUALITIES = ["eq", "ne", "not_equal", "isclose"]
+ORDERS = ["ge", "gt", "le", "lt", "greater", "greater_equal", "less", "less_equal"]
+EXTREMES = ["clamp", "clamp_max", "clamp_min", "clip", "fmax", "fmin", "maximum", "minimum"]
+DIFFERENCES = ["sub", "subtract", "rsub"]
+FACTORS = ["mul", "multiply", "div", "divide", "true_divide", "floor_divide", "fmod", "remainder"]
+FUSED = ["addcdiv", "addcmul", "lerp", "masked_fill"]
+LOGICAL = ["logical_and", "logical_or", "logical_xor"]
+BITWISE = ["bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift"]
+EXPONENTS = ["pow", "float_power", "ldexp", "logaddexp", "logaddexp2", "xlogy", "special.xlogy", "special.xlog1py"]
+OF_FLOATS = ["arctan2", "atan2", "copysign", "heaviside", "hypot", "nextafter"]
 
-DUNDER = [
-    *(f"r{name}" for name in ("and", "div", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv", "xor")),
-    "and",
-    "eq",
-    "floordiv",
-    "ge",
-    "gt",
-    "le",
-    "lt",
-    "mod",
-    "mul",
-    "ne",
-    "or",
-    "pow",
-    "sub",
-    "truediv",
-]
+BINARY = [*EQUALITIES, *ORDERS, *EXTREMES, *DIFFERENCES, *FACTORS, *FUSED, *LOGICAL, *BITWISE, *EXPONENTS, *OF_FLOATS]
 
-IN_PLACE = ["iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"]
+HARD = ["hardshrink", "hardsigmoid", "hardswish", "hardtanh", "relu6", "softshrink", "threshold"]
+SMOOTH = ["celu", "logsigmoid", "mish", "selu", "softplus", "softsign", "tanhshrink"]
+
+ACTIVATIONS = [*HARD, *SMOOTH]
+
+COMPARING = ["__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__"]
+OPERATORS = ["__and__", "__floordiv__", "__mod__", "__mul__", "__or__", "__pow__", "__sub__", "__truediv__"]
+REFLECTED = ["__rand__", "__rmod__", "__rmul__", "__ror__", "__rpow__", "__rsub__", "__rxor__"]
+REFLECTED_QUOTIENTS = ["__rdiv__", "__rfloordiv__", "__rtruediv__"]
+AUGMENTED = ["__iand__", "__imod__", "__imul__", "__ior__", "__ipow__", "__isub__", "__ixor__"]
+AUGMENTED_QUOTIENTS = ["__ifloordiv__", "__itruediv__"]
+
+METHODS = [f"Tensor.{name}" for name in (*COMPARING, *OPERATORS, *REFLECTED, *REFLECTED_QUOTIENTS)]
+METHODS_IN_PLACE = [f"Tensor.{name}" for name in (*AUGMENTED, *AUGMENTED_QUOTIENTS)]
 
 
 PRODUCTS = frozenset({torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__})
 QUOTIENTS = frozenset({torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide})
 QUOTIENTS |= {Tensor.__truediv__}
 SUMS_IN_PLACE: frozenset[Any] = frozenset({Tensor.add_, Tensor.__iadd__})
-
-
-def both(*names: str) -> list[str]:
-    """Return functions and their forms in place."""
-    return [form for name in names for form in (name, f"{name}_")]
-
 
 CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 
@@ -181,7 +80,7 @@ CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 @handles("Copies and conversions", *CONVERSIONS, rehearse=False, merged=True)
 @handles("Pointwise arithmetic", *BINARY, broadcasts=True, merged=True)
 @handles("Pointwise arithmetic", "add", "Tensor.__add__", "Tensor.__radd__", broadcasts=True, merged=True, rounded=True)
-@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True, merged=True)
+@handles("Pointwise arithmetic", *METHODS, broadcasts=True, merged=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab; a sum waits with the norms in front of it, a product with one channel has a kernel."""
     if len(args) == 2 and not kwargs and any(map(scores.waits, args)):
@@ -258,7 +157,7 @@ def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles("Pointwise arithmetic", *(f"{name}_" for name in UNARY if "." not in name), rehearse=False, merged=True)
 @handles("Activations", *(f"{name}_" for name in ACTIVATIONS), rehearse=False, merged=True)
 @handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name), broadcasts=True, merged=True)
-@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE), broadcasts=True, merged=True)
+@handles("Pointwise arithmetic", *METHODS_IN_PLACE, broadcasts=True, merged=True)
 @handles("Pointwise arithmetic", "add_", "Tensor.__iadd__", broadcasts=True, merged=True, rounded=True)
 @handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_", merged=True)
 def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -297,9 +196,11 @@ TAKEN_ALONG = {
 ACTIVATED = "input negative_slope alpha approximate inplace"
 
 
-@handles("Activations", *both("relu", "F.leaky_relu"), rehearse=False, merged=True, treats=ACTIVATED)
-@handles("Activations", *both("F.elu", "silu", "gelu"), rehearse=False, merged=True, treats=ACTIVATED)
-@handles("Pointwise arithmetic", *both("sigmoid"), rehearse=False, merged=True, treats=ACTIVATED)
+@handles("Activations", "relu", "relu_", "F.leaky_relu", "F.leaky_relu_", rehearse=False, merged=True, treats=ACTIVATED)
+@handles(
+    "Activations", "F.elu", "F.elu_", "silu", "silu_", "gelu", "gelu_", rehearse=False, merged=True, treats=ACTIVATED
+)
+@handles("Pointwise arithmetic", "sigmoid", "sigmoid_", rehearse=False, merged=True, treats=ACTIVATED)
 def activate(func: Callable, given: Any) -> Any:
     """Leave it to the norm that waits in front, or apply it to each slab."""
     volume, inplace = given.input, getattr(given, "inplace", False)

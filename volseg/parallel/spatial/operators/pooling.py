@@ -28,18 +28,16 @@ __all__ = ["adaptive_pool"]
 
 TREATED = "input kernel_size stride padding ceil_mode"
 
+LARGEST = f"{TREATED} dilation"
 
-@handles(
-    "Pooling",
-    *(f"{space}.max_pool{n}d" for space in ("torch", "F") for n in (1, 2, 3)),
-    treats=f"{TREATED} dilation return_indices",
-)
+
+@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d", treats=LARGEST)
+@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d", treats=LARGEST)
 def max_pool(func: Callable, given: Any) -> Any:
     """Pool each slab, extended by its halo; planes beyond the volume hold minus infinity."""
     volume, count, ceil_mode = given.input, _spatial(func), given.ceil_mode
-    indices = getattr(given, "return_indices", False)  # of F's
-    if indices or not spatial_only(volume, count) or not volume.dtype.is_floating_point:
-        refuse("it pools floating point volumes cut along spatial dims, without indices")
+    if not spatial_only(volume, count) or not volume.dtype.is_floating_point:
+        refuse("it pools floating point volumes cut along spatial dims")
     kernel, stride, padding = _read_windows(given, count)
     dilation = per_dim(given.dilation, count)
     plans = convolution_plans(volume, (kernel, stride, padding, dilation), ceil_mode=ceil_mode, fill=-inf)
@@ -127,11 +125,10 @@ def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWin
     "torch.adaptive_avg_pool1d",  # torch.adaptive_max_pool1d returns indices as well
     *(f"F.adaptive_{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)),
 )
-def adaptive_pool(func: Callable, input: Any, output_size: Any, return_indices: bool = False) -> Any:
+def adaptive_pool(func: Callable, input: Any, output_size: Any) -> Any:
     """Pool to a given number of planes; to one plane it is a reduction over the volume."""
     volume, count = input, _spatial(func)
-    if return_indices or not spatial_only(volume, count):
-        refuse("the volume must be cut along spatial dims, and indices are not returned")
+    refuse_if(not spatial_only(volume, count), "the volume must be cut along spatial dims")
     first = volume.ndim - count
     outputs = per_dim(output_size, count)
     outputs = [volume.shape[first + i] if n is None else n for i, n in enumerate(outputs)]

@@ -1,4 +1,4 @@
-"""Random voxels and dropout: drawn independently on every shard, from one seed; whole channels alike on all of them.
+"""Random voxels and dropout: drawn independently on every shard, from one seed; whole channels are equal on all.
 
 The seed comes from the CPU's default generator, which all processes of a group hold in the same state during a forward
 pass (see ``strategy``); elsewhere they agree on one. So one seed repeats a run, and a recomputation, which gets that
@@ -66,7 +66,7 @@ FILLS = ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "
 def fill_randomly(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Fill a volume in place."""
     volume, *settings = args
-    refuse_if(not isinstance(volume, ShardedVolume), "a probability per voxel belongs to a volume that is cut alike")
+    refuse_if(not isinstance(volume, ShardedVolume), "a probability per voxel belongs to a volume of the same cut")
     _refuse_generator(kwargs.get("generator"))
     volume.context.change(volume)
     columns = [aligned(value, volume) for value in settings]
@@ -94,32 +94,19 @@ FILLED: dict[str, Any] = {"rand_like": Tensor.uniform_, "randn_like": Tensor.nor
 @handles("Random numbers", "torch.rand_like", "torch.randn_like", "torch.randint_like", rehearse=False, merged=True)
 def random_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Draw a volume of random numbers, cut as the given one."""
-    named = dict(kwargs)
-    limits = [*args[1:], *(named.pop(name) for name in ("low", "high") if name in named)]
-    fill = FILLED[func.__name__]
-    limits = limits if len(limits) != 1 else [0, *limits]
-    volume, settings = _like(args[:1], named)
-    return _drawn(volume, settings, lambda empty, generator: fill(empty, *limits, generator=generator))
-
-
-def _like(args: tuple, kwargs: dict[str, Any]) -> tuple[ShardedVolume, dict[str, Any]]:
-    """Return the volume, and what ``torch.empty_like`` and ``requires_grad_`` are to be told."""
-    named = dict(zip(("input",), args, strict=False)) | kwargs
-    volume, device = named.pop("input"), named.pop("device", None)
-    _refuse_generator(named.pop("generator", None))
+    settings = dict(kwargs)
+    volume, *limits = args or (settings.pop("input"),)
+    limits += [settings.pop(name) for name in ("low", "high") if name in settings]
+    if len(limits) == 1:  # the upper one
+        limits = [0, *limits]
+    device, wanted = settings.pop("device", None), settings.pop("requires_grad", False)
+    _refuse_generator(settings.pop("generator", None))
     if device is not None and torch.device(device).type != volume.device.type:
         refuse(f"the volume lies on {volume.device.type} devices, not on {device}")
-    return volume, named
-
-
-def _drawn(
-    volume: ShardedVolume, settings: dict[str, Any], fill: Callable[[Tensor, torch.Generator | None], Any]
-) -> ShardedVolume:
-    wanted = settings.pop("requires_grad", False)
     slabs = []
     for slab, generator in zip(volume.slabs, generators(volume), strict=True):
         slabs.append(torch.empty_like(slab, **settings, requires_grad=False))
-        fill(slabs[-1], generator)
+        FILLED[func.__name__](slabs[-1], *limits, generator=generator)
     return wrap(volume, [slab.requires_grad_(wanted) for slab in slabs])
 
 
@@ -132,10 +119,10 @@ def rrelu(func: Callable, given: Any) -> Any:
     _refuse_generator(getattr(given, "generator", None))
     volume, lower, upper = given.input, given.lower, given.upper
     inplace = getattr(given, "inplace", False) or func.__name__.endswith("_")
+    if not given.training and inplace:
+        return in_place(torch.rrelu_, (volume, lower, upper), {})
     if not given.training:
-        return (in_place if inplace else pointwise)(
-            torch.rrelu_ if inplace else torch.rrelu, (volume, lower, upper), {}
-        )
+        return pointwise(torch.rrelu, (volume, lower, upper), {})
     if inplace:
         volume.context.change(volume)
     results = []

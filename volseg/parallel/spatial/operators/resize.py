@@ -30,21 +30,18 @@ LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 RESIZED = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
 
 
-@handles("Interpolation", "F.upsample", treats="input size scale_factor")
-@handles("Interpolation", "F.interpolate", treats=f"input {' '.join(RESIZED)} antialias")
+@handles("Interpolation", "F.interpolate", "F.upsample", treats=f"input {' '.join(RESIZED)} antialias")
 def interpolate(func: Callable, settings: Any) -> Any:
     """Blend planes along the cut, then let torch interpolate within them: linear interpolation is separable."""
-    volume, mode, antialias = settings.input, settings.mode, getattr(settings, "antialias", False)
-    given: dict[str, Any] = {
-        name: getattr(settings, name, None) for name in RESIZED
-    }  # upsample, its former name, has fewer
+    volume, mode = settings.input, settings.mode
+    given: dict[str, Any] = {name: getattr(settings, name) for name in RESIZED}  # F.upsample calls F.interpolate
     count = volume.ndim - 2
     if mode == "area":
         sizes = _sizes(volume, given, count)
         pool = getattr(F, f"adaptive_avg_pool{count}d")
         return adaptive_pool(pool, volume, sizes)
     known = mode in NEAREST or mode == LINEAR.get(count)
-    if not known or antialias or not spatial_only(volume, count):
+    if not known or settings.antialias or not spatial_only(volume, count):
         refuse(f"mode={mode!r} is none of {', '.join(NEAREST)}, {LINEAR[count]}, area")
     sizes = _sizes(volume, given, count)
     scales = _given_scales(given, count)

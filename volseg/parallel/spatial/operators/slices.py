@@ -1,6 +1,6 @@
 """Slices and joins: planes of a volume by number or range, read and assigned; concatenation and stacking.
 
-Along the cut the slabs are balanced anew. Parts that are whole or cut otherwise are first cut alike.
+Along the cut the slabs are balanced anew. Parts that are whole, or have another cut, are first cut as the first volume.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.lazy.recipes import join_channels
 from volseg.parallel.spatial.operators.dims import permute
-from volseg.parallel.spatial.operators.operands import cut_alike, wrap_reduced
+from volseg.parallel.spatial.operators.operands import cut_like, wrap_reduced
 from volseg.parallel.spatial.operators.planes import AxisPlan, clip, sharded_windows
 from volseg.parallel.spatial.plan.shards import Fetch, spans
 from volseg.parallel.spatial.plan.windows import Strided
@@ -206,12 +206,12 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     if dim in like.dims:
         parts = [in_planes(part) if isinstance(part, ShardedVolume) else part for part in parts]
         return _cat_along_cut(parts, volumes(parts)[0], dim)
-    alike = [cut_alike(part, like) for part in parts]
+    joined = [cut_like(part, like) for part in parts]
     if dim == 1 and like.ndim == 5 and like.merged is None and like.context.communicator.is_direct:
-        itemsize = max(part.dtype.itemsize for part in alike)
-        tiles = count_slab_tiles(like, sum(part.shape[1] for part in alike), itemsize)
-        return join_channels(alike, later=tiles > 1)
-    slabs = [torch.cat(column, dim) for column in zip(*(part.slabs for part in alike), strict=True)]
+        itemsize = max(part.dtype.itemsize for part in joined)
+        tiles = count_slab_tiles(like, sum(part.shape[1] for part in joined), itemsize)
+        return join_channels(joined, later=tiles > 1)
+    slabs = [torch.cat(column, dim) for column in zip(*(part.slabs for part in joined), strict=True)]
     return wrap(like, slabs)
 
 
@@ -260,6 +260,6 @@ def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Stack volumes along a new dim."""
     like = volumes(tensors)[0]
     dim %= like.ndim + 1
-    parts = [cut_alike(part, like) for part in tensors]
+    parts = [cut_like(part, like) for part in tensors]
     slabs = [torch.stack(column, dim) for column in zip(*(part.slabs for part in parts), strict=True)]
     return wrap(like, slabs, [cut + (dim <= cut) for cut in like.dims])

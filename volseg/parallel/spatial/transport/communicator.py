@@ -17,7 +17,7 @@ movement       forward               backward
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
 
@@ -129,11 +129,16 @@ class Communicator(ABC):
         """
         return pad_slabs(self.fetch(slabs, plan), widths, fill)
 
-    def take_own(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
-        """Return views of the planes that each shard wants, which are its own; a slab itself where it wants it all."""
+    def take_own(
+        self, slabs: Sequence[Tensor], plan: Fetch, take: Callable[..., Tensor] = Tensor.narrow
+    ) -> list[Tensor]:
+        """Return views of the planes that each shard wants, which are its own; a slab itself where it wants it all.
+
+        ``take(slab, dim, start, count)`` returns a view.
+        """
         places = [plan.find_own(coordinates[plan.axis]) for coordinates in self.coordinates]
         pairs = zip(slabs, places, strict=True)
-        return [slab if place is None else slab.narrow(plan.dim, *place) for slab, place in pairs]
+        return [slab if place is None else take(slab, plan.dim, *place) for slab, place in pairs]
 
     @abstractmethod
     def collect(self, partials: Sequence[Tensor]) -> Tensor:

@@ -71,7 +71,7 @@ class SharedParameters:
             return copy.to(dtype)
         reading = None if self.stream is None else find_current_stream(self._device)
         with self.beside():
-            return _Convert.apply(copy, dtype, reading, (self, room, copy.output_nr))
+            return _Convert.apply(copy, dtype, self, reading, room)
 
     def sum_alike(self, gradients: Sequence[Tensor | None], room: GradientRoom) -> list[Tensor | None]:
         """Return parameters' gradients summed over the shards, outside autograd; None stays None."""
@@ -122,8 +122,10 @@ class _Convert(torch.autograd.Function):
     """A shared parameter in another dtype: the copy is made where it is read, its gradient's where that is summed."""
 
     @staticmethod
-    def forward(ctx: Any, copy: Tensor, dtype: torch.dtype, reading: Any, plan: tuple[Any, ...]) -> Tensor:
-        ctx.plan = plan
+    def forward(
+        ctx: Any, copy: Tensor, dtype: torch.dtype, shared: SharedParameters, reading: Any, room: GradientRoom
+    ) -> Tensor:
+        ctx.shared, ctx.room, ctx.number = shared, room, copy.output_nr
         ctx.set_materialize_grads(False)
         with nullcontext() if reading is None else on_stream(reading):
             return copy.to(dtype)
@@ -131,6 +133,5 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        shared, room, number = ctx.plan
-        with shared.beside():
-            return None if gradient is None else room.put(number, gradient), *([None] * 3)
+        with ctx.shared.beside():
+            return None if gradient is None else ctx.room.put(ctx.number, gradient), None, None, None, None

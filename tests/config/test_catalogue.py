@@ -1,6 +1,6 @@
 import pytest
 
-from volseg.data.catalogue import find_public_task, list_public_tasks
+from volseg.config.catalogue import find_public_task, list_public_tasks
 from volseg.errors import DataError
 
 
@@ -8,7 +8,7 @@ def test_the_ten_tasks_are_listed_in_order():
     assert [task.name[:6] for task in list_public_tasks()] == [f"Task{number:02d}" for number in range(1, 11)]
 
 
-@pytest.mark.parametrize("name", ["Task09_Spleen", "task09_spleen", "Task09", "9", "09", "spleen"])
+@pytest.mark.parametrize("name", ["Task09_Spleen", "task09_spleen", "Task09", "Task9", "9", "09", "spleen"])
 def test_a_task_is_found_by_any_of_its_names(name):
     task = find_public_task(name)
     assert (task.name, task.modalities, task.num_training) == ("Task09_Spleen", ("CT",), 41)

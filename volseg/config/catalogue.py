@@ -4,7 +4,7 @@ A manifest says where a data set lies, its checksum, channels, labels, sizes and
 ``datasets/README.md`` for where each number comes from.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,11 +12,20 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from volseg.commands import spell
 from volseg.config.nearest import did_you_mean
 from volseg.config.yaml_values import read_yaml
 from volseg.errors import DataError
+from volseg.formatting import align_columns
 
-__all__ = ["PublicTask", "find_public_task", "list_public_tasks"]
+__all__ = [
+    "PublicTask",
+    "describe_public_task",
+    "find_public_task",
+    "format_numbered",
+    "list_public_tasks",
+    "tabulate_public_tasks",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +51,7 @@ def list_public_tasks() -> list[PublicTask]:
 
 
 def find_public_task(name: str) -> PublicTask:
-    """Return the task that is called ``name``, or by a part of it: ``Task09_Spleen``, ``Task09``, ``9``, ``spleen``.
+    """Return the task that is called ``name``, or by a part of it: ``Task09_Spleen``, ``Task9``, ``9``, ``spleen``.
 
     Raises
     ------
@@ -57,10 +66,43 @@ def find_public_task(name: str) -> PublicTask:
     return tasks[found[0]]
 
 
+def tabulate_public_tasks() -> str:
+    """Return a table of the tasks that can be fetched."""
+    rows = [("task", "channels", "labelled", "test", "labels", "licence")]
+    for task in list_public_tasks():
+        structures = [name for value, name in task.labels.items() if value != 0]
+        counts = (str(task.num_training), str(task.num_test))
+        rows.append((task.name, ", ".join(task.modalities), *counts, ", ".join(structures), task.licence))
+    return "\n".join(align_columns(rows))
+
+
+def describe_public_task(task: PublicTask) -> str:
+    """Return what is known of a task that can be fetched."""
+    plan = task.manifest.get("plan", {})
+    facts = [
+        ("task", task.name),
+        ("from", task.url),
+        ("md5", task.md5),
+        ("licence", task.licence),
+        ("cases", f"{task.num_training} with labels, {task.num_test} without"),
+        ("channels", format_numbered(enumerate(task.modalities))),
+        ("labels", format_numbered(task.labels.items())),
+        *([("a plan", ", ".join(f"{name} {value}" for name, value in plan.items()))] if plan else []),
+        *(("mind", quirk) for quirk in task.manifest.get("quirks", ())),
+    ]
+    return "\n".join([*align_columns(facts), f"fetch it by: {spell(f'volseg data fetch {task.name}')}"])
+
+
+def format_numbered(names: Iterable[tuple[int, str]]) -> str:
+    """Return names with their numbers, such as ``0 background, 1 liver``."""
+    return ", ".join(f"{number} {name}" for number, name in names)
+
+
 def _name_shortly(name: str) -> set[str]:
     number, _, organ = name.casefold().partition("_")
     digits = number.removeprefix("task")
-    return {name.casefold(), number, organ, digits, digits.lstrip("0")}
+    short = digits.lstrip("0")
+    return {name.casefold(), number, organ, digits, short, f"task{short}"}
 
 
 @cache  # a training asks for its task's four times
