@@ -265,10 +265,10 @@ def format_parameters(parameters: dict[str, inspect.Parameter]) -> str:
 
 def format_type(parameter: inspect.Parameter | None) -> str:
     """Return the annotation of a parameter without the modules of its names."""
-    if parameter is None or parameter.annotation is inspect.Parameter.empty:
+    if parameter is None or parameter.annotation is parameter.empty or parameter.kind is parameter.VAR_KEYWORD:
         return ""
     kind = inspect.formatannotation(parameter.annotation)
-    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", kind).replace(" | ", " or ").replace("*<class ", "").replace(">", "")
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", kind).replace(" | ", " or ")
 
 
 def make_operators() -> str:
