@@ -1,4 +1,4 @@
-"""The verbs that use a trained network or judge label maps: validate, predict, postprocess, evaluate and compare."""
+"""Define the verbs that use networks or score label maps: validate, predict, postprocess, evaluate and compare."""
 
 import json
 from pathlib import Path
@@ -90,7 +90,7 @@ def predict(
 ) -> None:
     """Write a label map for each image, as NIfTI on the image's grid.
 
-    A case that fails is named, and the others go on. Exit status 1 if one failed.
+    If a case fails, it is listed and the others continue. Exit status 1 if one failed.
     """
     predicted = experiment.predict(
         [source, *(others or ())],
@@ -117,7 +117,7 @@ def predict(
 
 @prediction_app.command(hidden=True)
 def predict_cases(components: Components = None) -> None:
-    """Predict the cases that the process which started this one names; for `volseg predict --gpus`."""
+    """Predict the cases that the parent process names; for `volseg predict --gpus`."""
     experiment.serve_predictions()
 
 

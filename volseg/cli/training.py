@@ -1,4 +1,4 @@
-"""The verbs from a data set to a trained network: configure, train and cross-validate."""
+"""Define the verbs from a data set to trained networks: configure, train, cross-validate and search."""
 
 import gc
 from pathlib import Path
@@ -111,21 +111,21 @@ def train(
     elif preset or gpu_memory:
         raise typer.BadParameter(f"{config} is a config; --preset and --gpu-memory plan for a data set")
     loaded = experiment.load_config(config, overrides)
-    # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
+    # Not in launched processes: one on another machine may not see the folder, and would wait for the others.
     if restart and not is_launched():
         report = experiment.load_finished_report(experiment.RunFolder(loaded.folder), loaded)
         if report is not None:
             show(report)
             return
     resume = resume or restart
-    starts = max_restarts > 0 or experiment.count_workers(loaded, gpus) > 1  # one process too is started again
+    starts = max_restarts > 0 or experiment.count_workers(loaded, gpus) > 1  # a single process is restarted, too
     if (gpus or 1) > 1 or (not is_launched() and starts):
         overrides += ["parallel.devices=1"] if gpus == 1 else []
         experiment.train_on(gpus, config, overrides, resume=resume, max_restarts=max_restarts)
         return
     if gpus is not None:
         loaded = loaded.on_one_device(count_launched())
-    begin = experiment.train  # imports what trains
+    begin = experiment.train  # imports the training code
     gc.freeze()  # modules live as long as this process: the garbage collections of recordings need not visit them
     outcome = begin(loaded, resume=resume)
     if experiment.is_main_process():
@@ -157,7 +157,7 @@ def cross_validate(
     if more_folds and not folds:
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
-    # Numbers after `--folds 0` are arguments to click, which gives an option one value.
+    # click gives an option one value, so numbers after `--folds 0` are arguments.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
     crossed = experiment.cross_validate(loaded, folds=chosen, gpus=gpus, resume=resume)
@@ -197,7 +197,7 @@ def search(
     json_logs: JsonLogs = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train with other values again and again, and find the best ones; run again, it goes on.
+    """Train repeatedly with other values, and find the best ones; the same command continues a search.
 
     Machines that share the folder share the trials. Needs Optuna: pip install optuna.
     """
