@@ -133,7 +133,8 @@ def copy_path(folder: Path, source: Source) -> Path:
 def _describe_remedy(folder: Path, source: Source) -> str:
     """Return how to provide a component.
 
-    The source may come from another user's run: a shell must not run any part of it."""
+    The source may come from another user's run: a shell must not run any part of it.
+    """
     if source.package is not None:
         if PACKAGE.fullmatch(source.package) is None or VERSION.fullmatch(source.version or "") is None:
             return "installing its package; what the run's components.json holds is no name and version of one"
