@@ -201,7 +201,7 @@ class _Draws:
         return low + (high - low) * self._take(shape)
 
     def factor(self, probability: float, limits: tuple[float, float]) -> Tensor:
-        """Return factors per channel, half of them below 1 where ``limits`` enclose it; 1 where nothing happens."""
+        """Return factors per channel, half of them below 1 if ``limits`` enclose 1; 1 without the effect."""
         low, high = limits
         u = self._take((self._num_channels,))
         if low < 1 < high:
