@@ -1,4 +1,4 @@
-"""Resume: what a checkpoint holds, how it is written and read, and what may differ when a run goes on.
+"""Write and read checkpoints, keep the files of a run folder, and check that a run may resume.
 
 Read in this order:
 
@@ -16,6 +16,6 @@ module             holds
 ``ranks``          which process of a job writes the run folder
 =================  =====================================================================================
 
-The first four know no config: `volseg.workflow` stands on them. The others belong to a run that was started from a
-config. `volseg.workflow.Checkpoints` decides when a training is saved.
+The first four are independent of configs; `volseg.workflow` uses them. The others belong to runs from a config.
+`volseg.workflow.Checkpoints` decides when a training is saved.
 """

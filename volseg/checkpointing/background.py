@@ -1,12 +1,11 @@
-"""A training's state on its way to the disk: copied while the device goes on, written in a thread.
+"""Save a training's state in the background: copy it asynchronously, and write it in a thread.
 
-A copy from a GPU is one more piece of work in the device's queue, between the step before it and the step after it, so
-it is consistent and nobody waits for it: at 25 GB/s half a GB takes 20 ms. It does not run beside the next step, on a
-stream of its own, because that step overwrites what is copied, and a second copy on the device would need memory that
-a training may not have left.
+A copy from a GPU is queued on the device between two steps, so it is consistent and the host does not wait for it: at
+25 GB/s half a GB takes 20 ms. It does not overlap with the next step on a separate stream: that step overwrites the
+state, and a second copy on the device would need memory that a training may not have.
 
-The thread makes no call of CUDA's, not even to free memory or to ask whether a copy is done: such a call may end a
-recording that the training makes at that moment.
+The thread makes no CUDA call, not even to free memory or to query whether a copy is done: such a call may invalidate a
+graph capture in progress.
 """
 
 import copy
@@ -24,18 +23,18 @@ from volseg.checkpointing.state import TrainingState
 __all__ = ["BackgroundWriter", "HostCopies", "Snapshot"]
 
 Place = tuple[Any, ...]
-"""Where in a state a tensor stands: names and numbers from the outside in."""
+"""Position of a tensor in a state: keys and indices from the outside in."""
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A copy of a state in host memory; what comes from GPUs has arrived when ``is_whole``."""
+    """A copy of a state in host memory; copies from GPUs are complete once ``is_whole``."""
 
     state: TrainingState
     copied: Sequence[torch.cuda.Event]
-    """One for each device, recorded after its copies."""
+    """One event per device, recorded after its copies."""
     release: Callable[[], object]
-    """Let the next snapshot have the memory."""
+    """Release the memory for the next snapshot."""
 
     @property
     def is_whole(self) -> bool:
@@ -49,19 +48,19 @@ class Snapshot:
 
 
 class HostCopies:
-    """Take snapshots of a training, in memory that is used again; pinned where they come from a GPU."""
+    """Take snapshots of a training in reused host memory, pinned for copies from a GPU."""
 
     def __init__(self) -> None:
         self._free: list[dict[Place, Tensor]] = []
 
     def take(self, state: TrainingState) -> Snapshot:
-        """Copy a state, whose tensors may change once this has returned."""
+        """Copy a state; its tensors may change after the return."""
         buffers = self._free.pop() if self._free else {}
         gpus: set[torch.device] = set()
         parts = {part.name: getattr(state, part.name) for part in fields(state)}
-        # Batches of an older checkpoint may lack a number that later ones have.
+        # Batches of an older checkpoint may lack a value that later batches have.
         names = [name for name in (state.losses or ({},))[0] if all(name in batch for batch in state.losses)]
-        # One copy for each loss of an epoch, not one for each of its batches.
+        # One copy per loss of an epoch, not one per batch.
         parts["losses"] = {name: torch.stack([batch[name] for batch in state.losses]) for name in names}
         copied = _copied(parts, (), buffers, gpus)
         losses = zip(*(copied["losses"][name].unbind() for name in names), strict=True)
@@ -73,7 +72,7 @@ class HostCopies:
             events,
             partial(self._free.append, buffers),
         )
-        if len(gpus) > 1:  # a stage may run on a stream that knows nothing of its device's current one
+        if len(gpus) > 1:  # a stage may run on a stream other than its device's current one
             snapshot.wait()
         return snapshot
 
@@ -82,14 +81,14 @@ def _copied(value: Any, place: Place, buffers: dict[Place, Tensor], gpus: set[to
     if isinstance(value, Tensor):
         buffer = buffers.get(place)
         if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-            # As large as the tensor: of a slice of a larger storage, torch.save would write the whole.
+            # Only as large as the tensor: torch.save writes the whole storage of a slice.
             buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
             buffers[place] = buffer
         if value.is_cuda:
             gpus.add(value.device)
         return buffer.copy_(value.detach(), non_blocking=True)
     if isinstance(value, dict):
-        result = copy.copy(value)  # a network's has the versions of its modules as an attribute
+        result = copy.copy(value)  # a state_dict has the module versions as an attribute
         for key, inner in value.items():
             result[key] = _copied(inner, (*place, key), buffers, gpus)
         return result
@@ -112,8 +111,8 @@ class BackgroundWriter:
     def __init__(self, write: Callable[[str, TrainingState], object]) -> None:
         self._write = write
         self._copies = HostCopies()
-        self._copying: dict[str, Snapshot] = {}  # on the way from the device
-        self._waiting: dict[str, Snapshot] = {}  # whole, while the thread writes another one
+        self._copying: dict[str, Snapshot] = {}  # copies in progress
+        self._waiting: dict[str, Snapshot] = {}  # complete, while the thread writes another
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None
@@ -121,11 +120,11 @@ class BackgroundWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was taken is written."""
+        """Whether every state is written."""
         return not self._copying and self._thread is None
 
     def take(self, name: str, state: TrainingState) -> None:
-        """Copy a state and write it soon; it replaces one that waits under the same name while another is written."""
+        """Copy a state and queue it for writing; it replaces a queued state of the same name."""
         if name in self._copying:  # not dropped: `write` may refuse the newer one
             self._copying[name].wait()
             self._submit_copied()
@@ -133,20 +132,20 @@ class BackgroundWriter:
         self._submit_copied()
 
     def poll(self) -> None:
-        """Raise an error of the thread since the last time; give the thread what the device has copied."""
+        """Raise a new error of the thread; pass completed copies to the thread."""
         self._raise_fault()
         self._submit_copied()
 
     def finish(self) -> None:
-        """Wait until everything is written; raise an error of the thread."""
+        """Wait until every state is written; raise an error of the thread."""
         try:
             for snapshot in self._copying.values():
                 snapshot.wait()
             self._submit_copied()
-        finally:  # a device that has failed: what came from it before is written to its end
+        finally:  # if a device has failed, earlier copies are still written
             thread = self._thread
             if thread is not None and not self._is_given_up:
-                self._is_given_up = True  # a second signal breaks the wait, and finishing again must not wait again
+                self._is_given_up = True  # a second signal interrupts the wait; then `finish` must not wait again
                 thread.join()
                 self._is_given_up = False
             self._raise_fault()
@@ -164,8 +163,8 @@ class BackgroundWriter:
         replaced = None
         with self._lock:
             if self._thread is None:
-                # A daemon: a second Ctrl-C need not wait for it. A training that ends in order has joined it. It is
-                # given the snapshot: one that waited for the thread's start could be replaced by one that is refused.
+                # A daemon, so that a second Ctrl-C need not wait for it. A training that ends normally joins it. The
+                # snapshot is an argument: a queued snapshot could be replaced by one that `write` refuses.
                 work = (name, snapshot)
                 self._thread = threading.Thread(target=self._work, args=work, name="checkpoint writer", daemon=True)
                 self._thread.start()

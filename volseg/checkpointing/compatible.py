@@ -1,7 +1,7 @@
-"""What may differ between a run and its continuation: one table, and the checks that enforce it.
+"""Check what may differ between a run and its continuation: one table of rules, and checks that enforce it.
 
-`RULES` is the table; docs/interrupted.md prints it. Each check compares what the run folder keeps with what the
-training would do now, and raises the sentence of its rule.
+`RULES` is the table; docs/interrupted.md prints it. Each check compares the run folder with the current config and
+data, and raises the message of its rule.
 """
 
 from collections.abc import Mapping
@@ -39,17 +39,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ResumeRule:
-    """Whether something may be another one when a run goes on."""
+    """Rule on whether something may differ when a run resumes."""
 
     resume: Literal["may differ", "must be equal", "is refused", "is kept"]
     why: str
     kept_in: str = "config.yaml"
-    """The file of the run folder that keeps it."""
+    """File of the run folder that records the former value."""
     refusal: str = ""
-    """The sentence of the error, with the fields ``{folder}``, ``{file}`` and those that the check fills."""
+    """Message of the error, with the fields ``{folder}``, ``{file}`` and further fields that the check fills."""
     error: type[Exception] = ConfigError
     folds: bool = True
-    """Whether keys that may differ on resume may also differ when a cross-validation goes on."""
+    """Whether the keys may also differ when a cross-validation resumes."""
 
 
 RULES: Mapping[str, ResumeRule] = {
@@ -129,11 +129,11 @@ RULES: Mapping[str, ResumeRule] = {
         "is kept", "the first way was out of memory", "replanned.json"
     ),
 }
-"""Keys of the config, separated by commas (a key that ends with a dot is a section), and what else is compared."""
+"""Rules by keys of the config, separated by commas (a key that ends with a dot is a section), or by another subject."""
 
 
 def list_keys(what: str) -> list[str]:
-    """Return the keys and sections of the config that may differ by a rule; none for a rule about something else."""
+    """Return the keys and sections of the config that may differ by a rule; none for a rule on another subject."""
     rule = RULES[what]
     return what.split(", ") if (rule.resume, rule.kept_in) == ("may differ", "config.yaml") else []
 
@@ -145,27 +145,27 @@ def refuse(what: str, folder: Path, **values: object) -> NoReturn:
 
 
 def may_differ(key: str, *, folds: bool = False) -> bool:
-    """Return whether a key of the config may differ on resume, or when ``folds`` of a cross-validation go on."""
+    """Return whether a key of the config may differ on resume, or when ``folds`` of a cross-validation resume."""
     free = (name for what, rule in RULES.items() if rule.folds or not folds for name in list_keys(what))
     return any(key == name or (name.endswith(".") and key.startswith(name)) for name in free)
 
 
 def require_same_config(folder: RunFolder, config: ExperimentConfig, *, folds: bool = False) -> None:
-    """Raise unless a run with ``config`` may go on here.
+    """Raise unless a run with ``config`` may resume in this folder.
 
     Parameters
     ----------
     folder : RunFolder
-        With the config that the run was begun with.
+        Folder with the config of the run's start.
     config : ExperimentConfig
-        The config of now.
+        The current config.
     folds : bool
-        Whether the run is a fold of a cross-validation that goes on.
+        Whether the run is a fold of a cross-validation that resumes.
 
     Raises
     ------
     ConfigError
-        Names every key that differs and must not.
+        If a key differs that must not; the message lists every such key.
     """
     lines = differences(folder.config(), config.located())
     if changed := [line for line in lines if not may_differ(line.partition(":")[0], folds=folds)]:
@@ -173,12 +173,12 @@ def require_same_config(folder: RunFolder, config: ExperimentConfig, *, folds: b
 
 
 def require_same_mesh(folder: RunFolder, config: ExperimentConfig) -> None:
-    """Raise if a deterministic run would take sums in another order than before.
+    """Raise if a deterministic run would compute sums in another order than before.
 
     Raises
     ------
     ConfigError
-        Gives the numbers of replicas and slabs, before and now.
+        The message states the numbers of replicas and slabs, before and now.
     """
     before, now = ((of.parallel.data or 1, of.parallel.spatial or 1) for of in (folder.config(), config))
     if config.training.deterministic and before != now:
@@ -191,12 +191,12 @@ def require_same_mesh(folder: RunFolder, config: ExperimentConfig) -> None:
 
 
 def require_epochs(folder: RunFolder, state: TrainingState, epochs: int) -> None:
-    """Raise if the checkpoint ``state`` is beyond ``epochs``: its weights are not those of that training's end.
+    """Raise if the checkpoint ``state`` is beyond ``epochs``: a shorter training would end with other weights.
 
     Raises
     ------
     ConfigError
-        Says how far the run is.
+        The message states the progress of the run.
     """
     if state.progress > (epochs, 0):
         refuse(
@@ -223,7 +223,7 @@ def require_same_task(folder: RunFolder, task: Task, *, weights: bool = False) -
     Raises
     ------
     DataError
-        Says what they were, and are.
+        The message lists each change.
     """
     if not folder.task_file.exists():
         return
@@ -245,12 +245,12 @@ def require_same_task(folder: RunFolder, task: Task, *, weights: bool = False) -
 
 
 def require_same_split(folder: RunFolder, split: Split) -> None:
-    """Raise unless ``split`` is the one with which the run was begun.
+    """Raise unless ``split`` equals the split at the start of the run.
 
     Raises
     ------
     DataError
-        Names a case that came, went or changed sides.
+        The message names a case that was added, removed or moved.
     """
     begun = folder.split()
     sides = ((begun.training, split.training), (begun.validation, split.validation))
@@ -259,14 +259,14 @@ def require_same_split(folder: RunFolder, split: Split) -> None:
 
 
 def require_same_cases(folder: RunFolder, fingerprints: Mapping[str, str | None]) -> None:
-    """Raise unless the cases are, voxel by voxel, those with which the run was begun, and the bad ones as well.
+    """Raise unless the cases, and the bad ones among them, equal those at the start of the run, voxel by voxel.
 
-    A run folder of an older volseg has no fingerprints; its run goes on with the cases of now.
+    A run folder of an older volseg has no fingerprints; its run resumes with the current cases.
 
     Raises
     ------
     DataError
-        Names the cases that changed, turned bad, or were repaired.
+        The message names the cases that changed, turned bad, or were repaired.
     """
     file = folder.path / "cases.json"
     if not file.exists():
@@ -274,7 +274,7 @@ def require_same_cases(folder: RunFolder, fingerprints: Mapping[str, str | None]
     begun = read_json(file)
     if not isinstance(begun, dict) or not all(isinstance(value, str | None) for value in begun.values()):
         raise DataError(f"{file} should hold a fingerprint of each case; restore it from a copy")
-    both = begun.keys() & fingerprints.keys()  # cases that came or went are the split's matter
+    both = begun.keys() & fingerprints.keys()  # the split covers added and removed cases
     bad, was_bad = ({name for name in both if of[name] is None} for of in (fingerprints, begun))
     changes = {
         "turned bad": bad - was_bad,
@@ -286,12 +286,12 @@ def require_same_cases(folder: RunFolder, fingerprints: Mapping[str, str | None]
 
 
 def load_finished_report(folder: RunFolder, config: ExperimentConfig) -> str | None:
-    """Return the report of the run if it has been trained as far as ``config`` says, and validated; else None.
+    """Return the report of the run if it is trained to the end of ``config`` and validated; else None.
 
     Raises
     ------
     ConfigError
-        If a run with ``config`` may not go on here.
+        If a run with ``config`` may not resume in this folder.
     """
     if not (folder.exists and folder.report_file.exists()):
         return None
@@ -303,9 +303,9 @@ def load_finished_report(folder: RunFolder, config: ExperimentConfig) -> str | N
 
 
 def load_mesh(config: ExperimentConfig, num_gpus: int) -> ParallelConfig | None:
-    """Return ``parallel`` of the run as it was begun; None if that was on another number of GPUs.
+    """Return ``parallel`` of the run's start; None if the run started on another number of GPUs.
 
-    What ``parallel: auto`` chose may use fewer GPUs than it was chosen for. Timeout and ``on_oom`` are those of now.
+    The choice of ``parallel: auto`` may use fewer GPUs than were available. Timeout and ``on_oom`` are current values.
     """
     folder, now = RunFolder(config.folder), config.parallel
     begun = folder.config().parallel if folder.exists else now

@@ -1,7 +1,7 @@
-"""The user's own components of a run: where each came from, and whether it is here again.
+"""Record the sources of a run's custom components, and check that they are available when the run is used again.
 
-``components.json`` keeps the source of each, ``components/`` copies of files. Nothing runs these copies, unless the
-user names them by ``--components``.
+``components.json`` records the source of each component; ``components/`` holds copies of files. The copies run only if
+the user names them by ``--components``.
 """
 
 import logging
@@ -33,12 +33,12 @@ RECORD, FILES = "components.json", "components"
 PACKAGE, VERSION = (
     re.compile(pattern, re.ASCII) for pattern in (r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", r"[A-Za-z0-9.!+_-]+")
 )
-"""Names of packages (PEP 508), and the letters of their versions (PEP 440)."""
+"""Patterns of package names (PEP 508) and of versions (PEP 440)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """A component of a run."""
+    """Record of a component of a run."""
 
     kind: str
     name: str
@@ -57,20 +57,18 @@ def write_components(folder: RunFolder, config: ExperimentConfig, cases: Iterabl
 
 
 def require_components(folder: Path, *, resumes: bool) -> None:
-    """Raise unless every component that the run in ``folder`` was begun with is here.
+    """Raise unless every component of the run in ``folder`` is available.
 
     Parameters
     ----------
-    folder : Path
-        Of the run.
-    resumes : bool
-        Whether the run goes on: then its readers must be here, and a file must hold the same bytes. Otherwise another
-        file is logged.
+    folder : Path resumes : bool
+        Whether the run resumes: then its readers must be available, and files must hold the same bytes. Otherwise a
+        changed file is only logged.
 
     Raises
     ------
     ConfigError
-        Names what is missing or changed, and how to give it.
+        The message names the missing or changed component, and how to provide it.
     """
     recorded = [one for one in read_components(folder) if one.kind != "reader" or resumes]
     if missing := [one for one in recorded if one.name not in REGISTRIES[one.kind]]:
@@ -84,7 +82,7 @@ def require_components(folder: Path, *, resumes: bool) -> None:
     for one in recorded:
         now = REGISTRIES[one.kind].find_source(one.name)
         same_bytes = now is not None and one.source.sha256 is not None and now.sha256 == one.source.sha256
-        if now == one.source or same_bytes:  # the file may lie elsewhere
+        if now == one.source or same_bytes:  # the file may have moved
             continue
         change = (
             f"{folder} was begun with {one.kind} {one.name!r} from {one.source}, now it is {now or 'volseg itself'}"
@@ -97,7 +95,7 @@ def require_components(folder: Path, *, resumes: bool) -> None:
 def describe_components(config: ExperimentConfig) -> list[list[str]]:
     """Return kind, name and source of the user's own components that a prediction depends on.
 
-    Every reader counts: only reading an image shows which one reads it.
+    Every reader counts, as the reader of an image is known only once it is read.
     """
     used = {(kind, name) for kind, name in _list_named(config) if kind in ("network", "transform")}
     used |= {("reader", suffix) for suffix in REGISTRIES["reader"]}
@@ -106,12 +104,12 @@ def describe_components(config: ExperimentConfig) -> list[list[str]]:
 
 
 def read_components(folder: Path) -> list[Recorded]:
-    """Read what `write_components` wrote; nothing for a run with built-in components only.
+    """Read the record of `write_components`; empty for a run with built-in components only.
 
     Raises
     ------
     DataError
-        If the file holds something else.
+        If the file has other content.
     """
     file = folder / RECORD
     if not file.exists():
@@ -133,7 +131,10 @@ def copy_path(folder: Path, source: Source) -> Path:
 
 
 def _describe_remedy(folder: Path, source: Source) -> str:
-    """Return how to give a component. The source may be of another user's run: no shell may run a part of it."""
+    """Return how to provide a component.
+
+    The source may come from another user's run: a shell must not run any part of it.
+    """
     if source.package is not None:
         if PACKAGE.fullmatch(source.package) is None or VERSION.fullmatch(source.version or "") is None:
             return "installing its package; what the run's components.json holds is no name and version of one"
@@ -145,7 +146,7 @@ def _describe_remedy(folder: Path, source: Source) -> str:
 
 
 def _list_named(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield kind and name of what a config names."""
+    """Yield kind and name of each component that a config names."""
     yield "network", config.network.name
     yield "optimizer", config.optimizer.name
     yield "schedule", config.schedule.name

@@ -1,7 +1,7 @@
-"""Checkpoint files: written as a whole or not at all, read without running code.
+"""Write checkpoint files atomically, and read them without running code.
 
-A checkpoint is one ``torch.save`` file of tensors and plain values. It is written beside its name, flushed to the disk
-and renamed over it, so a full disk or a lost machine leaves the last good one in place. `read_torch_file` reads it.
+A checkpoint is one ``torch.save`` file of tensors and plain values. It is written under a temporary name, flushed to
+disk and renamed, so a full disk or a lost machine leaves the last good checkpoint in place. `read_torch_file` reads it.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ from volseg.files import replacing
 __all__ = ["BEST", "CHECKPOINTS", "LATEST", "PREVIOUS", "load_checkpoint", "parse_checkpoint", "save_checkpoint"]
 
 LATEST, PREVIOUS, BEST = "latest.pt", "previous.pt", "best.pt"
-"""The newest state; the ``latest.pt`` before it; the state after the epoch with the best score."""
+"""The newest state; the previous ``latest.pt``; the state after the epoch with the best score."""
 
 CHECKPOINTS = {"latest": LATEST, "best": BEST, "previous": PREVIOUS}
-"""The names that a prediction asks for, and their files."""
+"""Names of checkpoints for a prediction, and their files."""
 
 
 def save_checkpoint(
@@ -36,30 +36,28 @@ def save_checkpoint(
     Parameters
     ----------
     state : TrainingState or mapping
-        What is written; as a mapping, what `Training.state_dict` returns.
-    path : path
-        Of the checkpoint.
-    previous : path, optional
-        In the same folder; takes the checkpoint that ``path`` was before.
+        State to write; a mapping is the result of `Training.state_dict`.
+    path : path previous : path, optional
+        Path, in the same folder, for the former checkpoint at ``path``.
     make_folder : bool
-        Make the folder where it is not there.
+        Create a missing folder.
 
     Raises
     ------
     CheckpointError
-        If the disk is full or the folder cannot be written; what was at ``path`` before is still there.
+        If the disk is full or the folder cannot be written; a former checkpoint at ``path`` stays in place.
     """
     path = Path(path)
     content = TrainingState.from_checkpoint(state, f"what is to be written to {path}").as_checkpoint()
     try:
-        # Into an open file: given a path torch writes in C++ without a pause in which Python could train on.
+        # Into an open file: given a path, torch writes in C++ without releasing Python to the training.
         with (
             replacing(path, previous=previous, make_folder=make_folder) as partial,
             partial.open("wb") as file,
         ):
             torch.save({"format": FORMAT, **content}, file)
     except (OSError, RuntimeError) as fault:
-        # On a full disk torch's writer raises another error over the system's, about the position in the file.
+        # On a full disk torch's writer hides the system's error behind one about the position in the file.
         reason = fault.__context__ if isinstance(fault.__context__, OSError) else fault
         kept = "the one written before is still there" if path.exists() else "no earlier one exists"
         raise CheckpointError(
@@ -70,13 +68,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> TrainingState:
-    """Read a checkpoint that ``save_checkpoint`` wrote, of this format.
+    """Read a checkpoint of the current format that ``save_checkpoint`` wrote.
 
     Raises
     ------
     CheckpointError
-        If the file is absent, damaged in any bit, of a newer format, lacks a part of the state, or holds anything but
-        tensors and plain values.
+        If the file is absent, damaged, of another format or incomplete, or holds anything but tensors and plain values.
     """
     path = Path(path)
     if not path.exists():
@@ -95,12 +92,12 @@ def parse_checkpoint(content: Any, path: Path) -> TrainingState | None:
     Raises
     ------
     CheckpointError
-        If the state is of another format or not whole.
+        If the state is of another format or incomplete.
     """
     layout = content.get("format") if isinstance(content, Mapping) else None
     if isinstance(layout, int):
         if layout != FORMAT:
             raise CheckpointError(f"{path} has format {layout}, this volseg reads {FORMAT}: update volseg")
     elif not (isinstance(content, Mapping) and isinstance(content.get("model"), Mapping) and "average" in content):
-        return None  # neither what `save_checkpoint` wrote nor what `Training.state_dict` returned
+        return None  # neither a file of `save_checkpoint` nor a result of `Training.state_dict`
     return TrainingState.from_checkpoint(content, path)

@@ -1,4 +1,4 @@
-"""The files of a run folder.
+"""Read and write the files of a run folder.
 
 ::
 
@@ -55,13 +55,13 @@ __all__ = ["CASES", "ENVIRONMENT", "MEMORY", "NETWORK", "RunFolder", "list_label
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT, TASK, SPLIT = DESCRIPTION = ("environment.json", "task.json", "split.json")
-"""What a training writes before the config; a folder with a config and without them is not a run of volseg."""
+"""Files that a training writes before the config; a folder with a config but without them is not a run of volseg."""
 
 NETWORK, CASES, MEMORY = "network.json", "cases.json", "memory.json"
 
 
 class RunPath:
-    """A file or a folder in the folder of a run, by its name; read as its path."""
+    """Descriptor for a file or a folder in a run folder; reading it returns the path."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class RunPath:
 
 @dataclass(frozen=True, init=False)
 class RunFolder:
-    """Paths in the folder of a run, and the files that describe it."""
+    """Paths in a run folder, and the files that describe the run."""
 
     path: Path
 
@@ -94,7 +94,7 @@ class RunFolder:
         object.__setattr__(self, "path", Path(path))
 
     def begin(self, config: ExperimentConfig, task: Task, split: Split, files: Mapping[str, Any]) -> None:
-        """Describe a new run; ``files`` are the contents of JSON files by name, `ENVIRONMENT` among them."""
+        """Describe a new run; ``files`` are the contents of JSON files by name, including `ENVIRONMENT`."""
         self.require_free()
         described = {
             "name": task.name,
@@ -108,24 +108,24 @@ class RunFolder:
         for name, content in {**files, TASK: described}.items():
             self.write_json(name, content)
         write_splits(self.split_file, [split])
-        self.write_config(config)  # last: a folder with a config is a whole one
+        self.write_config(config)  # last: a config marks a complete folder
 
     def write_config(self, config: ExperimentConfig) -> None:
-        """Write the config of the run as it begins or goes on."""
+        """Write the current config of the run."""
         dump_config(config.located(), self.config_file)
 
     @property
     def exists(self) -> bool:
-        """Whether a run was begun here."""
+        """Whether the folder holds a run."""
         return self.config_file.exists()
 
     def require_free(self) -> None:
-        """Raise if a run was begun here, which is left as it is, or if none can be written here.
+        """Raise if the folder already holds a run, or cannot be written to.
 
         Raises
         ------
         ConfigError
-            Names the ways on.
+            The message lists the alternatives.
         """
         require_text(self.path.absolute(), "the folder of a run")
         if self.exists:
@@ -146,16 +146,16 @@ class RunFolder:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether the folder has a checkpoint to resume from."""
         return any((self.checkpoints / name).exists() for name in (LATEST, PREVIOUS, BEST))
 
     def may_go_on(self) -> bool:
-        """Return whether there is a checkpoint to go on from; without one, remove the config of the run.
+        """Return whether there is a checkpoint to resume from; without one, remove the config of the run.
 
         Raises
         ------
         ConfigError
-            If the folder's ``config.yaml`` is none that a training wrote.
+            If no training wrote the folder's ``config.yaml``.
         """
         if self.has_checkpoint:
             return True
@@ -165,18 +165,18 @@ class RunFolder:
         return False
 
     def abandon(self) -> None:
-        """Make room for another attempt, as nothing was trained in this one; only with the lock of the folder."""
+        """Remove the config of a run without checkpoints, to allow another attempt; needs the folder's lock."""
         if not self.has_checkpoint:
             self.config_file.unlink(missing_ok=True)
 
     def forget_validation(self) -> None:
-        """Remove the scores and reports of weights that the training replaces."""
+        """Remove the scores and reports of weights that the training will replace."""
         measured = (self.report_file, self.report_page, self.postprocessing_file)
         for file in (*self.path.glob("validation*/summary.json"), *measured):
             file.unlink(missing_ok=True)
 
     def remove_partials(self) -> None:
-        """Remove what a killed training was writing; only with the lock of the folder."""
+        """Remove the temporary files of a killed training; needs the folder's lock."""
         for folder in (self.path, self.checkpoints):
             remove_partials(folder)
 
@@ -213,7 +213,7 @@ class RunFolder:
         return task, described
 
     def plan(self) -> NetworkPlan:
-        """Read the network and the spacing of the run; a run without this file took voxels for cubes."""
+        """Read the network and the spacing of the run; a run without this file assumed cubic voxels."""
         file = self.path / NETWORK
         return NetworkPlan.from_json(read_json(file), file) if file.exists() else NetworkPlan()
 
@@ -222,11 +222,11 @@ class RunFolder:
         return read_splits(self.split_file)[0]
 
     def write_json(self, name: str, content: Any) -> Path:
-        """Write ``content`` to a file of the folder, whole or not at all."""
+        """Write ``content`` to a JSON file of the folder, atomically."""
         return self.write_text(name, json.dumps(content, indent=2) + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write ``text`` to a file of the folder, whole or not at all."""
+        """Write ``text`` to a file of the folder, atomically."""
         path = self.path / name
         with replacing(path) as partial:
             partial.write_text(text, encoding="utf-8")
@@ -237,7 +237,7 @@ class RunFolder:
         return run_files.read_history(self.history_file)
 
     def status(self) -> run_files.RunStatus | None:
-        """Read how far the training is; None if that is unknown."""
+        """Read the progress of the training; None if unknown."""
         return run_files.read_status(self.status_file)
 
     def times(self) -> tuple[run_files.RunPart, ...]:
@@ -245,14 +245,14 @@ class RunFolder:
         return run_files.read_times(self.times_file)
 
     def newest_checkpoint(self) -> TrainingState:
-        """Load the checkpoint that is furthest along: a best epoch may be newer than the latest timed writing.
+        """Load the checkpoint with the most progress: a best epoch may be newer than the latest timed checkpoint.
 
-        A damaged one is passed over and named.
+        Damaged checkpoints are skipped and logged.
 
         Raises
         ------
         CheckpointError
-            If there is none that can be read.
+            If no checkpoint can be read.
         """
         found: dict[str, TrainingState] = {}
         faults: dict[str, CheckpointError] = {}
@@ -277,7 +277,7 @@ class RunFolder:
 
 
 def list_labelled(task: Task) -> dict[str, list[int]]:
-    """Return the labels that were looked for in each partially labelled training case."""
+    """Return the annotated labels of each partially labelled training case."""
     found = {case["case"]: task.labelled(case) for case in task.training}
     return {name: list(values) for name, values in found.items() if values is not None}
 

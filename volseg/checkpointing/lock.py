@@ -1,8 +1,8 @@
-"""One process at a time in a run folder.
+"""Lock a run folder for one process at a time.
 
-The lock is one of the operating system (``flock``) on a small file that names the process which holds it. The system
-releases it when that process ends in any way: a killed process or a lost machine leaves no lock behind, and process ids
-need not be checked. A file system without such locks (some network ones, and Windows) locks nothing; that is logged.
+The lock is an operating system lock (``flock``) on a small file that names its holder. The system releases it when that
+process ends in any way: a killed process or a lost machine leaves no lock behind, and process ids need not be checked.
+Without such locks (some network file systems, and Windows) nothing is locked; this is logged.
 """
 
 import json
@@ -32,21 +32,21 @@ LOCK = "in_use.json"
 
 @contextmanager
 def only_process_in(folder: Path) -> Iterator[Callable[[], None]]:
-    """Hold the lock of ``folder``, which is made if need be; leave neither lock nor an empty folder behind.
+    """Hold the lock of ``folder``, creating the folder if needed; remove the lock and an empty folder afterwards.
 
-    Yields a function that raises a ``CheckpointError`` if the folder is no longer the one that was locked: it was
-    removed, and another run may have begun in its place.
+    Yields a function that raises a ``CheckpointError`` if the locked folder was removed; another run may have started
+    in its place.
 
     Raises
     ------
     ConfigError
-        If another process holds it, with its id, its host and the time.
+        If another process holds the lock; the message has its id, its host and the time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     descriptor: int | None = None
     try:
-        with deferring_signals():  # one in between would leave the file behind
+        with deferring_signals():  # a signal in between would leave the file behind
             descriptor = _locked(path)
         held = descriptor
         os.ftruncate(held, 0)
@@ -59,12 +59,12 @@ def only_process_in(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 def _release(descriptor: int, path: Path) -> None:
-    """Give the lock up, and remove its file and an empty folder."""
+    """Release the lock, and remove its file and an empty folder."""
     is_own = _is_at(descriptor, path)
-    if fcntl is None:  # Windows removes no open file
+    if fcntl is None:  # Windows cannot remove an open file
         os.close(descriptor)
     if is_own:
-        path.unlink()  # while it is still held
+        path.unlink()  # while the lock is still held
     if fcntl is not None:
         os.close(descriptor)
     if is_own and not any(path.parent.iterdir()):
@@ -92,7 +92,7 @@ def _locked(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _lock(descriptor, path)
-            # Its last holder may have removed the file between our opening and locking it, and another hold a new one.
+            # The last holder may have removed the file before the lock was taken; another process may hold a new file.
             if _is_at(descriptor, path):
                 return descriptor
         except BaseException:
@@ -123,5 +123,5 @@ def _holder(path: Path) -> str:
     try:
         holder = read_json(path)
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (DataError, KeyError, TypeError):  # it has not written its name yet, or is gone this moment
+    except (DataError, KeyError, TypeError):  # the holder has not written its name yet, or has just ended
         return "another process"

@@ -1,6 +1,6 @@
-"""The run folder of a job of one or several processes: the leader writes it, the members read it.
+"""Share the run folder of a job between its processes: the leader writes it, the members read it.
 
-The leader is process 0. It holds the lock of the folder, and decides whether the training goes on from a checkpoint.
+The leader is process 0. It holds the lock of the folder, and decides whether the training resumes from a checkpoint.
 Every process calls the methods in the same order; in a member they only read, or do nothing.
 """
 
@@ -28,20 +28,18 @@ from volseg.parallel.processes.group import gather_over_processes
 __all__ = ["JobFolder"]
 
 SECONDS_TO_SEE = 30.0
-"""Time in which a file that one machine has written must be visible on the others."""
+"""Longest time until a file from one machine is visible on the others."""
 
 
 class JobFolder:
-    """The run folder of a job. The leader locks it at once if it exists, and else before it writes.
+    """The run folder of a job. The leader locks an existing folder at once, otherwise before it writes.
 
     Parameters
     ----------
-    config : ExperimentConfig
-        Of the training.
-    held : ExitStack
-        Takes the lock of the folder, and is closed when the training ends in any way.
+    config : ExperimentConfig held : ExitStack
+        Holds the lock of the folder; closed when the training ends in any way.
     leads : bool, optional
-        Whether this process writes the folder; by default process 0 does.
+        Whether this process writes the folder; by default only process 0.
 
     Attributes
     ----------
@@ -49,7 +47,7 @@ class JobFolder:
     folder : RunFolder
     leads : bool
     is_described : bool
-        Whether this process has written the config of a run that begins or goes on.
+        Whether this process has written the config of the run.
     """
 
     def __init__(self, config: ExperimentConfig, held: ExitStack, *, leads: bool | None = None) -> None:
@@ -64,19 +62,19 @@ class JobFolder:
             self.folder.remove_partials()
 
     def keep_mesh(self, config: ExperimentConfig) -> None:
-        """Take the mesh that the processes have chosen into the config of a deterministic run, which must keep it."""
+        """Store the mesh that the processes have chosen in the config of a deterministic run, which must keep it."""
         if config.training.deterministic:
             self.config = self.config.model_copy(update={"parallel": config.parallel})
 
     def claim(self, resume: bool) -> bool:
-        """Return whether the training goes on from a checkpoint; if not, its folder is free.
+        """Return whether the training resumes from a checkpoint; raise if it neither resumes nor has a free folder.
 
         Raises
         ------
         ConfigError
-            If the run may neither go on nor begin, or a machine does not see its folder.
+            If the run may neither resume nor start, or a machine does not see its folder.
         """
-        # The leader's answer counts: a member may look when the leader has begun the folder already.
+        # Only the leader's answer counts: a member may look after the leader has started to write the folder.
         may_go_on = self.leads and resume and self.folder.may_go_on()
         goes_on = bool(gather_over_processes(["resume"] if may_go_on else []))
         if goes_on:
@@ -88,12 +86,12 @@ class JobFolder:
         return goes_on
 
     def require_folder(self) -> None:
-        """Raise if the run folder is no longer the one that this process locked."""
+        """Raise if the run folder was removed or replaced since this process locked it."""
         if self._require_lock is not None:
             self._require_lock()
 
     def begin(self, chosen: ChosenCases, files: Mapping[str, Any]) -> None:
-        """Make the run folder and describe the run in it; ``files`` are contents of JSON files by name."""
+        """Create the run folder and describe the run in it; ``files`` are contents of JSON files by name."""
         self._lock()
         self._require_shared_folder()
         if self.leads:
@@ -102,10 +100,10 @@ class JobFolder:
             self.is_described = True
 
     def go_on(self, files: Mapping[str, Any], *, finished: bool) -> None:
-        """Describe the run as it goes on; remove summaries of weights that will be replaced."""
+        """Update the description of a resumed run; remove summaries of weights that will be replaced."""
         if not self.leads:
             return
-        if not finished:  # first: a report beside a config says that this has been trained
+        if not finished:  # first: a report beside a config means that this config is trained
             self.folder.forget_validation()
         for name, content in files.items():
             self.folder.write_json(name, content)
@@ -119,13 +117,13 @@ class JobFolder:
             self.folder.write_json(name, content)
 
     def write_status(self, signs: Heartbeat, begins_again: type[Exception]) -> None:
-        """Write into the run folder how far the training is, until it ends or raises ``begins_again``."""
+        """Write the progress of the training into the run folder, until it ends or raises ``begins_again``."""
         if self.leads:
             self._held.callback(self._remove_status)
             self._held.enter_context(signs.writing(self.folder.path, self._holds_folder, begins_again=begins_again))
 
     def _remove_status(self) -> None:
-        """Leave nothing behind where no run was begun."""
+        """Remove the status files if no run was started."""
         if self._holds_folder() and {file.name for file in self.folder.path.iterdir()} <= {LOCK, STATUS, TIMES}:
             self.folder.status_file.unlink(missing_ok=True)
             self.folder.times_file.unlink(missing_ok=True)
@@ -133,7 +131,7 @@ class JobFolder:
     def _holds_folder(self) -> bool:
         try:
             self.require_folder()
-        except CheckpointError:  # raised by the writers of what must not be lost
+        except CheckpointError:  # writers of important files raise this themselves
             return False
         return True
 
@@ -144,7 +142,7 @@ class JobFolder:
     def _require_shared_folder(self) -> None:
         """Raise unless all processes see the lock file of the leader.
 
-        Every process reads checkpoints, and writes the predictions that it makes.
+        Every process reads checkpoints and writes its own predictions.
         """
         if not is_distributed():
             return
@@ -158,10 +156,10 @@ class JobFolder:
 
 
 def _sees(file: Path, content: str) -> bool:
-    """Return whether a file holds this text, now or soon."""
+    """Return whether a file has this content, now or within `SECONDS_TO_SEE`."""
     deadline = time.monotonic() + SECONDS_TO_SEE
     while time.monotonic() < deadline:
-        # Not there, or not yet: a network file system may remember its absence for a while.
+        # A network file system may cache the absence of a file for a while.
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if file.read_text(encoding="utf-8") == content:
                 return True

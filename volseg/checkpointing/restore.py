@@ -1,4 +1,4 @@
-"""Restore a saved state part by part; an error names the part that does not fit. States of all random generators."""
+"""Restore a saved state part by part, including all random generators; errors name the part that does not fit."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ class Average(Protocol):
     """Averaged weights."""
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> object:
-        """Restore them."""
+        """Restore the averages."""
 
 
 def restore(
@@ -42,7 +42,7 @@ def restore(
     Raises
     ------
     CheckpointError
-        Names the part that does not fit, or is incomplete.
+        The message names the part that does not fit or is incomplete.
     """
     with _naming("model"):
         load_weights(network, state.model)
@@ -66,7 +66,7 @@ def _naming(part: str) -> Iterator[None]:
     """Turn any error of a part of a state into a `CheckpointError` that names the part."""
     try:
         yield
-    except Exception as fault:  # networks, optimizers and generators each raise something else
+    except Exception as fault:  # networks, optimizers and generators raise different types
         reason = str(fault) if isinstance(fault, ValueError | RuntimeError) else f"{type(fault).__name__}: {fault}"
         raise CheckpointError(f"the checkpoint is not of this network and optimizer: {part}: {reason}") from fault
 
@@ -74,8 +74,8 @@ def _naming(part: str) -> Iterator[None]:
 def _lay_out_like_parameters(optimizer: Optimizer) -> None:
     """Give the optimizer's tensors the memory layout of its parameters.
 
-    The training that saved them may have had another layout. Fused optimizers read both in one order: on a GPU torch
-    refuses other layouts, on a CPU it computes wrong numbers.
+    The training that saved the tensors may have used another layout. Fused optimizers read both in the same order: for
+    other layouts torch raises on a GPU, and computes wrong numbers on a CPU.
     """
     for parameter, remembered in optimizer.state.items():
         for name, value in remembered.items():
@@ -86,7 +86,7 @@ def _lay_out_like_parameters(optimizer: Optimizer) -> None:
 
 
 def _require_whole(state: TrainingState, optimizer: Optimizer) -> None:
-    """Refuse a state whose parts do not belong together, or without what its optimizer keeps of each parameter."""
+    """Raise if parts of a state do not belong together, or an optimizer's tensors are missing."""
     for part, batches in (("losses", state.losses), ("cases", state.cases)):
         if len(batches) != state.position:
             raise CheckpointError(f"{NOT_WHOLE}: {part}: {len(batches)} batches, but position is {state.position}")
@@ -95,7 +95,7 @@ def _require_whole(state: TrainingState, optimizer: Optimizer) -> None:
     entries = state.optimizer["state"]
     for group, saved in zip(optimizer.param_groups, state.optimizer["param_groups"], strict=True):
         wanted = _remembered(optimizer, group)
-        # A parameter that never had a gradient has no entry; if none has one, something was lost.
+        # A parameter that never had a gradient has no entry; if no parameter has an entry, the state is incomplete.
         for parameter in saved["params"] if not entries else [one for one in saved["params"] if one in entries]:
             if lost := sorted(wanted - {*entries.get(parameter, ())}):
                 raise CheckpointError(
@@ -105,23 +105,23 @@ def _require_whole(state: TrainingState, optimizer: Optimizer) -> None:
 
 
 def _remembered(optimizer: Optimizer, group: dict[str, Any]) -> set[str]:
-    """Return the names of what the optimizer keeps of each parameter of a group, by a step on another parameter."""
-    if not type(optimizer).__module__.startswith("torch.optim"):  # the step of a user's own may do anything
+    """Return the names of the optimizer's state per parameter of a group, from a step on a test parameter."""
+    if not type(optimizer).__module__.startswith("torch.optim"):  # the step of a custom optimizer may do anything
         return set()
     alone = torch.zeros_like(group["params"][0], requires_grad=True)
     alone.grad = torch.zeros_like(alone)
-    probe = type(optimizer)([{**group, "params": [alone]}])  # type: ignore[call-arg]  # their options all have defaults
+    probe = type(optimizer)([{**group, "params": [alone]}])  # type: ignore[call-arg]  # all their options have defaults
     probe.step()
     return set(probe.state[alone])
 
 
 def random_state(network: nn.Module | None = None) -> dict[str, Any]:
-    """Return the generators' states; plain numbers and tensors only, so ``weights_only=True`` loads them.
+    """Return the generators' states as plain numbers and tensors, which ``weights_only=True`` can load.
 
     Parameters
     ----------
     network : nn.Module, optional
-        Whose passes may draw from seeds that several processes have in common; those are part of the state then.
+        Network whose passes may draw from seeds common to several processes; the state then includes these seeds.
     """
     seeds = _find_seeds(network)
     version, words, gauss = random.getstate()
@@ -142,14 +142,14 @@ def random_state(network: nn.Module | None = None) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], network: nn.Module | None = None) -> None:
-    """Set the generators to a saved state; generators of devices that are not here are left out.
+    """Set the generators to a saved state, except those of missing devices.
 
     Parameters
     ----------
     state : mapping
-        As `random_state` returned it.
+        Result of `random_state`.
     network : nn.Module, optional
-        See `random_state`; all processes that run it together call this together.
+        See `random_state`; all processes that run the network together call this function together.
     """
     seeds = _find_seeds(network)
     if seeds is not None:

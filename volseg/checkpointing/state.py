@@ -1,4 +1,4 @@
-"""The state of a training between two batches: what a checkpoint holds, and how it is read."""
+"""Define the state of a training between two batches: the content of a checkpoint, and how to read it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,7 +14,7 @@ FORMAT = 2
 """Number of the layout of a checkpoint file."""
 
 CLOCKED = ("seconds", "seconds_waited", "seconds_validating", "voxels_per_second")
-"""Fields of an `EpochRecord` that depend on the wall clock; the others are equal in two runs of one config."""
+"""Fields of an `EpochRecord` that depend on the wall clock; the others are equal in two runs of the same config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,33 +22,33 @@ class EpochRecord:
     """Numbers of one epoch."""
 
     epoch: int
-    """Counted from 0: its place in ``training.history``. What is shown, logged or written for others counts from 1."""
+    """Index in ``training.history``, from 0. Numbers for users (display, logs, files) count from 1."""
     losses: Mapping[str, float]
-    """Mean of every loss field over the epoch's batches; ``loss`` is the weighted sum that was minimised."""
+    """Mean of every loss field over the epoch's batches; ``loss`` is the minimised weighted sum."""
     learning_rate: float
-    """Of the first parameter group, at the end of the epoch."""
+    """Learning rate of the first parameter group, at the end of the epoch."""
     seconds: float
     """Wall-clock time of the epoch's batches, without validation."""
     seconds_waited: float
     """Part of ``seconds`` in which the loop waited for its next batch."""
     score: float | None = None
-    """What the validation returned (foreground mean Dice); None where the epoch was not validated."""
+    """Score of the validation (foreground mean Dice); None if the epoch was not validated."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the validation by name (Dice per label)."""
     peak_bytes: int | None = None
     """Most device memory allocated so far; None on CPU."""
     batches: int = 0
-    """How many went by in ``seconds``; 0 in records of an older volseg."""
+    """Number of batches in ``seconds``; 0 in records of an older volseg."""
     seconds_validating: float = 0.0
     """Wall-clock time of the epoch's validation."""
     voxels_per_second: float | None = None
-    """Voxels of all patches of all processes that were trained on, by ``seconds``; None where a batch has no image."""
+    """Training voxels of all processes, divided by ``seconds``; None if a batch has no image."""
     gradient_norm: float | None = None
-    """Mean over the epoch's optimizer steps of the gradient's norm before it was clipped. Steps that float16 left out,
-    for an infinite one, are not counted."""
+    """Mean gradient norm before clipping over the epoch's optimizer steps. Steps that the float16 scaler skips are not
+    counted."""
     soft_dice: float | None = None
-    """Soft Dice of the training's probabilities over the voxels of all batches, mean of the foreground classes. With
-    `volseg.losses.DiceCELoss`, over the voxels that it counts. None without label maps or foreground."""
+    """Soft Dice of the training's probabilities over the voxels of all batches, mean of the foreground classes.
+    `volseg.losses.DiceCELoss` counts only its known voxels. None without label maps or foreground."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain Python values."""
@@ -125,19 +125,19 @@ def _record(value: Any) -> EpochRecord:
 
 
 def _part(read: Callable[[Any], Any], holds: str) -> dict[str, Any]:
-    """Describe a part of a checkpoint: how it is read from what was stored, and what it holds."""
+    """Describe a part of a checkpoint: the function that reads the stored value, and the content."""
     return {"read": read, "holds": holds}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """Everything that a training needs to go on as if it had not been interrupted.
+    """Everything that a training needs to resume exactly.
 
-    The fields are the keys of a checkpoint; each one says what it holds and how it is read. Tensors are the training's
-    own, not copies, until the state is written.
+    The fields are the keys of a checkpoint; each has a description and a function that reads it. Tensors are the
+    training's own, not copies, until the state is written.
     """
 
-    # A network may keep more than tensors; it knows itself what it takes back.
+    # A network may store more than tensors, and checks its own state.
     model: Mapping[str, Any] = field(metadata=_part(_named, "weights and buffers, by the names of the plain network"))
     optimizer: Mapping[str, Any] = field(metadata=_part(_optimizer, "momenta and settings of the optimizer"))
     steps_done: int = field(metadata=_part(_count, "optimizer steps, which give the learning rate"))
@@ -171,7 +171,7 @@ class TrainingState:
 
     @property
     def averaged(self) -> Mapping[str, Tensor] | None:
-        """Average of each parameter, under one of its names; None where there are none."""
+        """Average of each parameter, under one of its names; None without averages."""
         return None if self.average is None else self.average["average"]
 
     @property
@@ -180,7 +180,7 @@ class TrainingState:
         return self.epoch, self.position
 
     def as_checkpoint(self) -> dict[str, Any]:
-        """Return the state as tensors and plain values; `from_checkpoint` takes it back."""
+        """Return the state as tensors and plain values; `from_checkpoint` reads them."""
         content = {known.name: getattr(self, known.name) for known in fields(self)}
         return {
             **content,
@@ -199,7 +199,7 @@ class TrainingState:
         Raises
         ------
         CheckpointError
-            If something is missing, of the wrong kind, or not known.
+            If a part is missing, of the wrong type, or unknown.
         """
         if isinstance(content, TrainingState):
             return content

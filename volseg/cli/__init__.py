@@ -1,4 +1,4 @@
-"""The command line: each verb a few lines onto `volseg.experiment`, in a module by what it is about."""
+"""Run the command line: each verb is a few lines on top of `volseg.experiment`, in a module by subject."""
 
 from volseg.cli.running import app, main, run_to_end
 

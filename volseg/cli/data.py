@@ -1,4 +1,4 @@
-"""The verbs below `volseg data`: list, info, fetch, make and check; below its `cache`: list, clear and verify."""
+"""Define the verbs of `volseg data` (list, info, fetch, make, check) and `volseg data cache` (list, clear, verify)."""
 
 import json
 from pathlib import Path

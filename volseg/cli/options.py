@@ -1,6 +1,6 @@
-"""Options and arguments that several verbs have, and what the shell offers for them; nothing here imports torch.
+"""Define options and arguments that verbs share, and their shell completion, without importing torch.
 
-Verbs and options typer offers itself, and the shell its files.
+typer completes verbs and options, the shell completes files.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,36 +54,36 @@ __all__ = [
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Return keys of a config that begin so, each with the sign behind which its value stands."""
-    from volseg.config.json_schema import list_keys, read_schema  # pydantic: not before somebody asks
+    """Return the keys of a config that begin with the typed text, each followed by ``=``."""
+    from volseg.config.json_schema import list_keys, read_schema  # pydantic: only for completion
 
     return [f"{key}=" for key in list_keys(read_schema()) if key.startswith(incomplete)]
 
 
 def complete_network(incomplete: str) -> list[str]:
-    """Return networks that come with volseg."""
-    from volseg.config.json_schema import list_names, read_schema  # pydantic: not before somebody asks
+    """Return the networks that come with volseg and begin with the typed text."""
+    from volseg.config.json_schema import list_names, read_schema  # pydantic: only for completion
 
     return [name for name in list_names(read_schema(), "network") if name.lower().startswith(incomplete.lower())]
 
 
 def complete_kind(incomplete: str) -> list[str]:
-    """Return kinds of components."""
-    from volseg.config.json_schema import KINDS, KINDS_OF_FIELDS  # pydantic: not before somebody asks
+    """Return the kinds of components that begin with the typed text."""
+    from volseg.config.json_schema import KINDS, KINDS_OF_FIELDS  # pydantic: only for completion
 
     kinds = {*KINDS.values(), *KINDS_OF_FIELDS.values(), "reader"}
     return sorted(kind for kind in kinds if kind.startswith(incomplete))
 
 
 def complete_shipped(incomplete: str) -> list[str]:
-    """Return configs that come with volseg."""
-    from volseg.config.shipped import list_shipped  # errors and paths: not before somebody asks
+    """Return the configs that come with volseg and begin with the typed text."""
+    from volseg.config.shipped import list_shipped  # errors and paths: only for completion
 
     return [name for name in list_shipped() if name.startswith(incomplete)]
 
 
 def complete_config(incomplete: str) -> list[str]:
-    """Return configs that come with volseg, unless there are files that begin so, which the shell offers then."""
+    """Return configs that come with volseg, unless files begin with the typed text; then the shell completes files."""
     typed = Path(incomplete)
     above = typed if incomplete.endswith("/") else typed.parent
     begun = "" if incomplete.endswith("/") else typed.name
@@ -92,7 +92,7 @@ def complete_config(incomplete: str) -> list[str]:
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return folders of trainings and cross-validations, beside what is typed so far or in ``runs``."""
+    """Return folders of trainings and cross-validations, in the typed folder or in ``runs``."""
     typed = Path(incomplete)
     above = typed if incomplete.endswith("/") else typed.parent
     folders = [*_list_runs(above), *([] if "/" in incomplete else _list_runs(Path("runs")))]
@@ -100,25 +100,25 @@ def complete_run(incomplete: str) -> list[str]:
 
 
 def _list_runs(folder: Path) -> Iterator[Path]:
-    """Yield the folders in one that a training wrote."""
+    """Yield the subfolders that a training wrote."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if (path / "config.yaml").is_file() or (path / "fold_0").is_dir():
             yield path
 
 
 def check_config(path: Path | None) -> Path | None:
-    """Refuse a config, or a data set, that does not exist, before torch is imported."""
+    """Raise if a config or data set does not exist, before torch is imported."""
     from volseg.config.shipped import list_shipped  # errors and paths: not for --help
 
     if path is not None and not path.exists() and str(path) not in list_shipped():
-        from volseg.config.loading import load_config  # pydantic: only where there is something to refuse
+        from volseg.config.loading import load_config  # pydantic: only before an error
 
-        load_config(path)  # raises, and says which configs and folders there are
+        load_config(path)  # raises, and lists the known configs and folders
     return path
 
 
 def check_exists(remedy: str) -> Callable[[Any], Any]:
-    """Return what refuses paths that do not exist, before torch is imported; with a near name if there is one."""
+    """Return a callback that raises for a missing path, with the nearest existing name, before torch is imported."""
 
     def check(given: Path | Sequence[Path] | None) -> Path | Sequence[Path] | None:
         for path in [given] if isinstance(given, Path) else given or ():
@@ -142,7 +142,7 @@ SETTINGS = {
     "--fold": "split.fold",
     "--seed": "seed",
 }
-"""What people type for a value of the config."""
+"""Options that users mistake for values of the config, with the config's keys."""
 
 
 class _PlainFlags:
@@ -186,7 +186,7 @@ class SuggestingCommand(PlainCommand):
     """A verb that takes a config, and says where a value stands that was given as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Look for such options before the others are read."""
+        """Raise for such options before the others are parsed."""
         for argument, following in zip_longest(args, args[1:], fillvalue=""):
             option, given, value = argument.partition("=")
             if option in SETTINGS:
@@ -213,7 +213,7 @@ def require_data(root: Path) -> None:
 
 
 def check_overrides(given: list[str] | None) -> list[str] | None:
-    """Refuse a key whose value follows behind a space, before the value is taken for an argument."""
+    """Raise for a key whose value follows after a space, before the value is parsed as an argument."""
     for assignment in given or ():
         if "=" not in assignment:
             raise typer.BadParameter(f"{assignment} has no value: write --set {assignment}=VALUE, without a space")
@@ -233,7 +233,7 @@ Overrides = Annotated[
 
 
 def gather_overrides(given: Sequence[str] | None, output: Path | None, *, no_cache: bool) -> list[str]:
-    """Return the overrides of a verb, with those that its options ``--output`` and ``--no-cache`` stand for."""
+    """Return the overrides of a verb, including those of its options ``--output`` and ``--no-cache``."""
     from volseg.config.loading import path_override  # pydantic: not for --help
 
     folder = [path_override("output", output)] if output else []
@@ -272,7 +272,7 @@ NoCache = Annotated[bool, Option("--no-cache", help="Prepare all cases again and
 
 
 def _load_components(context: typer.Context, files: list[Path] | None) -> list[Path] | None:
-    """Run the files before the verb; importing what trains only if there is one. The shell's completion runs none."""
+    """Run the files before the verb, and import the training code only if there are any. Shell completion runs none."""
     if files and not context.resilient_parsing:
         experiment.load_components(files)
     return files
@@ -294,7 +294,7 @@ Checkpoint = Annotated[
 
 
 def _take(form: Literal["json", "quiet"]) -> Callable[[bool], bool]:
-    """Return what sets up the logs when an option asks for it; eager options come before the verb runs."""
+    """Return a callback that sets up the logs for an option, before the verb runs."""
 
     def set_up(wanted: bool) -> bool:
         if wanted:

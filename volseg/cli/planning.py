@@ -1,4 +1,4 @@
-"""The verbs about the cost of a training, before it or without it: plan, profile and compile."""
+"""Define the verbs on the cost of a training: plan, profile and compile."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ planning_app = typer.Typer()
 
 
 NOTHING_FITS = 3
-"""Exit status where the training fits the machine in no way; 1 is for a config that cannot be planned for."""
+"""Exit status if the training does not fit the machine in any way; 1 is for a config that cannot be planned."""
 
 
 @verb(planning_app, "Train", "volseg plan configs/task04_vnet.yaml --instance p3.8xlarge")
@@ -59,7 +59,7 @@ def plan(
     if config is None:
         raise typer.BadParameter("which CONFIG is to be planned for? (without one there is --calibrate only)")
     loaded = experiment.load_config(config, overrides or ())
-    experiment.require_weights(loaded)  # what no training begins with is no use to plan for
+    experiment.require_weights(loaded)  # a training with missing weights cannot start
     machine = experiment.find_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)
     if max_volume:
         volumes = experiment.plan_volumes(loaded, machine, channels=channels, classes=classes, forks=True)
@@ -137,5 +137,5 @@ def compile_(
 
 @planning_app.command(hidden=True)
 def compile_kernels(components: Components = None) -> None:
-    """Compile the kernels of the training that started this process, while that reads its cases."""
+    """Compile the kernels of the training that started this process, while the training reads its cases."""
     experiment.serve_kernels()

@@ -1,4 +1,4 @@
-"""The verbs that use a trained network or judge label maps: validate, predict, postprocess, evaluate and compare."""
+"""Define the verbs that use networks or score label maps: validate, predict, postprocess, evaluate and compare."""
 
 import json
 from pathlib import Path
@@ -82,7 +82,7 @@ def predict(
 
 @prediction_app.command(hidden=True)
 def predict_cases(components: Components = None) -> None:
-    """Predict the cases that the process which started this one names; for `volseg predict --gpus`."""
+    """Predict the cases that the parent process names; for `volseg predict --gpus`."""
     experiment.serve_predictions()
 
 

@@ -1,7 +1,7 @@
-"""The command line as a whole, and the process around a verb: signals, last words and exit status.
+"""Run the command line in this process: signals, last message and exit status.
 
-What volseg raises on purpose is printed as one message without a traceback, with exit status 1, and so is what the
-system refuses (a full disk); Ctrl-C ends with 130, SIGTERM with 143, SIGHUP with 129 (`volseg.signals`).
+Errors that volseg raises on purpose, and refusals of the system (a full disk), are printed as one message without a
+traceback; the exit status is 1. Ctrl-C ends with 130, SIGTERM with 143, SIGHUP with 129 (`volseg.signals`).
 """
 
 import logging
@@ -59,31 +59,31 @@ def _root(
     json_logs: JsonLogs = False,
     quiet: Quiet = False,
 ) -> None:
-    """Hold the options that come before a verb."""
+    """Define the options before a verb."""
 
 
 FOREIGN = (
-    # torch 2.13 renames these collectives, and calls them by their old names itself (in its device mesh, in DDP).
+    # torch 2.13 renames these collectives, but still calls the old names (in its device mesh, in DDP).
     (r"`torch\.distributed\.(_\w+|all_gather_into_tensor|reduce_scatter_tensor)` is", r"torch\."),
-    # torch asks an old package for the names of GPUs where somebody has it installed.
+    # torch reads the names of GPUs from an old package if it is installed.
     (r"The pynvml package is deprecated", r"torch\.cuda"),
     # MONAI imports torch.cuda.amp, whose names moved to torch.amp.
     (r"`torch\.cuda\.amp\.\w+\(args\.\.\.\)` is deprecated", r"monai\."),
 )
-"""FutureWarnings that are not shown, by message and module: each between two libraries, with its reason above."""
+"""Hidden FutureWarnings by message and module: each is between two libraries, with its reason above."""
 
 _word_as_python = warnings.formatwarning
 
 WRONG_COMMAND: type[Exception] = typer.BadParameter.__mro__[1]
-"""Click's ``UsageError``, from wherever the installed typer has it."""
+"""Click's ``UsageError``, wherever the installed typer has it."""
 
 
 def run_to_end() -> NoReturn:
-    """Run the command line as this process, which ends with it.
+    """Run the command line, then end this process.
 
-    Without the interpreter's teardown: of all that was imported it takes a second or more, in which the
-    parent process waits, and gives back nothing that the system does not. With it where others have registered for the
-    exit before, a profiler or a measurement of coverage.
+    The interpreter's teardown is skipped: it takes a second or more, while the parent process waits, and frees nothing
+    that the system does not. It runs if an exit handler was registered earlier, by a profiler or a coverage
+    measurement.
     """
     if is_exit_others():
         main()
@@ -108,10 +108,10 @@ def main() -> None:
     if launch is not None or OWN_LAUNCHER in os.environ:
         end_with_launcher()
     set_up_logs()
-    if "--json-logs" in sys.argv[1:]:  # before the command line is read, which may be wrong
+    if "--json-logs" in sys.argv[1:]:  # before parsing, which may fail
         add_to_logs("json")
     _keep_foreign_warnings_back()
-    logging.getLogger("highdicom").setLevel(logging.WARNING)  # it tells of every module of a header that it copies
+    logging.getLogger("highdicom").setLevel(logging.WARNING)  # it logs every header module that it copies
     if launch is not None:
         _run_launched(launch)
     try:
@@ -120,7 +120,7 @@ def main() -> None:
     except VolsegError as fault:
         _say(f"volseg: {fault}", typer.colors.RED)
         sys.exit(1)
-    except OSError as fault:  # a full disk, a folder that may not be written
+    except OSError as fault:  # a full disk, or a folder that is not writable
         _say(f"volseg: {_describe_refusal(fault)}", typer.colors.RED)
         sys.exit(1)
     except SystemExit as end:  # typer turns Ctrl-C into this one
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def _run_verb() -> None:
-    """Run what the command line says; where logs are JSON, so is what is wrong with the command line."""
+    """Run the verb; with JSON logs, errors of the command line are JSON too."""
     for argument in sys.argv[1:]:
         require_text(argument, "a word of the command line")
     if not are_logs_json():
@@ -139,13 +139,13 @@ def _run_verb() -> None:
     try:
         status = app(standalone_mode=False)
     except WRONG_COMMAND as fault:
-        say_last(f"volseg: {fault.format_message()}")  # type: ignore[attr-defined]  # of every such exception
+        say_last(f"volseg: {fault.format_message()}")  # type: ignore[attr-defined]  # a method of every UsageError
         sys.exit(2)
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def _keep_foreign_warnings_back() -> None:
-    """Hide warnings that libraries give each other, about which nobody who trains can do anything."""
+    """Hide warnings between two libraries, which the user cannot act on."""
     for message, module in FOREIGN:
         warnings.filterwarnings("ignore", message, FutureWarning, module)
     warnings.formatwarning = _word_warning
@@ -154,14 +154,14 @@ def _keep_foreign_warnings_back() -> None:
 def _word_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Return a warning about a config without the line of pydantic that called for it: no line of theirs is meant."""
+    """Return a warning as text; omit the file and line of pydantic for warnings about a config."""
     if issubclass(category, FutureWarning) and "pydantic" in Path(filename).parts:
         return f"volseg: {message}"
     return _word_as_python(message, category, filename, lineno, line)
 
 
 def _say(words: str, colour: str | None = None) -> None:
-    """Print the last words of the process, on a line of their own."""
+    """Print the last message of the process on its own line."""
     if are_logs_json():
         say_last(words)
         return
@@ -170,7 +170,7 @@ def _say(words: str, colour: str | None = None) -> None:
 
 
 def _run_launched(launch: Launch) -> NoReturn:
-    """Run the command line as one of the processes of a job, which end together and tell what happened once."""
+    """Run the command line as one process of a job; the processes end together and report an error once."""
     ending = end_at_exit()
     use_default_handlers()
     try:
@@ -185,7 +185,7 @@ def _run_launched(launch: Launch) -> NoReturn:
         from volseg.parallel.processes.first_error import end_after  # imports torch: not for --help
         from volseg.parallel.processes.group import find_supervision
 
-        # The system's refusals are no fault of ours that a traceback would help with.
+        # A refusal of the system needs no traceback.
         said = VolsegError(_describe_refusal(fault)) if isinstance(fault, OSError) else fault
         end_after(said, find_supervision())
     if "torch" in sys.modules:

@@ -1,4 +1,4 @@
-"""The verbs about a run that there is: report, view, status and export."""
+"""Define the verbs on an existing run: report, view, status and export."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def report(
 
     The page loads nothing else, so it can be sent and opened anywhere.
     """
-    from volseg.files import require_new  # imports no torch, and yet more than --help needs
+    from volseg.files import require_new  # imports no torch, but more than --help needs
     from volseg.reporting import write_report
 
     if output is not None:
@@ -90,13 +90,13 @@ def view(
         overwrite=overwrite,
     )
     show(page)
-    # Without a screen, a browser of the terminal would take it over.
+    # Without a screen, a text browser would take over the terminal.
     if not no_open and (sys.platform != "linux" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}):
         webbrowser.open(page.absolute().as_uri())
 
 
 STALE, NO_RUN = 1, 2
-"""Exit statuses, besides 0 for what is fine."""
+"""Exit statuses, besides 0 for success."""
 
 
 @verb(runs_app, "Evaluate", "volseg status runs/task04_unet --max-age 10m")
@@ -116,7 +116,7 @@ def status(
 
     try:
         oldest = None if max_age is None else parse_age(max_age)
-    except VolsegError as refused:  # not 1, which says that the training hangs
+    except VolsegError as refused:  # not 1, which means that the training hangs
         raise typer.BadParameter(str(refused)) from refused
     looks = [look_at(folder) for folder in find_runs(run)]
     faults = {} if oldest is None else {look.folder: fault for look in looks if (fault := look.find_fault(oldest))}

@@ -1,4 +1,4 @@
-"""The verbs that help along: verify, quickstart, components, doctor, init and schema."""
+"""Define the remaining verbs: verify, quickstart, components, doctor, init and schema."""
 
 import json
 from pathlib import Path

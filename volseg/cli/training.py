@@ -1,4 +1,4 @@
-"""The verbs from a data set to a trained network: configure, train and cross-validate."""
+"""Define the verbs from a data set to trained networks: configure, train, cross-validate and search."""
 
 import gc
 from pathlib import Path
@@ -155,7 +155,7 @@ def cross_validate(
     if more_folds and not folds:
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
-    # Numbers after `--folds 0` are arguments to click, which gives an option one value.
+    # click gives an option one value, so numbers after `--folds 0` are arguments.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
     require_data(loaded.data.root)

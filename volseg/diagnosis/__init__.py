@@ -1,6 +1,6 @@
-"""What `volseg doctor` finds out of a machine, and what it says of it.
+"""Diagnose a machine for `volseg doctor`: gather facts, and derive findings from them.
 
-Facts are gathered by processes of their own (`gatherers`), each with a time limit, so that a broken driver, a hanging
-disk or a torch that cannot be imported is told of as anything else is. What facts mean is said by pure functions
-(`checks`), which constructed bad machines try. This package imports no torch: only what it starts does.
+Separate processes gather facts (`gatherers`), each with a time limit, so that a broken driver, a hanging disk or a
+torch that cannot be imported is reported like any other fault. Pure functions derive findings (`checks`); tests run
+them on constructed bad machines. Only the started processes import torch.
 """

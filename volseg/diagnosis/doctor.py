@@ -1,4 +1,4 @@
-"""A diagnosis as a whole: facts, what they mean, and how both are shown."""
+"""Diagnose this machine: gather facts, check them, and print the findings."""
 
 import sys
 import time
@@ -23,21 +23,21 @@ __all__ = ["SCHEMA_VERSION", "Diagnosis", "diagnose", "show_diagnosis"]
 
 
 SCHEMA_VERSION = 1
-"""Of the JSON: raised where a key goes or changes its meaning."""
+"""Version of the JSON: raised when a key disappears or changes its meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What was found of this machine."""
+    """Findings and facts of this machine."""
 
     findings: tuple[MachineFinding, ...]
     facts: Facts
     seconds: float
-    """That it took."""
+    """Duration of the diagnosis."""
 
     @property
     def level(self) -> Level:
-        """That of the worst finding."""
+        """Level of the worst finding."""
         return max((finding.level for finding in self.findings), key=LEVELS.index, default="ok")
 
     @property
@@ -46,7 +46,7 @@ class Diagnosis:
         return self.level != "error"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
+        """Return the diagnosis as plain values."""
         return {
             "schema": SCHEMA_VERSION,
             "volseg": __version__,
@@ -65,16 +65,16 @@ def diagnose(
     runs: str | Path | None = None,
     gatherers: Sequence[Gatherer] = GATHERERS,
 ) -> Diagnosis:
-    """Look at this machine.
+    """Gather facts of this machine and check them.
 
     Parameters
     ----------
     quick
-        Leave out what computes: sums between processes, copies between GPUs, a kernel, imports.
+        Skip trials: sums between processes, copies between GPUs, a kernel, imports.
     cache, runs
-        Folders to look at, if not where volseg writes by itself.
+        Folders to check instead of volseg's defaults.
     gatherers
-        Who is asked.
+        Gatherers to run.
     """
     begun = time.perf_counter()
     places = {role: Path(folder) for role, folder in (("cache", cache), ("runs", runs)) if folder is not None}
@@ -82,16 +82,16 @@ def diagnose(
     return Diagnosis(findings=tuple(check(facts)), facts=facts, seconds=time.perf_counter() - begun)
 
 
-# A diagnosis in a terminal: what is well in a line each, what is wrong at length, the worst last, where one looks.
+# A diagnosis in a terminal: one line per passed check, details for faults, the worst last, next to the prompt.
 
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 MARKS = {"ok": ("✓", "ok"), "note": ("•", "note"), "warning": ("!", "warning"), "error": ("✗", "ERROR")}
-"""Where the terminal has these letters, and where not."""
+"""Marks for terminals with and without Unicode."""
 
 
 def show_diagnosis(diagnosis: Diagnosis, *, file: TextIO | None = None, width: int | None = None) -> None:
-    """Print findings: what is well, then notes, warnings and errors with their remedies, then how many there are."""
+    """Print findings: passed checks, then notes, warnings and errors with their remedies, then their numbers."""
     output = file or sys.stdout
     console = Console(file=output, width=width, highlight=False)
     is_plain = "utf" not in (getattr(output, "encoding", None) or "utf-8").lower()
@@ -112,7 +112,7 @@ def show_diagnosis(diagnosis: Diagnosis, *, file: TextIO | None = None, width: i
 
 
 def _describe(finding: MachineFinding) -> Text:
-    """Return what was found; where it is not well also why it matters, and what to type."""
+    """Return the text of a finding; for a fault also why it matters, and the remedy."""
     text = Text(make_printable(finding.found))
     if finding.why:
         text.append(f"\n{make_printable(finding.why)}", "dim")

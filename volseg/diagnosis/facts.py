@@ -1,4 +1,4 @@
-"""What is known of a machine: plain values, which cross from the processes that gathered them as JSON."""
+"""Define the facts of a machine: plain values, which the gathering processes send as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,19 +26,19 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class PythonFacts:
-    """The interpreter, and the text and processes it makes."""
+    """The interpreter, with its settings for text and processes."""
 
     version: str
     executable: str = ""
     in_environment: bool = True
-    """Whether it is that of a virtual or conda environment, or of a container."""
+    """Whether the interpreter belongs to a virtual or conda environment, or to a container."""
     encoding: str = "utf-8"
-    """Of file names and of files that are opened without naming one."""
+    """Default encoding of files."""
     locale: str = "C.UTF-8"
     start_method: str = "fork"
-    """By which ``multiprocessing`` starts processes."""
+    """Start method of ``multiprocessing``."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Of the environment: those that torch, CUDA, NCCL, Triton, OpenMP and volseg read."""
+    """Environment variables that torch, CUDA, NCCL, Triton, OpenMP and volseg read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +48,25 @@ class SystemFacts:
     memory_bytes: int
     available_bytes: int
     memory_limit_bytes: int | None = None
-    """Of the container or job (cgroup), where that is less than the machine has."""
+    """Limit of the container or job (cgroup), if less than the machine's memory."""
     cores: int
-    """That this process may run on."""
+    """Cores that this process may run on."""
     core_limit: float | None = None
-    """Cores' worth of time that the container may take."""
+    """Limit of the container's CPU time, in cores."""
     shared_memory_bytes: int | None = None
-    """Of ``/dev/shm``; None where there is none."""
+    """Size of ``/dev/shm``; None if absent."""
     shared_memory_free_bytes: int | None = None
     open_files: int
-    """How many a process may have open (``ulimit -n``)."""
+    """Limit of open files per process (``ulimit -n``)."""
     open_files_hard: int
-    """To how many it may raise that."""
+    """Hard limit, up to which a process may raise its own."""
     processes: int | None = None
-    """How many the user may have (``ulimit -u``); None without a limit."""
+    """Limit of processes per user (``ulimit -u``); None without a limit."""
     in_container: bool = False
     now: float = 1.8e9
-    """Of the clock, in seconds since 1970."""
+    """Time of the clock, in seconds since 1970."""
     built: float = 0.0
-    """When the newest file of volseg was written, by which the clock cannot be behind."""
+    """Time of volseg's newest file, in seconds since 1970: a correct clock is later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +76,14 @@ class FolderFacts:
     role: Literal["cache", "runs", "temporary"]
     path: str
     existing: str
-    """The folder itself, or the nearest one above it that is there."""
+    """The folder itself, or its nearest existing parent."""
     file_system: str = "ext4"
     total_bytes: int
     free_bytes: int
     refused: str | None = None
-    """Why nothing could be written there; None where it could."""
+    """Why the folder is not writable; None if it is."""
     clock_skew_s: float = 0.0
-    """How far the time that the file system gives to a new file is ahead of this machine's."""
+    """Seconds by which the file system's clock is ahead of this machine's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,26 +98,26 @@ class PackageFacts:
     """Installed packages, by their metadata."""
 
     versions: Mapping[str, str | None]
-    """Of what volseg requires."""
+    """Versions of the packages that volseg requires; None if missing."""
     unmet: tuple[str, ...] = ()
-    """Requirements of volseg and of what it requires that are not met, a sentence each."""
+    """Unmet requirements of volseg and of its dependencies, one sentence each."""
     twice: tuple[str, ...] = ()
-    """Packages of these that lie in two places, of which one shadows the other."""
+    """Those of these packages that are installed in two places, where one shadows the other."""
     is_installed: bool = True
-    """Whether volseg is; otherwise a checkout is on the path, and the packages beside it are not looked at."""
+    """Whether volseg is installed; otherwise a checkout is on the path, and packages are not checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportFacts:
-    """What happened when packages were imported one after the other."""
+    """Result of importing packages one after the other."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Name to the error."""
+    """Errors by name of the package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU as torch sees it."""
+    """Properties of a GPU from torch."""
 
     index: int
     name: str
@@ -128,76 +128,76 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts:
-    """The installed build of torch, and which GPUs it sees."""
+    """The installed build of torch, and the GPUs that it sees."""
 
     version: str
     cuda: str | None = None
-    """Of the build; None for a CPU build."""
+    """CUDA version of the build; None for a CPU build."""
     rocm: str | None = None
     cudnn: int | None = None
-    """As cuDNN gives it: 91002 is 9.10.2."""
+    """Version in cuDNN's form: 91002 is 9.10.2."""
     nccl: str | None = None
     architectures: tuple[str, ...] = ()
-    """That the build has code for: ``sm_70``, ``compute_90``."""
+    """Architectures in the build: ``sm_70``, ``compute_90``."""
     gpus: tuple[Gpu, ...] = ()
     refused: str | None = None
-    """Why CUDA could not be started."""
+    """Why CUDA could not be initialised."""
     threads: int = 1
-    """That torch computes with on the CPU."""
+    """Number of torch's CPU threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PciGpu:
-    """An NVIDIA GPU on the bus, driver or not."""
+    """An NVIDIA GPU on the bus, with or without a driver."""
 
     address: str
     device: int
-    """Its number at NVIDIA."""
+    """NVIDIA's device number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriverFacts:
-    """The NVIDIA driver, and the GPUs that the machine has whether it drives them or not."""
+    """The NVIDIA driver, and the machine's GPUs, whether supported or not."""
 
     version: str | None = None
-    """None where no driver is loaded."""
+    """Version; None if no driver is loaded."""
     is_open: bool | None = None
-    """Whether the kernel module is the open one; None where that is not told."""
+    """Whether the kernel module is the open one; None if unknown."""
     on_bus: tuple[PciGpu, ...] = ()
     nodes: tuple[str, ...] = ()
     """Device files such as ``/dev/nvidia0``."""
     compute_modes: tuple[str, ...] = ()
-    """Of each GPU, as ``nvidia-smi`` says it."""
+    """Compute mode of each GPU, from ``nvidia-smi``."""
     refused: str | None = None
-    """What ``nvidia-smi`` said where it failed."""
+    """Message of ``nvidia-smi`` if it failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What passes between two GPUs."""
+    """Link from one GPU to another."""
 
     source: int
     target: int
     has_access: bool
-    """Whether the one reads the other's memory."""
+    """Whether the target can access the source's memory."""
     link: str | None = None
-    """As ``nvidia-smi topo`` names it: ``NV18`` for 18 links of NVLink, ``PHB``, ``SYS`` ..."""
+    """Name in ``nvidia-smi topo``: ``NV18`` for 18 links of NVLink, ``PHB``, ``SYS`` ..."""
     gb_per_s: float | None = None
-    """Of a copy of 256 MB, measured."""
+    """Measured rate of copies of 256 MiB."""
     is_right: bool | None = None
-    """Whether the values arrived."""
+    """Whether the copied values are right."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFacts:
-    """Every ordered pair of GPUs."""
+    """Links of every ordered pair of GPUs."""
 
     peers: tuple[Peer, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceFacts:
-    """A sum over processes, one for each GPU."""
+    """Result of an all-reduce over processes, one per GPU."""
 
     backend: str
     processes: int
@@ -208,26 +208,26 @@ class AllReduceFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerFacts:
-    """What Triton needs to compile a kernel, and whether it did."""
+    """Triton's requirements for compiling a kernel, and the result of a trial."""
 
     compiler: str | None
-    """That Triton takes: ``$CC``, gcc, clang or cc."""
+    """Compiler that Triton uses: ``$CC``, gcc, clang or cc."""
     headers: str
-    """Where ``Python.h`` should be."""
+    """Folder of ``Python.h``."""
     refused: str | None = None
-    """What the compiler said to a module of C with Python's headers; None where it built it."""
+    """Compiler's message for a C module with Python's headers; None if it was built."""
     triton: str | None = None
-    """Version; None where it is not installed."""
+    """Version; None if Triton is not installed."""
     kernel: Literal["right", "wrong", "not run"] = "not run"
-    """A kernel, compiled and run on the first GPU."""
+    """Result of a kernel, compiled and run on the first GPU."""
     kernel_refused: str | None = None
     seconds: float | None = None
-    """Of compiling it and running it once."""
+    """Time for compiling the kernel and running it once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotGathered:
-    """A gatherer that failed, or was ended."""
+    """A gatherer that failed, or exceeded its time limit."""
 
     name: str
     reason: str
@@ -236,7 +236,7 @@ class NotGathered:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """All that was gathered; None for what was not asked for, or failed (then in ``failures``)."""
+    """All facts by section; None for sections that were not requested or failed (see ``failures``)."""
 
     python: PythonFacts | None = None
     system: SystemFacts | None = None

@@ -1,4 +1,4 @@
-"""What is said of a machine."""
+"""Define the findings about a machine, and their levels."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,25 +8,25 @@ __all__ = ["LEVELS", "Level", "MachineFinding", "error", "gib", "note", "ok", "w
 Level = Literal["ok", "note", "warning", "error"]
 
 LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")
-"""From what is well to what stops a training."""
+"""Levels from a passed check to a fault that stops a training."""
 
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """One thing that was looked at.
+    """The result of one check.
 
-    ``note``: worth knowing. ``warning``: it works, and slower, or not for long. ``error``: it does not work.
+    ``note``: worth knowing. ``warning``: works, but slower or not for long. ``error``: does not work.
     """
 
     check: str
-    """What was looked at: ``gpu.architecture``. Stable, for scripts."""
+    """Name of the check, such as ``gpu.architecture``. Stable, for scripts."""
     level: Level
     found: str
-    """The value."""
+    """The value found."""
     why: str = ""
-    """Why it matters; of what is well, nothing."""
+    """Why it matters; empty for a passed check."""
     remedy: str = ""
-    """What to type or to set."""
+    """Command to run, or setting to change."""
 
     def __post_init__(self) -> None:
         assert (self.level == "ok") == (not self.why), f"{self.check}: what is not well says why, and what is does not"
@@ -34,27 +34,27 @@ class MachineFinding:
 
 
 def ok(check: str, found: str) -> MachineFinding:
-    """Return the finding that something is as it should be."""
+    """Return the finding of a passed check."""
     return MachineFinding(check, "ok", found)
 
 
 def note(check: str, found: str, why: str, remedy: str = "") -> MachineFinding:
-    """Return the finding of something that is worth knowing."""
+    """Return a finding that is worth knowing."""
     return MachineFinding(check, "note", found, why, remedy)
 
 
 def warning(check: str, found: str, why: str, remedy: str) -> MachineFinding:
-    """Return the finding of something that works, but slower or not for long."""
+    """Return a finding about something that works, but slower or not for long."""
     return MachineFinding(check, "warning", found, why, remedy)
 
 
 def error(check: str, found: str, why: str, remedy: str) -> MachineFinding:
-    """Return the finding of something that does not work."""
+    """Return a finding about something that does not work."""
     return MachineFinding(check, "error", found, why, remedy)
 
 
 def gib(num_bytes: float) -> str:
-    """Return a size as a reader takes it in.
+    """Return a size in MiB, or in GiB from 1 GiB on.
 
     >>> gib(64 * 2**20), gib(24.2 * 2**30)
     ('64 MiB', '24.2 GiB')

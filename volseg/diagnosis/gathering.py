@@ -1,10 +1,11 @@
-"""Let processes gather facts, all at a time, and end those that do not answer.
+"""Gather facts by parallel processes, and end processes that do not answer.
 
-Each gatherer is a process of its own group: what hangs (a GPU that fell off the bus, a dead network disk, a sum whose
-partner never comes) is ended with all that it started, and named. One that cannot even be ended is left behind.
+Each gatherer is a process in its own group: if it hangs (a GPU that fell off the bus, a dead network disk, an
+all-reduce without its partner), it is killed with all its children, and reported. A process that cannot be killed is
+left behind.
 
 ``python -m volseg.diagnosis.gathering NAME [ROLE=FOLDER ...]`` is such a process. Only its answer goes to the standard
-output; what libraries print (NCCL does) goes to the standard error.
+output; the output of libraries (NCCL) goes to the standard error.
 """
 
 import os
@@ -34,10 +35,10 @@ class Gatherer:
     """Field of `Facts`."""
     section: type
     limit_s: float
-    """After which it is ended: many times what it takes on a slow machine."""
+    """Time limit: many times the duration on a slow machine."""
     is_quick: bool = True
     command: Sequence[str] | None = None
-    """By default this interpreter, with ``volseg.diagnosis.gathering``."""
+    """Command; by default ``volseg.diagnosis.gathering`` in this interpreter."""
 
 
 GATHERERS: tuple[Gatherer, ...] = (
@@ -54,23 +55,23 @@ GATHERERS: tuple[Gatherer, ...] = (
 )
 
 GRACE_S = 5.0
-"""For a process that was killed to be gone; one that waits in the kernel for a disk never is."""
+"""Time for a killed process to end; one that waits in the kernel for a disk never ends."""
 
 LAST_WORDS = 400
-"""Letters of what a process said that are kept as the reason of its end."""
+"""Most characters of a process's output in the reason of its end."""
 
 
 def gather(
     gatherers: Sequence[Gatherer] = GATHERERS, *, folders: Mapping[str, str | Path] | None = None
 ) -> facts.Facts:
-    """Run gatherers beside each other and return what they found.
+    """Run gatherers in parallel and return their facts.
 
     Parameters
     ----------
     gatherers
-        In any order.
+        Gatherers, in any order.
     folders
-        Where ``cache`` and ``runs`` are, if not where volseg puts them by itself.
+        Folders of ``cache`` and ``runs``, instead of volseg's defaults.
     """
     places = {key: str(Path(path).absolute()) for key, path in (folders or {}).items()}
     with ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 1)) as pool:
@@ -86,7 +87,7 @@ def gather(
 
 
 def _run(gatherer: Gatherer, places: Mapping[str, str]) -> Any:
-    """Return the section that a gatherer's process writes, or why there is none."""
+    """Return the section from a gatherer's process, or a `NotGathered` with the reason."""
     command = gatherer.command or run_module(
         "volseg.diagnosis.gathering", gatherer.name, *(f"{role}={path}" for role, path in places.items())
     )
@@ -119,9 +120,9 @@ def _run(gatherer: Gatherer, places: Mapping[str, str]) -> Any:
 
 
 def _end(process: "subprocess.Popen[str]", gatherer: Gatherer) -> facts.NotGathered:
-    """Kill a process and all that it started."""
+    """Kill a process and all its children."""
     reason = f"no answer within {gatherer.limit_s:g} s"
-    # Its group has its number, which is not given away before it is waited for.
+    # The group has the process's id, which is not reused before the process is waited for.
     os.killpg(process.pid, signal.SIGKILL)
     try:
         _, said = process.communicate(timeout=GRACE_S)
@@ -142,14 +143,14 @@ MODULES = {
     **dict.fromkeys(("system", "folders", "driver"), "machine"),
     **dict.fromkeys(("torch", "links", "all_reduce"), "gpus"),
 }
-"""Section to the module of `volseg.diagnosis.gatherers` whose ``gather_SECTION`` finds it."""
+"""Modules of `volseg.diagnosis.gatherers` by section; each has its ``gather_SECTION``."""
 
 
 def _answer(name: str, *assigned: str) -> None:
     """Gather a section, and write it as JSON."""
     answer = os.dup(1)
     os.dup2(2, 1)
-    # By name: only the process that needs torch imports it.
+    # By name: only a process that needs torch imports it.
     gather = getattr(import_module(f"volseg.diagnosis.gatherers.{MODULES[name]}"), f"gather_{name}")
     places = dict(one.split("=", 1) for one in assigned)
     section = gather(places) if name == "folders" else gather()

@@ -1,1 +1,1 @@
-"""How good a prediction is: counts and overlap per case and label on the original grid, and their summary."""
+"""Score predictions per case and label on the original grid, and summarise the scores."""

@@ -1,9 +1,8 @@
-"""Is one method better than another, on the same cases? Paired differences, their interval, and Wilcoxon's test.
+"""Compare methods on the same cases: paired differences, their interval, and Wilcoxon's test.
 
-Cases differ more than methods do, so that two means with their spreads say little; each case is compared with itself.
-Of three methods or more all pairs are compared. The p values of one metric, over all labels and pairs, are corrected
-together after Holm. What they say is about these cases and these trained networks: whether a training with another
-seed would differ as much is not in them.
+Cases differ more than methods do, so two means with their spreads show little; each case is compared with itself. All
+pairs of methods are compared. The p values of one metric, over all labels and pairs, are corrected together after Holm.
+They are about these cases and these trained networks, and do not cover the variation between training seeds.
 """
 
 import csv
@@ -47,11 +46,11 @@ __all__ = [
 ]
 
 PLACES = ("summary.json", "validation/summary.json")
-"""Where a cross-validation or a folder of predictions has its summary, and where a run has."""
+"""Path of the summary of a cross-validation or a folder of predictions, and of a run."""
 
 
 COMPARED = tuple(name for name in JUDGED if name != "IoU")
-"""IoU ranks cases as Dice does, of which it is a function."""
+"""IoU is left out: it is a function of Dice and ranks cases equally."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +60,9 @@ class Method:
     name: str
     summary: Summary
     labels: Mapping[str, str]
-    """Key of the summary to the label's name, where that is known."""
+    """Names of labels by key of the summary, if known."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """By which rules surfaces and lesions were measured, where that is known."""
+    """Settings of the measurement of surfaces and lesions, if known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +74,7 @@ class PairedResult:
     first: str
     second: str
     num_cases: int
-    """In which both have a finite value: all other numbers are of these."""
+    """Cases in which both methods have a finite value; the other numbers are over these."""
     mean_first: float
     mean_second: float
     mean_difference: float
@@ -90,7 +89,7 @@ class PairedResult:
     num_undefined: int
     """Further cases, in which a distance is infinite: one of the methods, or both, found nothing."""
     p_value: float
-    """Of Wilcoxon's signed-rank test, two-sided."""
+    """Two-sided p value of Wilcoxon's signed-rank test."""
     p_holm: float
     """Corrected for the other labels and pairs."""
     differences: tuple[float, ...]
@@ -136,12 +135,12 @@ def compare_methods(methods: Sequence[Method], metrics: Sequence[str] = COMPARED
     methods : sequence of Method
         Two or more, of the same cases and labels.
     metrics : sequence of str
-        Which; those that not all of them have are left out.
+        Metrics to compare; those that a method lacks are left out.
 
     Raises
     ------
     DataError
-        For one method, or others cases or labels.
+        For a single method, or methods with different cases or labels.
 
     References
     ----------
@@ -186,7 +185,7 @@ def _require_same(methods: Sequence[Method]) -> None:
 
 
 def _require_same_rules(first: Method, other: Method) -> None:
-    """Raise where the same key or metric means two things; who says nothing about it is believed."""
+    """Raise if labels or settings of two methods differ; unknown ones are assumed to agree."""
     pair: list[Mapping[str, object]] = [
         {key: name for key, name in method.labels.items() if name != f"label_{key}"}  # which nobody has named
         for method in (first, other)
@@ -206,7 +205,7 @@ def _require_same_truth(first: Method, other: Method, label: str) -> None:
     if not (_has(first, "n_ref") and _has(other, "n_ref")):
         return
     sizes = [_scores_by_case(method, label, "n_ref") for method in (first, other)]
-    # One that was not looked through for the label in either has no size there, and no score.
+    # A case that is not annotated for the label has no size and no score.
     if (differing := np.flatnonzero((sizes[0] != sizes[1]) & ~np.isnan(sizes[0] + sizes[1]))).size:
         case = sorted(name_cases(first.summary))[differing[0]]
         raise DataError(
@@ -277,7 +276,7 @@ def _mean(values: NDArray[np.float64]) -> float:
 SIDES = f"above 0, in {', '.join(DISTANCES)} below 0"
 
 WIDTH, MARGIN, ROW = 760, 260, 34
-"""Of the picture, in its units."""
+"""Sizes in the picture, in its units."""
 
 
 def comparison_table(results: Sequence[PairedResult]) -> str:
@@ -340,7 +339,7 @@ def write_comparison(results: Sequence[PairedResult], methods: Sequence[Method],
 def draw_comparison(results: Sequence[PairedResult]) -> str:
     """Return an SVG: a panel for each metric, in it a row for each label and pair, a dot for each case.
 
-    A bar is the interval of the mean difference. The cases of a row that are not drawn are counted in it.
+    A bar is the interval of the mean difference. A row states the number of its cases that are not drawn.
     """
     metrics = list(dict.fromkeys(of.metric for of in results))
     panels, top = [], 10

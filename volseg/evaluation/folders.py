@@ -1,4 +1,4 @@
-"""Anybody's predictions, compared with label maps of the same cases, paired by their files' names or by a table."""
+"""Score the predictions of any program: pair them with label maps by file names or by a table, and compare."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -29,20 +29,20 @@ from volseg.evaluation.summary import EvaluatedCase, Summary, evaluate_files, su
 __all__ = ["EvaluatedFolders", "Pairs", "evaluate_folders", "find_names", "pair_files", "strip_id"]
 
 WORDS = (*LABEL_WORDS, "pred", "preds", "prediction", "predicted")
-"""Last word of a name that says what the file is, not which case."""
+"""Last words of names that describe the file, not the case."""
 
 CHANNEL = re.compile(r"_\d{4}$")
-"""What nnU-Net puts behind a case's id in the names of images."""
+"""nnU-Net's channel number after a case's id in the names of images."""
 
 FIRST_CHANNEL = "_0000"
-"""That of the first one, which who renames its predictions may leave there. No other number is taken for a channel's:
-``scan_0010`` and ``scan_0011`` are two cases."""
+"""Number of the first channel, which renamed predictions may keep. No other number counts as a channel's: ``scan_0010``
+and ``scan_0011`` are two cases."""
 
 DECLARED = ("name", "labels", "regions", "regions_class_order", "ignore")
 """Keys that are read from a manifest; those about cases are not."""
 
 RECORD = "predicted.jsonl"
-"""File beside predictions; its first line says what made them."""
+"""File beside predictions; its first line describes their source."""
 
 MOST_NAMED = 20
 """Cases for which predictions of similar names are searched."""
@@ -55,27 +55,27 @@ class Pairs:
     matched: Mapping[str, tuple[Path, Path]]
     """Case to prediction and label."""
     missing: tuple[str, ...]
-    """Cases that have a label and no prediction."""
+    """Cases with a label but without a prediction."""
     surplus: tuple[Path, ...]
     """Predictions of cases without a label, which are not scored."""
     labelled: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Cases of a table to the labels that were looked for, where these are not all."""
+    """Annotated labels by case of a table, for partially labelled cases."""
     images: Mapping[str, Files] = field(default_factory=dict)
-    """Cases of a data set to their images."""
+    """Images by case of a data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedFolders:
-    """What two folders came to."""
+    """Result of scoring two folders."""
 
     summary: Summary | None
-    """Of the cases that could be scored; None if none could."""
+    """Summary of the scored cases; None if no case could be scored."""
     names: Mapping[str, str]
-    """Key of the summary to the label's name."""
+    """Names of labels by key of the summary."""
     scoring: Scoring
     pairs: Pairs
     faults: Mapping[str, str] = field(default_factory=dict)
-    """Cases that could not be scored, and why."""
+    """Reasons by case that could not be scored."""
 
 
 def pair_files(predictions: str | Path, labels: str | Path) -> Pairs:
@@ -118,7 +118,7 @@ def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predict
         same = [true[case].name for case in alone if strip(case) == doubled[0]]
         raise DataError(f"{labels} holds {list_some(same)}, which may all be case {doubled[0]}; keep one of them")
     for case in alone:
-        # Of several predictions that may be of a case none is taken.
+        # If several predictions may belong to a case, none is taken.
         likely = sorted(name for name in spare if strip(CHANNEL.sub("", name)) == strip(case))
         if len(likely) > 1:
             same = [spare[name].name for name in likely]
@@ -135,7 +135,7 @@ def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predict
 
 
 def _compare(spare: Collection[str], missing: Sequence[str]) -> str:
-    """Return how the names of predictions and cases without a partner differ, and what can be done about it."""
+    """Return the difference between names of unpaired predictions and cases, and a remedy."""
     if not spare:
         return ""
     pairs = [(name, case) for case in missing[:MOST_NAMED] for name in spare]
@@ -180,7 +180,7 @@ def _list_by_id(folder: Path) -> dict[str, Path]:
 
 
 def _read_channels(predictions: Path, labels: Path) -> tuple[str, ...]:
-    """Return the names of the channels that the run or the data set of label maps has."""
+    """Return the names of the channels of the run or of the data set."""
     manifests = filter(None, map(read_manifest, (labels, labels.absolute().parent)))
     declared = [name_channels(values, source) or () for source, values in manifests]
     made_by = _read_record(predictions / RECORD) if (predictions / RECORD).is_file() else {}
@@ -211,7 +211,7 @@ def strip_id(case: str, channels: Sequence[str] = ()) -> str:
 
 
 def find_names(labels: str | Path, predictions: str | Path, names: str | None = None) -> Task | None:
-    """Return what the values of label maps mean, as a task without cases; None where nobody says it.
+    """Return the labels of label maps as a task without cases; None if no source names them.
 
     Parameters
     ----------
@@ -240,7 +240,7 @@ def find_names(labels: str | Path, predictions: str | Path, names: str | None = 
         raise DataError(f"{names} is no dataset.json with 'labels'; name one, or give 1=NAME,2=NAME")
     folders = [folder for folder in (Path(predictions), Path(labels)) if folder.is_dir()]
     for file in (file for folder in folders for file in list_images(folder)[:1]):
-        with suppress(DataError):  # of another format or damaged: said when its case is scored
+        with suppress(DataError):  # another format or damaged: reported when its case is scored
             if table := read_label_table(file):
                 values = {"0": "background"} | {str(key): table[key] for key in table}
                 return replace(_make_task({"labels": values}, file), name="")
@@ -264,7 +264,7 @@ def _make_task(declared: Mapping[str, Any], source: Path) -> Task:
 
 
 def _find_values(pairs: Pairs) -> Task:
-    """Return a task of the values that occur in any label map, for want of names; other files fail by themselves."""
+    """Return a task of the values in the label maps, for lack of names; unreadable files fail later."""
     read = map_in_threads(attempt_values, [path for pair in pairs.matched.values() for path in pair])
     values = {0} | {value for found in read if not isinstance(found, DataError) for value in found}
     if len(values) == 1:
@@ -291,11 +291,11 @@ def evaluate_folders(
     predictions, labels : path
         A folder with a label map for each case, and one of the reference, a data set or a table; see `pair_files`.
     names : str, optional
-        Which labels there are; see `find_names`. Without any, the values that occur.
+        Source of the label names; see `find_names`. By default also the values that occur.
     distances, tolerance, lesions
-        What is measured; see `volseg.evaluation.scoring.choose_scoring`.
+        Measurements; see `volseg.evaluation.scoring.choose_scoring`.
     needs_tolerance : bool
-        Refuse a task of which no tolerance is known, rather than measure no NSD.
+        Raise for a task without a known tolerance, instead of leaving NSD out.
     allow_missing : bool
         Leave cases without a prediction out.
 
@@ -331,7 +331,7 @@ def evaluate_folders(
 
 
 def _find_labelled(pairs: Pairs, task: Task) -> dict[str, Sequence[int] | None]:
-    """Return the values that were looked for in each case, where the data set says that these are not all."""
+    """Return the annotated values of each case; None for fully labelled cases."""
     manifest = read_manifest(task.root) if task.name else None
     cases: list[Case] = [{"case": case} for case in (*pairs.matched, *pairs.missing)]
     listed = pairs.labelled or (manifest[1].get("labelled") if manifest else None) or {}

@@ -1,11 +1,10 @@
-"""How far the mean over cases could lie elsewhere, had the cases been others: percentile bootstrap intervals.
+"""Compute percentile bootstrap intervals of means over cases.
 
 Why not ``scipy.stats.bootstrap``: a case that lacks a label has no Dice there and must not count, and the foreground
 mean is a mean of means whose cases have to be drawn together over the labels. Where neither matters the two agree to
 rounding, draw for draw (a test holds them against each other).
 
-The cases are what is drawn; the trained networks are taken as given. How much a training of another seed would differ
-is not in the interval.
+Cases are resampled; the trained networks are fixed. The interval does not cover the variation between training seeds.
 """
 
 import math
@@ -29,7 +28,7 @@ _MOST_DRAWS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanInterval:
-    """A mean over cases, its spread and its interval; NaN where there is nothing to compute it from."""
+    """A mean over cases, its spread and its interval; NaN without values."""
 
     num_cases: int
     """Cases that have a value."""
@@ -56,7 +55,7 @@ def mean_intervals(
     confidence
         Share of the resampled means that the interval covers, in (0, 1).
     num_resamples
-        How often as many cases as there are are drawn with replacement.
+        Number of resamples; each draws as many cases as there are, with replacement.
     seed
         The same seed gives the same interval.
 

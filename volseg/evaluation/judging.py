@@ -1,4 +1,4 @@
-"""What ``volseg evaluate`` and ``volseg compare`` do: score folders, write what came of it, and say it."""
+"""Implement ``volseg evaluate`` and ``volseg compare``: score folders, write the results, and format them."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ def judge_folders(
     predictions, labels : path
         See `evaluate_folders`.
     output : path
-        Folder in which they are written.
+        Folder of these files.
     metrics : collection of str, optional
         Which are wanted, in any case of letters; distances are measured only if one of them is among these.
     overwrite : bool
@@ -66,14 +66,14 @@ def judge_folders(
 
 
 def judging_json(evaluated: EvaluatedFolders) -> str:
-    """Return what ``summary.json`` holds; null where no case could be scored."""
+    """Return the content of ``summary.json``; null if no case could be scored."""
     if evaluated.summary is None:
         return "null"
     return format_summary(complete_summary(evaluated.summary, evaluated.scoring, evaluated.names))
 
 
 def judging_words(evaluated: EvaluatedFolders, metrics: Collection[str] | None = None) -> str:
-    """Return what an evaluation ends by saying: the table, and what is not in it."""
+    """Return the report of an evaluation: the table, and the cases that are not in it."""
     pairs = evaluated.pairs
     lines = (
         [] if evaluated.summary is None else [scores_table(evaluated.summary, evaluated.names, _find_metrics(metrics))]
@@ -89,7 +89,7 @@ def judging_words(evaluated: EvaluatedFolders, metrics: Collection[str] | None =
 
 
 def compare_folders(sources: Sequence[str | Path], output: str | Path, *, overwrite: bool = False) -> str:
-    """Compare runs, cross-validations or scored predictions; write the comparison, and return what to say of it.
+    """Compare runs, cross-validations or scored predictions; write the comparison, and return its table.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def compare_folders(sources: Sequence[str | Path], output: str | Path, *, overwr
     output = Path(output)
     require_new(*(output / f"comparison.{suffix}" for suffix in ("json", "csv", "svg")), overwrite=overwrite)
     paths = [Path(source) for source in sources]
-    # The last part of a path is its name, unless two are called alike.
+    # The last part of a path is its name, unless two are equal.
     are_different = len({path.absolute().name for path in paths}) == len(paths)
     methods = [read_method(path, path.absolute().name if are_different else str(path)) for path in paths]
     results = compare_methods(methods)

@@ -1,9 +1,9 @@
-"""Which lesions were found: connected components of prediction and reference, matched one to one.
+"""Match lesions, the connected components of prediction and reference, one to one.
 
 Components are joined by faces, edges and corners (26 neighbours). A predicted and a true lesion match if the voxels
 that they share are at least `MINIMUM_OVERLAP` of those that either has (intersection over union); pairs are taken from
-the largest overlap down, each lesion once. So one blob over three lesions finds one of them, and of three pieces of one
-lesion one finds it and the others are false alarms.
+the largest overlap down, each lesion once. So one blob over three lesions finds one of them; if a lesion is predicted
+in three pieces, one matches and two are false positives.
 
 References
 ----------
@@ -74,7 +74,7 @@ def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MI
     overlaps = shared / (sizes_predicted[pairs[0]] + sizes_true[pairs[1]] - shared)
     taken_predicted: set[int] = set()
     taken_true: set[int] = set()
-    # Stable: of equal overlaps the lesion that comes first in the volume is taken, on every machine.
+    # Stable: of equal overlaps the first lesion in the volume wins, on every machine.
     for place in np.argsort(-overlaps, kind="stable"):
         one, other = pairs[:, place].tolist()
         if overlaps[place] >= minimum_overlap and one not in taken_predicted and other not in taken_true:

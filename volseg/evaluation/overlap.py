@@ -1,7 +1,7 @@
-"""Voxel counts and overlap of a prediction with its reference, per label, with nnU-Net's names; and more if asked.
+"""Count voxels and overlap of a prediction and its reference per label, with nnU-Net's names; measure more on request.
 
-One joint histogram of the two label maps gives every count of every label, exactly, in one pass over the voxels. What
-is measured in mm is measured in the box around each structure, several structures at a time.
+One joint histogram of the two label maps gives every count of every label, exactly, in one pass over the voxels.
+Measurements in mm use the box around each structure, several structures in parallel.
 """
 
 import math
@@ -24,12 +24,12 @@ from volseg.transforms.grid import Grid
 __all__ = ["METRICS", "LabelMap", "Metrics", "evaluate_case"]
 
 METRICS = ("Dice", "IoU", "FN", "FP", "TN", "TP", "n_pred", "n_ref")
-"""What is measured per label; counts are voxels."""
+"""Metrics per label; counts are in voxels."""
 
 LabelMap = Tensor | np.ndarray
 Metrics = dict[str, float]
 Places = NDArray[np.uint8] | NDArray[np.uint16]
-"""The place of each voxel's value among those that are known, ``(D, H, W)``."""
+"""Index of each voxel's value among the known values, ``(D, H, W)``."""
 
 MOST_THREADS = 8
 
@@ -57,14 +57,14 @@ def evaluate_case(
     labels : mapping
         What is scored to its name: a label value, or the values of a region. 0, the background, is not evaluated.
     ignore : int, optional
-        Value of the reference where nothing is counted, because nobody annotated it.
+        Value of voxels of the reference that are not annotated and not counted.
     values : collection of int
-        Further values that may occur, which nothing is scored of.
+        Further values that may occur but are not scored.
     labelled : collection of int, optional
-        The values that were looked for in the reference, where these are not all. What has others has no score, NaN:
-        it may be hidden in the background.
+        The annotated values of a partially labelled reference. Structures with other values score NaN: they may be
+        hidden in the background.
     scoring : Scoring, optional
-        What else is measured, in mm; the label has to be a MetaTensor then. Counts and overlap alone by default.
+        Further measurements, in mm, which need a MetaTensor as label. By default only counts and overlap.
 
     Returns
     -------
@@ -125,7 +125,7 @@ def _measure_structures(
     members: Mapping[Any, list[int]],
     ignored: int | None,
 ) -> dict[Any, Metrics]:
-    """Return what is measured of each structure in its box, by threads: NumPy and SciPy give Python's lock away."""
+    """Return what is measured of each structure in its box, by threads, as NumPy and SciPy release the GIL."""
     boxes = [find_objects(volume) for volume in places]  # of every value but the first, which is the background
 
     def measure(key: Any) -> Metrics:

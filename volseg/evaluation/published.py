@@ -1,7 +1,7 @@
-"""What others reached on a task: the published results in the manifests of ``datasets/msd``, with their sources.
+"""Return published results on a task, from the manifests of ``datasets/msd``, with their sources.
 
-A result is set beside one's own only if it is about the same task by name and the same labels by value and name: Dice
-of labels that were put together or renumbered are other numbers.
+A result is shown only if the name of the task and the values and names of its labels are the same: Dice of merged or
+renumbered labels is not comparable.
 """
 
 import logging
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedResult:
-    """A row of somebody's table."""
+    """A row of a published table."""
 
     method: str
     evaluation: str
-    """On which cases, such as ``5-fold cross-validation`` or ``challenge test set``."""
+    """Cases of the evaluation, such as ``5-fold cross-validation`` or ``challenge test set``."""
     num_cases: int
-    """How many cases that were: the task's with labels for a cross-validation, else those of its test set."""
+    """Number of cases: those with labels for a cross-validation, else those of the test set."""
     dice: Mapping[int, float]
     """Label value to mean Dice."""
     source: str
@@ -37,7 +37,7 @@ class PublishedResult:
 
 
 def published_results(task: Task) -> tuple[PublishedResult, ...]:
-    """Return the published results of a task; none for a task that has no manifest or other labels than its manifest.
+    """Return the published results of a task; none without a manifest, or if its labels differ from the manifest's.
 
     Labels are compared without regard to case, as tasks are often written anew by hand.
     """

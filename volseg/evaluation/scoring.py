@@ -1,6 +1,6 @@
-"""What is measured of a structure beside its voxel counts: distances between surfaces, volumes in ml, lesions.
+"""Measure structures beyond voxel counts: distances between surfaces, volumes in ml, lesions.
 
-What nobody can measure has no number, and a mean must not hide that:
+An undefined measurement has no number, and a mean must not hide that:
 
 ======================  ==========  ==========  ==============  ==========
 the structure is in     Dice, IoU   NSD         HD95, HD, ASSD  lesion_F1
@@ -10,8 +10,8 @@ one of the two          0           0           infinite        0
 neither                 NaN         NaN         NaN             NaN
 ======================  ==========  ==========  ==============  ==========
 
-An infinite distance is left out of the mean and counted beside it; the median has it as the largest of all. What is not
-a number does not count at all: there was nothing to find, and nothing was found.
+An infinite distance is left out of the mean and counted separately; the median includes it as the largest value. NaN
+does not count at all: there was nothing to find, and nothing was found.
 """
 
 import logging
@@ -46,7 +46,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scoring:
-    """What is measured beside counts and overlap.
+    """Measurements beyond counts and overlap.
 
     Raises
     ------
@@ -59,7 +59,7 @@ class Scoring:
     tolerances: Mapping[Any, float] = field(default_factory=dict)
     """Structure to the distance (mm) within which two surfaces count as one."""
     lesions: Collection[Any] = ()
-    """Structures that are lesions, of which is asked which were found."""
+    """Structures that are lesions, to be matched one by one."""
     lesion_overlap: float = MINIMUM_OVERLAP
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Scoring:
         return (*distances, *VOLUMES, *(LESIONS if self.lesions else ()))
 
     def describe(self) -> dict[str, Any]:
-        """Return what somebody has to know who compares the numbers with others, as plain values for JSON."""
+        """Return the rules of the measurement, for comparisons with other numbers, as plain values for JSON."""
         surfaces = {
             "surface": "marching-cubes surface elements (google-deepmind/surface-distance)",
             "percentiles": "HD95: the larger of the two directed ones, weighted by area",
@@ -87,7 +87,7 @@ class Scoring:
     def measure(
         self, key: Any, prediction: Mask, reference: Mask, spacing: Sequence[float] | None, ignored: Mask | None
     ) -> dict[str, float]:
-        """Return what is asked about one structure.
+        """Return the measurements of one structure.
 
         Parameters
         ----------
@@ -98,7 +98,7 @@ class Scoring:
         spacing : sequence of float or None
             Sides of a voxel in mm; None where voxels are no boxes, whose surfaces are not measured.
         ignored : array of bool or None
-            Voxels that nobody annotated, which count for nothing.
+            Voxels that are not annotated and do not count.
         """
         if ignored is not None:
             prediction, reference = prediction & ~ignored, reference & ~ignored
@@ -133,14 +133,14 @@ def choose_scoring(
     lesions: Collection[str] = (),
     lesion_overlap: float = MINIMUM_OVERLAP,
 ) -> Scoring:
-    """Return what is measured of structures, which are asked for by their names.
+    """Return the measurements of structures, selected by name.
 
     Parameters
     ----------
     structures : mapping
         What is scored to its name.
     task_name : str
-        Whose manifest may know the tolerance, where none is given.
+        Task whose manifest may have the tolerance, if none is given.
     distances, tolerance, lesions, lesion_overlap
         See `volseg.config.schema.EvaluationConfig`.
 

@@ -1,4 +1,4 @@
-"""The summary of an evaluation, in the shape of nnU-Net's ``summary.json``.
+"""Summarise an evaluation, in the format of nnU-Net's ``summary.json``.
 
 Where nnU-Net writes the token ``NaN``, which is no JSON, this writes ``null``. Where nnU-Net's foreground mean is NaN
 because one label occurs in no case and no prediction, this is the mean over the labels that have a value. All other
@@ -219,7 +219,7 @@ def read_structure(key: str) -> Structure:
 def read_summary(path: str | os.PathLike[str]) -> Summary:
     """Read a ``summary.json`` of ours or of nnU-Net; null and NaN become NaN, or the infinite distance that they were.
 
-    What follows from the cases is left out: `complete_summary` computes it.
+    Values that follow from the cases are left out: `complete_summary` computes them.
 
     Raises
     ------
@@ -241,12 +241,12 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
 
 
 def read_names(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return what the labels of a ``summary.json`` are called; nothing where it does not say, as nnU-Net's."""
+    """Return the names of the labels in a ``summary.json``; empty if it has none, as nnU-Net's."""
     return {key: str(name) for key, name in _read_further(path, "labels").items()}
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return by which rules a ``summary.json`` was measured; nothing where it does not say, as nnU-Net's."""
+    """Return the settings of a ``summary.json``; empty if it has none, as nnU-Net's."""
     return _read_further(path, "settings")
 
 

@@ -1,4 +1,4 @@
-"""How far two surfaces lie apart, in mm: Hausdorff distances, average distance, and surface Dice within a tolerance.
+"""Measure distances between two surfaces in mm: Hausdorff, average distance, and surface Dice within a tolerance.
 
 A structure's surface is made of surface elements, one wherever a neighbourhood of 2 x 2 x 2 voxels holds voxels inside
 and outside of it. An element lies in the middle of its neighbourhood and has the area that marching cubes gives it.
@@ -6,9 +6,9 @@ This is the definition of DeepMind's ``surface-distance``, by which the Medical 
 of MONAI's ``use_subvoxels=True``. Why not voxels on the border, each counted as one: their number depends on how the
 surface lies in the grid and on the spacing, and a voxel's centre lies half a voxel inside of the surface.
 
-Distances come from a k-d tree of the elements: that costs what the surface costs, and a distance transform what the box
-around it does, several times as much for an organ. The scattered voxels of a network that has not learnt yet are all
-surface, far from the other one, and there it is the transform that costs less. Both are exact: equal bits.
+Distances come from a k-d tree of the elements: its cost grows with the surface, that of a distance transform with the
+box around it, several times as much for an organ. For the scattered voxels of an untrained network, which are all
+surface and far from the other one, the transform is faster. Both are exact: equal bits.
 """
 
 import math
@@ -38,7 +38,7 @@ ROUNDING = 1e-5
 """Share of a tolerance by which a distance may exceed it and still lie within: sides are known to six digits."""
 
 SUMMATION = 1e-9
-"""What the shares of an area may be off by, as sums of up to some million elements."""
+"""Error of the shares of an area, as sums of up to some million elements."""
 
 Mask = NDArray[np.bool_]
 Numbers = NDArray[np.float64]
@@ -94,12 +94,12 @@ def measure_surfaces(
     spacing : sequence of float
         Sides of a voxel in mm.
     ignored : array of bool, optional
-        Voxels that nobody annotated. A neighbourhood that has one has no element: nobody knows whether it is surface.
+        Voxels that are not annotated. A neighbourhood with such a voxel has no element, as its surface is unknown.
 
     Returns
     -------
     SurfaceDistances or None
-        None where one of the two has no surface: there is nothing to be measured.
+        None if one of the two has no surface.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Scores for reading: a table of means, medians and intervals, and a CSV of every case and label."""
+"""Tabulate scores: means, medians and intervals in Markdown, and every case and label in CSV."""
 
 import csv
 import math
@@ -34,11 +34,11 @@ def scores_table(summary: Summary, names: Mapping[str, str], metrics: Collection
     Parameters
     ----------
     summary : Summary
-        As `summarise` or `read_summary` returned it.
+        Result of `summarise` or `read_summary`.
     names : mapping
         Key of the summary to the label's name.
     metrics : collection of str
-        Which; those that were not measured are left out.
+        Metrics to show; those that were not measured are left out.
     """
     full = complete_summary(summary)
     rows = [("metric", "label", "mean", "95 % interval", "median", "undefined")]
@@ -66,7 +66,7 @@ def scores_table(summary: Summary, names: Mapping[str, str], metrics: Collection
 
 
 def explain_scores(scoring: Scoring) -> list[str]:
-    """Return what has to be known to read the table."""
+    """Return explanations of the table."""
     lines = []
     if mm := sorted(set(scoring.tolerances.values())):
         lines.append(f"NSD: within {', '.join(f'{each:g}' for each in mm)} mm.")
@@ -80,7 +80,7 @@ def explain_scores(scoring: Scoring) -> list[str]:
 def write_cases(summary: Summary, names: Mapping[str, str], path: str | os.PathLike[str]) -> Path:
     """Write a CSV with a row for each case and label, in one step or not at all; return the path.
 
-    An undefined distance is ``inf``, what is not a number an empty cell.
+    An undefined distance is ``inf``; NaN is an empty cell.
     """
     path = Path(path)
     first = next(iter(summary["metric_per_case"][0]["metrics"].values()))

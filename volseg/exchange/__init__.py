@@ -1,5 +1,5 @@
-"""Networks that come from elsewhere and go elsewhere: other tools' model folders, one file for a run, other formats.
+"""Import and export networks: model folders of other tools, runs as one file, and formats for other programs.
 
-`nnunet` reads what nnU-Net 2 trained; `archive` is a run in one file; `bundle` writes what runs without volseg
-(TorchScript, ONNX, MONAI bundles). Nothing here builds the objects of a run: `volseg.experiment` does.
+`nnunet` reads models of nnU-Net 2; `archive` packs a run into one file; `bundle` and `traced` write formats that run
+without volseg (TorchScript, ONNX, MONAI bundles). `volseg.experiment` builds the objects of a run.
 """

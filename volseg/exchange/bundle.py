@@ -1,10 +1,10 @@
-"""A network for other programs: as TorchScript, as ONNX, and as a MONAI bundle.
+"""Export a network as a MONAI bundle.
 
-Of a bundle MONAI prepares, predicts and writes without volseg, by ``python -m monai.bundle run``.
+MONAI runs a bundle without volseg: ``python -m monai.bundle run`` prepares, predicts and writes.
 
 MONAI's own networks are described by their name and parameters, with weights in ``models/model.pt``; another network is
-TorchScript in ``models/model.ts``, so that neither needs volseg. The preprocessing is said in MONAI's transforms; a
-step that has no counterpart there is refused, for a bundle that predicts otherwise than its run is none.
+TorchScript in ``models/model.ts``, so that neither needs volseg. The preprocessing becomes MONAI's transforms; a step
+without a counterpart is refused, since the bundle would predict differently from its run.
 """
 
 import json
@@ -25,27 +25,27 @@ __all__ = ["BundleSource", "is_monais", "write_bundle"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleSource:
-    """What a bundle is made of."""
+    """Contents of a bundle."""
 
     name: str
     network: nn.Module
     spec: Mapping[str, Any]
     """Name and all parameters of the network."""
     script: bytes | None
-    """The network as TorchScript, where MONAI does not have it."""
+    """The network as TorchScript, if it is not MONAI's."""
     channels: Sequence[str]
     labels: Mapping[int, str]
     preprocessing: Sequence[Mapping[str, Any]]
     window: Sequence[int] | None
     overlap: float
     multiple: Sequence[int]
-    """What the sides of a volume must be multiples of."""
+    """Divisors of a volume's sides."""
     minimum: Sequence[int]
     licence: str
 
 
 def write_bundle(source: BundleSource, folder: Path) -> None:
-    """Write the files of a bundle into ``folder``, which is there and empty.
+    """Write the files of a bundle into ``folder``, an existing, empty folder.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def write_bundle(source: BundleSource, folder: Path) -> None:
 
 
 def is_monais(spec: Mapping[str, Any], network: nn.Module) -> bool:
-    """Say whether MONAI builds the network by its name, with the weights' names."""
+    """Return whether MONAI builds the network by its name, with the same names of weights."""
     kind = getattr(nets, str(spec.get("name")), None)
     return isinstance(kind, type) and isinstance(network, kind)
 
@@ -178,7 +178,7 @@ def _describe_network(source: BundleSource) -> dict[str, Any]:
 
 
 def _apply(transform: str, keys: str = "image", /, **parameters: Any) -> dict[str, Any]:
-    """Return one of MONAI's transforms as a bundle names it."""
+    """Return the entry of a MONAI transform in a bundle."""
     return {"_target_": transform, "keys": keys, **parameters}
 
 

@@ -1,7 +1,7 @@
 """Export a network as TorchScript or ONNX, and compare the file with the network before it is kept.
 
-What is followed is one path through the network's code, for the sizes that it was shown. So the result is compared on
-other numbers, on several volumes at once and on another size, and refused where it is not the network's.
+An export traces one path through the network's code, for the sizes of its example. So the result is compared on other
+numbers, on several volumes at once and on another size, and refused if it differs.
 """
 
 import io
@@ -112,7 +112,7 @@ def write_onnx(network: nn.Module, shapes: Sizes, path: Path) -> Path:
 
 @contextmanager
 def _refusing(kind: str, network: nn.Module) -> Iterator[None]:
-    """Turn whatever torch raises while it follows a network into words."""
+    """Turn any error of torch's exporters into a `ConfigError`."""
     try:
         yield
     except Exception as fault:  # torch's exporters raise errors of many kinds

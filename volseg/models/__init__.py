@@ -1,4 +1,4 @@
-"""Networks by name, and the volume sizes that each takes."""
+"""Build segmentation networks by name, and find the volume sizes that each accepts."""
 
 from volseg.models.fit_grid import FitGrid
 from volseg.models.grids import GridRule, grid_divisors, grid_rule

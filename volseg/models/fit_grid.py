@@ -1,4 +1,4 @@
-"""Any volume size for any network: pad the input to what the network takes, crop the output back."""
+"""Run any network on any volume size: pad the input to a size that the network accepts, and crop the output."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class FitGrid(nn.Module):
-    """Run a network on volumes of any size, and say once when that takes padding.
+    """Run a network on volumes of any size, and log once if padding is needed.
 
-    The input is padded on both sides alike with 0, what lies outside of a case in training too (`VolumeCache`), the
-    mean of a z-scored image; edge values would draw the anatomy out to the border. A size that the network takes is
-    passed on as it is, and so is every output. Otherwise outputs are cropped to the input's grid; coarser heads of deep
-    supervision are first brought to the padded grid (nearest), since a crop by a fraction of their voxels would shift
-    them against the label.
+    The input is padded equally on both sides with 0, the mean of a z-scored image, as are patches outside of a case in
+    training (`VolumeCache`). Edge values would extend the anatomy to the border. If the network accepts the size, input
+    and outputs pass unchanged. Otherwise outputs are cropped to the input's grid; coarser heads of deep supervision are
+    first brought to the padded grid (nearest), since a crop by a fraction of their voxels would shift them relative to
+    the label.
 
     The wrapper has the network's parameters, buffers and children under their own names, so its ``state_dict`` is the
-    network's. It uses ``pad``, slices and ``interpolate`` only, which volumes cut over devices know as well.
+    network's. It uses only ``pad``, slices and ``interpolate``, which sharded volumes support.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class FitGrid(nn.Module):
         Maps (B, C, D, H, W) to a volume, a list of volumes, or MONAI's stack (B, heads, K, D, H, W), which becomes a
         list as `monai.losses.DeepSupervisionLoss` takes it.
     divisors : sequence of int, optional
-        What sides must be multiples of; by default as `grid_rule` finds.
+        Divisors of the sides; by default those that `grid_rule` finds.
 
     Raises
     ------
@@ -67,7 +67,7 @@ class FitGrid(nn.Module):
             self.rule = GridRule((d, h, w), (d, h, w))
         self._told = False
         self._held: tuple[nn.Module, ...] = ()
-        # Not a registered child, which would put "net." before every key: the wrapper shares the network's registries.
+        # Not a registered child, which would prefix every key with "net.": the wrapper shares the network's registries.
         object.__setattr__(self, "net", net)
         for name in (PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT):
             object.__setattr__(self, name, getattr(net, name))
@@ -103,12 +103,12 @@ class FitGrid(nn.Module):
 
     def hold_in_evaluation(self, modules: Sequence[nn.Module]) -> None:
         """Keep some modules of the network in evaluation mode while the others train."""
-        # A tuple: torch registers neither it nor what it holds a second time.
+        # A tuple: torch does not register the modules in it a second time.
         self._held = tuple(modules)
         self.train(self.training)
 
     def run_by(self, wrap: Callable[[nn.Module], nn.Module]) -> "FitGrid":
-        """Let what ``wrap`` makes of the network run in its place; it must have the network's own registries."""
+        """Run ``wrap(network)`` in place of the network; the wrapper must share the network's registries."""
         wrapped = wrap(self.net)
         assert all(getattr(wrapped, name) is getattr(self, name) for name in (PARAMETERS, BUFFERS, MODULES))
         object.__setattr__(self, "net", wrapped)
@@ -122,7 +122,7 @@ class FitGrid(nn.Module):
         load_from_state_dict(self.net, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        """Describe the sides that are taken."""
+        """Describe the accepted sides."""
         return f"{type(self.net).__name__}, {self.rule}"
 
     def _log_padding(self, sides: tuple[int, ...], whole: tuple[int, ...]) -> None:

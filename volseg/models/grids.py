@@ -1,8 +1,8 @@
-"""Which volume sides a network takes.
+"""Find the volume sides that a network accepts.
 
-Stock networks say it by their strides. Any other module is asked: its forward is run on meta tensors, which have shapes
-and no values, so an answer costs no memory and about a tenth of a second each. A size is taken when the forward raises
-nothing, in training mode with a batch of one, and gives an output on the input's grid.
+The sides of stock networks follow from their strides. Any other module is probed: its forward runs on meta tensors,
+which have shapes and no values, so a probe costs no memory and about a tenth of a second. The module accepts a size if,
+in training mode with a batch of one, its forward does not raise and returns an output on the input's grid.
 """
 
 import math
@@ -30,29 +30,29 @@ Sides = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class GridRule:
-    """What sides D, H, W a network takes."""
+    """Sides D, H, W that a network accepts."""
 
     divisors: Sides
-    """Every side is a multiple of its own."""
+    """Divisor of each side."""
     minimum: Sides
-    """Shortest sides, a block that becomes one voxel in the network's coarsest layer."""
+    """Shortest sides: a block that becomes one voxel in the network's coarsest layer."""
     least_blocks: int = 1
-    """How many whole blocks of ``minimum`` a volume needs: instance and batch normalisation of a single volume refuse
-    to work on one voxel."""
+    """Number of blocks of ``minimum`` that a volume needs: instance and batch norm of a single volume fail on one
+    voxel."""
     fixed: bool = False
-    """Whether the network takes ``minimum`` and nothing else."""
+    """Whether the network accepts only ``minimum``."""
 
     def takes(self, sides: Sequence[int]) -> bool:
-        """Tell whether a volume of these sides needs no padding."""
+        """Return whether a volume of these sides needs no padding."""
         return self.sides(sides) == tuple(sides)
 
     def sides(self, sides: Sequence[int]) -> Sides:
-        """Return the smallest sides that the network takes and that hold ``sides``.
+        """Return the smallest accepted sides that contain ``sides``.
 
         Raises
         ------
         GridError
-            When the network's grid is fixed and smaller.
+            If the network's grid is fixed and smaller.
 
         Examples
         --------
@@ -74,7 +74,7 @@ class GridRule:
         ]
         blocks = math.prod(side // least for side, least in zip(whole, self.minimum, strict=True))
         if blocks < self.least_blocks:
-            # One block along each axis: lengthen the axis that is nearest to more of them, for the fewest voxels.
+            # One block along each axis: lengthen the axis that adds the fewest voxels.
             wanted = [least * self.least_blocks for least in self.minimum]
             axis = min(range(3), key=lambda axis: (wanted[axis] / sides[axis], axis))
             whole[axis] = wanted[axis]
@@ -83,7 +83,7 @@ class GridRule:
 
 
 def grid_divisors(net: nn.Module) -> Sides:
-    """Return what every side of the network's input must be a multiple of, along D, H, W.
+    """Return the divisors of the network's input sides along D, H, W.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def grid_divisors(net: nn.Module) -> Sides:
 
 
 def grid_rule(net: nn.Module) -> GridRule:
-    """Return which sides the network takes, by its class if that is known and otherwise by trying.
+    """Return the rule of a network's sides, from its class if known, otherwise by probing.
 
     Raises
     ------
@@ -132,23 +132,23 @@ _KNOWN: dict[type[nn.Module], Callable[[Any], GridRule]] = {
     nets.UNETR: lambda net: _by_sides([a * b for a, b in zip(net.feat_size, net.patch_size, strict=True)], fixed=True),
 }
 _BASES = (96, 64, 128, 160, 48, 80, 112, 32)
-"""Cubes to begin with; a divisor of a side that is taken is what is looked for, and these have many."""
+"""Cubes to try first: their sides have many divisors, among which the network's are searched."""
 
 
 def probe_grid_rule(net: nn.Module, in_channels: int | None = None) -> GridRule:
-    """Find by trying which sides a module takes.
+    """Return the rule of a module's sides, found by probing.
 
     Parameters
     ----------
     net : nn.Module
         Maps (B, C, D, H, W) to a volume of the same D, H, W (or a list of volumes, the first of which has them).
     in_channels : int, optional
-        C; by default what the module's first 3D convolution takes.
+        C; by default the input channels of the module's first 3D convolution.
 
     Raises
     ------
     GridError
-        When no cube of 32 to 160 voxels is taken.
+        If the module accepts no cube of 32 to 160 voxels.
     """
     answer = _Answers(net, _first_channels(net) if in_channels is None else in_channels)
     base = next((side for side in _BASES if answer.takes((side,) * 3)), None)
@@ -165,7 +165,7 @@ def probe_grid_rule(net: nn.Module, in_channels: int | None = None) -> GridRule:
 
     divisors, minimum = [], []
     for axis in range(3):
-        # The base is taken, so what divides all sides that are taken divides the base.
+        # The module accepts the base, so the divisor of all accepted sides divides the base.
         step = next((d for d in range(1, base + 1) if base % d == 0 and along(axis, base + d)), None)
         if step is None:
             raise GridError(f"{type(net).__name__} takes {base} voxels along dim {axis + 2} and nothing else near it")
@@ -185,7 +185,7 @@ def probe_grid_rule(net: nn.Module, in_channels: int | None = None) -> GridRule:
 
 
 class _Answers:
-    """Ask a module whether it takes a volume, on meta tensors; the module keeps its mode, state and values."""
+    """Probe on meta tensors whether a module accepts a volume; its mode, state and values stay unchanged."""
 
     def __init__(self, net: nn.Module, in_channels: int) -> None:
         self.net = net
@@ -199,7 +199,7 @@ class _Answers:
             with torch.no_grad():
                 image = torch.empty(1, self.in_channels, *sides, device="meta")
                 output = run_on_copies(self.net, partial(torch.empty_like, device="meta"), image)
-        except ImportError:  # of what only a forward pass needs, which no other size brings
+        except ImportError:  # a package that the forward pass needs: no other size helps
             raise
         except Exception as fault:
             self.last_fault = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
@@ -222,18 +222,18 @@ def _first_channels(net: nn.Module) -> int:
 def run_on_copies(net: nn.Module, copy: Callable[[Tensor], Tensor], *args: Any) -> Any:
     """Return ``net(*args)``, computed with a copy of each parameter and buffer.
 
-    Every place of a module is lent its tensor once, and tensors that stand in several places are one there too. With
-    its own ``tie_weights``, ``torch.func.functional_call`` (2.13) puts back what it lent where a module has two names,
-    as the layers of MONAI's DynUNet have, and leaves out what such a module shares with others without it.
+    Each place in a module gets its copy once; a tensor in several places has a single copy. With its own
+    ``tie_weights``, ``torch.func.functional_call`` (2.13) leaves copies in modules with two names, such as the layers
+    of MONAI's DynUNet; without it, tensors that such modules share are missed.
 
     Parameters
     ----------
     net : nn.Module
-        Anything that is called with ``args``.
+        Module to call with ``args``.
     copy : callable
         Makes the copy, for instance on the meta device.
     *args
-        Handed to ``net``.
+        Arguments of ``net``.
     """
     copies: dict[int, Tensor] = {}
     lent: dict[str, Tensor] = {}

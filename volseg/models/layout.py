@@ -1,8 +1,7 @@
-"""Which memory layout a network is faster in on this GPU: measured, since it differs from network to network.
+"""Measure which memory layout of a network is faster on this GPU.
 
-Channels-last suits the 16-bit units of a GPU; a network whose norms copy to the contiguous layout and back is slower in
-it all the same (on an H200, one step of MONAI's V-Net took 28 ms in channels-last and 40 ms contiguous; of DynUNet, 15
-and 14).
+Channels-last suits the 16-bit units of a GPU, but is slower for a network whose norms copy to the contiguous layout and
+back (on an H200, one step of MONAI's V-Net took 28 ms in channels-last and 40 ms contiguous; of DynUNet, 15 and 14).
 """
 
 import logging
@@ -28,9 +27,9 @@ def faster_layout(
 ) -> torch.memory_format:
     """Return the layout in which forward and backward on a batch of ``shape`` (B, C, D, H, W) take less time.
 
-    The network is left in that layout, with its weights, buffers and gradients as they were. Elsewhere than on a GPU
-    the answer is the contiguous layout. One in which the batch is out of the GPU's memory is not the faster one; where
-    both are, the answer is the contiguous one too, and the training's own first step says what does not fit.
+    The network is converted to that layout; its weights and buffers keep their values. Without a GPU the result is the
+    contiguous layout. A layout in which the batch does not fit into the GPU's memory is never the faster one. If
+    neither fits, the result is the contiguous layout, and the first step of the training raises.
     """
     device = next(network.parameters()).device
     if device.type != "cuda":
@@ -57,12 +56,12 @@ def _milliseconds_if_it_fits(
     layout: torch.memory_format,
     autocast: Callable[[], AbstractContextManager[None]],
 ) -> float:
-    """Return ``_milliseconds``, infinitely many where the GPU's memory does not do for the batch."""
+    """Return ``_milliseconds``, or infinity if the batch does not fit into the GPU's memory."""
     try:
         return _milliseconds(network, batch, layout, autocast)
     except torch.OutOfMemoryError as fault:
         logger.info("%s is not measured, as it is out of memory: %s", layout, str(fault).partition("\n")[0])
-    # Outside of the block above, whose fault keeps alive what did not fit.
+    # Outside of the block above, whose exception keeps the tensors alive.
     network.zero_grad()
     torch.cuda.empty_cache()
     return math.inf
@@ -83,7 +82,7 @@ def _milliseconds(
         begin.record()
         with autocast():
             leaves = tree_leaves(network(batch))
-        # All of them, as a training with deep supervision uses them.
+        # All heads, as a training with deep supervision uses them.
         heads = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         torch.stack([head.float().square().mean() for head in heads]).sum().backward()
         end.record()

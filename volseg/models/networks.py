@@ -1,7 +1,7 @@
-"""Networks by name: the segmentation networks of ``monai.networks.nets``, with defaults where MONAI asks for a choice.
+"""Build networks by name: those of ``monai.networks.nets``, with defaults for parameters that MONAI requires.
 
-The number of channels and classes follow from the data, and a volume has three dimensions; everything else is the
-network's own parameter. A DynUNet or ResEncUNet is planned for the patch and its spacing as nnU-Net would; see
+The numbers of channels and classes follow from the data, and a volume has three dimensions; everything else is the
+network's own parameter. A DynUNet or ResEncUNet is planned for the patch and its spacing as in nnU-Net; see
 `plan_topology`.
 """
 
@@ -29,15 +29,15 @@ LARGEST = 1 << 16
 """Largest whole number in the parameters of networks of volseg and MONAI: channels, blocks, sides."""
 
 MOST_TENSORS = 5_000
-"""Parameters and buffers; a FlexibleUNet of ResNet-200, the largest that MONAI offers, has 1,288."""
+"""Most parameters and buffers of a network; MONAI's largest, a FlexibleUNet of ResNet-200, has 1,288."""
 
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
-"""Functions of torch with which modules create their parameters."""
+"""Torch functions that modules call to create their parameters."""
 
 _DATA = ("in_channels", "out_channels")
 
 ISOTROPIC = (1.0, 1.0, 1.0)
-"""Voxel sides that are all alike; a plan depends on their ratios only."""
+"""Equal voxel sides; a plan depends only on their ratios."""
 
 
 OFFERED = (
@@ -45,20 +45,20 @@ OFFERED = (
     *("MedNeXt", "MedNeXtS", "MedNeXtB", "MedNeXtM", "MedNeXtL"),
     *("SegResNet", "SegResNetDS", "SwinUNETR", "UNETR", "UNet"),
 )
-"""What of ``monai.networks.nets`` takes an image alone and gives logits on its grid, with no package beside this one's.
+"""Networks of ``monai.networks.nets`` that map an image to logits on its grid, without further packages.
 
-Found by trying all that take channels: the others classify, reconstruct, generate, register, tell images from others,
-take more than an image, return more than logits, or need packages of their own (DAF3D, HyenaNDUNETR).
+The others classify, reconstruct, generate, register or discriminate images, take more than an image, return more than
+logits, or need packages of their own (DAF3D, HyenaNDUNETR); every network with channels was tried.
 """
 
 
 class DynUNet(nets.DynUNet):
-    """Give ``[logits, coarser logits, ...]`` while training with deep supervision, and logits otherwise.
+    """Return ``[logits, coarser logits, ...]`` while training with deep supervision, and logits otherwise.
 
     MONAI's own ``forward`` resizes every head to the full grid and stacks them as (B, 1 + heads, K, D, H, W), for
-    TorchScript's sake. `monai.losses.DeepSupervisionLoss` takes a list, finest first, and brings the label to each
-    head's grid, so the heads stay as coarse as they are: less memory, and an eighth of the loss's work per level. The
-    parameters and their names are MONAI's.
+    TorchScript. `monai.losses.DeepSupervisionLoss` takes a list, finest first, and resamples the label to each head's
+    grid. So the heads stay coarse here: less memory, and an eighth of the loss's work per level. The parameters and
+    their names are MONAI's.
     """
 
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
@@ -73,12 +73,10 @@ class DynUNet(nets.DynUNet):
 
 
 def _explain_monai(name: str) -> str:
-    """Return why a network that MONAI has is not offered; nothing for names that are near ours."""
+    """Return why a network of MONAI is not offered; an empty text for spellings of offered names."""
     if not isinstance(name, str) or not inspect.isclass(getattr(nets, name, None)):
         return ""
-    if name.lower() in {
-        offered.lower() for offered in NETWORKS
-    }:  # MONAI's DynUnet, Unet, basicunet: other names of one
+    if name.lower() in {offered.lower() for offered in NETWORKS}:  # MONAI's aliases DynUnet, Unet, basicunet
         return ""
     return (
         f"monai.networks.nets.{name} is not offered, as it is no segmentation network from an image to logits, or "
@@ -98,7 +96,7 @@ NETWORKS = Registry(
     group="volseg.networks",
     explain=_explain_monai,
 )
-"""Name to class; a network of the user's own joins by ``volseg.register("network", name, component)``."""
+"""Classes by name; add a custom network by ``volseg.register("network", name, component)``."""
 
 
 def build_network(
@@ -118,7 +116,7 @@ def build_network(
     in_channels, out_channels : int
         Channels of the image, classes of the label.
     patch_size : sequence of int, optional
-        D, H, W of a training patch; plans a U-Net's strides and UNETR's grid where ``spec`` does not give them.
+        D, H, W of a training patch; plans a U-Net's strides and UNETR's grid if ``spec`` does not give them.
     spacing : sequence of float
         The patch's voxel sides along D, H, W in mm; a U-Net neither halves nor convolves across thick slices early.
 
@@ -144,7 +142,7 @@ def build_network(
             raise ConfigError(f"network {name} must take {' and '.join(_DATA)}, which follow from the data, by keyword")
     if NETWORKS.accepts(name, "spatial_dims"):
         fixed["spatial_dims"] = 3
-    # A network of the user's own may create any number of tensors and drop them.
+    # A custom network may create any number of tensors and drop them.
     is_bounded = NETWORKS.find_source(name) is None
     large = [value for value in list_values(completed) if isinstance(value, int) and abs(value) > LARGEST]
     if large and is_bounded:
@@ -157,15 +155,15 @@ def build_network(
 
 
 class _ParameterBudget(TorchFunctionMode):
-    """Count the tensors that modules create, and raise `ConfigError` before they do not fit into memory."""
+    """Count the tensors that modules create, and raise `ConfigError` before memory runs out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_bytes = available_bytes() // 2  # the other half is for the weights that are loaded
+        self.num_bytes = available_bytes() // 2  # the other half is for loading weights
         self.num_tensors = MOST_TENSORS
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, after its result was counted on the meta device, which takes no memory."""
+        """Call a torch function; first count its result on the meta device, which takes no memory."""
         del types
         kwargs = kwargs or {}
         if func in FACTORIES:
@@ -183,7 +181,7 @@ class _ParameterBudget(TorchFunctionMode):
 def complete_spec(
     spec: Mapping[str, Any], *, patch_size: Sequence[int] | None = None, spacing: Sequence[float] = ISOTROPIC
 ) -> dict[str, Any]:
-    """Return ``spec`` with every parameter that would follow from the patch: it builds the same without one.
+    """Return ``spec`` with every parameter that follows from the patch: it builds the same network without a patch.
 
     Parameters
     ----------
@@ -193,7 +191,7 @@ def complete_spec(
     Raises
     ------
     ConfigError
-        For an unknown name or parameter, and for a patch that cannot be planned for.
+        For an unknown name or parameter, and for a patch without a plan.
 
     Examples
     --------
@@ -205,14 +203,14 @@ def complete_spec(
     name = spec["name"]
     try:
         defaults = _DEFAULTS[name](spec, patch_size, spacing) if name in _DEFAULTS else {}
-    except (TypeError, ValueError) as fault:  # what they follow from is of another kind, such as a number for a list
+    except (TypeError, ValueError) as fault:  # a parameter has the wrong type, such as a number for a list
         given = {key: value for key, value in spec.items() if key != "name"}
         raise ConfigError(f"network {name} refused {given}: {fault}") from fault
     return {**defaults, **spec}
 
 
 def _five_levels(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Five levels of 16 to 256 channels, as in MONAI's tutorials."""
+    """Return five levels of 16 to 256 channels, as in MONAI's tutorials."""
     channels = spec.get("channels", (16, 32, 64, 128, 256))
     return {"channels": channels, "strides": (2,) * (len(channels) - 1)}
 
@@ -235,7 +233,7 @@ def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing:
         "filters": filters,
     }
     if spec.get("deep_supervision"):
-        # nnU-Net gives every decoder stage a head and the coarsest one no weight, so it needs none.
+        # nnU-Net's coarsest head has no weight in the loss, so that stage needs no head.
         defaults["deep_supr_num"] = max(1, len(strides) - 3)
     return defaults
 
@@ -252,7 +250,7 @@ def _planned_blocks(
 
 
 def _fixed_grid(patch_size: Sequence[int] | None) -> dict[str, Any]:
-    """UNETR learns one embedding per 16 x 16 x 16 block, so its grid is fixed: the patch, padded to whole blocks."""
+    """Return UNETR's fixed grid: the patch, padded to whole blocks of 16 x 16 x 16, each with a learned embedding."""
     if patch_size is None:
         raise ConfigError("network UNETR: its grid is fixed when it is built; give patch_size, or img_size")
     return {"img_size": tuple(-(-side // 16) * 16 for side in patch_size)}

@@ -1,8 +1,8 @@
-"""nnU-Net's two U-Nets as nnU-Net 2 builds them, so that its trained weights fit.
+"""Build nnU-Net's two U-Nets as nnU-Net 2 does, so that its trained weights fit.
 
-MONAI's DynUNet has two convolutions in each stage, and none of their biases; MONAI has no residual encoder with a plain
-way up. With a residual encoder, what comes out of a stage's first block is added to the input pooled by the stride and,
-where the channels differ, convolved with a kernel of one voxel (ResNet-D); the way up is that of the plain U-Net.
+MONAI's DynUNet has two convolutions in each stage and no biases; MONAI has no residual encoder with a plain decoder. In
+a residual encoder, the output of a stage's first block is added to its input, which is pooled by the stride and, if the
+channels differ, convolved with a kernel of one voxel (ResNet-D). The decoder is that of the plain U-Net.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ ENCODER_BLOCKS = (1, 3, 4, *[6] * 10)
 """Residual blocks of each stage in nnU-Net's networks."""
 
 DECODER_BLOCKS = 1
-"""Convolutions of each stage on the way up."""
+"""Convolutions of each decoder stage."""
 
 Sides = tuple[int, int, int]
 
 
 class ResEncUNet(nn.Module):
-    """Give logits, and ``[logits, coarser logits, ...]`` while training with deep supervision.
+    """Return logits, or ``[logits, coarser logits, ...]`` while training with deep supervision.
 
     Parameters
     ----------
@@ -39,9 +39,9 @@ class ResEncUNet(nn.Module):
     blocks : sequence of int
         Residual blocks of each stage, two convolutions each.
     decoder_blocks : int or sequence of int
-        Convolutions of each stage on the way up; of several the coarsest stage's first.
+        Convolutions of each decoder stage; in a sequence, the coarsest stage is first.
     deep_supervision : bool
-        Heads for the coarser stages, but for the coarsest, to which nnU-Net gives no weight.
+        Whether coarser stages have heads; the coarsest, which has no weight in nnU-Net, has none.
 
     References
     ----------
@@ -104,16 +104,16 @@ class ResEncUNet(nn.Module):
 
     @staticmethod
     def _make_stem(in_channels: int, channels: int, kernel: Sides) -> tuple[nn.Module, int]:
-        """Return what comes before the first stage, and its channels."""
+        """Return the module before the first stage, and its channels."""
         return _Convolution(in_channels, channels, kernel), channels
 
     @staticmethod
     def _make_block(in_channels: int, out_channels: int, kernel: Sides, stride: Sides = (1, 1, 1)) -> nn.Module:
-        """Return one of a stage's blocks."""
+        """Return one block of a stage."""
         return _ResidualBlock(in_channels, out_channels, kernel, stride)
 
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
-        """Return logits (B, K, D, H, W), or the list of them, finest first."""
+        """Return logits (B, K, D, H, W), or a list of logits, finest first."""
         x, skips = self.stem(x), []
         for stage in self.encoder:
             x = stage(x)
@@ -130,7 +130,7 @@ class ResEncUNet(nn.Module):
 
 
 class _Convolution(nn.Sequential):
-    """Convolution, instance norm, and a leaky ReLU unless an addition comes first."""
+    """Convolution, instance norm, and a leaky ReLU unless an addition follows."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: Sides, stride: Sides = (1, 1, 1), *,
                  bias: bool = True, activated: bool = True) -> None:  # fmt: skip
@@ -142,7 +142,7 @@ class _Convolution(nn.Sequential):
 
 
 class _ResidualBlock(nn.Module):
-    """Two convolutions, added to what went in."""
+    """Two convolutions, added to their input."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: Sides, stride: Sides = (1, 1, 1)) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def _triple(sides: Sequence[int] | int) -> Sides:
 
 
 def _initialise(module: nn.Module) -> None:
-    """Initialise as nnU-Net does: He's normal weights, no bias, and blocks that begin as their skips."""
+    """Initialise as nnU-Net does: He's normal weights, zero biases, and residual blocks that start as their skips."""
     if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
         nn.init.kaiming_normal_(module.weight, a=1e-2)
         if module.bias is not None:

@@ -1,4 +1,4 @@
-"""Strides and kernels of a U-Net or a V-Net for a patch: pure functions of patch size and spacing."""
+"""Plan the strides and kernels of a U-Net or a V-Net from patch size and spacing."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -24,36 +24,36 @@ class Topology:
 
     @property
     def divisors(self) -> Sides:
-        """What each side of a volume must be a multiple of: the product of the strides along it."""
+        """Divisors of a volume's sides: the product of the strides along each axis."""
         d, h, w = (math.prod(stride[axis] for stride in self.strides) for axis in range(3))
         return d, h, w
 
 
 SMALLEST_SIDE = 4
-"""Voxels below which no axis is halved: nnU-Net's number for volumes."""
+"""Fewest voxels along a halved axis: nnU-Net's number for volumes."""
 
 FIRST_FILTERS, MOST_FILTERS, MOST_FILTERS_2D = 32, 320, 512
-"""Channels of the first stage, and of any at most, of volumes and of single slices: nnU-Net's numbers."""
+"""Channels of the first stage, and most channels of a stage, for volumes and for single slices: nnU-Net's numbers."""
 
 
 def plan_topology(patch_size: Sequence[float], spacing: Sequence[float] = (1.0, 1.0, 1.0)) -> Topology:
     """Halve the axes until the bottleneck would have fewer than `SMALLEST_SIDE` voxels along each.
 
-    An axis is halved while it has twice that many voxels and its spacing is below twice the finest of the axes that
-    can be halved; a kernel spans 3 voxels along an axis once its spacing is below twice the finest of all. An axis of
-    one voxel has kernels and strides of 1, and its spacing counts nowhere: that is nnU-Net's 2D network.
+    An axis is halved while it has twice that many voxels and its spacing is below twice the finest of the axes that can
+    be halved. A kernel spans 3 voxels along an axis once its spacing is below twice the finest of all. An axis of one
+    voxel has kernels and strides of 1, and its spacing is ignored: nnU-Net's 2D network.
 
     Parameters
     ----------
     patch_size : sequence of float
-        D, H, W in voxels; a median of sizes may be no whole number.
+        D, H, W in voxels; a median of sizes may be fractional.
     spacing : sequence of float
         Voxel size in mm.
 
     Raises
     ------
     ConfigError
-        For a patch too small to halve twice, which leaves no U.
+        If the patch is too small to halve twice.
 
     References
     ----------
@@ -77,7 +77,7 @@ def plan_topology(patch_size: Sequence[float], spacing: Sequence[float] = (1.0, 
         large = [axis for axis in range(3) if sides[axis] >= 2 * SMALLEST_SIDE]
         finest = min((mm[axis] for axis in large), default=0.0)
         halved = [axis for axis in large if mm[axis] / finest < 2]
-        # One axis alone is halved only where that leaves it clearly longer than the smallest side.
+        # A single axis is halved only if it stays clearly longer than the smallest side.
         if not halved or (len(halved) == 1 and sides[halved[0]] < 3 * SMALLEST_SIDE):
             break
         kernel = [3 if k == 3 or mm[axis] / min(mm) < 2 else 1 for axis, k in enumerate(kernel)]
@@ -98,7 +98,7 @@ def plan_topology(patch_size: Sequence[float], spacing: Sequence[float] = (1.0, 
 
 
 def leave_out_slices(patch_size: Sequence[float], spacing: Sequence[float]) -> list[float]:
-    """Return the spacing with infinity along axes of one voxel, which no kernel spans and no axis is compared with.
+    """Return the spacing with infinity along axes of one voxel, which no kernel spans and no comparison includes.
 
     >>> leave_out_slices((64, 64, 1), (1.0, 1.0, 0.5))
     [1.0, 1.0, inf]
@@ -113,10 +113,11 @@ VNET_KERNEL = 5
 """Side of a V-Net's kernels."""
 
 VNET_MONAI = Topology(((1, 1, 1), *[(2, 2, 2)] * 4), ((VNET_KERNEL,) * 3,) * 5, VNET_FILTERS)
-"""The V-Net of MONAI and of its authors, in which all axes are alike."""
+"""The V-Net of MONAI and of its authors, which treats all axes equally."""
 
 THIN_SIDE, THIN_SHARE = 24, 3
-"""An axis is thin if it has fewer voxels, and the longest axis is so many times longer."""
+"""An axis is thin if it has fewer than ``THIN_SIDE`` voxels and the longest axis is over ``THIN_SHARE`` times
+longer."""
 
 
 def plan_vnet_topology(
@@ -127,8 +128,8 @@ def plan_vnet_topology(
     The result is `VNET_MONAI` unless an axis is coarse (its spacing is at least twice the finest) or thin. As in a
     U-Net (`plan_topology`), an axis is halved once its spacing is below twice the finest of the axes that can be
     halved, and kernels span more than one voxel along it once its spacing is below twice the finest of all. A coarse or
-    thin axis is halved only while it has twice `SMALLEST_SIDE` voxels or more. An axis of one voxel is left out, as
-    in a U-Net.
+    thin axis is halved only while it has twice `SMALLEST_SIDE` voxels or more. An axis of one voxel is ignored, as in a
+    U-Net.
 
     Parameters
     ----------
@@ -163,7 +164,7 @@ def plan_vnet_topology(
 
 
 def is_thin(shape: Sequence[float]) -> tuple[bool, bool, bool]:
-    """Return which axes have few voxels, and fewer than a third of the longest one: a stack of a few slices.
+    """Return which axes are thin: few voxels, and fewer than a third of the longest axis, as in a stack of few slices.
 
     >>> is_thin((216, 256, 9)), is_thin((35, 50, 36)), is_thin((5, 5, 5))
     ((False, False, True), (False, False, False), (False, False, False))

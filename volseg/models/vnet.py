@@ -1,4 +1,4 @@
-"""MONAI's V-Net with a parameter for each of its dropouts, and with strides and kernels per level and axis."""
+"""Build MONAI's V-Net with a parameter for each of its dropouts, and with strides and kernels per level and axis."""
 
 from collections.abc import Sequence
 
@@ -15,23 +15,23 @@ Sides = tuple[int, int, int]
 
 
 class VNet(nets.VNet):
-    """V-Net whose kernels, strides and dropout of the two finest skips can be chosen too.
+    """V-Net with configurable kernels, strides, and dropout of the two finest skips.
 
-    MONAI drops channels of the skips at full and half resolution with a probability of 0.5 that none of its parameters
-    reaches (1.6.1: ``up_tr64`` and ``up_tr32`` take a default), so its ``dropout_prob_up=(0, 0)`` still leaves a
-    network that drops. MONAI's kernels are 5 x 5 x 5 and it halves every axis four times, which suits voxels that are
-    nearly cubes, and not a stack of thick slices. Everything else, parameters and their names included, is MONAI's.
+    MONAI drops channels of the skips at full and half resolution with a probability of 0.5 that no parameter controls
+    (1.6.1: ``up_tr64`` and ``up_tr32`` use a default), so a network with ``dropout_prob_up=(0, 0)`` still drops
+    channels. MONAI's kernels are 5 x 5 x 5 and every axis is halved four times, which suits nearly cubic voxels, but
+    not a stack of thick slices. Everything else, including parameters and their names, is MONAI's.
 
     Parameters
     ----------
     spatial_dims, in_channels, out_channels, act, dropout_dim, bias
         As for `monai.networks.nets.VNet`.
     dropout_prob_down : float or None
-        In the two coarsest transitions down.
+        Dropout in the two coarsest transitions down.
     dropout_prob_up : tuple of float
-        In the two coarsest transitions up: on what comes from below, and on the skip.
+        Dropout in the two coarsest transitions up: on the input from below, and on the skip.
     dropout_prob_fine : float
-        On the skips of the two finest transitions up.
+        Dropout on the skips of the two finest transitions up.
     strides : sequence of (int, int, int) or int, optional
         Stride along D, H, W with which each of the five levels begins; the first is 1, the others 2 by default.
     kernel_size : sequence of (int, int, int) or int, optional
@@ -40,7 +40,7 @@ class VNet(nets.VNet):
     Raises
     ------
     ConfigError
-        For strides or kernels that are not those of five levels.
+        For strides or kernels that do not fit five levels.
 
     References
     ----------
@@ -95,19 +95,16 @@ class VNet(nets.VNet):
 
 
 def reshape_levels(net: nets.VNet, strides: Sequence[Sides], kernels: Sequence[Sides]) -> None:
-    """Replace MONAI's convolutions at the levels that have other strides or kernels.
+    """Replace MONAI's convolutions at levels with other strides or kernels.
 
-    The new ones are initialised as torch initialises convolutions. With MONAI's own sides no random number is drawn.
+    New convolutions have torch's default initial weights. With MONAI's own sides no random number is drawn.
 
     Parameters
     ----------
-    net : monai.networks.nets.VNet
-        Of any width.
-    strides, kernels
-        Of the five levels, from full resolution to the bottleneck.
+    net : monai.networks.nets.VNet strides, kernels
     """
     downs = (net.down_tr32, net.down_tr64, net.down_tr128, net.down_tr256)
-    ups = (net.up_tr32, net.up_tr64, net.up_tr128, net.up_tr256)  # each gives the grid of the level above its own
+    ups = (net.up_tr32, net.up_tr64, net.up_tr128, net.up_tr256)  # each returns the grid of the next finer level
     for stride, down, up in zip(strides[1:], downs, ups, strict=True):
         down.down_conv = _resize(down.down_conv, stride, stride)
         up.up_conv = _resize(up.up_conv, stride, stride)
@@ -118,7 +115,7 @@ def reshape_levels(net: nets.VNet, strides: Sequence[Sides], kernels: Sequence[S
 
 
 def _read_levels(name: str, levels: Sequence[Sequence[int] | int]) -> tuple[Sides, ...]:
-    """Return three sides for each level, given three or one."""
+    """Return three sides for each level, from three or one."""
     triples = [(level,) * 3 if isinstance(level, int) else tuple(level) for level in levels]
     wrong = [triple for triple in triples if len(triple) != 3 or not all(type(n) is int and n > 0 for n in triple)]
     if len(triples) != len(VNET_MONAI.strides) or wrong:
@@ -130,7 +127,7 @@ def _read_levels(name: str, levels: Sequence[Sequence[int] | int]) -> tuple[Side
 
 
 def _resize(convolution: nn.Module, kernel: Sides, stride: Sides) -> nn.Module:
-    """Return a convolution of the same kind and channels with these sides; the given one if it has them."""
+    """Return a convolution of the same kind and channels with these sides; the input if it already has them."""
     assert isinstance(convolution, nn.Conv3d | nn.ConvTranspose3d)
     if (convolution.kernel_size, convolution.stride) == (kernel, stride):
         return convolution

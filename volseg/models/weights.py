@@ -4,9 +4,9 @@ A network that registers a module twice (MONAI's DynUNet), or ties two parameter
 its ``state_dict`` and under one name in ``named_parameters()``. Averaged weights are stored under the latter names. So
 the names do not tell which entries of a ``state_dict`` an average replaces. The network's own tensors do.
 
-`transfer_weights` begins one network with the weights of another: what fits is taken, a head is made anew, a stem is
-adapted. Which tensors are heads and stems is not guessed from names: they are those whose shapes follow the number of
-outputs and of channels, so any network that is built from these two numbers can be begun so.
+`transfer_weights` initialises one network with the weights of another: matching tensors are copied, heads keep their
+initial weights, stems are adapted. Heads and stems are not guessed from names: their shapes follow the number of
+outputs and of channels. So any network that is built from these two numbers can be initialised this way.
 """
 
 import copy
@@ -188,7 +188,7 @@ def _require_kind(name: str, value: Tensor, tensor: Tensor) -> None:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Say whether two values have the same bits. NaN equals itself here; other code refuses it."""
+    """Return whether two values have the same bits. NaN equals itself here; other code refuses it."""
     if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other
     if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -197,37 +197,37 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 Dims = Mapping[str, frozenset[int]]
-"""Names of tensors, and the dims along which their size follows a number."""
+"""Names of tensors, with the dims whose size follows a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightTransfer:
-    """What became of each tensor of a network that was begun with other weights."""
+    """What happened to each tensor of a network that was initialised with other weights."""
 
     taken: tuple[str, ...]
-    """As they were."""
+    """Copied unchanged."""
     adapted: tuple[str, ...]
-    """First convolutions, brought to another number of channels."""
+    """First convolutions, adapted to another number of channels."""
     new: tuple[str, ...]
-    """Heads, and with ``strict`` off whatever did not fit: as the network was initialised."""
+    """Tensors that keep their initial values: heads, and without ``strict`` all that did not fit."""
     left: tuple[str, ...]
-    """Of the weights, what the network has no place for."""
+    """Weights without a tensor in the network."""
 
 
 def find_followers(build: Callable[[int], nn.Module], number: int) -> Dims:
-    """Return which tensors of a network follow a number, by building it with another one.
+    """Return the tensors whose shapes follow a number, by building the network with another number.
 
     Parameters
     ----------
     build : callable
-        From the number, of channels or of outputs, to the network.
+        Maps the number, of channels or of outputs, to the network.
     number : int
-        With which the network in question is built.
+        Number of the actual network.
 
     Raises
     ------
     CheckpointError
-        If the network can be built with no other number.
+        If the network cannot be built with another number.
     """
     shapes = _shapes_of(build(number))
     for other in (number + 1, 2 * number, 1, 2, 4):
@@ -258,23 +258,23 @@ def transfer_weights(
     renew_heads: bool = False,
     strict: bool = True,
 ) -> WeightTransfer:
-    """Begin ``network`` with ``weights``, in place.
+    """Initialise ``network`` with ``weights``, in place.
 
-    A first convolution for other channels gets the mean of its weights over the old ones, times their number over that
-    of the new ones: an image whose channels are alike gives what it gave before.
+    A first convolution for other channels gets the mean of its weights over the old channels, times the ratio of the
+    old to the new number: an image with equal channels keeps its output.
 
     Parameters
     ----------
     network : nn.Module
-        As it was initialised.
+        Newly initialised network.
     weights, average : mapping
         A ``state_dict``, and the averages of its parameters, if there are any; see `resolve_weights`.
     stems, heads : mapping
-        Which tensors follow the number of channels, and of outputs; see `find_followers`.
+        Tensors that follow the number of channels, and of outputs; see `find_followers`.
     renew_heads : bool
-        Make heads anew although they fit, because the labels mean something else.
+        Keep the initial heads even if the weights fit, because the labels have another meaning.
     strict : bool
-        Refuse weights of which others are missing, left over, or of another shape.
+        Refuse weights if other tensors are missing, left over, or of another shape.
 
     Raises
     ------
@@ -286,7 +286,7 @@ def transfer_weights(
     values: dict[str, Any] = {}
     for name, tensor in state.items():
         value = weights.get(name)
-        if not isinstance(tensor, Tensor):  # what else a network keeps in its state
+        if not isinstance(tensor, Tensor):  # other values in a network's state
             if name in weights:
                 taken.append(name)
                 values[name] = value
@@ -342,7 +342,7 @@ def _shapes_of(network: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _compare(one: Tensor, other: Tensor) -> frozenset[int] | None:
-    """Return the dims in which two tensors differ; None where they have not as many."""
+    """Return the dims in which two tensors differ; None if their numbers of dims differ."""
     if one.ndim != other.ndim:
         return None
     return frozenset(dim for dim in range(one.ndim) if one.shape[dim] != other.shape[dim])

@@ -1,1 +1,1 @@
-"""What a person sees of a run: progress bars, TensorBoard, and a record of the machine it ran on."""
+"""Show and record a run: progress bars, loggers such as TensorBoard, status files, and the machine's environment."""

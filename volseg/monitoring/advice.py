@@ -1,4 +1,4 @@
-"""How long a training will take, and advice where that is hours, or where it waits for its batches."""
+"""Estimate the duration of a training, and advise if it takes hours or waits for its batches."""
 
 import logging
 import math
@@ -21,17 +21,17 @@ __all__ = ["SMALL", "Duration", "WaitingAdvice", "advice"]
 logger = logging.getLogger(__name__)
 
 NUM_TIMED = 5
-"""Batches, after a first one in which memory is taken and libraries choose their kernels."""
+"""Number of timed batches, after a first one that allocates memory and chooses kernels."""
 
 SHORT_SECONDS, LONG_SECONDS = 60, 2 * 3600
-"""From which on it is said, and from which on there is advice."""
+"""Least durations for a message, and for advice."""
 
 SMALL = {"training.epochs": 5, "training.iterations": 50}
 """A small plan to try first on a CPU."""
 
 
 class Duration(Hook):
-    """Say once how long a training on a CPU will take and, if that is hours, what to do about it.
+    """Log once how long a training on a CPU will take and, if that is hours, how to shorten it.
 
     On a GPU a batch is computed after its end: there the first epoch tells (`volseg.monitoring.progress`).
 
@@ -50,7 +50,7 @@ class Duration(Hook):
         self._ends = [] if training.is_main_process and training.device.type == "cpu" else None
 
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
-        """Note when the batch was done; after the last one that is timed, say how long all will take."""
+        """Record the batch's end; after the last timed batch, log the estimate for the whole training."""
         del fields
         if self._ends is None:
             return
@@ -76,11 +76,11 @@ class Duration(Hook):
 
 
 SHARE = 0.1
-"""Of an epoch's seconds, what may go by waiting without a word."""
+"""Share of an epoch's seconds that may pass waiting without a message."""
 
 
 class WaitingAdvice(Hook):
-    """Say once, after the first epoch that waited long, what to change in the config.
+    """Log once, after the first epoch with a long wait, what to change in the config.
 
     The first epoch of a process is not judged: kernels are compiled and batches recorded in it.
     """
@@ -90,7 +90,7 @@ class WaitingAdvice(Hook):
         self._said = False
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Look at the seconds that the epoch waited."""
+        """Check the seconds that the epoch waited."""
         self._epochs_seen += 1
         waits = record.seconds_waited > SHARE * record.seconds
         if self._said or self._epochs_seen == 1 or not waits or not training.is_main_process:

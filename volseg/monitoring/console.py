@@ -1,4 +1,4 @@
-"""What a terminal shows: bars while something runs, and the lines of the log above them.
+"""Show progress bars on a terminal, and the lines of the log above them.
 
 Bars are drawn where somebody looks: on a terminal. In the log of a cluster or of CI, where each redrawing would be a
 line of its own, there are none, and a training says one line for each epoch. Scripts take every line as JSON
@@ -44,14 +44,14 @@ LOGS = "VOLSEG_LOGS"
 for its own."""
 
 FIELDS = "fields"
-"""Attribute of a log record with what its line of JSON says besides: ``extra={FIELDS: {...}}``."""
+"""Attribute of a log record with further fields of its line of JSON: ``extra={FIELDS: {...}}``."""
 
 REDRAWN_PER_SECOND = 1
-"""Each redrawing takes a millisecond of the host, which the training wants too."""
+"""Each redrawing takes a millisecond of the host."""
 
 
 class _Stream:
-    """Where bars are drawn: standard error, and nowhere from the moment on in which that cannot be written.
+    """Stream of the bars: standard error, until a write to it fails.
 
     A full disk under a log, or a terminal that is gone, is no reason to end a training.
     """
@@ -135,22 +135,20 @@ class _Bars:
 
 
 _bars = _Bars()
-"""Of the process, as the terminal is."""
+"""One per process, like the terminal."""
 
 
 class Bar:
-    """Counts something that goes on, and draws it on a terminal; `close_bars` closes what an error leaves open.
+    """Count progress and draw it on a terminal; `close_bars` closes bars that an error leaves open.
 
     Parameters
     ----------
-    title : str
-        What goes on.
-    total : int, optional
-        Of how many; None where that is not known.
+    title : str Title of the bar. total : int, optional
+        Number of items; None if unknown.
     done : int
-        How many are done already.
+        Number of items already done.
     unit : str
-        What is counted; ``B`` for bytes, which are shown in MiB.
+        Unit of the items; ``B`` for bytes, which are shown in MiB.
     """
 
     def __init__(self, title: str, total: int | None = None, *, done: int = 0, unit: str = "case") -> None:
@@ -224,7 +222,7 @@ class BesideBars(logging.StreamHandler):
     """Write each line of the log above the bars, on standard error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a line, whatever names are in it."""
+        """Return the text of a line, without control characters."""
         return make_printable(super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -239,7 +237,7 @@ class BesideBars(logging.StreamHandler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
-        """Say on standard error why a line could not be written, unless that is closed: logging raises then."""
+        """Report on standard error why a line could not be written; do nothing if standard error is closed."""
         with suppress(ValueError):
             super().handleError(record)
 
@@ -261,7 +259,7 @@ class _JsonLine(logging.Formatter):
 
 
 def set_up_logs(form: str | None = None) -> None:
-    """Say how this process tells what it does, and those that it starts; for a program's first lines.
+    """Set up the logs of this process and of those that it starts; call it in a program's first lines.
 
     Parameters
     ----------
@@ -295,12 +293,12 @@ def set_up_logs(form: str | None = None) -> None:
 
 
 def add_to_logs(form: Form) -> None:
-    """Let one more of these count beside those that do, as an option does beside another one."""
+    """Add one more form to those in use, as a further option does."""
     set_up_logs(",".join({*_bars.forms, form}))
 
 
 def _log_fault(kind: type[BaseException], fault: BaseException, trace: TracebackType | None) -> None:
-    """Tell of a fault that nobody expected in a line as all others are, its traceback within."""
+    """Log an unexpected error as one line, with its traceback."""
     logging.getLogger("volseg").critical("%s: %s", kind.__name__, fault, exc_info=(kind, fault, trace))
 
 

@@ -1,4 +1,4 @@
-"""What a run was made with, so that a number can be traced to the machine and code behind it."""
+"""Record versions, devices and git commit of a run, so that results can be traced to a machine and code."""
 
 import os
 import platform
@@ -49,7 +49,7 @@ def _driver() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Return what a command prints, or None where it is absent or fails: the record then says that it is unknown."""
+    """Return a command's output; None if it is absent or fails: the record then has the value as unknown."""
     try:
         return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=True).stdout.strip()  # noqa: S603
     except (OSError, subprocess.SubprocessError):

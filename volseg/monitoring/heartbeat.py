@@ -1,8 +1,8 @@
-"""How a training tells that it lives: ``status.json`` and ``times.json`` of its run folder, brought up to date.
+"""Write the heartbeat of a training: ``status.json`` and ``times.json`` of its run folder.
 
-A thread writes them every few seconds if the work has gone on since; one that hangs grows old there. So a step costs
-nothing, and the preparation of cases and a long validation show themselves as well. Every loop of the work reports
-where it is for its supervision anyway (`volseg.parallel.processes.progress`).
+A thread writes them every few seconds if the work has progressed; the files of a hanging training grow old. So a step
+costs nothing, and the preparation of cases and a long validation show themselves as well. Every loop of the work
+reports where it is for its supervision anyway (`volseg.parallel.processes.progress`).
 """
 
 import logging
@@ -37,19 +37,19 @@ __all__ = ["EVERY_SECONDS", "Heartbeat"]
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 5.0
-"""Between two writings."""
+"""Seconds between two writings."""
 
 OF_EPOCHS = ("training", "waiting for data", "recording", "validation")
-"""Spans that are counted epoch by epoch."""
+"""Spans that are counted per epoch."""
 
 
 class Heartbeat(Hook):
-    """Status and times of one process's work at a run; the leader's alone are written.
+    """Status and times of one process of a run; only the leader writes them.
 
     Parameters
     ----------
     every_seconds : float
-        Between two looks of the thread whether the work has gone on.
+        Seconds between two checks by the thread.
     """
 
     def __init__(self, *, every_seconds: float = EVERY_SECONDS) -> None:
@@ -77,13 +77,13 @@ class Heartbeat(Hook):
 
     @property
     def begun(self) -> float:
-        """When the run began, in whichever process (seconds since 1970)."""
+        """Start of the run, in its first process (seconds since 1970)."""
         # The first part's, and not the earliest: a clock that was set back since makes no other run of it.
         return self._earlier[0].begun if self._earlier else self._begun
 
     @property
     def seconds(self) -> float:
-        """Since this process began."""
+        """Seconds since the start of this process."""
         return time.perf_counter() - self._clock
 
     @contextmanager
@@ -94,18 +94,18 @@ class Heartbeat(Hook):
         *,
         begins_again: type[Exception] | tuple[()] = (),
     ) -> Iterator[None]:
-        """Keep the files of a run folder up to date in here, and say at the end how it ended.
+        """Update the files of a run folder inside the context, and write the final state at its end.
 
-        Only for who holds the folder's lock. Where they cannot be written, on a full disk say, that is told once.
+        Requires the folder's lock. If the files cannot be written, for example on a full disk, this is logged once.
 
         Parameters
         ----------
         folder : path
             Of the run.
         holds : callable
-            Tells whether it is still the run's: nothing is written into somebody else's.
+            Returns whether this run still owns the folder; otherwise nothing is written.
         begins_again : exception type, optional
-            After which the work begins again in another way.
+            Type of error after which the work restarts in another way.
         """
         folder = Path(folder)
         self._earlier = tuple(
@@ -157,7 +157,7 @@ class Heartbeat(Hook):
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Say that the training runs in here, which counts its epochs itself; count what lies between them."""
+        """Mark that the training runs inside the context; count the time between its epochs."""
         begin, counted = time.perf_counter(), self._count_epochs()
         try:
             yield
@@ -172,13 +172,13 @@ class Heartbeat(Hook):
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Say that the final validation runs in here, and count its seconds."""
+        """Mark that the final validation runs inside the context, and count its seconds."""
         self._set_state("validating")
         with self.span("final validation"):
             yield
 
     def on_training_begin(self, training: Training) -> None:
-        """Begin to tell how far it is."""
+        """Start to report progress."""
         self._training, self._before = training, training.seconds_of_epoch
         self._score = next((one.score for one in reversed(training.history) if one.score is not None), None)
         self._set_state("training")
@@ -197,12 +197,12 @@ class Heartbeat(Hook):
             self._seconds_recording += time.perf_counter() - self._batch_begun
 
     def on_validation_begin(self, training: Training) -> None:
-        """Say that it validates."""
+        """Mark the start of a validation."""
         del training
         self._set_state("validating")
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Add what the epoch's time went by with."""
+        """Add the epoch's time by span."""
         del training
         seconds = self._count_epoch(record.seconds, record.seconds_waited)
         self._before = (0.0, 0.0)
@@ -216,12 +216,12 @@ class Heartbeat(Hook):
             self._set_state("training")
 
     def on_training_end(self, training: Training) -> None:
-        """Add the time of an epoch that was not ended."""
+        """Add the time of an unfinished epoch."""
         self._count_epoch(*training.seconds_of_epoch)
         self._before = training.seconds_of_epoch
 
     def _count_epoch(self, seconds: float, waited: float) -> float:
-        """Add what this process spent of an epoch; return the seconds."""
+        """Add this process's time of an epoch; return the seconds."""
         seconds, waited = seconds - self._before[0], waited - self._before[1]
         with self._lock:
             self._spans["training"] += seconds - waited - self._seconds_recording

@@ -1,6 +1,6 @@
-"""Where the numbers of a training go: one interface.
+"""Send the numbers of a training to loggers, by one interface.
 
-A logger of your own derives `Logger`, overrides what it wants to hear of, and is registered as any component is (kind
+A custom logger derives from `Logger`, overrides the events of interest, and is registered like any component (kind
 ``logger``). Packages that only one logger needs are imported when that logger is made.
 """
 
@@ -43,32 +43,32 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
-    """What a logger is told of a training before its first number."""
+    """Description of a training that a logger gets before the first number."""
 
     name: str
     id: str = field(default_factory=lambda: uuid4().hex[:12])
-    """The same for all parts of a training that was resumed."""
+    """Equal for all parts of a resumed training."""
     folder: Path | None = None
     """The run folder; None for a `Training` of your own that has none."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Every setting, as plain values, in sections as the YAML file has them."""
+    """Every setting as plain values, in the sections of the YAML file."""
     batches: int = 0
     """Of an epoch."""
     epoch: int = 0
-    """Epochs that are done, after which numbers come: more than 0 where a training goes on."""
+    """Completed epochs; more than 0 if the training resumes."""
 
     def require_folder(self, logger: str) -> Path:
-        """Return the run folder, or raise a `ConfigError` where the training has none."""
+        """Return the run folder, or raise a `ConfigError` if the training has none."""
         if self.folder is None:
             raise ConfigError(f"logger {logger} writes into the run folder, and this training has none; give it a path")
         return self.folder
 
 
 class Logger:
-    """Hear of a training; override what is of interest.
+    """Base of loggers; override the events of interest.
 
-    All is called in the process that leads the job, and in no other one. What is raised before the first batch ends the
-    training; later it is told once, the logger is ended, and the training goes on without it.
+    Only the leading process of a job calls a logger. An error before the first batch ends the training; a later error
+    is logged once, the logger is closed, and the training continues without it.
     """
 
     def begin(self, run: LoggedRun) -> None:
@@ -87,9 +87,9 @@ class Logger:
         """Texts by name, in Markdown: the network, the config."""
 
     def end(self, scores: Mapping[str, float]) -> None:
-        """When nothing more comes: the final scores by tag, none where the training did not reach its end.
+        """After the last event: the final scores by tag, none if the training did not reach its end.
 
-        Called once for every `begin` that went well, also after a fault of the logger itself.
+        Called once for every successful `begin`, also after an error of the logger.
         """
 
 
@@ -99,7 +99,7 @@ class History(Logger):
     Parameters
     ----------
     file : path, optional
-        In place of the run folder's.
+        Replaces the file in the run folder.
     """
 
     def __init__(self, file: str | Path | None = None) -> None:
@@ -108,7 +108,7 @@ class History(Logger):
         self._lines: TextIO | None = None
 
     def begin(self, run: LoggedRun) -> None:
-        """Drop the lines of epochs that are trained again."""
+        """Drop the lines of epochs that will be trained again."""
         self._batches = run.batches
         # Found anew for every training: a logger that hears of a second one leaves the first one's file alone.
         file = run.require_folder("history") / HISTORY if self.file is None else self.file
@@ -165,10 +165,10 @@ def flatten(settings: Mapping[str, Any], path: str = "") -> dict[str, bool | int
 
 
 NUMBERS = itertools.count()
-"""Two trainings of one process may begin within a second."""
+"""Distinguishes trainings that one process starts within the same second."""
 
 FINAL, SHOWN = "final/dice_mean", ("val/dice_mean", "train/loss")
-"""Scalars that the tab HPARAMS shows beside the settings."""
+"""Scalars beside the settings in the tab HPARAMS."""
 
 
 class TensorBoard(Logger):
@@ -241,7 +241,7 @@ class TensorBoard(Logger):
 
 
 class _EventFile:
-    """What TensorBoard reads, written at once.
+    """An event file of TensorBoard, written without a thread.
 
     torch's ``SummaryWriter``, and the ``EventFileWriter`` of TensorBoard that it uses, write in a thread. A full disk
     ends that thread: Python prints its traceback, which only a hook for all threads could keep back, and the training
@@ -289,10 +289,8 @@ class MLflow(Logger):
     Parameters
     ----------
     experiment : str
-        Under which the run is shown.
-    uri : str, optional
-        Of the server or the store, such as ``http://127.0.0.1:5000``; default ``$MLFLOW_TRACKING_URI``, else a local
-        store of MLflow's.
+        Experiment of the run. uri : str, optional Of the server or the store, such as ``http://127.0.0.1:5000``;
+        default ``$MLFLOW_TRACKING_URI``, else a local store of MLflow's.
     """
 
     def __init__(self, experiment: str = "volseg", uri: str | None = None) -> None:
@@ -376,7 +374,7 @@ LOGGERS = Registry(
     {"tensorboard": TensorBoard, "history": History, "wandb": WeightsAndBiases, "mlflow": MLflow},
     group="volseg.loggers",
 )
-"""What ``logging.loggers`` in a config may name."""
+"""Loggers that ``logging.loggers`` in a config may name."""
 
 
 def build_logger(spec: Mapping[str, Any]) -> Logger:

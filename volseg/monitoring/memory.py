@@ -1,7 +1,7 @@
-"""Peaks of GPU memory in the first steps of a training, beside what a plan estimated for them, if one was made.
+"""Measure peaks of GPU memory in the first steps of a training, and compare them with a plan's estimate.
 
-torch's own counters are read, which waits for no GPU: after the second optimizer step, when optimizer and averages have
-come into being, and again when a step has been recorded, whose memory stays taken.
+torch's counters are read without waiting for a GPU: after the second optimizer step, when the optimizer's state and
+averages exist, and again after a step has been recorded, as its memory stays allocated.
 """
 
 import json
@@ -26,7 +26,7 @@ FIRST = 2
 """Optimizer steps before the first reading."""
 
 RECORDED = 8
-"""Before the second one: a step is recorded as its fourth, some strategies measure for a few more."""
+"""Optimizer steps before the second reading: a step is recorded as the fourth, with some strategies a few later."""
 
 GIB = 2**30
 
@@ -37,9 +37,9 @@ class DeviceMemory:
 
     device: str
     used: int
-    """In blocks that somebody holds: ``torch.cuda.max_memory_allocated``."""
+    """Allocated to tensors: ``torch.cuda.max_memory_allocated``."""
     reserved: int
-    """Taken from the device: ``torch.cuda.max_memory_reserved``."""
+    """Reserved from the device: ``torch.cuda.max_memory_reserved``."""
     process: int = 0
 
 
@@ -52,12 +52,12 @@ class MemoryReading:
 
     @property
     def fullest(self) -> DeviceMemory:
-        """The device that has most reserved."""
+        """The device with the most reserved memory."""
         return max(self.devices, key=lambda device: device.reserved)
 
 
 class FirstSteps(Hook):
-    """Read the memory that the first steps take, and report how far that is from an estimate.
+    """Read the memory of the first steps, and report its difference from an estimate.
 
     Parameters
     ----------
@@ -88,13 +88,13 @@ class FirstSteps(Hook):
         self.readings: list[MemoryReading] = []
 
     def on_training_begin(self, training: Training) -> None:
-        """Count this part's steps from its own first one: what another process took is no peak of this one."""
+        """Count steps from the start of this process: peaks of an earlier process do not count."""
         self._batches, self._first_epoch = 0, max(training.epoch, self._full_from)
         self.readings = []
         self._meter.begin()
 
     def on_epoch_begin(self, training: Training) -> None:
-        """Forget what steps on smaller patches took, and validations between them."""
+        """Reset the peaks of steps on smaller patches, and of validations between them."""
         if training.epoch == self._first_epoch == self._full_from > 0 and training.position == 0:
             self._meter.begin()
 
@@ -136,13 +136,13 @@ class FirstSteps(Hook):
         return shown
 
     def find_error(self) -> float | None:
-        """Return by what part of the measured memory of a step the estimate is too high; None where one lacks."""
+        """Return the estimate's error as a share of the measured memory; None if one of the two is missing."""
         if self.estimate is None or not self.readings:
             return None
         return self.estimate.reserved / max(self.readings[-1].fullest.reserved - self._beside, 1) - 1
 
     def describe(self) -> str | None:
-        """Return measurement and estimate in a sentence; None before anything was measured."""
+        """Return measurement and estimate as a sentence; None before the first measurement."""
         if not self.readings:
             return None
         reading = self.readings[-1]
@@ -161,7 +161,7 @@ class FirstSteps(Hook):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything that is known, as plain values."""
+        """Return all readings and the estimate as plain values."""
         return {
             "measured": [asdict(reading) for reading in self.readings],
             "cases_bytes": self._beside,
@@ -171,7 +171,7 @@ class FirstSteps(Hook):
 
 
 class GpuMeter:
-    """What torch's allocator counts on the GPUs that this process uses; nothing waits for one."""
+    """Read the counters of torch's allocator on this process's GPUs, without waiting for a GPU."""
 
     def begin(self) -> None:
         """Count peaks from here on: what was tried before, to choose kernels or a layout, is given back."""

@@ -1,4 +1,4 @@
-"""One bar for a whole training, or a line for each epoch; and a bar for any list of cases being worked on."""
+"""Show the progress of a training by one bar or a line per epoch, and of lists of cases by a bar."""
 
 import logging
 import time
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 EVERY_SECONDS = 1.0
-"""Between two looks at what stands behind the training's bar."""
+"""Seconds between two updates of the text after the training's bar."""
 
 
 def progress(items: Iterable[Item], title: str, total: int | None = None) -> Iterator[Item]:
@@ -35,7 +35,7 @@ def progress(items: Iterable[Item], title: str, total: int | None = None) -> Ite
 
 @contextmanager
 def count_up(total: int, title: str, *, done: int = 0) -> Iterator[Callable[[], object]]:
-    """Give a function to call after each of ``total`` cases, ``done`` of them before, whose loop lies elsewhere."""
+    """Yield a function to call after each of ``total`` cases, of which ``done`` are complete."""
     with Bar(title, total, done=done) as bar:
         yield bar.advance
 
@@ -61,7 +61,7 @@ def show_bytes() -> Iterator[Callable[[str, int, int | None], None]]:
 
 
 class Progress(Hook):
-    """How a training goes: a bar on a terminal, elsewhere a line for each epoch, in the log of this module.
+    """Show a training's progress: a bar on a terminal, elsewhere a line per epoch in the log of this module.
 
     Epoch and batch, the newest loss, Dice, voxels per second, the time left, and memory of the fullest GPU of this
     process. Nothing here waits for a device.
@@ -75,7 +75,7 @@ class Progress(Hook):
         self._seconds, self._epochs = 0.0, 0
 
     def on_training_begin(self, training: Training) -> None:
-        """Open the bar where the training stands."""
+        """Open the bar at the training's position."""
         if not training.is_main_process:
             return
         self._bar = Bar(_name_epoch(training), training.num_batches, done=training.position, unit="batch")
@@ -96,7 +96,7 @@ class Progress(Hook):
         self._show(training, self._batches / max(now - self._began, 1e-9))
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Show the newest score; say a line where there is no bar."""
+        """Show the newest score; log a line if there is no bar."""
         if self._bar is None:
             return
         self._seconds += record.seconds + record.seconds_validating
@@ -138,7 +138,7 @@ class Progress(Hook):
         return f"epoch {record.epoch + 1}/{training.epochs}: {', '.join(told)}"
 
     def _describe_left(self, training: Training) -> list[str]:
-        """Return how long the rest of the training takes, by the epochs of this process so far."""
+        """Return the remaining time of the training, from the epochs of this process so far."""
         left = training.epochs - training.epoch - training.position / max(training.num_batches, 1)
         seconds = left * self._seconds / max(self._epochs, 1)
         return [f"{format_duration(seconds)} left"] if seconds > 0 else []

@@ -1,4 +1,4 @@
-"""What a training says of itself while it runs: three files of the run folder, for reports and for who looks in.
+"""Read and write the three files with a training's progress in the run folder, for reports and health checks.
 
 ::
 
@@ -52,7 +52,7 @@ THE_REST = "the rest"
 State = Literal["preparing", "training", "validating", "finished", "interrupted", "failed"]
 
 ENDED: tuple[State, ...] = ("finished", "interrupted", "failed")
-"""States in which nobody works at the run any more."""
+"""Final states of a run."""
 
 Content = TypeVar("Content")
 
@@ -117,13 +117,13 @@ class RunStatus:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody works at the run any more."""
+        """Whether the run is in a final state."""
         return self.state in ENDED
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPart:
-    """What the time of one process went by with."""
+    """Use of time of one process."""
 
     begun: Moment
     """When it began."""
@@ -192,19 +192,19 @@ def read_history(file: str | Path) -> list[EpochLine]:
 
 
 def write_status(file: str | Path, status: RunStatus) -> None:
-    """Replace what is known of a training's progress."""
+    """Replace the status of a training."""
     # Not flushed to the disk: it is written again and again, and after a power cut it would be old anyway.
     with replacing(file, flush=False) as partial:
         partial.write_text(json.dumps(replace_nan(asdict(status)), indent=2) + "\n", encoding="utf-8")
 
 
 def read_status(file: str | Path) -> RunStatus | None:
-    """Return how far a training is; None where nothing is known."""
+    """Return the status of a training; None if unknown."""
     return _read(file, _STATUS)
 
 
 def read_times(file: str | Path) -> tuple[RunPart, ...]:
-    """Return what the time of a run went by with, process after process; none where nothing is known."""
+    """Return the use of time of a run, process after process; empty if unknown."""
     found = _read(file, _PARTS)
     return () if found is None else found.get("parts", ())
 

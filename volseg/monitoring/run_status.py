@@ -1,4 +1,4 @@
-"""Look into a run folder from outside: how far a training is, and whether it still lives; without torch, in a moment.
+"""Inspect a run folder from outside, without torch: the progress of a training, and whether it still runs.
 
 The age of the last heartbeat is judged by this machine's clock. Whether the process is there is known only on its own
 machine, in the same space of process ids (a container has its own).
@@ -29,7 +29,7 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What was found of one run."""
+    """State of one run."""
 
     folder: Path
     status: RunStatus | None
@@ -37,11 +37,11 @@ class Look:
     age: float | None = None
     """Seconds since its last heartbeat, by this machine's clock."""
     is_gone: bool = False
-    """Whether its process is gone though it did not end; known on its own machine alone."""
+    """Whether its process is gone without a final state; known only on its own machine."""
     remarks: Sequence[str] = ()
 
     def find_fault(self, max_age: float) -> str | None:
-        """Return what is wrong with the run if its last heartbeat may be so old; None where all is well."""
+        """Return the fault of a run, given the largest age of its last heartbeat; None for a healthy run."""
         if self.status is None:
             return "no status is known"
         if self.status.state == "failed":
@@ -67,7 +67,7 @@ class Look:
         }
 
     def lines(self) -> list[str]:
-        """Return it for reading."""
+        """Return the state as lines of text."""
         status = self.status
         if status is None:
             return [f"{self.folder}: no status is known (a run of an older volseg, or a power cut)"]
@@ -98,7 +98,7 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 
 def look_at(folder: str | Path) -> Look:
-    """Return how far the run of a folder is, and whether it lives."""
+    """Return the progress of a folder's run, and whether it still runs."""
     folder = Path(folder)
     status = read_status(folder / STATUS)
     if status is None:

@@ -65,7 +65,7 @@ class SpotNotices:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def ask(self) -> str | None:
-        """Return what will be done to this machine and when; None if nothing is known.
+        """Return the action announced for this machine and its time; None without a notice.
 
         Raises
         ------

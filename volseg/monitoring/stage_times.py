@@ -1,4 +1,4 @@
-"""Which GPU of a pipeline works when: three steps of a training are watched, drawn, and their idle shares told."""
+"""Record when each GPU of a pipeline works: draw three steps of a training, and log their idle shares."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ COLOURS = {"forward": (70, 130, 190), "backward": (215, 120, 60)}
 
 
 class StageTimes(Hook):
-    """Watch a few steps of a pipeline in its first epoch, and show when each of its GPUs works.
+    """Watch a few steps of a pipeline in its first epoch, and show the working times of each GPU.
 
     Scalars ``gpu/N/idle_share``, the mean over the steps; the picture and text ``timeline`` of the last one. Steps that
     are watched wait for the devices; no other step does anything for it. Of other strategies nothing is shown, see

@@ -1,4 +1,4 @@
-"""What loggers are told of a training, and when: one function makes the numbers, the same for all of them."""
+"""Pass the numbers of a training to loggers: one function makes the numbers, the same for all loggers."""
 
 import logging
 import time
@@ -21,11 +21,11 @@ __all__ = ["TrainingLog", "list_final", "list_scalars"]
 logger = logging.getLogger(__name__)
 
 BATCH_SECONDS = 30.0
-"""Between two tellings of the newest losses."""
+"""Seconds between two logs of the newest losses."""
 
 
 class TrainingLog(Hook):
-    """Tell loggers of a training: numbers after each epoch, pictures after each validation, texts before the first.
+    """Log a training: numbers after each epoch, pictures after each validation, texts before the first epoch.
 
     Every process of a job has one, as the memory of all GPUs is shown; only the leader's loggers hear of it. Of batches
     they hear the first one's patches, and the newest losses every half minute.
@@ -107,14 +107,14 @@ class TrainingLog(Hook):
                 self._tell_all("images", {"train/patches": picture}, training.epoch)
 
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
-        """Tell the newest losses that are known without waiting for a device."""
+        """Log the newest losses that are available without waiting for a device."""
         del fields
         if self._heard and training.latest_losses and time.monotonic() >= self._next:
             self._next = time.monotonic() + BATCH_SECONDS
             self._tell_all("batch", training.latest_losses, training.epoch * training.num_batches + training.position)
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Tell the epoch's numbers, and show pictures where it was validated."""
+        """Log the epoch's numbers, and pictures if it was validated."""
         memory = gather_memory(self._meter)
         if not self._heard:
             return
@@ -131,7 +131,7 @@ class TrainingLog(Hook):
             self._tell_all("images", pictures, record.epoch + 1)
 
     def on_training_end(self, training: Training) -> None:
-        """End the loggers, if nobody does it later."""
+        """End the loggers, unless `end` is called later."""
         if self._ends:
             self.end(list_final(training.history[-1]) if training.finished and training.history else None)
 
@@ -140,7 +140,7 @@ class TrainingLog(Hook):
         self._sources.append(source)
 
     def add_text(self, name: str, text: str) -> None:
-        """Tell a text that is known later."""
+        """Log a further text."""
         self._tell_all("text", name, text)
 
     def add_images(self, pictures: Mapping[str, Tensor], step: int) -> None:
@@ -148,7 +148,7 @@ class TrainingLog(Hook):
         self._tell_all("images", pictures, step)
 
     def end(self, scores: Mapping[str, float] | None = None) -> None:
-        """Tell that nothing more comes, with the final scores where there are any; a second time does nothing."""
+        """End the loggers, with the final scores if there are any; a second call does nothing."""
         self._tell_all("end", dict(scores or {}))
         self._heard = []
 
@@ -167,7 +167,7 @@ class TrainingLog(Hook):
             self._tell(one, event, *arguments)
 
     def _tell(self, one: Logger, event: str, *arguments: Any, forgives: type[Exception] = Exception) -> None:
-        """Tell one logger, or say once why it hears no more: curves are no reason to end a training."""
+        """Call one logger; if it fails, log the reason once and drop it, as curves must not end a training."""
         try:
             # A copy for each: what one of them takes out, or renames, reaches the others.
             getattr(one, event)(*(dict(told) if isinstance(told, Mapping) else told for told in arguments))

@@ -1,1 +1,1 @@
-"""Where a training step's time goes: kernels by layer and direction, against what the device could do at best."""
+"""Show where a training step's time goes: kernels by layer and direction, compared with the device's peak rates."""

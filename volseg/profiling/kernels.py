@@ -1,4 +1,4 @@
-"""What ran, when and for which layer; what had to be computed and moved there: numbers and names, no torch."""
+"""Define the records of a profile: kernels with their times and layers, and their work. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ __all__ = [
 ]
 
 LOSS, OPTIMIZER, AUGMENTATION, OUTSIDE = "(loss)", "(optimizer)", "(augmentation)", "(step)"
-"""What is no layer of the network, in the place of a layer's name."""
+"""Names in place of a layer's, for work outside of the network's layers."""
 
 
 MARK = "volseg: "
-"""Begin of the names of ranges in a trace that say where a step is."""
+"""Prefix of the names of ranges in a trace that mark the place of a step."""
 
 
 class StepPlace(NamedTuple):
-    """For what a kernel runs."""
+    """The layer and direction that a kernel runs for."""
 
     layer: str
     """Dotted name of the module in the plain network, or one of the names in brackets."""
@@ -38,41 +38,41 @@ class StepPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedKernel:
-    """A kernel, or on a CPU an operator, that ran."""
+    """A kernel that ran; on a CPU an operator."""
 
     name: str
     place: StepPlace
     start: float
-    """In seconds, from anywhere."""
+    """Seconds from an arbitrary origin."""
     seconds: float
     device: int = 0
     stream: int = 0
 
     @property
     def end(self) -> float:
-        """When it was done."""
+        """End of the kernel, in the same seconds as ``start``."""
         return self.start + self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedWork:
-    """What had to be done somewhere, and what a device needs for that at best."""
+    """Work at a place of a step, and the least time that a device needs for it."""
 
     name: str
     place: StepPlace
     kind: str
     flops: int
-    """Multiplications and additions of matrix units, two for each multiply-add; of passes over memory none."""
+    """Floating-point operations of matrix units, two per multiply-add; 0 for passes over memory."""
     bytes_moved: int
-    """Read and written, each tensor once."""
+    """Bytes read and written, each tensor once."""
     byte_bound: float | None = None
-    """Seconds that the memory needs; None of a device of unknown speed."""
+    """Seconds that the memory needs; None for a device of unknown speed."""
     flop_bound: float | None = None
     """Seconds that the matrix units need."""
     bound: float | None = None
-    """The longer of the two, kernel by kernel."""
+    """The longer of the two bounds, kernel by kernel."""
     forecast: float | None = None
-    """Seconds by the table of measured kernels."""
+    """Seconds, estimated from the table of measured kernels."""
     device: int = 0
 
 
@@ -80,21 +80,21 @@ TRAVELLING = (
     *("nccl", "c10d::", "gloo", "memcpy ptop", "memcpy peer"),
     *("_exchange_planes", "_exchange_values", "_send_kernel", "_receive_kernel"),
 )
-"""Parts of the names of what carries data between devices, in small letters."""
+"""Parts of the names of kernels that carry data between devices, in lower case."""
 
 TRAVELLING_NORMS = ("_exchange_coefficients", "_exchange_backward")
-"""Kernels that norms have on one device too; among several they wait for each other's sums."""
+"""Kernels of norms on any number of devices; on several they wait for each other's sums."""
 
 
 def travels(name: str, *, alone: bool = True) -> bool:
-    """Say whether a kernel carries data between devices, or waits for such.
+    """Return whether a kernel carries data between devices, or waits for data.
 
     Parameters
     ----------
     name
         Of the kernel.
     alone
-        Whether no other device computes the same layers.
+        Whether this device is the only one that computes these layers.
 
     Examples
     --------
@@ -117,18 +117,18 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("copy", ("copy", "memcpy", "memset", "clone", "cat", "fill", "zero", "pad", "nchw", "nhwc", "transpose")),
     ("reduction", ("sum", "mean", "reduce", "max", "min")),
 )
-"""Kinds of kernels, by parts of their names in small letters; the first that fits."""
+"""Kinds of kernels, by parts of their names in lower case; the first match counts."""
 
 
 def find_kind(name: str, known: Mapping[str, str] | None = None) -> str:
-    """Return what kind of kernel has a name, of torch, cuDNN or ours.
+    """Return the kind of a kernel of torch, cuDNN or volseg, from its name.
 
     Parameters
     ----------
     name
-        As a profiler tells it, or of an operator.
+        Name in the profiler's output, or name of an operator.
     known
-        Kinds by names that say too little of themselves.
+        Kinds of kernels whose names do not show their kind.
 
     Examples
     --------

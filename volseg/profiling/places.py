@@ -1,13 +1,13 @@
-"""For which layer, and in which direction, a step computes now.
+"""Track the layer and direction that a step currently computes.
 
-Forward, hooks that all modules call say which module runs. Backward, autograd's node says it: nodes are numbered in the
-order in which forward made them, so the number of one lies between those at which a module began and ended::
+In forward, global module hooks report the running module. In backward, the node of autograd does: nodes are numbered in
+the order of their creation, so the number of a node is between those at the begin and the end of its module::
 
     numbers     0 ... 7 | 8 ... 11 | 12 ... 20 | 21 ...
     modules      stem   |  down.0  |  down.1   | (loss)
 
-A layer is the innermost module that runs. A norm that waits until its result is read counts for the module that reads
-it, since there its kernel runs.
+A layer is the innermost running module. A deferred norm counts for the module that reads its result, since its kernel
+runs there.
 """
 
 from bisect import bisect_right
@@ -32,14 +32,14 @@ __all__ = ["PlaceWatch"]
 
 
 class PlaceWatch:
-    """Says where a step is, from `watching` on.
+    """Report the place of a step inside of `watching`.
 
     Parameters
     ----------
     find_network
-        Returns the plain network that a module runs, whose modules' names are told; None of one that runs none.
+        Returns the plain network that a module runs, whose module names are reported; None for other modules.
     annotates
-        Whether to put ranges into what torch's profiler writes.
+        Whether to add ranges to the trace of torch's profiler.
     """
 
     def __init__(self, find_network: Callable[[nn.Module], nn.Module | None], *, annotates: bool = False) -> None:
@@ -50,15 +50,15 @@ class PlaceWatch:
         self._parameters: dict[int, str] = {}
         self._running: list[tuple[nn.Module, str, Any]] = []
         self._turns: dict[int, tuple[list[int], list[str]]] = {}
-        """By thread: numbers of nodes from which on another layer makes them, and which."""
+        """By thread: the node numbers at which the layer changes, and the new layers."""
         self._layer_outside = OUTSIDE
         self._was_backward = False
         self.classes: dict[str, str] = {}
-        """Of each layer, the class of its module."""
+        """Class of each layer's module."""
 
     @contextmanager
     def watching(self) -> Iterator["PlaceWatch"]:
-        """Watch the modules of this process in here."""
+        """Watch the modules of this process inside the context."""
         handles = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -70,7 +70,7 @@ class PlaceWatch:
                 handle.remove()
 
     def find_place(self) -> StepPlace:
-        """Return where the step is now, on the thread that asks."""
+        """Return the current place of the step on the calling thread."""
         if find_backward_pass() != -1:
             self._was_backward = True
             if self._running:
@@ -84,13 +84,13 @@ class PlaceWatch:
         return StepPlace(self._layer_outside, "forward" if self._layer_outside == LOSS else "other")
 
     def begin_step(self) -> None:
-        """Say that a step begins: what comes before the network's forward pass belongs to no layer."""
+        """Mark the begin of a step: work before the network's forward pass belongs to no layer."""
         self._was_backward, self._layer_outside = False, OUTSIDE
 
     def name_layer(self, number: int) -> str:
-        """Return the layer that made an autograd's node of a number.
+        """Return the layer that created the autograd node of a number.
 
-        Numbers of several threads may be the same: the thread that runs forward is asked first.
+        Several threads may use the same numbers: the first thread that ran a module takes precedence.
         """
         for numbers, layers in self._turns.values():
             if numbers and numbers[0] <= number:
@@ -98,7 +98,7 @@ class PlaceWatch:
         return OUTSIDE
 
     def _find_layer(self, node: Any) -> str:
-        variable = getattr(node, "variable", None)  # of a node that adds to a parameter's gradient, which has no number
+        variable = getattr(node, "variable", None)  # a node that accumulates a parameter's gradient has no number
         if variable is not None:
             return self._parameters.get(id(variable), OUTSIDE)
         return self.name_layer(find_node_number(node))
@@ -139,7 +139,7 @@ class PlaceWatch:
             self._parameters[id(parameter)] = name.rpartition(".")[0] or OUTSIDE
 
     def _turn(self, layer: str) -> None:
-        """Note that nodes are made by another layer from here on."""
+        """Record that another layer creates the following nodes."""
         numbers, layers = self._turns.setdefault(get_ident(), ([], []))
         numbers.append(find_next_node_number())
         layers.append(layer)

@@ -1,4 +1,4 @@
-"""A profile as it is handed on: JSON with a schema, ``ProfileReport.model_json_schema()``. No torch."""
+"""Define the JSON of a profile; its schema is ``ProfileReport.model_json_schema()``. Imports no torch."""
 
 from typing import Annotated, Literal
 
@@ -15,129 +15,129 @@ class _Told(BaseModel):
 
 
 class DevicePeaks(_Told):
-    """What the device can do at best."""
+    """Peak rates of the device."""
 
     bytes_per_second: float
-    """Of its memory."""
+    """Bandwidth of its memory."""
     flops_per_second: float
-    """Of its matrix units, in the precision of the step."""
+    """Rate of its matrix units, in the precision of the step."""
     source: str
-    """Of these figures."""
+    """Source of these figures."""
 
 
 class DeviceTimes(_Told):
-    """What one device of this process does in a step, in seconds: ``computing``, ``exposed`` and ``waiting`` add up."""
+    """Seconds of one device in a step: ``computing``, ``exposed`` and ``waiting`` add up to ``step``."""
 
     device: int
-    """Its number."""
+    """Number of the device."""
     computing: Seconds
-    """At least one kernel computes."""
+    """Time in which at least one kernel computes."""
     communicating: Seconds
-    """Kernels and copies that carry data to and from other devices, each by itself."""
+    """Sum of the times of kernels and copies that carry data to and from other devices."""
     hidden: Seconds
-    """Of that, behind kernels that compute, or behind each other."""
+    """Part of ``communicating`` that overlaps with computing kernels or other communication."""
     exposed: Seconds
-    """Nothing computes, and data travel."""
+    """Time in which nothing computes and data travel."""
     waiting: Seconds
-    """Neither: the device waits for Python, or for another device."""
+    """Time with neither: the device waits for Python, or for another device."""
     step: Seconds
-    """From one step's begin to the next one's."""
+    """Time from the begin of one step to the begin of the next."""
 
 
 class _Sums(_Told):
-    """Of some kernels, per step."""
+    """Sums over some kernels, per step."""
 
     calls: Annotated[float, Field(ge=0)]
-    """Kernels; on a CPU operators."""
+    """Number of kernels; on a CPU of operators."""
     seconds: Seconds
-    """Of these kernels, each by itself."""
+    """Sum of the times of these kernels."""
     share: Share
-    """Of the step: ``seconds`` over those of the step."""
+    """Share of the step: ``seconds`` divided by those of the step."""
     flops: Annotated[float, Field(ge=0)] | None
-    """Of matrix units, two for each multiply-add; null where the work is not known."""
+    """Operations of matrix units, two per multiply-add; null if the work is unknown."""
     bytes_moved: Annotated[float, Field(ge=0)] | None
-    """Each tensor read or written once."""
+    """Bytes read and written, each tensor once; null if the work is unknown."""
     bound: Seconds | None
-    """What the device needs at best, by bytes or by flops, whichever is longer, kernel by kernel; null for a device of
-    unknown speed, as are the next three."""
+    """Least time that the device needs, by bytes or by flops, whichever is longer, kernel by kernel; null for a device
+    of unknown speed, as are the next three values."""
     times_bound: Annotated[float, Field(ge=0)] | None
-    """``seconds`` over ``bound``."""
+    """``seconds`` divided by ``bound``."""
     bandwidth_share: Share | None
-    """Bytes per second over those of the memory. Above 1 where a cache served them."""
+    """Share of the memory's bandwidth; above 1 if a cache served the bytes."""
     flop_share: Share | None
-    """Flops per second over those of the matrix units."""
+    """Share of the matrix units' rate."""
 
 
 class LayerRow(_Sums):
     """One layer in one direction, per step."""
 
     layer: str
-    """Dotted name of the module in the plain network; in brackets what is no layer."""
+    """Dotted name of the module in the plain network, or a name in brackets for work outside of layers."""
     module: str
-    """Class of the module; empty of what is none."""
+    """Class of the module; empty for work outside of layers."""
     direction: Literal["forward", "backward", "recompute", "optimizer", "augmentation", "communication", "other"]
-    """In which the layer is computed, or what else is done for it."""
+    """Direction of the layer's computation, or another kind of work for it."""
     device: int = 0
     """Number of the device."""
     byte_bound: Seconds | None
-    """What the memory needs at best; null for a device of unknown speed."""
+    """Least time that the memory needs; null for a device of unknown speed."""
     flop_bound: Seconds | None
-    """What the matrix units need at best; null for a device of unknown speed."""
+    """Least time that the matrix units need; null for a device of unknown speed."""
     forecast: Seconds | None
-    """By the table of measured kernels; null where no work is known."""
+    """Time estimated from the table of measured kernels; null if the work is unknown."""
 
 
 class KindRow(_Sums):
     """Kernels of one kind, per step."""
 
     kind: str
-    """``convolution``, ``norm``, ``pointwise`` and so on; ``communication`` is what carries data to other devices."""
+    """``convolution``, ``norm``, ``pointwise`` and so on; ``communication`` carries data to other devices."""
 
 
 class ProfileReport(_Told):
-    """What ``volseg profile --json`` prints."""
+    """The output of ``volseg profile --json``."""
 
     version: Literal[1] = 1
-    """Of this form."""
+    """Version of this format."""
     name: str
-    """Of the experiment."""
+    """Name of the experiment."""
     network: str
-    """Of the network, as the config names it."""
+    """Name of the network in the config."""
     shape: tuple[int, ...]
-    """Of a step's images in this process, (B, C, D, H, W)."""
+    """Shape of a step's images in this process, (B, C, D, H, W)."""
     precision: str
-    """In which forward and loss are computed."""
+    """Precision of the forward pass and the loss."""
     source: Literal["measured", "forecast"]
-    """Whether the step ran here, or was followed for a GPU that is not here."""
+    """Whether the step ran here, or was estimated for another GPU."""
     device: str
     """Name of the GPU, or ``cpu``."""
     parallel: str
-    """Who computes what."""
+    """Division of the work between devices."""
     recorded: bool
     """Whether the step is replayed from a recording."""
     not_recorded: str | None = None
-    """Why it is not."""
+    """Why the step is not replayed."""
     peaks: DevicePeaks | None
-    """Of the device; null of a CPU, and of a GPU of an unknown kind."""
+    """Peak rates of the device; null for a CPU, and for a GPU of an unknown kind."""
     steps: int
-    """That were watched; of a forecast one."""
+    """Number of watched steps; 1 for a forecast."""
     step_seconds: Seconds
-    """Of one step; of a run without anybody watching."""
+    """Time of one step, measured without a profiler."""
     batch_seconds: Seconds | None = None
-    """Of it, how long the training waited for its batch; null of a forecast."""
+    """Part of the step in which the training waited for its batch; null for a forecast."""
     kernels_per_step: Annotated[float, Field(ge=0)]
-    """On a CPU operators."""
+    """Number of kernels in a step; on a CPU of operators."""
     matched: Share | None = None
-    """Of a recorded step: the part of its kernels' time whose layer is known from the same kernel of an eager step."""
+    """For a recorded step: share of its kernels' time whose layer is known from the same kernel of an eager step."""
     devices: tuple[DeviceTimes, ...]
-    """Of this process."""
+    """Times of the devices of this process."""
     kinds: tuple[KindRow, ...]
     """The longest first."""
     layers: tuple[LayerRow, ...]
     """The longest first."""
     limit: str
-    """What limits the step, in a sentence."""
+    """The limit of the step, in a sentence."""
     advice: tuple[str, ...] = ()
-    """What would help, where that is known."""
+    """Remedies, if known."""
     notes: tuple[str, ...] = ()
-    """What the reader must know besides."""
+    """Further remarks for the reader."""

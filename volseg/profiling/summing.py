@@ -1,4 +1,4 @@
-"""Kernels that ran, and the work that was to be done, as a table by layer and direction: pure arithmetic."""
+"""Sum kernels and their work by layer, direction and kind: pure arithmetic."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
-    """Return followed work as kernels one behind the other, each as long as it is forecast."""
+    """Return estimated work as consecutive kernels with their forecast durations."""
     found, ends = [], defaultdict[int, float](float)
     for each in work:
         begin, seconds = ends[each.device], each.forecast or 0.0
@@ -34,20 +34,19 @@ def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
 def find_device_times(
     kernels: Iterable[TimedKernel], *, device: int, step: float, steps: int = 1, exposed: float | None = None
 ) -> DeviceTimes:
-    """Return how long a device computes, sends and waits in a step.
+    """Return the times in which a device computes, sends and waits in a step.
 
     Parameters
     ----------
     kernels
-        All that ran on it while it was watched.
+        All kernels while the steps were watched; those of other devices are ignored.
     device
-        Its number.
+        Number of the device.
     step
-        Seconds of one step that nobody watched; kernels that took longer together make it longer.
+        Seconds of one step without a profiler; raised to the total of its kernels if these take longer.
     steps
-        How many were watched.
-    exposed
-        Seconds of communication in a step that nothing hides, where that is known otherwise than by when kernels ran.
+        Number of watched steps. exposed Seconds of exposed communication in a step, if known from another source than
+        the kernels' times.
     """
     own = [kernel for kernel in kernels if kernel.device == device]
     computing = [(kernel.start, kernel.end) for kernel in own if not _sends(kernel)]
@@ -87,17 +86,15 @@ def sum_layers(
     Parameters
     ----------
     kernels
-        All that ran in ``steps`` steps.
+        All kernels of ``steps`` steps.
     work
-        What one step had to do.
+        Work of one step.
     step
-        Seconds of one step, of which shares are told.
+        Seconds of one step, the base of the shares.
     steps
-        How many were watched.
-    peaks
-        What the device can do at best; None where nobody knows.
+        Number of watched steps. peaks Peak rates of the device; None if unknown.
     classes
-        Of the layers' modules, by name.
+        Classes of the layers' modules, by name.
     """
     summed = _sum(kernels, work, lambda each: (each.place, each.device), lambda each: (each.place, each.device), steps)
     rows = [
@@ -139,7 +136,7 @@ def sum_kinds(
 
 
 def _learn_kinds(work: Iterable[PlacedWork]) -> Mapping[StepPlace, dict[str, str]]:
-    """Return the kinds of kernels of our own by the names of their functions, of which several modules have some."""
+    """Return the kinds of volseg's own kernels, by place and function name."""
     known: dict[StepPlace, dict[str, str]] = defaultdict(dict)
     for each in work:
         if not each.name.startswith("aten."):
@@ -154,7 +151,7 @@ def _sum(
     key_of_work: Callable[[PlacedWork], Any],
     steps: int,
 ) -> dict[Any, dict[str, Any]]:
-    """Return sums of one step by key; of work whose kernels were not seen nothing is told."""
+    """Return sums of one step by key; work without observed kernels is left out."""
     found: dict[Hashable, dict[str, Any]] = {}
     for kernel in kernels:
         values = found.setdefault(key_of_kernel(kernel), dict.fromkeys(SUMMED) | {"calls": 0.0, "seconds": 0.0})
@@ -172,10 +169,10 @@ SUMMED = ("flops", "bytes_moved", "byte_bound", "flop_bound", "bound", "forecast
 
 
 def _describe(values: Mapping[str, Any], step: float, peaks: DevicePeaks | None) -> dict[str, Any]:
-    """Return what rows of layers and of kinds have in common."""
+    """Return the common values of rows of layers and of kinds."""
     seconds, bound = values["seconds"], values["bound"] if peaks else None
     flops, moved = values["flops"], values["bytes_moved"]
-    is_known = bound is not None and seconds > 0  # of messages it is not
+    is_known = bound is not None and seconds > 0  # unknown for messages
     return {
         "calls": values["calls"],
         "seconds": seconds,
@@ -193,7 +190,7 @@ Interval = tuple[float, float]
 
 
 def unite(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same moments as intervals that do not touch, in order.
+    """Return the union of intervals as sorted intervals that do not touch.
 
     >>> unite([(3, 4), (0, 2), (1, 2.5), (4, 5)])
     [(0, 2.5), (3, 5)]
@@ -208,7 +205,7 @@ def unite(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def measure(intervals: Iterable[Interval]) -> float:
-    """Return how long at least one of them lasts.
+    """Return the length of the union of intervals.
 
     >>> measure([(0, 2), (1, 3), (5, 6)])
     4
@@ -217,7 +214,7 @@ def measure(intervals: Iterable[Interval]) -> float:
 
 
 def count_overlap(some: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Return how long at least one of either lasts at the same time.
+    """Return the length of the overlap of two unions of intervals.
 
     >>> count_overlap([(0, 2), (1, 3)], [(2, 5)])
     1

@@ -1,4 +1,4 @@
-"""A profile in a terminal: what limits the step, then kernels by kind, then the layers that take longest."""
+"""Print a profile in a terminal: kernels by kind, the slowest layers, the step's limit, and advice."""
 
 import sys
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ __all__ = [
 ]
 
 MOST_LAYERS = 16
-"""Rows that a terminal shows; the page and the JSON have all."""
+"""Most rows in a terminal; the page and the JSON have all."""
 
 WIDE, PIPED = 120, 140
-"""Columns from which all are shown; and those of what is no terminal, which nobody has made narrow."""
+"""Terminal width from which all columns are shown, and the width of output to a pipe or file."""
 
 KIND_HEADER = ("kernels", "calls", "time", "share", "memory", "tensor", "bound", "x bound")
-"""``memory`` and ``tensor``: the share of the memory's bandwidth, and of the tensor cores, that was reached; of a
-device whose speed nobody knows, bytes and floating-point operations per second."""
+"""``memory`` and ``tensor``: the achieved share of the memory's bandwidth, and of the tensor cores; for a device of
+unknown speed, bytes and floating-point operations per second."""
 
 LAYER_HEADER = ("layer", "module", "direction", *KIND_HEADER[1:])
 NARROW, NARROW_KINDS = (0, 2, 4, 5, 6, 7, 9), (0, 1, 2, 3, 4, 5, 7)
-"""Columns of layers and of kinds that 80 columns have room for."""
+"""Columns of layers and of kinds in a narrow terminal."""
 
 SHORT = {"forward": "fwd", "backward": "bwd", "recompute": "again", "communication": "sent"}
 
@@ -54,7 +54,7 @@ def format_seconds(seconds: float | None) -> str:
     """
     if seconds is None:
         return ""
-    if seconds < 1e-11:  # what is left of a difference
+    if seconds < 1e-11:  # rounding error of a difference
         return "0"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
@@ -67,12 +67,12 @@ def _tell_share(share: float | None) -> str:
 
 
 def _tell_rate(amount: float | None, seconds: float, unit: str) -> str:
-    """Return how much is done in a second, where nobody knows how much could be."""
+    """Return a rate per second, for a device of unknown speed."""
     return f"{amount / seconds / 1e9:.3g} G{unit}/s" if amount and seconds else ""
 
 
 def list_kind_cells(row: KindRow | LayerRow) -> list[str]:
-    """Return the cells of a row behind its name."""
+    """Return the cells of a row after its name."""
     return [
         f"{row.calls:.0f}",
         format_seconds(row.seconds),
@@ -91,7 +91,7 @@ def list_layer_cells(row: LayerRow) -> list[str]:
 
 
 def list_device_cells(device: DeviceTimes) -> dict[str, str]:
-    """Return what a device does in a step, by name."""
+    """Return the times of a device in a step, by name."""
     cells = {"computing": device.computing, "waiting for Python": device.waiting}
     if device.communicating:
         cells |= {"communication, hidden": device.hidden, "communication, exposed": device.exposed}
@@ -104,9 +104,7 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
     Parameters
     ----------
     report
-        What is told.
-    file
-        Where to; standard output by default.
+        Profile to print. file Output stream; standard output by default.
     width
         Columns; those of the terminal by default.
     """
@@ -147,13 +145,13 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
 
 
 def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Return a table without the columns that nobody fills; ASCII, as a pipe or a log may have no other encoding."""
+    """Return a table without empty columns, in ASCII, as a pipe or a log may have no other encoding."""
     filled = [number for number in range(len(header)) if any(row[number] for row in rows)]
     table = Table(box=box.MARKDOWN, padding=(0, 1))
     for number in filled:
         name = header[number]
         justify: Literal["left", "right"] = "left" if name in WORDS else "right"
-        # A direction needs no title, which would take room in narrow terminals.
+        # No title for directions, to save room in narrow terminals.
         title = "" if name == "direction" else name
         table.add_column(title, justify=justify, overflow="fold", no_wrap=name != "layer")
     for row in rows:
@@ -164,20 +162,20 @@ def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: i
 
 
 WORDS = ("layer", "module", "direction", "kernels")
-"""Columns of words, which are set to the left."""
+"""Columns of words, aligned to the left."""
 
 
 FAR = 1.5
-"""Times its bound: a layer above is named."""
+"""Multiple of its bound above which a layer is listed."""
 
 MOSTLY = 0.5
-"""Of the step: what takes as much limits it, whatever else there is."""
+"""Share of the step from which a cause counts as its limit."""
 
 MUCH = 0.15
-"""Of the step: what takes less is not worth a change."""
+"""Share of the step below which a change is not worthwhile."""
 
 SMALL = 1e-6
-"""Seconds: a kernel whose bound is below takes as long as a GPU needs to begin one and to end it."""
+"""Bound in seconds below which a kernel's time is only the GPU's overhead for starting and ending it."""
 
 PLURALS = {
     "convolution": "convolutions",
@@ -195,7 +193,7 @@ PLURALS = {
 
 
 def describe_limit(report: ProfileReport) -> str:
-    """Return what limits a step; of several devices the busiest is spoken of."""
+    """Return the limit of a step as a sentence, about the busiest device."""
     device = find_busiest(report.devices)
     is_gpu = report.device != "cpu"
     name = "the GPU" if is_gpu else "the CPU"
@@ -221,9 +219,9 @@ def find_busiest(devices: Sequence[DeviceTimes]) -> DeviceTimes:
 
 
 def _find_batch_share(report: ProfileReport) -> float:
-    """Return the part of a step for which the training waits for its batch.
+    """Return the share of a step in which the training waits for its batch.
 
-    Of a GPU, that which itself waits: its host may wait for a batch while the GPU has steps to do.
+    For a GPU, at most the share in which the GPU waits: its host may wait for a batch while the GPU still computes.
     """
     share = (report.batch_seconds or 0.0) / report.step_seconds
     device = find_busiest(report.devices)
@@ -231,7 +229,7 @@ def _find_batch_share(report: ProfileReport) -> float:
 
 
 def _describe_kinds(kinds: Sequence[KindRow], peaks: DevicePeaks | None) -> str:
-    """Return the two kinds that take longest, and how near to the device's best they are."""
+    """Return a description of the two slowest kinds, with their share of the device's peak rates."""
     computing = [kind for kind in kinds if kind.kind != "communication"]
     if not computing:
         return "nothing was computed"
@@ -249,7 +247,7 @@ def _is_small(row: KindRow) -> bool:
 
 
 def name_bound(row: KindRow | LayerRow) -> str:
-    """Return which share of a row is the larger: of the tensor cores, or of the memory's bandwidth."""
+    """Return the name of the larger share of a row: tensor cores or bandwidth."""
     return "tensor cores" if (row.flop_share or 0.0) >= (row.bandwidth_share or 0.0) else "bandwidth"
 
 
@@ -264,13 +262,13 @@ def _tell_nearness(row: KindRow, peaks: DevicePeaks | None) -> str:
 
 
 def find_far(layers: Sequence[LayerRow]) -> list[LayerRow]:
-    """Return the layers that take more than `FAR` times their bound, those first of which most is to be had."""
+    """Return the layers that take more than `FAR` times their bound, sorted by the possible gain."""
     far = [row for row in layers if row.times_bound is not None and row.times_bound > FAR]
     return sorted(far, key=lambda row: -(row.seconds - (row.bound or 0.0)))
 
 
 def advise(report: ProfileReport) -> list[str]:
-    """Return what would help a step, as far as its profile tells, what helps most first."""
+    """Return advice for a faster step from its profile, in the order of `RULES`."""
     return [advice for advice in (rule(report) for rule in RULES) if advice is not None]
 
 

@@ -1,8 +1,7 @@
-"""What torch's profiler wrote of a step (Chrome's trace format), read: each kernel with the layer that it ran for.
+"""Read a trace of torch's profiler (Chrome's trace format): each kernel with the layer that it ran for.
 
-A kernel of a GPU is known by a number (``correlation``) to the call that started it. That call lies, on its thread, in
-ranges: of a module that runs forward, of a node of autograd's that runs backward, of the step. The innermost says where
-it belongs::
+A number (``correlation``) links a GPU kernel to the call that started it. That call is inside of ranges on its thread:
+of a module in forward, of an autograd node in backward, of the step. The innermost range gives the place::
 
     main      | (step) 0 -----------------------------------------------------------|
               |   stem ------|  down.0 -----|    loss           Optimizer.step ---|
@@ -10,7 +9,7 @@ it belongs::
     launches      a    b        c    d          e            f   g       h          i
     GPU            a b        c   d               e  f g  h                           i
 
-On a CPU operators stand for kernels: the outermost of torch's.
+On a CPU, torch's outermost operators take the place of kernels.
 """
 
 from bisect import bisect_right
@@ -42,7 +41,7 @@ __all__ = ["ReadKernel", "SeenKernel", "match", "read_trace", "replace_replayed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenKernel:
-    """What a profiler tells of a kernel, whoever started it."""
+    """Properties of a kernel that do not depend on its caller."""
 
     name: str
     grid: tuple[int, ...] = ()
@@ -53,14 +52,14 @@ class SeenKernel:
 def match(
     replayed: Sequence[SeenKernel], eager: Sequence[tuple[SeenKernel, StepPlace]]
 ) -> tuple[list[StepPlace], float]:
-    """Return the place of each replayed kernel, and the part of their time that was matched.
+    """Return the place of each replayed kernel, and the share of their time that was matched.
 
     Parameters
     ----------
     replayed
         Kernels of one step, in order of their begin.
     eager
-        Those of the step with their places, in order of their begin.
+        Kernels of the same step run eagerly, with their places, in order of their begin.
     """
     found: dict[int, int] = {}
     for find_sort in (attrgetter("name", "grid", "device"), attrgetter("name", "device")):
@@ -104,35 +103,35 @@ class ReadKernel:
     timed: TimedKernel
     grid: tuple[int, ...] = ()
     step: int | None = None
-    """Number of the step that started it; None of what is started between steps."""
+    """Number of the step that started the kernel; None between steps."""
     is_replayed: bool = False
-    """Whether it was started with a whole recording, so that its place says no more than that of the recording."""
+    """Whether a graph replay started the kernel; its place is then that of the whole replay."""
 
     @property
     def seen(self) -> SeenKernel:
-        """What it is matched by."""
+        """The properties for matching."""
         return SeenKernel(
             name=self.timed.name, grid=self.grid, device=self.timed.device, seconds=self.timed.seconds
         )  # fmt: skip
 
 
 def read_trace(events: Iterable[Event], name_layer: Callable[[int], str]) -> list[ReadKernel]:
-    """Return the kernels of a trace, in order of their begin; the operators where no GPU has worked.
+    """Return the kernels of a trace, in order of their begin; without a GPU the operators.
 
     Parameters
     ----------
     events
         ``traceEvents`` of the file.
     name_layer
-        Returns the layer that made an autograd's node of a number; see ``PlaceWatch``.
+        Returns the layer that created the autograd node of a number; see ``PlaceWatch``.
 
     Raises
     ------
     VolsegError
-        If no step is marked in it, or nothing ran.
+        If the trace marks no step, or nothing ran.
     """
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    # Moments since the machine was started: of so large numbers little is left where two are subtracted.
+    # Times since the machine's start are large: differences of such numbers lose precision.
     origin = min((event["ts"] for event in whole), default=0.0)
     whole = [{**event, "ts": event["ts"] - origin} for event in whole]
     steps = _find_steps(whole)
@@ -147,14 +146,14 @@ def read_trace(events: Iterable[Event], name_layer: Callable[[int], str]) -> lis
 
 
 def replace_replayed(kernels: Sequence[ReadKernel], eager: Sequence[ReadKernel]) -> tuple[list[ReadKernel], float]:
-    """Return kernels with the places of the same kernels of an eager step, and the part of their time that has some.
+    """Return kernels with the places of the same kernels of an eager step, and the matched share of their time.
 
     Parameters
     ----------
     kernels
-        Of steps that are replayed, or in whose trace no layer is marked.
+        Kernels of replayed steps, or of steps without marked layers.
     eager
-        Of a step that is not.
+        Kernels of a step with marked layers.
     """
     reference = [(kernel.seen, kernel.timed.place) for kernel in eager if _is_of_step(kernel)]
     by_step: dict[int, list[ReadKernel]] = defaultdict(list)
@@ -227,7 +226,7 @@ def _read_gpu(kernels: Sequence[Event], events: Iterable[Event], threads: "_Thre
 
 
 class _Threads:
-    """Which ranges a moment of a thread lies in."""
+    """Find the ranges around a moment of a thread."""
 
     def __init__(
         self, events: Iterable[Event], steps: Sequence[tuple[float, float, int]], name_layer: Callable[[int], str]
@@ -251,12 +250,12 @@ class _Threads:
         self._around = {thread: _find_around(own) for thread, own in self._by_thread.items()}
 
     def find_place(self, thread: Any, moment: float) -> tuple[StepPlace, int | None]:
-        """Return the place of what is started then, and the step."""
+        """Return the place of a kernel that starts at a moment, and the step."""
         number = bisect_right(self._begins.get(thread, []), moment) - 1
         return self._judge(thread, self._list_ranges(thread, number, moment), moment)
 
     def list_operators(self) -> list[ReadKernel]:
-        """Return the outermost of torch's operators as kernels of the CPU."""
+        """Return torch's outermost operators as kernels of the CPU."""
         found = []
         for thread, own in self._by_thread.items():
             for number, event in enumerate(own):
@@ -274,7 +273,7 @@ class _Threads:
         return found
 
     def _list_ranges(self, thread: Any, number: int, moment: float) -> list[Event]:
-        """Return the ranges around a moment, the innermost first; ``number`` is the last one that begins before it."""
+        """Return the ranges around a moment, the innermost first; ``number`` is the last to begin before it."""
         found, own, around = [], self._by_thread[thread], self._around.get(thread, [])
         while number >= 0:
             event = own[number]
@@ -288,7 +287,7 @@ class _Threads:
         backward = next((event for event in ranges if event["name"].startswith(BACKWARD)), None)
         mark = next((event for event in ranges if event["name"].startswith(MARK)), None)
         layer = "" if mark is None else mark["name"].removeprefix(MARK)
-        if mark is not None and not layer.startswith(f"{OUTSIDE} "):  # which is the step itself
+        if mark is not None and not layer.startswith(f"{OUTSIDE} "):  # the step itself
             if layer == AUGMENTATION:
                 return StepPlace(AUGMENTATION, "augmentation"), step
             within = backward is not None and ranges.index(mark) < ranges.index(backward)
@@ -300,7 +299,7 @@ class _Threads:
         return self._judge_by_time(moment, step), step
 
     def _name_node(self, thread: Any, event: Event) -> str:
-        """Return the layer of a node; one that adds to a gradient has no number, and follows that which computed it."""
+        """Return the layer of a node; without a number (gradient accumulation), that of the previous node."""
         own = self._by_thread[thread]
         number = bisect_right(self._begins[thread], event["ts"]) - 1
         while number >= 0:
@@ -311,7 +310,7 @@ class _Threads:
         return OUTSIDE
 
     def _judge_by_time(self, moment: float, step: int | None) -> StepPlace:
-        """Return the place of what no range tells: before the network, the loss, or what comes after backward."""
+        """Return the place of a kernel outside of ranges: before the network, in the loss, or after backward."""
         if step is None:
             return StepPlace(OUTSIDE, "other")
         begin, end, _ = next(each for each in self._steps if each[2] == step)
@@ -324,7 +323,7 @@ class _Threads:
 
 
 def _find_around(events: Sequence[Event]) -> list[int]:
-    """Return for each range of a thread the number of the one around it, or -1."""
+    """Return for each range of a thread the number of its enclosing range, or -1."""
     found, open_ranges = [], list[int]()
     for number, event in enumerate(events):
         while open_ranges and events[open_ranges[-1]]["ts"] + events[open_ranges[-1]]["dur"] <= event["ts"]:
@@ -335,6 +334,6 @@ def _find_around(events: Sequence[Event]) -> list[int]:
 
 
 def _is_operator(event: Event) -> bool:
-    """Say whether a range is an operator of torch, and no node of autograd's around one."""
+    """Return whether a range is a torch operator, and not an autograd node around one."""
     name = event["name"]
     return event.get("cat") == "cpu_op" and "::" in name and not name.startswith(("autograd::", "torch::autograd"))

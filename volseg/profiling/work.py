@@ -1,4 +1,4 @@
-"""What a step has to compute and to move for each layer, and how long a device needs for that at best."""
+"""Compute the work of a step by layer, and the least time that a device needs for it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +19,12 @@ __all__ = ["PlacedRuns", "list_work", "place_work"]
 
 
 class PlacedRuns:
-    """Kernels that were asked for, each with its place; a kernel is known by which object it is.
+    """Launched kernels with their places; a kernel is identified by its object.
 
     Parameters
     ----------
     watch
-        Says where the step is.
+        Reports the place of the step.
     """
 
     def __init__(self, watch: PlaceWatch) -> None:
@@ -32,20 +32,20 @@ class PlacedRuns:
         self._found: dict[int, tuple[KernelRun, StepPlace]] = {}
 
     def note(self, run: KernelRun) -> None:
-        """Put down that a kernel is asked for now."""
+        """Record a kernel at the current place."""
         self._found[id(run)] = run, self._watch.find_place()
 
     def find(self, run: KernelRun) -> StepPlace:
-        """Return the place of a kernel that was noted."""
+        """Return the place of a recorded kernel."""
         return self._found[id(run)][1]
 
     def items(self) -> list[tuple[KernelRun, StepPlace]]:
-        """Return all of them in order."""
+        """Return all recorded kernels with their places, in order."""
         return list(self._found.values())
 
     @contextmanager
     def noting(self) -> Iterator["PlacedRuns"]:
-        """Note the operators that really run in here: torch's, on any device."""
+        """Record torch's operators that run inside the context, on any device."""
         with _PlacingOperators(self):
             yield self
 
@@ -67,18 +67,18 @@ class _PlacingOperators(TorchDispatchMode):
 
 
 def place_work(run: KernelRun, place: StepPlace, gpu: GpuKind | None = None, device: int = 0) -> PlacedWork:
-    """Return what a kernel has to do, and what a GPU needs for it at best.
+    """Return the work of a kernel, and the least time that a GPU needs for it.
 
     Parameters
     ----------
     run
         The kernel.
     place
-        For what.
+        Place of the kernel.
     gpu
-        Which GPU; None of a device of unknown speed.
+        Kind of GPU; None for a device of unknown speed.
     device
-        Its number.
+        Number of the device.
     """
     classes = classify(run)
     moved = [kernel.least_bytes or kernel.bytes_moved for kernel in classes]
@@ -100,16 +100,16 @@ def place_work(run: KernelRun, place: StepPlace, gpu: GpuKind | None = None, dev
 
 
 def list_work(trace: StepTrace, runs: PlacedRuns, gpu: GpuKind, links: Links) -> list[PlacedWork]:
-    """Return what a followed step has to do, its messages among it.
+    """Return the work of an estimated step, including its messages.
 
     Parameters
     ----------
     trace
-        What one device was asked for.
+        Kernels and messages of one device.
     runs
-        Where its kernels belong.
+        Places of these kernels.
     gpu, links
-        Of which kind the devices are, and what connects them.
+        Kind of the devices, and the links between them.
     """
     found, place = [], StepPlace(OUTSIDE, "other")
     events = select_step(trace.events)
@@ -118,12 +118,12 @@ def list_work(trace: StepTrace, runs: PlacedRuns, gpu: GpuKind, links: Links) ->
         if isinstance(event, KernelRun):
             place = runs.find(event)
             work = place_work(event, place, gpu, trace.device)
-            if travels(event.name, alone=alone):  # it waits for others: no rate of this device bounds it
+            if travels(event.name, alone=alone):  # it waits for other devices: no rate of this device bounds its time
                 own = StepPlace(place.layer, "communication")
                 work = replace(work, place=own, kind="communication", byte_bound=None, flop_bound=None, bound=None)
             found.append(work)
         elif isinstance(event, Sent):
-            # It belongs to the layer whose kernel was asked for before it.
+            # A message belongs to the layer of the kernel before it.
             found.append(
                 PlacedWork(
                     name=event.kind,

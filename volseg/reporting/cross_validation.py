@@ -1,4 +1,4 @@
-"""What is said of a cross-validation: its folds, and all their cases together."""
+"""Describe a cross-validation in a report: its folds, and all their cases together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,23 +27,23 @@ INTERVALS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CrossedRecord:
-    """What is known of a cross-validation."""
+    """Files of a cross-validation."""
 
     folder: Path
     results: Mapping[str, Any]
-    """Of ``cross_validation.json``; empty before a fold is finished."""
+    """Content of ``cross_validation.json``; empty before a fold is finished."""
     folds: Mapping[int, RunRecord]
     scores: Scores | None
     missing: list[str]
 
 
 def find_fold_folders(folder: Path) -> dict[int, Path]:
-    """Return the run folders of the folds that were begun."""
+    """Return the run folders of the started folds."""
     return {number: path for number, path in list_numbered(folder).items() if (path / "config.yaml").is_file()}
 
 
 def read_crossed(folder: str | Path) -> CrossedRecord:
-    """Read what the folder of a cross-validation holds."""
+    """Read the folder of a cross-validation."""
     folder = Path(folder)
     missing: list[str] = []
     results = read_json(folder / RESULTS, missing, "the means over the folds")
@@ -55,7 +55,7 @@ def read_crossed(folder: str | Path) -> CrossedRecord:
 
 
 def describe_crossed(record: CrossedRecord) -> content.ReportContent:
-    """Return what is said of a cross-validation."""
+    """Return the report of a cross-validation."""
     compose = content.Composer(record.missing)
     first = next(iter(record.folds.values()), None)
     config = record.results.get("config") or (first.config if first else {})
@@ -133,7 +133,7 @@ def _make_headline(record: CrossedRecord, whole: int | None) -> list[tuple[str, 
 
 
 def _tabulate_folds(record: CrossedRecord) -> list[content.Block]:
-    """Return Dice by fold and label, and how the folds stand."""
+    """Return Dice by fold and label, and the state of each fold."""
     blocks: list[content.Block] = []
     finished = [str(fold["fold"]) for fold in record.results.get("folds") or ()]
     if labels := record.results.get("labels"):

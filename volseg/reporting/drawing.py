@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines over the epochs, boxes over the cases, shares of a whole.
+"""Draw charts as inline SVG: lines over the epochs, boxes over the cases, shares of a whole.
 
 All are as wide as a phone and are set beside each other where there is room, so that their letters stay readable.
 Colours are classes of the page's style, which knows light and dark.
@@ -29,7 +29,7 @@ VOID = {"meta", "img", "br", "link", "path", "line", "rect", "circle"}
 
 
 class Markup(str):
-    """Text that is markup already."""
+    """Text that is already markup."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ def tag(name: str, /, *children: str | Markup, **attributes: str | float | bool 
 
 
 def join(children: "tuple[str | Markup, ...] | list[Markup]") -> Markup:
-    """Return several after each other, with what is no markup escaped."""
+    """Return parts joined, with plain text escaped."""
     return Markup("".join(child if isinstance(child, Markup) else escape(child) for child in children))
 
 
@@ -69,14 +69,14 @@ WIDTH, HEIGHT = 340, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 24
 NUM_COLOURS = 7
 MOST_POINTS = 600
-"""Of a line: more are not seen."""
+"""Most points of a line."""
 
 ROW = 44
 """Height of a box with its name above it."""
 
 
 def draw_chart(chart: Chart) -> Markup:
-    """Return lines over the epochs, or over what else the chart is about."""
+    """Return a chart of lines over the epochs, or over another axis."""
     ys = [y for line in chart.lines for y in line.ys if math.isfinite(y)]
     xs = [x for line in chart.lines for x in line.xs]
     ticks = choose_ticks(min(ys), max(ys))
@@ -85,7 +85,7 @@ def draw_chart(chart: Chart) -> Markup:
     first, last = scale(min(xs)), scale(max(xs))
 
     def place(x: float, y: float) -> tuple[float, float]:
-        # A single epoch stands in the middle of an axis that has no other one.
+        # A single epoch is drawn in the middle of the axis.
         across = LEFT + (WIDTH - LEFT - RIGHT) * ((scale(x) - first) / (last - first) if last > first else 0.5)
         return across, TOP + (HEIGHT - TOP - BOTTOM) * (1 - (y - low) / (high - low))
 
@@ -131,7 +131,7 @@ def draw_boxes(boxes: Boxes) -> Markup:
         parts.extend(_draw_box(known, middle, colour, place))
         for order, (case, value) in enumerate(cases):
             if math.isfinite(value):
-                # Spread over three heights in turn, so that equal values are seen to be several.
+                # Spread over three heights, so that equal values stay visible.
                 dot = {"cx": place(value), "cy": middle + 5.0 * (order % 3 - 1), "r": 2.2}
                 shown = tag("title", f"{case}: {value:.4g}")
                 parts.append(tag("circle", shown, class_="dot", style=colour, **dot))
@@ -139,7 +139,7 @@ def draw_boxes(boxes: Boxes) -> Markup:
 
 
 def draw_shares(shares: Shares) -> Markup:
-    """Return a bar of the parts, as wide as they are large."""
+    """Return a bar of parts, each as wide as its share."""
     whole = math.fsum(shares.parts.values()) or 1.0
     begin, parts, told = 0.0, [], []
     for number, (name, part) in enumerate(shares.parts.items()):
@@ -171,7 +171,7 @@ def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
     >>> choose_ticks(5, 5)
     [4.0, 5.0, 6.0]
     """
-    if not math.isfinite(high - low):  # further apart than a float tells: a training that blew up
+    if not math.isfinite(high - low):  # too large for a float: a diverged training
         return [low, 0.0, high]
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         margin = abs(low) / 5 or 1.0
@@ -184,7 +184,7 @@ def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """Return a number as short as it is told apart by.
+    """Return a number as short text.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""A report as one page of HTML, which asks nothing of any other file or machine.
+"""Write a report as one self-contained HTML page.
 
 Style, the few lines of script that sort tables, drawings and pictures are in the page. Browsers are told to load
-nothing besides (Content-Security-Policy), so that a name that got through as markup would do nothing either.
+nothing besides (Content-Security-Policy), so that even a name that passed as markup would have no effect.
 """
 
 import base64
@@ -34,7 +34,7 @@ def write_page(report: content.ReportContent) -> str:
 
 
 def read_part(name: str) -> Markup:
-    """Return a file of this package that pages contain as it is."""
+    """Return a file of this package that pages include verbatim."""
     return Markup(resources.files(__package__).joinpath(name).read_text("utf-8"))
 
 
@@ -135,7 +135,7 @@ def _write_table(block: content.TextTable) -> Markup:
         )
         for number, row in enumerate(block.rows)
     ]
-    # The caption is no part of the table, as wide as which it would be: on a phone wider than the page.
+    # The caption is outside of the table, which may be wider than the page on a phone.
     table = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows), aria_label=block.caption)
     kind = "scroll long" if len(rows) > LONG else "scroll"
     # To be scrolled by keys, a box must take the focus.
@@ -153,7 +153,7 @@ def _write_chart(chart: content.Chart | content.Boxes) -> Markup:
 
 
 def _write_picture(picture: content.Picture) -> Markup:
-    """Return a picture as JPEG: a sixth of what the file has, and its lines stay as they are without subsampling."""
+    """Return a picture as JPEG: a sixth of the file's size, with sharp lines, as there is no subsampling."""
     with Image.open(picture.file) as image:
         width, height = image.size
         packed = io.BytesIO()
@@ -164,5 +164,5 @@ def _write_picture(picture: content.Picture) -> Markup:
 
 
 def _is_words(cells: list[str]) -> bool:
-    """Return whether a column holds words rather than numbers: it is set to the left then."""
+    """Return whether a column holds words, not numbers, and is aligned to the left."""
     return any(cell and cell != "infinite" and not (cell[0].isdigit() or cell[0] in "-+") for cell in cells)

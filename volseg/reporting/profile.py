@@ -1,4 +1,4 @@
-"""A profile of a training step, as a page and in short."""
+"""Report the profile of a training step, as a page and in short form."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ PAGE, BRIEF = "profile.html", "profile.md"
 
 
 def write_profile(report: ProfileReport, folder: str | Path) -> Path:
-    """Write a profile into a folder, as a page and in short; return the page's path."""
+    """Write a profile into a folder, as a page and in short form; return the page's path."""
     said = describe_profile(report)
     for name, text in ((PAGE, write_page(said)), (BRIEF, write_markdown(said))):
         with replacing(Path(folder) / name) as partial:
@@ -36,7 +36,7 @@ def write_profile(report: ProfileReport, folder: str | Path) -> Path:
 
 
 def describe_profile(report: ProfileReport) -> content.ReportContent:
-    """Return what is said of a profile."""
+    """Return the report of a profile."""
     shape = " x ".join(map(str, report.shape))
     device, far = find_busiest(report.devices), find_far(report.layers)
     return content.ReportContent(

@@ -1,7 +1,6 @@
-"""The files of a run folder as a report needs them: what is there, and in plain words what is not.
+"""Read the files of a run folder for a report, and state what is missing.
 
-Nothing that lacks or is damaged keeps a report from being written: it is what somebody looks at when something went
-wrong.
+A missing or damaged file does not prevent a report: reports are needed most after a failure.
 """
 
 import math
@@ -33,7 +32,7 @@ __all__ = [
 ]
 
 TOLD = "told.json"
-"""What a training has to say that stands in none of its other files: cases left out, remarks, published results."""
+"""Information of a training that is in no other file: cases left out, remarks, published results."""
 
 OVERLAYS = Path("validation", "overlays")
 """Pictures of the best and the worst cases."""
@@ -45,7 +44,7 @@ class ReportedCase:
 
     name: str
     metrics: Mapping[str, Mapping[str, float]]
-    """By label and metric; infinite where only one of the two label maps has the label, NaN where neither has."""
+    """By label and metric; infinite if only one label map has the label, NaN if neither has it."""
 
     @property
     def dice(self) -> float:
@@ -65,7 +64,7 @@ class Scores:
     summary: Mapping[str, Any]
 
     def of(self, part: str, key: str, metric: str) -> float:
-        """Return what the file says of a label, such as ``mean`` or ``median``; NaN where it says nothing.
+        """Return a value of a label, such as ``mean`` or ``median``; NaN if the file has none.
 
         A median is infinite where it is null and distances are infinite: JSON has no infinite number.
         """
@@ -83,12 +82,12 @@ class Scores:
 
     @property
     def metrics(self) -> list[str]:
-        """What was measured, counts left out."""
+        """Names of the measured metrics, without counts."""
         return [name for name in SHOWN if any(name in of for case in self.cases for of in case.metrics.values())]
 
 
 FEWEST = 10
-"""Cases of which an interval is shown: draws of fewer repeat the same means."""
+"""Fewest cases for an interval: resamples of fewer cases repeat the same means."""
 
 SHOWN = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
 DISTANCES = ("HD", "HD95", "ASSD")
@@ -116,7 +115,7 @@ _SPLIT = TypeAdapter(list[dict[str, list[str]]])
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """What is known of a run."""
+    """Files of a run."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -130,7 +129,7 @@ class RunRecord:
     memory: Mapping[str, Any] | None
     replanned: Mapping[str, Any] | None
     kernels: Mapping[str, Any] | None
-    """What was measured of the kernels, where the config says so."""
+    """Measurements of kernels, if the config asks for them."""
     told: Told
     scores: Scores | None
     overlays: Mapping[str, Path]
@@ -141,7 +140,7 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read what a run folder holds.
+    """Read a run folder.
 
     Raises
     ------
@@ -207,7 +206,7 @@ def read_run(folder: str | Path) -> RunRecord:
 def read_json(
     file: Path, missing: list[str], what: str, *, kind: TypeAdapter[Any] = MAPPING, optional: bool = False
 ) -> Any:
-    """Return what a file holds, None where it is absent or damaged.
+    """Return the content of a JSON file; None if it is absent or damaged.
 
     Parameters
     ----------
@@ -239,7 +238,7 @@ def read_json(
 
 
 def read_scores(file: Path, task: Mapping[str, Any] | None, missing: list[str] | None = None) -> Scores | None:
-    """Return the scores of a ``summary.json``; None where there are none that can be read."""
+    """Return the scores of a ``summary.json``; None if they cannot be read."""
     missing = [] if missing is None else missing
     content = read_json(file, missing, "how good the predictions are")
     if content is None:
@@ -266,7 +265,7 @@ def _find_reason(file: Path) -> str:
 
 
 def mean(values: Any) -> float:
-    """Return the mean of what is finite; NaN of nothing."""
+    """Return the mean of the finite values; NaN without any."""
     known = [value for value in values if math.isfinite(value)]
     return math.fsum(known) / len(known) if known else math.nan
 

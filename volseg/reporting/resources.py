@@ -1,4 +1,4 @@
-"""What a run needed: its time, its memory, and by which kernels."""
+"""Report the resources of a run: time, memory and kernels."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ def describe_time(parts: Sequence[run_files.RunPart], said: str, caption: str) -
 
 
 def describe_time_of_run(record: RunRecord) -> list[content.Block]:
-    """Return where the time went, over all parts of the run."""
+    """Return the use of time over all parts of the run."""
     parts = record.parts
     how = "in one go" if len(parts) == 1 else f"in {len(parts)} parts, as it was resumed; all are counted"
     said = f"{how}; begun {format_moment(parts[0].begun)}" if parts else ""
@@ -48,7 +48,7 @@ def describe_time_of_run(record: RunRecord) -> list[content.Block]:
 
 
 def describe_memory(record: RunRecord) -> list[content.Block]:
-    """Return what the first steps took of each GPU, beside what was forecast."""
+    """Return the memory of the first steps on each GPU, beside the forecast."""
     memory = record.memory
     if not memory or not memory.get("measured"):
         return []
@@ -74,7 +74,7 @@ def _list_gib(memory: Mapping[str, Any]) -> list[str]:
 
 
 def describe_kernels(record: RunRecord) -> list[content.Block]:
-    """Return what was measured, and chosen, where the config left it to that."""
+    """Return the measured and chosen kernels, if the config asks for measurements."""
     if record.kernels is None:
         return []
     times = {kind: f"{ms:.3g} ms a step" for kind, ms in (record.kernels.get("milliseconds") or {}).items()}

@@ -1,4 +1,4 @@
-"""What is said of one run."""
+"""Describe a run in a report."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,14 +32,14 @@ CURVES = (
 
 
 def describe_run(record: RunRecord, state: str | None = None) -> content.ReportContent:
-    """Return what is said of a run.
+    """Return the report of a run.
 
     Parameters
     ----------
     record : RunRecord
         Of its folder.
     state : str, optional
-        How it ended, where the caller knows better than its files.
+        State of the run, if the caller knows more than the files.
     """
     compose = content.Composer(record.missing)
     state = state or find_state(record)
@@ -104,7 +104,7 @@ def describe_environment(environment: Mapping[str, Any]) -> list[content.Block]:
 
 
 def find_state(record: RunRecord) -> str:
-    """Return how a run ended, or how it stood when something was last heard of it."""
+    """Return the final or last known state of a run."""
     if record.status is None:
         return "finished" if (record.folder / "report.md").exists() else "state unknown"
     if record.status.has_ended:

@@ -1,4 +1,4 @@
-"""What is said of scores: tables by label and by case, boxes, extremes, and one's own beside published ones."""
+"""Report scores: tables by label and by case, boxes, extremes, and a comparison with published results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from volseg.reporting.reading import FEWEST, ReportedCase, Scores, mean
 __all__ = ["choose_extremes", "describe_scores", "tabulate_published"]
 
 NUM_EXTREME = 5
-"""Cases at either end that are shown."""
+"""Number of cases shown at either end."""
 
 
 def choose_extremes(cases: Sequence[ReportedCase]) -> tuple[list[ReportedCase], list[ReportedCase]]:
@@ -163,6 +163,6 @@ def tabulate_published(
 
 
 def _format_dice(dice: Sequence[float]) -> list[str]:
-    """Return as many digits as the source has, and one more for a mean of its numbers."""
+    """Return Dice with as many digits as the source has, and one more for a mean."""
     digits = max(2, *(len(repr(value).partition(".")[2]) for value in dice))
     return [*(f"{value:.{digits}f}" for value in dice), f"{mean(dice):.{min(digits + 1, 4)}f}"]

@@ -1,4 +1,4 @@
-"""What is said of a search: its trials, the best of them, and how the metric depends on each value."""
+"""Report a search: its trials, the best trial, and the dependence of the metric on each value."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SEARCH = "search.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRecord:
-    """What is known of a search."""
+    """Files of a search."""
 
     folder: Path
     results: Mapping[str, Any]
@@ -45,7 +45,7 @@ class SearchRecord:
 
 
 def read_search(folder: str | Path) -> SearchRecord:
-    """Read what the folder of a search holds."""
+    """Read the folder of a search."""
     missing: list[str] = []
     results = read_json(Path(folder) / SEARCH, missing, "the trials")
     return SearchRecord(folder=Path(folder), results=results or {}, missing=missing)

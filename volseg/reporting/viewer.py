@@ -1,8 +1,8 @@
-"""Cases as one page in which NiiVue shows slices in three planes, with label maps over them.
+"""Write cases as one page in which NiiVue shows slices in three planes, with label maps over them.
 
-The page holds the volumes, compressed, and asks nothing of any other file or machine. A volume that is too large for a
-page is thinned: every n-th voxel along the axes with the finest spacing is kept, so that each shown value is one of the
-file. The page states the spacing that is left.
+The page is self-contained and holds the compressed volumes. A volume that is too large for a page is thinned: every
+n-th voxel along the axes with the finest spacing is kept, so that each shown value is one of the file. The page states
+the spacing that is left.
 
 The repository does not hold NiiVue. ``make viewer`` runs ``python -m volseg.reporting.viewer``, and so does the build
 of a wheel: npm fetches the package, which is compared and of which one file is kept beside this module. Nothing of the
@@ -167,7 +167,7 @@ class _Page:
         }
 
     def _choose_steps(self, grid: Grid, name: str) -> list[int]:
-        """Return every how manyth voxel is kept along each axis."""
+        """Return the step between kept voxels along each axis."""
         steps = [1, 1, 1]
         while math.prod(-(-side // step) for side, step in zip(grid.shape, steps, strict=True)) > self._most:
             if self._most < FEWEST:

@@ -1,4 +1,4 @@
-"""From the folder of a run, a cross-validation or a search to its report."""
+"""Write the report of a run, a cross-validation or a search from its folder."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -84,7 +84,7 @@ def write_markdown(report: ReportContent, sections: Collection[str] | None = Non
 
 
 def _escape(text: str) -> str:
-    r"""Return a text of which a page that is made of it shows no tag, link or image, whatever names are in it.
+    r"""Return a text in which no name can become a tag, link or image of the rendered page.
 
     A backslash before ``<`` would not do, as a name may end with one.
 

@@ -1,5 +1,5 @@
-"""What happens to a case between its files and the network.
+"""Transform cases between their files and the network.
 
 `preprocessing` prepares one case, reproducibly and reversibly; augmentation varies whole batches on the training
-device. `grid` says where the voxels of a volume lie.
+device. `grid` describes the positions of a volume's voxels.
 """

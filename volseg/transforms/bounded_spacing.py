@@ -1,4 +1,4 @@
-"""MONAI's resampling to a spacing: bounded in memory, left out where it does nothing, and by planes where asked.
+"""Resample to a spacing like MONAI, with bounded memory, only if needed, and within planes on request.
 
 Where a volume has the orientation or the spacing already, no voxel moves. MONAI finds that out by the way it would take
 otherwise, and carries the metadata along in a millisecond or two for each volume; small volumes are read in less. Here

@@ -1,4 +1,4 @@
-"""A grid of voxels and the map that places it in the patient.
+"""Define a grid of voxels and the map that places it in the patient.
 
 Going back to the image's own grid uses the two grids' affines and nothing else. MONAI's ``Invertd`` would replay its
 trace instead, which ties the prediction to the very transform objects that preprocessed the case (``id(self)`` is
@@ -31,7 +31,7 @@ half a voxel, by 0.5.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """Where the voxels of a volume lie.
+    """Positions of the voxels of a volume.
 
     Parameters
     ----------

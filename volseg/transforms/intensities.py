@@ -1,4 +1,4 @@
-"""Intensities of images, made comparable between cases; label maps stay as they are."""
+"""Normalise the intensities of images between cases; label maps stay unchanged."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

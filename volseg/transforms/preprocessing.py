@@ -1,4 +1,4 @@
-"""From a case as it was read to a case as the network sees it: orientation, spacing, intensities, crop, padding.
+"""Preprocess a case for the network: orientation, spacing, intensities, crop, padding.
 
 MONAI's dictionary transforms do the work. This module gives each a short name for the config, passes the settings that
 keep image and label on one grid, and refuses what would make the geometry silently wrong: a volume without an affine
@@ -74,7 +74,7 @@ def _build_step(component: Mapping[str, Any], fields: tuple[str, ...]) -> Callab
 
 
 class CheckedStep:
-    """A step of the user's own, which must leave a case as the others need it.
+    """Run a custom step, and check the case that it returns.
 
     Parameters
     ----------

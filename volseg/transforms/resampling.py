@@ -1,4 +1,4 @@
-"""MONAI's resampling onto another grid, a few planes at a time.
+"""Resample onto another grid like MONAI, a few planes at a time.
 
 MONAI writes down the three coordinates of every new voxel in float64, by way of a fourth number, before it looks at the
 first: a CT of 512 x 512 x 160 takes gigabytes of fresh memory, and most of the time goes into its pages. A slab of some

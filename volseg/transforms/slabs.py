@@ -1,4 +1,4 @@
-"""Work on a large volume slab by slab, in threads; for what computes each voxel by itself, to the same bits."""
+"""Process a large volume slab by slab in threads, for functions that compute each voxel independently."""
 
 import os
 from collections.abc import Callable, Sequence

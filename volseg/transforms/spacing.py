@@ -68,7 +68,7 @@ def spacing_after(components: Sequence[Mapping[str, Any]], affine: np.ndarray) -
 
 
 def depends_on_case(components: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether cases may come out with different voxel sides: none is resampled, or axes are exchanged after it.
+    """Return whether cases may get different voxel sides: none is resampled, or axes are exchanged after it.
 
     >>> depends_on_case([{"name": "Orientation"}, {"name": "Spacing", "spacing": [1, 1, 3]}])
     False

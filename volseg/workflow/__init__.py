@@ -1,4 +1,4 @@
-"""Named modules, the workflows that run them, and the hooks that watch."""
+"""Train, validate and test with named modules; hooks observe each training."""
 
 from volseg.checkpointing.file import load_checkpoint, save_checkpoint
 from volseg.checkpointing.state import EpochRecord, TrainingState

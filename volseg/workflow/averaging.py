@@ -1,7 +1,7 @@
-"""Exponential moving average of a model's weights.
+"""Keep an exponential moving average of a model's weights.
 
-``torch.optim.swa_utils.AveragedModel`` deep-copies the module, which a network placed on several devices does not
-survive; this keeps the averaged tensors beside the module and exchanges them for the time of a validation.
+``torch.optim.swa_utils.AveragedModel`` deep-copies the module, which fails for a network placed on several devices.
+`WeightAverage` keeps the averaged tensors beside the module and swaps them in during a validation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,15 +18,15 @@ __all__ = ["WeightAverage"]
 class WeightAverage:
     """Exponential moving average of a module's parameters.
 
-    Buffers (running statistics) are averages already and are taken as they are.
+    Buffers (running statistics) are averages already and stay unchanged.
 
     Parameters
     ----------
     module : nn.Module
-        Its parameters are followed, on their own devices.
+        Module whose parameters are averaged, each on its own device.
     decay : float
         Weight of the past, in (0, 1). The first updates use the smaller ``(1 + t) / (10 + t)`` (t: updates so far), so
-        that the random initial weights are forgotten at once (TensorFlow's ExponentialMovingAverage).
+        that the random initial weights fade quickly (TensorFlow's ExponentialMovingAverage).
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -43,7 +43,7 @@ class WeightAverage:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         by_device: dict[torch.device, list[str]] = {}
         for name, parameter in self._parameters.items():
-            if self._average[name].device != parameter.device:  # placed lazily, after the average was made
+            if self._average[name].device != parameter.device:  # placed lazily, after the average was created
                 self._average[name] = self._average[name].to(parameter.device)
             by_device.setdefault(parameter.device, []).append(name)
         for names in by_device.values():
@@ -53,7 +53,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the module hold the averaged weights inside the context, its own again after it."""
+        """Swap the averaged weights into the module for the duration of the context."""
         self._exchange()
         try:
             yield
@@ -68,11 +68,11 @@ class WeightAverage:
             self._average[name] = own
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and how many updates made it."""
+        """Return the average and the number of its updates."""
         return {"updates": self.updates, "average": dict(self._average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved average; it must hold the same parameters."""
+        """Load a saved average of the same parameters."""
         average = state["average"]
         if average.keys() != self._average.keys():
             differ = sorted(average.keys() ^ self._average.keys())

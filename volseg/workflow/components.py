@@ -1,4 +1,4 @@
-"""Losses, metrics and optimizers that a config may name: MONAI's and torch's own; parts of a network by their names."""
+"""Build the losses, metrics and optimizers that a config names; select parts of a network by parameter names."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,29 +44,29 @@ def _classes(module: ModuleType, base: type) -> dict[str, Callable[..., Any]]:
     return {name: member for name, member in members if issubclass(member, base) and member is not base}
 
 
-# Logits and a label map (B, 1, D, H, W) are what a segmentation loss of ours gets, so this is what it must be told.
+# Parameters of MONAI's losses for logits and a label map (B, 1, D, H, W), the inputs of our segmentation losses.
 SEGMENTATION = {"to_onehot_y": True, "softmax": True, "use_softmax": True}
 
 OVERLAPPING = ("DiceLoss", "DiceFocalLoss", "FocalLoss", "GeneralizedDiceLoss", "TverskyLoss")
-"""MONAI's losses that are right about volumes that overlap, with a sigmoid each. Its ``DiceCELoss`` is none of them: it
-takes the cross entropy of a softmax, whatever its Dice is told."""
+"""MONAI's losses that are correct for overlapping volumes, with a sigmoid each. ``DiceCELoss`` is not: its cross
+entropy always uses a softmax."""
 
 OVERLAPS = ("DiceMetric", "GeneralizedDiceScore", "MeanIoU")
 DISTANCES = ("HausdorffDistanceMetric", "SurfaceDiceMetric", "SurfaceDistanceMetric")
-"""Metrics in mm: they are told the spacing."""
+"""Metrics in mm; they take the spacing."""
 
 OTHER_LOOPS = ("LBFGS", "Muon", "SparseAdam")
 """Optimizers for closures, for matrices, and for sparse gradients."""
 
 
 def _losses() -> dict[str, Callable[..., Any]]:
-    """Return MONAI's losses that take logits; others (of registration, of probabilities) would be silently wrong."""
+    """Return MONAI's losses that take logits; others (registration, probabilities) would be silently wrong."""
     registry = Registry("loss", _classes(monai.losses, Loss))
     taken = {
         name: loss
         for name, loss in registry.items()
         if (registry.accepts(name, "softmax") or registry.accepts(name, "use_softmax"))
-        and loss.__name__ == name  # `dice_ce` and others are second names
+        and loss.__name__ == name  # `dice_ce` and others are aliases
         and not name.startswith("Masked")  # takes a mask, which no batch has
     }
     return {**taken, "DiceCELoss": DiceCELoss}
@@ -86,21 +86,21 @@ FUSED = ("Adam", "AdamW", "SGD")
 
 
 def is_fused_on_gpu(spec: Mapping[str, Any]) -> bool:
-    """Tell whether `build_optimizer` makes an optimizer whose step on a GPU is one kernel, which can be recorded."""
-    asks_otherwise = spec.get("foreach") or spec.get("differentiable")  # with which torch refuses a fused form
+    """Return whether `build_optimizer` builds a fused optimizer on a GPU, whose step can be captured."""
+    asks_otherwise = spec.get("foreach") or spec.get("differentiable")  # torch refuses to fuse these
     return bool(spec.get("fused", spec["name"] in FUSED and not asks_otherwise))
 
 
 def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, targets: Targets | None = None) -> Named:
     """Return a loss on logits ``(B, K, D, H, W)`` and a label map ``(B, 1, D, H, W)``, or on other fields.
 
-    MONAI's losses are told to take the softmax and the one-hot form themselves, unless the spec says otherwise. A list
-    of logits (deep supervision, full resolution first) gets `monai.losses.DeepSupervisionLoss`'s weights. Class weights
-    are handed over as a tensor.
+    MONAI's losses compute the softmax and the one-hot form themselves, unless the spec says otherwise. A list of logits
+    (deep supervision, full resolution first) gets `monai.losses.DeepSupervisionLoss`'s weights. Class weights become a
+    tensor.
 
-    Where a label map's numbers mean more than a class each, ``DiceCELoss`` is that of `volseg.losses.known_voxels`, a
-    loss of one's own is given them as the parameter ``targets`` if it has one, and of MONAI's others those of
-    `OVERLAPPING` take regions. Any other loss is refused: it would be computed, and wrong.
+    If the label maps hold more than one class per value, ``DiceCELoss`` is that of `volseg.losses.known_voxels`. A
+    custom loss with a parameter ``targets`` gets the targets. MONAI's losses of `OVERLAPPING` take regions. Any other
+    loss is refused: its value would be wrong.
 
     Parameters
     ----------
@@ -109,12 +109,12 @@ def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, t
     inputs, output
         Fields of the batch, and the name of the loss.
     targets : Targets, optional
-        What the label maps hold; a class each by default.
+        Content of the label maps; by default one class per value.
 
     Raises
     ------
     ConfigError
-        For an unknown name or parameter, or a loss that does not know what the label maps hold.
+        For an unknown name or parameter, or a loss that does not support the targets.
     """
     LOSSES.check(spec)
     is_own = LOSSES.find_source(spec["name"]) is not None
@@ -130,7 +130,7 @@ def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, t
 
 
 def _build_for(targets: Targets, spec: Mapping[str, Any]) -> nn.Module:
-    """Return a loss that knows what label maps hold beside classes."""
+    """Return a loss that supports regions, ignored voxels or hidden classes."""
     name = spec["name"]
     if LOSSES.accepts(name, "targets"):
         own: nn.Module = LOSSES.build(spec, targets=targets)
@@ -138,7 +138,7 @@ def _build_for(targets: Targets, spec: Mapping[str, Any]) -> nn.Module:
     if targets.regions and (spec.get("softmax") or spec.get("use_softmax")):
         raise ConfigError(f"loss {name} is to take a softmax, but regions overlap; leave it out of the config")
     if LOSSES[name] is DiceCELoss:
-        # What regions take anyway may be said once more.
+        # Regions always use a sigmoid; a config may repeat the parameter.
         parameters = {key: value for key, value in spec.items() if not (targets.regions and key == "sigmoid")}
         loss: DiceCELoss = LOSSES.build({"softmax": True, "to_onehot_y": True, **parameters})
         return loss.take_targets(targets)
@@ -149,13 +149,13 @@ def _build_for(targets: Targets, spec: Mapping[str, Any]) -> nn.Module:
             f"loss {name} does not know what the label maps hold ({held}); take DiceCELoss, or one of your own with a "
             "parameter 'targets' (volseg.losses.Targets)"
         )
-    # Its first output would be taken for the background.
+    # Without include_background the loss would skip its first output, as if it were the background.
     activation = {key: True for key in ("sigmoid", "include_background") if LOSSES.accepts(name, key)}
     return OfRegions(LOSSES.build({**spec, **activation}), targets)
 
 
 class OfRegions(nn.Module):
-    """A loss of overlapping one-hot volumes, told a label map."""
+    """Apply a loss of overlapping one-hot volumes to a label map."""
 
     def __init__(self, loss: nn.Module, targets: Targets) -> None:
         super().__init__()
@@ -165,11 +165,11 @@ class OfRegions(nn.Module):
 
     def forward(self, logits: Tensor, label: Tensor) -> Tensor:
         """Return the loss of logits ``(B, R, D, H, W)`` and a label map ``(B, 1, D, H, W)`` of classes."""
-        # Comparisons and not torch.isin: sharded volumes have them, and nothing is copied from the host.
+        # Comparisons, not torch.isin: sharded volumes support them, and they copy nothing from the host.
         is_class = [(label == index).to(logits.dtype) for index in range(self.targets.num_classes)]
         volumes = [reduce(torch.add, [is_class[index] for index in region]) for region in self.targets.regions]
         result: Tensor = self.loss(logits, torch.cat(volumes, 1))
-        # A number that means nothing would lie outside of all regions without a word.
+        # An unknown value would silently count as outside of all regions.
         return result * torch.where((label >= self.targets.num_classes).any(), torch.nan, 1.0)
 
 
@@ -183,7 +183,7 @@ def build_metric(
 ) -> Named:
     """Return a MONAI metric of label maps ``(1, 1, D, H, W)``, over the foreground unless the spec says otherwise.
 
-    Its inputs end with the field ``spacing`` (mm along D, H, W) where it measures distances.
+    For a metric of distances, the inputs end with the field ``spacing`` (mm along D, H, W).
 
     Parameters
     ----------
@@ -192,15 +192,15 @@ def build_metric(
     inputs, output
         Fields of a case, and the name of the metric.
     num_classes : int, optional
-        Of label maps that hold 0 to one less.
+        Number of classes; label maps hold 0 to ``num_classes - 1``.
     columns : sequence, optional
-        In place of it, the values that belong to each column of the one-hot form: ``(0,)`` first and a value each, or
-        those of each region.
+        Replaces ``num_classes``: the label values of each column of the one-hot form, either ``(0,)`` first and one
+        value each, or the values of each region.
 
     Raises
     ------
     ConfigError
-        For an unknown name or parameter, or regions without the first of them.
+        For an unknown name or parameter, or if the first region would be left out.
     """
     METRICS.check(spec)
     if columns is None:
@@ -218,7 +218,7 @@ def build_metric(
 
 
 class OneHot(nn.Module):
-    """A metric of one-hot volumes, asked about label maps."""
+    """Apply a metric of one-hot volumes to label maps."""
 
     def __init__(self, metric: Callable[..., Any], columns: Sequence[Sequence[int]]) -> None:
         super().__init__()
@@ -226,8 +226,8 @@ class OneHot(nn.Module):
         self.columns = [tuple(values) for values in columns]
 
     def forward(self, prediction: Tensor, label: Tensor, spacing: Sequence[float] | None = None) -> Tensor:
-        """Return what the metric gives for ``(B, 1, D, H, W)`` label maps, per case and column."""
-        # A label map itself would pass: MONAI's MeanIoU of one is not an error but a number above 1.
+        """Return the metric of ``(B, 1, D, H, W)`` label maps, per case and column."""
+        # MONAI accepts label maps without an error: its MeanIoU of them is a number above 1.
         volumes = [self._split(volume.as_subclass(Tensor)) for volume in (prediction, label)]
         result = self.metric(*volumes, **({} if spacing is None else {"spacing": tuple(spacing)}))
         assert isinstance(result, Tensor)
@@ -239,16 +239,16 @@ class OneHot(nn.Module):
 
 
 class AnyDepth(nn.Module):
-    """A loss of one volume of logits, or of the list that a network with deep supervision returns."""
+    """Apply a loss to one volume of logits, or to the list of a network with deep supervision."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         super().__init__()
         self.plain = loss
-        self.__name__ = getattr(loss, "__name__", type(loss).__name__)  # of which a message speaks
+        self.__name__ = getattr(loss, "__name__", type(loss).__name__)  # for messages
         self.deep = DeepSupervisionLoss(loss)
 
     def forward(self, logits: Tensor | list[Tensor], *others: Any) -> Tensor:
-        """Return the scalar loss of ``logits`` against a label map, or against whatever else the loss takes."""
+        """Return the scalar loss of ``logits`` and a label map, or of other fields that the loss takes."""
         if not isinstance(logits, list | tuple):
             return self.plain(logits, *others)
         if len(others) != 1:
@@ -261,8 +261,8 @@ class AnyDepth(nn.Module):
         if isinstance(self.plain, DiceCELoss) and self.plain.is_fused:
             heads = zip(weights, logits, strict=True)
             return torch.stack([self.plain.of_head(head, label, weight) for weight, head in heads]).sum()
-        # DeepSupervisionLoss.forward begins its sum with a number from the host, which a CUDA graph cannot hold.
-        if label.dtype == torch.int64:  # which torch cannot resize; the values are exact in float32
+        # DeepSupervisionLoss.forward starts its sum with a host number, which a CUDA graph cannot capture.
+        if label.dtype == torch.int64:  # torch cannot resize int64; the values are exact in float32
             label = label.float()
         terms = [weight * self.deep.get_loss(head, label) for weight, head in zip(weights, logits, strict=True)]
         return torch.stack(terms).sum()
@@ -275,18 +275,18 @@ def build_optimizer(
     on_gpu: bool,
     parts: Mapping[str, Mapping[str, Any]] = {},
 ) -> Optimizer:
-    """Return an optimizer over the parameters that train, fused on a GPU where torch has it.
+    """Return an optimizer over the trainable parameters, fused on a GPU where torch supports it.
 
-    A fused optimizer also skips the host's wait for the gradient scaler's verdict.
+    With a fused optimizer the host does not wait for the gradient scaler's check for infinities.
 
     Parameters
     ----------
     spec : mapping
         Name and parameters.
     network : nn.Module
-        Its parameters that require no gradient are left out.
+        Parameters that require no gradient are left out.
     on_gpu : bool
-        Whether they lie on a GPU.
+        Whether the parameters are on a GPU.
     parts : mapping, optional
         Other settings for parameters by patterns of their names; see `group_parameters`.
 
@@ -302,19 +302,19 @@ def build_optimizer(
         raise ConfigError(
             f"optimizer {spec['name']} must make a torch.optim.Optimizer, got a {type(optimizer).__name__}"
         )
-    for settings in parts.values():  # which torch itself looks at only where they are those of all parameters
+    for settings in parts.values():  # torch checks settings only if they are the defaults of all parameters
         OPTIMIZERS.build({**spec, **settings}, [nn.Parameter(torch.zeros(1))])
     return optimizer
 
 
 # Parts of a network, by patterns of its parameters' names: frozen, or with a learning rate of their own.
 #
-# Names are the plain network's, whatever it is wrapped in. In a pattern ``*`` stands for anything, dots too. A pattern
-# that matches nothing is refused: a part that is believed frozen must not train.
+# Names are those of the plain network, without its wrappers. In a pattern, ``*`` matches any text, dots included. A
+# pattern without a match is refused: it could leave a part training that the user believes frozen.
 
 
 ALIKE = frozenset({"capturable", "differentiable", "foreach", "fused", "maximize", "params"})
-"""Settings of an optimizer that say how it computes, and are the same for all parameters."""
+"""Settings of an optimizer that must be the same for all parameters."""
 
 
 def match_parameters(patterns: Iterable[str], names: Sequence[str], setting: str) -> dict[str, list[str]]:
@@ -323,25 +323,25 @@ def match_parameters(patterns: Iterable[str], names: Sequence[str], setting: str
     Raises
     ------
     ConfigError
-        For a pattern that matches none, with the nearest names.
+        For a pattern without a match; the message lists the nearest names.
     """
     matched = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
     for pattern in [pattern for pattern, found in matched.items() if not found]:
         stem = pattern.partition("*")[0].rstrip(".") or pattern
         parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
         near = get_close_matches(stem, parts, n=3) or {name.partition(".")[0] for name in names}
-        near = [part if part in names else f"{part}.*" for part in near]  # a part's own name matches no parameter
+        near = [part if part in names else f"{part}.*" for part in near]  # the name of a part matches no parameter
         raise ConfigError(f"{setting}: no parameter is called {pattern!r}; {did_you_mean(stem, near)}")
     return matched
 
 
 def freeze_parts(network: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Let no optimizer change the parameters that ``patterns`` match; return their names.
+    """Freeze the parameters that ``patterns`` match; return their names.
 
     Raises
     ------
     ConfigError
-        For a pattern that matches none, or if nothing would be left to train.
+        For a pattern without a match, or if no parameter would be left to train.
     """
     names = [name for name, _ in network.named_parameters()]
     frozen = {name for found in match_parameters(patterns, names, "training.frozen").values() for name in found}
@@ -354,9 +354,10 @@ def freeze_parts(network: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def list_frozen_norms(network: nn.Module) -> list[nn.Module]:
-    """Return the norms with running statistics that lie in frozen parts.
+    """Return the norms with running statistics in frozen parts of a network.
 
-    Such a norm has only frozen parameters; one without any belongs to the smallest part around it that has some.
+    All parameters of such a norm are frozen. A norm without parameters belongs to the smallest enclosing part with
+    parameters.
     """
     modules = dict(network.named_modules())
     found: list[nn.Module] = []
@@ -371,13 +372,12 @@ def list_frozen_norms(network: nn.Module) -> list[nn.Module]:
 
 
 def group_parameters(network: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the parameters that train as groups for an optimizer: those of no part first.
+    """Return the trainable parameters as groups for an optimizer: first the parameters outside all parts.
 
     Raises
     ------
     ConfigError
-        For a pattern that matches no parameter that trains, a parameter of two parts, or a setting that all
-        parameters share.
+        For a pattern that matches no trainable parameter, a parameter in two parts, or a setting of `ALIKE`.
     """
     trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     groups, part_of = [], dict[str, str]()
@@ -395,7 +395,7 @@ def group_parameters(network: nn.Module, parts: Mapping[str, Mapping[str, Any]])
 
 
 def _paths_upwards(path: str) -> Iterator[str]:
-    """Yield a module's path and those of the modules around it, the network itself last."""
+    """Yield a module's path and the paths of its enclosing modules, the network last."""
     while path:
         yield path
         path = path.rpartition(".")[0]

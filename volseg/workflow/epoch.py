@@ -1,4 +1,4 @@
-"""What is counted of the epoch that is being trained: its losses, which stay on the device, and its seconds."""
+"""Keep an epoch's losses, on the device, and measure its seconds."""
 
 import math
 import time
@@ -15,32 +15,29 @@ __all__ = ["CHECK_EVERY", "NORM", "OVERLAP", "AsyncLossReader", "EpochClock", "E
 
 
 CHECK_EVERY = 32
-"""Batches between two looks at the losses on a GPU; on a CPU every batch is looked at, which costs nothing there."""
+"""Batches between two checks of the losses on a GPU; on a CPU every batch is checked, at no cost."""
 
 
 NORM = "(gradient norm)"
-"""Beside a batch's losses, by a name that no loss has. Unlike them it may be no number: of a batch that completes no
-step, and of a step that float16 leaves out."""
+"""Key of the gradient norm among a batch's losses; no loss has this name. The norm is not finite if the batch completes
+no step, or if the float16 scaler skips the step."""
 
 OVERLAP = "(foreground overlap)"
-"""Likewise: the sums of a batch from which the soft Dice of an epoch's foreground follows."""
+"""Key of a batch's sums, from which the soft Dice of an epoch's foreground is computed."""
 
 
 class EpochLosses:
-    """Losses batch by batch, and the cases they are of.
+    """Losses and cases of an epoch, batch by batch.
 
     Parameters
     ----------
-    names : sequence of str
-        Of the losses.
-    epoch : int
-        Which epoch it is, counted from 0, for a message, which counts from 1.
+    names : sequence of str epoch : int
+        Number of the epoch, from 0; messages count from 1.
     losses : iterable of mapping
-        Of the batches that are done, where a training goes on in the middle of an epoch; they have been looked at.
-    cases : iterable of sequence of str
-        Of these batches.
-    gather : callable
-        From this process's cases of a batch to those of all that share it; every process calls it, for a message.
+        Losses of the completed batches, if a training resumes within an epoch; already checked.
+    cases : iterable of sequence of str gather : callable
+        Maps this process's cases of a batch to the cases of all processes that share the batch, for a message; every
+        process calls it.
     """
 
     def __init__(
@@ -60,23 +57,23 @@ class EpochLosses:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough batches have gone by to look at their losses."""
+        """Whether enough batches have passed for the next check of the losses."""
         return len(self.losses) - self._num_checked >= CHECK_EVERY
 
     def begin_batch(self, cases: Sequence[str]) -> None:
-        """Note of which cases the losses come next."""
+        """Record the cases of the next batch."""
         self.cases.append(tuple(cases))
 
     def add(
         self, losses: Mapping[str, Tensor], gradient_norm: Tensor | None = None, overlap: Tensor | None = None
     ) -> None:
-        """Keep the losses of the batch, its overlap, and the norm of the gradient where it ended a step."""
-        if gradient_norm is None:  # every batch has the same names: a checkpoint keeps them as one tensor each
+        """Keep the losses and the overlap of a batch, and the gradient norm if the batch completed a step."""
+        if gradient_norm is None:  # same names for every batch: a checkpoint stores one tensor per name
             gradient_norm = torch.full_like(next(iter(losses.values())), math.nan, dtype=torch.float32)
         self.losses.append({**losses, NORM: gradient_norm, **({} if overlap is None else {OVERLAP: overlap})})
 
     def require_finite(self, losses: Mapping[str, Tensor]) -> None:
-        """Look at the losses of the batch that has begun.
+        """Check the losses of the current batch.
 
         Raises
         ------
@@ -86,7 +83,7 @@ class EpochLosses:
         self._refuse_not_finite(len(self.losses), {name: value.item() for name, value in losses.items()})
 
     def look(self) -> dict[str, float]:
-        """Look at the losses that came since the last time; return the newest, nothing if there is none.
+        """Check the losses since the last check; return the newest losses, or an empty dict.
 
         Raises
         ------
@@ -113,7 +110,7 @@ class EpochLosses:
         return math.fsum(values) / len(values) if values else None
 
     def compute_soft_dice(self) -> float | None:
-        """Return the soft Dice of the foreground of all batches; None where no loss left their overlap."""
+        """Return the soft Dice of the foreground over all batches; None without overlaps."""
         sums = [batch[OVERLAP] for batch in self.losses if OVERLAP in batch]
         return compute_soft_dice(torch.stack(sums).double().sum(0)) if sums else None
 
@@ -127,27 +124,27 @@ class EpochLosses:
             )
 
 
-# Losses for display, from the first step on: they come from the device when they come, and nobody waits for them.
+# Losses for display, from the first step on: they are copied asynchronously, and the host never waits for them.
 
 
 EVERY_SECONDS = 0.5
-"""Between two copies: more could not be read, and each takes some ten microseconds of the host."""
+"""Interval between two copies; each takes some ten microseconds of the host."""
 
 
 class AsyncLossReader:
-    """The losses of one of the last batches, copied beside what a GPU computes; on a CPU they are there at once."""
+    """Read the losses of recent batches from a GPU asynchronously, and from a CPU at once."""
 
     def __init__(self) -> None:
         self._next = 0.0
         self._on_the_way: tuple[list[str], Tensor, torch.cuda.Event] | None = None
 
     def exchange(self, losses: Mapping[str, Tensor]) -> dict[str, float] | None:
-        """Take the losses of a batch; return those of a batch before that have arrived, or None.
+        """Take the losses of a batch; return the losses of an earlier batch if their copy is complete, or None.
 
         Parameters
         ----------
         losses : mapping
-            Scalars by name, on the device, where later steps do not overwrite them.
+            Scalars by name, on the device; later steps must not overwrite them.
         """
         if not any(value.is_cuda for value in losses.values()):
             return {name: float(value) for name, value in losses.items()}
@@ -176,19 +173,18 @@ class AsyncLossReader:
         return dict(zip(names, values.tolist(), strict=True))
 
 
-# The seconds of an epoch, over all interruptions, and those of them that went by waiting for batches.
+# The seconds of an epoch over all interruptions, and the part of them spent waiting for batches.
 
 
 class EpochClock:
-    """What an epoch has taken so far.
+    """Seconds that an epoch has taken so far.
 
-    Whoever asks in the middle of an epoch, a checkpoint or the end by an error, must not find the seconds spent waiting
-    there without those in which they lie: `count` before.
+    Call `count` before reading within an epoch, for a checkpoint or after an error: ``waited`` must never exceed
+    ``seconds``.
 
     Parameters
     ----------
     seconds, waited : float
-        Of the epoch's beginning, before an interruption.
     """
 
     def __init__(self, seconds: float = 0.0, waited: float = 0.0) -> None:
@@ -196,18 +192,18 @@ class EpochClock:
         self.begin()
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Start counting."""
         self._turned = time.perf_counter()
 
     def count(self) -> float:
-        """Add what went by since the last time; return the time of now."""
+        """Add the seconds since the last call; return the current time."""
         before, self._turned = self._turned, time.perf_counter()
         self.seconds += self._turned - before
         return self._turned
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count what goes by in here as spent waiting, too."""
+        """Count the seconds inside the context as waiting, too."""
         asked = self.count()
         yield
         self.waited += self.count() - asked

@@ -1,7 +1,7 @@
-"""Events of a workflow, as methods to override.
+"""Observe a training with hooks, whose methods are its events.
 
-A workflow calls each of its hooks in the order they were given, passing itself: there is no event bus and no
-registration by name, so what happens at an event is what the list of hooks says.
+A training calls its hooks in their order and passes itself. There is no event bus and no registration by name: the list
+of hooks shows everything that happens at an event.
 """
 
 import math
@@ -70,7 +70,7 @@ class Patience(Hook):
     Parameters
     ----------
     validations : int
-        How many validations in a row may pass without a new best score.
+        Consecutive validations that may pass without a new best score.
     """
 
     def __init__(self, validations: int) -> None:
@@ -79,11 +79,11 @@ class Patience(Hook):
         self.validations = validations
 
     def has_run_out(self, history: Sequence[EpochRecord]) -> bool:
-        """Tell whether so many validations have passed that a training with this history is at its end."""
+        """Return whether a training with this history must stop."""
         return _validations_since_best(history) >= self.validations
 
     def on_training_begin(self, training: "Training") -> None:
-        """Stop a resumed training where it had been stopped before."""
+        """Stop a resumed training that had already run out of patience."""
         self._judge(training)
 
     def on_epoch_end(self, training: "Training", record: EpochRecord) -> None:
@@ -97,7 +97,7 @@ class Patience(Hook):
 
 
 HOOKS = Registry("hook", group="volseg.hooks")
-"""What ``hooks`` in a config may name: only what users add, as the framework's own hooks follow from other settings."""
+"""Hooks that a config may name: only the user's, as other settings create the framework's own hooks."""
 
 
 def build_hook(spec: Mapping[str, Any]) -> Hook:
@@ -121,57 +121,57 @@ def _validations_since_best(history: Sequence[EpochRecord]) -> int:
 
 
 class ForgetOldSizes(Hook):
-    """Free the recordings of a step on patches of a size that will not come again, and of their batches.
+    """Free the recordings of a step and its batches when the patch size changes for good.
 
     Parameters
     ----------
     batches : GrowingBatches
-        Of the training.
+        Batches of the training.
     """
 
     def __init__(self, batches: GrowingBatches) -> None:
         self._batches = batches
 
     def on_epoch_begin(self, training: "Training") -> None:
-        """Free it where the size changes."""
+        """Free the recordings if the patch size changes at this epoch."""
         if self._batches.changes_at(training.epoch):
             training.step.release()
             self._batches.release_before(training.epoch)
 
 
-# When a training is saved: a hook that takes its state between two batches, while it goes on.
+# Saving a training: a hook copies its state between two batches, while the training continues.
 #
-# `volseg.checkpointing` says what is saved and how it is written.
+# `volseg.checkpointing` defines the content of a checkpoint and writes it.
 
 
 class Checkpoints(Hook):
-    """Write ``latest.pt`` and ``best.pt`` while training, which goes on meanwhile.
+    """Write ``latest.pt`` and ``best.pt`` while the training continues.
 
     The state is copied between two batches and written by a thread. A fault of the thread, such as a full disk, is
-    raised after the next batch. The latest checkpoint before the last one is kept as ``previous.pt``. A training that
-    begins in a folder with checkpoints of an earlier one is refused.
+    raised after the next batch. The previous ``latest.pt`` is kept as ``previous.pt``. A new training in a folder with
+    checkpoints of an earlier one is refused.
 
     Parameters
     ----------
     folder : path
-        Where the checkpoints lie; made when the first one is written.
+        Folder of the checkpoints; created when the first checkpoint is written.
     every_minutes : float
-        ``latest.pt`` is written when this much time has passed since the last one, in the middle of an epoch too, and
-        always after the last epoch, also where a hook ended the training, and at an interrupt. Time, not epochs: what
-        a crash can cost is time. One is written after the other, however short the time.
+        Minimum time between two writings of ``latest.pt``, also within an epoch. It is always written after the last
+        epoch, when a hook ends the training, and at an interrupt. Time, not epochs, as a crash costs time. Only one
+        checkpoint is written at a time.
     metadata : callable, optional
         Returns plain values to store beside the state (the config).
     require_folder : callable, optional
-        Called before each writing, in its thread; raises if nothing may be written to the folder any more.
+        Called in the writer's thread before each checkpoint; raises if the folder must no longer be written to.
 
     Raises
     ------
     ConfigError
-        If the folder cannot be written to: now, and not when there is a checkpoint to lose.
+        If the folder cannot be written to; checked at once, before there is a checkpoint to lose.
 
     Examples
     --------
-    A script that goes on where it was stopped, whenever it is run again:
+    A script that resumes where it was stopped:
 
     >>> from tempfile import mkdtemp
     >>> import torch
@@ -204,10 +204,10 @@ class Checkpoints(Hook):
         self.require_folder = require_folder
         self._writer = BackgroundWriter(self._save)
         self._taken_at = time.monotonic()
-        self._taken: tuple[int, int] | None = None  # the progress of the latest one
+        self._taken: tuple[int, int] | None = None  # progress at the last checkpoint
 
     def on_training_begin(self, training: "Training") -> None:
-        """Refuse to overwrite the checkpoints of an earlier training by those of one that begins."""
+        """Refuse to overwrite the checkpoints of an earlier training."""
         held = [name for name in CHECKPOINTS.values() if (self.folder / name).exists()]
         if held and training.is_main_process and (training.epoch, training.position) == (0, 0):
             raise CheckpointError(
@@ -217,30 +217,30 @@ class Checkpoints(Hook):
             )
 
     def on_batch_end(self, training: "Training", fields: Mapping[str, Any]) -> None:
-        """Keep the latest state once enough time has passed."""
+        """Save the latest state once enough time has passed."""
         del fields
         self._writer.poll()
         if self._is_due and training.is_between_steps:
             self._take(training, LATEST)
 
     def on_best(self, training: "Training", record: EpochRecord) -> None:
-        """Keep the weights of the best epoch."""
+        """Save the state of the best epoch."""
         del record
         self._take(training, BEST)
 
     def on_epoch_end(self, training: "Training", record: EpochRecord) -> None:
-        """Keep the latest state after the last epoch, and once enough time has passed in a validation."""
+        """Save the latest state after the last epoch, or if enough time has passed during a validation."""
         del record
         if self._is_due or training.finished:
             self._take(training, LATEST)
 
     def on_interrupt(self, training: "Training") -> None:
-        """Keep the state between two batches, from which the training goes on as if nothing had happened."""
+        """Save the state between two batches, so that the training resumes exactly."""
         self._take(training, LATEST)
         self.finish()
 
     def on_training_end(self, training: "Training") -> None:
-        """Keep the last epoch where a hook that was called after this one stopped the training there."""
+        """Save the last epoch if a later hook in the list stopped the training."""
         try:
             if training.finished and training.position == 0 and self._taken != (training.epoch, 0):
                 self._take(training, LATEST)
@@ -249,7 +249,7 @@ class Checkpoints(Hook):
         self._writer = BackgroundWriter(self._save)  # frees the host memory of the old one
 
     def finish(self) -> None:
-        """Wait until every state that was taken is on the disk."""
+        """Wait until every saved state is on disk."""
         self._writer.finish()
 
     @property
@@ -264,10 +264,10 @@ class Checkpoints(Hook):
             self._taken_at, self._taken = time.monotonic(), (training.epoch, training.position)
 
     def _save(self, name: str, state: TrainingState) -> None:
-        """Write a state, in the writer's thread, unless its losses or weights are not numbers."""
+        """Write a state, in the writer's thread. Skip it if losses are not finite; raise if weights are NaN."""
         losses = (loss for batch in state.losses for name, loss in batch.items() if name != NORM)
         if not all(loss.isfinite().all() for loss in losses):
-            return  # the training raises that itself, with the cases, when it looks at its losses
+            return  # the training itself raises, with the cases, when it checks its losses
         for part, tensors in state.model.items():
             if isinstance(tensors, Tensor) and tensors.is_floating_point() and tensors.isnan().any():
                 raise NonFiniteLossError(
@@ -275,7 +275,7 @@ class Checkpoints(Hook):
                     f"far was one; it is not written to {self.folder / name}. Lower the learning rate or set "
                     "training.clip, then go on from the checkpoint before by --resume"
                 )
-        is_there = self.folder.is_dir()  # asked first: one that is taken away from now on is not made again
+        is_there = self.folder.is_dir()  # checked first: a folder removed from now on is not created again
         self.require_folder()
         try:
             save_checkpoint(
@@ -285,5 +285,5 @@ class Checkpoints(Hook):
                 make_folder=not is_there,
             )
         except CheckpointError:
-            self.require_folder()  # says more, where the folder was taken away since it was asked
+            self.require_folder()  # explains more if the folder was removed since the last check
             raise

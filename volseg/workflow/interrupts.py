@@ -1,4 +1,4 @@
-"""Stop between two batches when a signal asks for it, instead of in the middle of one."""
+"""Record signals, so that a training stops between two batches instead of within one."""
 
 import os
 import signal
@@ -26,15 +26,15 @@ __all__ = [
 
 
 _listening: list["Interruption"] = []
-"""Who catches signals now, the innermost last; signals are the process's, so this is too."""
+"""Active `catch_signals` contexts, the innermost last; global, as signals belong to the process."""
 
 
-class StopRequested(Exception):  # noqa: N818  (no error: what was begun is left, and can be done again)
-    """A signal came while something long was under way that a training can do again."""
+class StopRequested(Exception):  # noqa: N818  (no error: the work can be repeated)
+    """A signal arrived during a long task, such as a validation, that a resumed training repeats."""
 
 
 def stop_if_requested() -> None:
-    """Leave a long task between two of its parts if a signal was caught; without `catch_signals` around, do nothing.
+    """Raise if a signal was caught, between two parts of a long task; do nothing outside `catch_signals`.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def stop_if_requested() -> None:
 
 
 def request_stop() -> None:
-    """Ask this process to stop, from any thread, as SIGTERM would; a SIGTERM that comes later is the first one."""
+    """Ask this process to stop, from any thread, like SIGTERM; a later SIGTERM counts as the first signal."""
     if _listening:
         _listening[-1].take(signal.SIGTERM)
     else:
@@ -54,7 +54,7 @@ def request_stop() -> None:
 
 
 class Interruption:
-    """Which signal came, if one did."""
+    """The signal that arrived, or None."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -63,28 +63,28 @@ class Interruption:
         return self.signal is not None
 
     def take(self, number: int) -> None:
-        """Take over a signal that another process of the job received; 0 is none."""
+        """Adopt a signal that another process of the job received; 0 means none."""
         if number:
             self.signal = signal.Signals(number)
 
     def raise_as_signal(self) -> None:
-        """End as the signal would have."""
+        """Raise as the signal would have; do nothing without a signal."""
         if self.signal is not None:
             raise_as_signal(self.signal)
 
 
 @contextmanager
 def catch_signals() -> Iterator[Interruption]:
-    """Record the first signal of `ENDING`; a second one acts at once, as if nobody listened.
+    """Record the first signal of `ENDING`; a second one acts at once, with the former handler.
 
-    Python delivers signals to the main thread only; elsewhere the context does nothing. A SIGHUP that is ignored, as
-    ``nohup`` makes it, stays so.
+    Python delivers signals to the main thread only; elsewhere the context does nothing. An ignored SIGHUP (``nohup``)
+    stays ignored.
     """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
-    # What C installed Python cannot name, nor put back.
+    # Python can neither name nor restore a handler that C installed.
     before = {number: handler for number in ENDING if (handler := signal.getsignal(number)) is not None}
     if hasattr(signal, "SIGHUP") and before.get(signal.SIGHUP) is signal.SIG_IGN:
         del before[signal.SIGHUP]
@@ -114,26 +114,27 @@ def catch_signals() -> Iterator[Interruption]:
 
 
 class LookInterval:
-    """How many batches may go by between two looks at the signals: few enough that they take about two seconds.
+    """Number of batches between two checks for signals, adapted so that they take about two seconds.
 
-    On a GPU a look waits for the device, which lags behind: more looks cost time, fewer let a signal wait.
+    On a GPU a check waits for the device, which lags behind: more checks cost time, fewer delay the response to a
+    signal.
 
     Parameters
     ----------
     most : int
-        Batches between two looks, however fast they are.
+        Largest number of batches between two checks.
     seconds : float
-        What they should take, at most.
+        Longest time between two checks.
     """
 
     def __init__(self, most: int, seconds: float = 2.0) -> None:
         self.most = most
         self.seconds = seconds
-        self.batches = 1  # nothing is known of the first one
+        self.batches = 1  # the first batch's duration is unknown
         self.begin()
 
     def begin(self) -> None:
-        """Count and time batches from now on."""
+        """Start to count and time batches."""
         self._begin = time.perf_counter()
         self._count = 0
 
@@ -143,26 +144,25 @@ class LookInterval:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to look."""
+        """Whether the next check is due."""
         return self._count >= self.batches
 
     def measure(self) -> float:
-        """Return the seconds that a batch took since the last look; right after a look at what the device computed."""
+        """Return the mean seconds per batch since the last check; call right after a wait for the device."""
         return (time.perf_counter() - self._begin) / max(self._count, 1)
 
     def adapt(self, seconds_per_batch: float) -> None:
-        """Choose when to look next, by the slowest process's time."""
+        """Choose the next interval from the slowest process's time."""
         self.batches = max(1, min(self.most, int(self.seconds / max(seconds_per_batch, 1e-9))))
         self.begin()
 
 
 class Stopping:
-    """A signal that came to any process of the job, and the batches between two looks for one.
+    """Agree over all processes of a job on whether a signal arrived.
 
     Parameters
     ----------
     device : torch.device
-        Of the training; a look at a GPU waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -172,20 +172,20 @@ class Stopping:
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Catch signals in here."""
+        """Catch signals inside the context."""
         with catch_signals() as self._interruption:
             yield
 
     def raise_as_signal(self) -> None:
-        """End as the signal would have that came, if one did."""
+        """Raise as the caught signal would have; do nothing without one."""
         self._interruption.raise_as_signal()
 
     def agree(self, seconds_per_batch: float | None = None) -> bool:
-        """Tell whether a signal came, to this process or to any other of the job.
+        """Return whether a signal arrived at any process of the job.
 
-        With a time all of them look again after the same number of batches, by the time of the slowest.
+        If ``seconds_per_batch`` is given, all processes choose the same next interval, from the slowest process's time.
         """
-        # One number, because it is one collective: signals first, which end the run whatever the time is.
+        # One number, for one collective. The signal has the high bits: it ends the run whatever the time is.
         microseconds = min(int(1e6 * (seconds_per_batch or 0.0)), 2**40 - 1)
         largest = largest_over_processes((self._interruption.signal or 0) * 2**40 + microseconds, self._device)
         number, slowest = divmod(largest, 2**40)

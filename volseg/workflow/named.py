@@ -1,4 +1,4 @@
-"""Modules that know the names of what they take and give.
+"""Bind the inputs and outputs of modules to named fields of a batch.
 
 A batch is a dict of fields. ``Named`` binds a module's arguments and results to fields by name, so that models, losses
 and metrics of any library can be combined without glue: the order of the fields in a batch never matters.
@@ -25,8 +25,8 @@ class Named(nn.Module):
     inputs : sequence of str
         Fields of the batch, in the order of the module's arguments.
     outputs : sequence of str
-        Names of the results, in the order in which the module returns them. One name takes whatever the module
-        returns as it is (a list of deep-supervision heads stays a list); several names unpack a tuple or list.
+        Names of the results, in the order in which the module returns them. A single name takes the result unchanged (a
+        list of deep-supervision heads stays a list); several names unpack a tuple or list.
 
     Examples
     --------
@@ -47,12 +47,12 @@ class Named(nn.Module):
 
     @classmethod
     def wrap(cls, module: Callable[..., Any], inputs: Sequence[str], output: str) -> "Named":
-        """Return ``module`` if it is a `Named`, else one that binds it to the fields that it has by convention.
+        """Return ``module`` if it is a `Named`, else a `Named` with the conventional fields.
 
         Raises
         ------
         ConfigError
-            If it cannot be called, or names the same fields in another order.
+            If the module cannot be called, or its parameters name the same fields in another order.
         """
         if isinstance(module, Named):
             return module
@@ -75,7 +75,7 @@ class Named(nn.Module):
         Raises
         ------
         BatchFieldError
-            If the batch lacks an input, or the module returns another number of results than there are outputs.
+            If the batch lacks an input, or the number of results differs from the number of outputs.
         """
         if missing := [name for name in self.inputs if name not in batch]:
             raise BatchFieldError(
@@ -98,13 +98,13 @@ class Named(nn.Module):
 
 
 def _require_order(module: Callable[..., Any], inputs: Sequence[str]) -> None:
-    """Refuse a module whose own parameters are called as the fields are, and stand elsewhere: it would get the wrong.
+    """Raise if a module's parameters have the fields' names in another order: it would get the wrong inputs.
 
-    ``loss(label, logits)`` often computes something of the two exchanged, and nobody would know.
+    ``loss(label, logits)`` often computes a plausible but wrong number from exchanged inputs.
     """
     try:
         parameters = inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters.values()
-    except (TypeError, ValueError):  # written in C, which tells nothing
+    except (TypeError, ValueError):  # written in C, without a signature
         return
     named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     places = {name: named.index(name) for name in inputs if name in named}

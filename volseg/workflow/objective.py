@@ -1,4 +1,4 @@
-"""Several losses, one number to minimise."""
+"""Combine several losses into one number to minimise, and test that replicas can share them."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,16 +19,17 @@ __all__ = ["Objective", "require_mean_of_shares", "require_mean_over_samples"]
 Loss = Named | Callable[..., Any]
 
 TRIED_SIDES = (16, 16, 16)
-"""Of the volumes on which losses are tried, in voxels: what a loss of windows of 11 voxels still takes."""
+"""Size, in voxels, of the volumes for trying losses: large enough for a loss with windows of 11 voxels."""
 
 TRIED_DEALS = ((2, 2), (3, 2), (1, 1, 1))
-"""Samples of each replica: even, uneven, and one each."""
+"""Samples per replica: even, uneven, and one each."""
 
 ROUND_OFF = 1e-5
-"""Relative, of float32 sums over some thousand voxels; losses that are no mean differ by ten times as much and more."""
+"""Relative error of float32 sums over some thousand voxels; losses that are no mean differ by at least ten times
+that."""
 
 ROUND_OFF_OF_HALVES = 1e-4
-"""The same over the millions of voxels of a sample."""
+"""Relative error over the millions of voxels of a sample."""
 
 
 class Objective:
@@ -37,12 +38,12 @@ class Objective:
     Parameters
     ----------
     losses : Named, callable, or sequence of them
-        Each gives one scalar. A single loss may be called ``loss``; among several that name is the sum's. One that is
-        not `Named` reads ``logits`` and ``label``, and gives ``loss``.
+        Each gives one scalar. A single loss may be named ``loss``; among several, that name is reserved for the sum. A
+        loss that is not `Named` reads ``logits`` and ``label``, and gives ``loss``.
     weights : sequence of float, optional
         One factor per loss, 1 by default.
     targets : Targets, optional
-        What the field ``label`` holds, where that is known: see `compute`.
+        Content of the field ``label``, if known: see `compute`.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Objective:
         self.names = ("loss",) if is_alone else (*parts, "loss")
 
     def to(self, device: torch.device) -> "Objective":
-        """Move what losses hold, such as class weights, to where their fields lie."""
+        """Move the losses' tensors, such as class weights, to the device."""
         for loss in self.losses:
             loss.to(device)
         return self
@@ -102,10 +103,10 @@ class Objective:
         return fields
 
     def compute(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-        """Return the same, and the overlap of the foreground, ``(3, F)``; see `volseg.losses.overlap`.
+        """Return the fields with every loss, and the foreground's overlap ``(3, F)`` of `volseg.losses.overlap`.
 
-        The overlap is what Dice plus cross entropy sums up. Beside other losses one more pass over ``logits`` and
-        ``label`` finds it, where the targets say what these hold; None where they do not.
+        Dice plus cross entropy computes the overlap as part of its sums. Other losses need an additional pass over
+        ``logits`` and ``label``, which needs the targets; without targets the overlap is None.
         """
         with gathering_overlap() as gathered:
             found = self(fields)
@@ -115,7 +116,7 @@ class Objective:
 
 
 def _explain_fault(loss: Named, fields: Mapping[str, Any]) -> str:
-    """Return why a loss cannot be computed of what a network made and a label; nothing where these fit."""
+    """Return why a loss cannot be computed from an output and a label; an empty text if they fit."""
     if len(loss.inputs) != 2:
         return ""
     (made_name, made), (label_name, label) = ((name, fields[name]) for name in loss.inputs)
@@ -131,7 +132,7 @@ def _explain_fault(loss: Named, fields: Mapping[str, Any]) -> str:
     if not isinstance(label, Tensor) or [*label.shape] not in ([rows, *sides], [rows, 1, *sides], [*made.shape]):
         return f"{given}they need the same samples and sides, such as (B, K, D, H, W) and (B, 1, D, H, W)"
     highest = max(channels, 2) - 1
-    # A GPU does not raise where it reads a wrong value, and while a step is traced there are no values.
+    # A GPU does not raise for a wrong value, and fake tensors have no values.
     if label.device.type != "cpu" or not has_values() or not (is_wrong := (label < 0) | (label > highest)).any():
         return ""
     wrong = [case for case, row in zip(cases, is_wrong.flatten(1).any(1).tolist(), strict=False) if row]
@@ -151,7 +152,7 @@ def _describe(value: Any) -> str:
 
 
 def _leave_overlap(fields: Mapping[str, Any], targets: Targets) -> None:
-    """Leave the overlap of logits, the finest of several, and label maps; nothing where the fields are others."""
+    """Compute the overlap of the finest logits and the label maps; do nothing for other fields."""
     logits, label = fields.get("logits"), fields.get("label")
     logits = logits[0] if isinstance(logits, list | tuple) and logits else logits
     if not (isinstance(logits, Tensor) and isinstance(label, Tensor) and logits.ndim == label.ndim == 5):
@@ -174,22 +175,20 @@ def require_mean_over_samples(
     num_indices: int | None = None,
     outputs: Mapping[str, int] | None = None,
 ) -> None:
-    """Raise for a loss that is no mean over the samples of a batch, by trying each on random volumes.
+    """Raise for a loss that is no mean over the samples of a batch; try each loss on random volumes.
 
-    Replicas that share a batch compute their own samples only, and their losses are averaged by number of samples: one
-    that mixes samples otherwise (Dice over the whole batch, class weights that are divided by their sum) would be
-    another loss on another number of replicas.
+    Replicas that share a batch compute only their own samples; their losses are averaged, weighted by number of
+    samples. A loss that mixes samples in another way (Dice over the whole batch, class weights divided by their sum)
+    would depend on the number of replicas.
 
     Parameters
     ----------
-    objective : Objective
-        On the CPU.
-    num_channels, num_classes : int
-        Of images and of logits.
+    objective : Objective num_channels, num_classes : int
+        Channels of the images and of the logits.
     num_indices : int, optional
-        Numbers that label maps hold, from 0 on; one per class by default.
+        Number of label values, from 0 on; one per class by default.
     outputs : mapping, optional
-        Further volumes that the network gives, and the channels of each.
+        Further output volumes of the network, with the channels of each.
 
     Raises
     ------
@@ -199,7 +198,7 @@ def require_mean_over_samples(
     for loss in objective.losses:
         found: list[str] = []
         faults: list[Exception] = []
-        for heads in (1, 3):  # as a network without and with deep supervision gives logits
+        for heads in (1, 3):  # logits of a network without and with deep supervision
             for deal in TRIED_DEALS:
                 try:
                     batch = _make_fields(sum(deal), heads, num_channels, num_classes, num_indices or num_classes)
@@ -227,18 +226,18 @@ def require_mean_over_samples(
 
 
 def require_mean_of_shares(objective: Objective, batch: Mapping[str, Tensor], outputs: Mapping[str, Any]) -> None:
-    """Raise likewise for losses of a training without a config, by trying them on the first samples that come.
+    """Raise for a loss that is no mean over samples, in a training without a config; try it on the first samples.
 
-    Beside the samples stand the same ones with every other voxel of the batch's fields (the labels) set to 0, so that
-    the two halves differ in what they hold of each class. Sharded volumes are not looked at: their replicas come from
-    a config, which was tried.
+    The trial joins the first sample with a copy whose fields (the labels) have every other voxel set to 0, so that the
+    two halves differ in their content of each class. Sharded volumes are not checked: their replicas come from a
+    config, whose losses were tried.
 
     Parameters
     ----------
     objective : Objective
         Its losses.
     batch, outputs : mapping
-        Fields of some samples, and what the network made of them.
+        Fields of some samples, and the network's outputs for them.
 
     Raises
     ------
@@ -268,7 +267,7 @@ def _empty_every_other(value: Tensor) -> Tensor:
 
 
 def _take_first(value: Any) -> Any:
-    """Return the outputs of one sample; in single precision, so that a difference is none of rounding."""
+    """Return the outputs of one sample, in single precision, so that no difference comes from rounding."""
     if isinstance(value, list | tuple):
         return [_take_first(head) for head in value]
     return value[:1].float() if value.dtype in (torch.float16, torch.bfloat16) else value[:1]
@@ -297,13 +296,13 @@ def _compute(loss: Named, fields: Mapping[str, Any], rows: slice = slice(None)) 
     }
     with torch.no_grad():
         values = loss(taken).values()
-    if not has_values():  # they are computed for the memory that this takes: there are no values
+    if not has_values():  # fake tensors measure the memory and have no values
         return 0.0
     return math.fsum(float(value) for value in values)
 
 
 def _make_fields(count: int, heads: int, num_channels: int, num_classes: int, num_indices: int) -> dict[str, Any]:
-    """Return a random batch whose samples differ in how much of each class they hold; one is only background."""
+    """Return a random batch whose samples differ in their share of each class; one is only background."""
     generator = torch.Generator().manual_seed(0)
     label = torch.randint(num_indices, (count, 1, *TRIED_SIDES), generator=generator)
     kept = torch.rand(label.shape, generator=generator) < torch.arange(count).view(-1, 1, 1, 1, 1) / count

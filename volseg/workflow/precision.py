@@ -1,6 +1,6 @@
-"""Numeric precision of a training step.
+"""Choose the numeric precision of a training step.
 
-``auto`` takes bfloat16 where the GPU has units for it, float16 with loss scaling on older ones (V100), float32 on CPU.
+``auto`` means bfloat16 on a GPU with units for it, float16 with loss scaling on older ones (V100), float32 on CPU.
 ``torch.cuda.is_bf16_supported`` also counts emulation, so the compute capability decides.
 """
 
@@ -23,7 +23,7 @@ _AMPERE = (8, 0)
 
 
 def choose_dtype(name: str, capability: tuple[int, int] | None) -> torch.dtype:
-    """Return what ``name`` means on a GPU of a compute capability, or on a CPU (None).
+    """Return the dtype that ``name`` means on a GPU of a compute capability, or on a CPU (None).
 
     Raises
     ------
@@ -39,7 +39,7 @@ def choose_dtype(name: str, capability: tuple[int, int] | None) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Precision:
-    """How the forward pass is computed on one type of device."""
+    """Precision of the forward pass on one type of device."""
 
     device_type: str
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class Precision:
         """
         if name == "fp16" and not is_gpu(device):
             raise ConfigError(f"precision fp16 needs a GPU, got device {device}; use fp32, bf16 or auto")
-        # Asked of the driver, so only where something follows from it.
+        # A query to the driver, so only if it is needed.
         capability = find_capability(device) if name == "auto" and is_gpu(device) else None
         return cls(device.type, choose_dtype(name, capability))
 

@@ -25,27 +25,27 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Let only kernels run that give the same bits each time, if that is ``wanted``; torch refuses the others by name.
+    """Allow only deterministic kernels, if ``wanted``; torch raises for the others and names them.
 
-    Must begin before the process first uses cuBLAS, which reads the size of its workspace once. Without a GPU one
-    thread computes everything: else the number of a process's cores would decide the order of sums.
+    Enter the context before the process first uses cuBLAS, which reads the size of its workspace once. Without a GPU
+    one thread computes everything, as the order of sums would otherwise depend on the number of cores.
 
     Raises
     ------
     ConfigError
-        Where torch refuses an operator; names it.
+        If torch refuses an operator; the message names it.
     """
     if not wanted:
         yield
         return
     cudnn = torch.backends.cudnn
-    fills: Any = torch.utils.deterministic  # whose one setting torch's stubs do not know
+    fills: Any = torch.utils.deterministic  # torch's stubs lack this setting
     before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
     filled = fills.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
-    fills.fill_uninitialized_memory = False  # a pass over every new tensor, to tell what reads before it writes
+    fills.fill_uninitialized_memory = False  # a pass over every new tensor, for debugging only
     try:
         with nullcontext() if list_gpus() else compute_in_one_thread():
             yield

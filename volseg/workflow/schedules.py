@@ -1,6 +1,6 @@
-"""Learning-rate schedules: a factor of the training's progress, stepped once per optimizer step.
+"""Set the learning rate once per optimizer step, as a function of the training's progress.
 
-Being functions of progress, they need no end of their own: the training knows how long it is.
+Schedules need no length of their own: the training computes its progress.
 """
 
 import math
@@ -40,15 +40,15 @@ SCHEDULES = Registry(
 class Schedule:
     """Set the learning rate of every parameter group to its peak times ``factor(progress)``.
 
-    Torch's ``LambdaLR`` would do, but its state is that of the whole optimizer and it warns when the first step of a
-    scaled training is skipped; a function of the step number needs neither.
+    Torch's ``LambdaLR`` has the whole optimizer as its state, and warns if a scaled training skips its first step. A
+    function of the step number has neither problem.
 
     Parameters
     ----------
     optimizer : Optimizer
-        The rates of its groups, as given, are the peaks.
+        The initial rates of its groups are the peaks.
     factor : callable
-        Progress in [0, 1] after the warm-up to a factor.
+        Maps the progress in [0, 1] after the warm-up to a factor.
     steps : int
         Optimizer steps of the whole training.
     warmup : float
@@ -82,9 +82,9 @@ class Schedule:
                 group["lr"] = rate
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state, its rates as numbers, which another machine's optimizer takes too.
+        """Return the optimizer's state with its rates as numbers, which an optimizer on any machine can load.
 
-        Those of a recorded step lie on the device, for which nothing here waits.
+        The rates of a recorded step are tensors on the device; this method does not wait for them.
         """
         state = self.optimizer.state_dict()
         groups = zip(state["param_groups"], self.rates, strict=True)

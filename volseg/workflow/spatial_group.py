@@ -1,8 +1,8 @@
-"""One process of a spatial group reads, augments, judges and writes; the others compute on the slabs it sends them.
+"""Let one process of a spatial group read, augment, score and write; the others compute on the slabs that it sends.
 
-Where a model is cut over processes (``torchrun``), every process runs the same network calls in the same order. The
-leading process makes the batches and volumes; the others follow: they wait for the next volume, run the model on
-their slab of it, and stop when a message without a volume comes.
+If a model is cut over processes (``torchrun``), every process runs the same network calls in the same order. The
+leading process makes the batches and volumes. The others follow: they wait for the next volume, run the model on their
+slab, and stop at a message without a volume.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,23 +34,23 @@ __all__ = [
 
 
 def is_cut_over_processes(model: nn.Module) -> TypeGuard[ModelParallel]:
-    """Tell whether volumes of ``model`` lie on several processes."""
+    """Return whether volumes of ``model`` are sharded over several processes."""
     return isinstance(model, ModelParallel) and model.strategy.is_shared
 
 
 class GroupBatches:
-    """Batches of which every process gets its slabs; only the leading one makes them.
+    """Send every process its slabs of each batch; only the leading process makes batches.
 
     Parameters
     ----------
     model : ModelParallel
-        Says which processes share a volume.
+        Defines which processes share a volume.
     batches : EpochBatches or None
         On the leading process; None on the others.
     length : int
         Batches per epoch.
     batch_size : int, optional
-        Samples of a whole batch, where replicas share it.
+        Samples of a whole batch, if replicas share it.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class GroupBatches:
 
 
 _in_pass: WeakSet[ModelParallel] = WeakSet()
-"""Models that run on a volume, together with their followers, or that an error left there."""
+"""Models in a forward pass with their followers, and models whose pass an error ended."""
 
 
 class FollowedModel(nn.Module):
-    """A model as the leading process calls it: each volume goes to the followers first."""
+    """Send each volume to the followers, then run the model, in the leading process."""
 
     def __init__(self, model: ModelParallel) -> None:
         super().__init__()
@@ -89,18 +89,18 @@ class FollowedModel(nn.Module):
         """Return the model's output on an image ``(B, C, D, H, W)`` that only this process holds."""
         _in_pass.add(self.model)
         result = self.model(scatter_batch(self.model, {"image": image})["image"])
-        _in_pass.discard(self.model)  # not after an error: the followers are in the pass, where no message finds them
+        _in_pass.discard(self.model)  # not after an error: the followers are still in the pass and receive no message
         return result
 
 
 @torch.no_grad()
 def follow(model: ModelParallel, autocast: torch.dtype | None = None) -> Batch:
-    """Run the model on one's slab of every volume that comes; return the message that ends it.
+    """Run the model on this process's slab of every volume; return the message that ends the loop.
 
     Parameters
     ----------
     model : ModelParallel
-        In the mode in which the leading process runs it.
+        In the same mode as in the leading process.
     autocast : torch.dtype, optional
         As in the leading process's `Predictor`.
     """
@@ -118,14 +118,14 @@ def stop_followers(model: ModelParallel, message: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The numbers of a validation that another process ran."""
+    """The scores of a validation that another process ran."""
 
     score: float
     scores: Mapping[str, float] = field(default_factory=dict)
 
 
 class GroupValidation:
-    """A validation by the leading process, whose verdict every process gets.
+    """Run a validation in the leading process, and send its scores to every process.
 
     Parameters
     ----------
@@ -146,7 +146,7 @@ class GroupValidation:
 
     @property
     def examples(self) -> list[Example]:
-        """The leading process's cases to look at."""
+        """Example cases of the leading process."""
         return getattr(self.validation, "examples", [])
 
     def __call__(self) -> Validated | Verdict:
@@ -157,7 +157,7 @@ class GroupValidation:
         StopRequested
             In every process, if the leading one was asked to stop.
         Exception
-            What the validation raised; in the followers as `told_error` gives it.
+            Error of the validation; in the followers as `told_error` returns it.
         """
         if self.validation is None:
             message = follow(self.model, self.autocast)

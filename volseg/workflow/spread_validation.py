@@ -1,7 +1,7 @@
-"""Spread one validation over several processes: each scores some cases, and all get the scores of all.
+"""Spread one validation over several processes: each scores some cases, and all get all scores.
 
-The numbers travel as JSON with every bit, and are put in the order of the cases before anything is averaged, so that
-the scores are those of one process, bit for bit, however many share the work.
+The numbers travel as JSON without loss, and are sorted in the order of the cases before they are averaged. The scores
+thus equal those of a single process, bit for bit.
 """
 
 import os
@@ -19,24 +19,24 @@ __all__ = ["SpreadValidation"]
 
 
 class SpreadValidation:
-    """A validation to which every process of a group contributes the cases that it holds.
+    """Validate with a process group: every process scores the cases that it holds.
 
-    Each process writes its own predictions; ``summary.json`` is written by the group's first process. A process that is
-    asked to stop stops all, between two cases of each; an error of one is raised in all.
+    Each process writes its own predictions; ``summary.json`` is written by the group's first process. A request to stop
+    one process stops all, between two cases; an error in one process is raised in all.
 
     Parameters
     ----------
     validation : Validation
-        Of this process's own cases, which may be none.
+        Validation of this process's own cases, possibly none.
     order : sequence of str
-        The ids of the cases of all processes, in their order: `PreparedCases.order`.
+        Ids of the cases of all processes, in order: `PreparedCases.order`.
     group : ProcessGroup or None
-        Of the processes that share the cases, on gloo, and used by nothing else meanwhile. All of them call this. None:
-        only this process.
+        Gloo group of the processes that share the cases, in exclusive use. All of them call this object. None: only
+        this process.
 
     Examples
     --------
-    Where a model is cut over processes too, the followers of each process follow as they do in a validation by one::
+    If the model is cut over processes too, the followers of each process follow as in a validation by one process::
 
         GroupValidation(model, SpreadValidation(validation, prepared.order, readers.group), predictor.autocast)
     """
@@ -48,11 +48,11 @@ class SpreadValidation:
 
     @property
     def examples(self) -> list[Example]:
-        """The first process's own cases to look at, of the last call; none in the others."""
+        """Example cases of the last call, in the first process; none in the others."""
         return self.validation.examples
 
     def __call__(self) -> Validated:
-        """Judge this process's cases; return what those of all processes come to.
+        """Score this process's cases; return the result over the cases of all processes.
 
         Raises
         ------
@@ -85,7 +85,7 @@ class SpreadValidation:
 
 
 def _describe(case: JudgedCase) -> dict[str, Any]:
-    """Return a case's numbers as JSON can say them."""
+    """Return a case's numbers as plain values for JSON."""
     return {
         "metrics": {str(label): dict(metrics) for label, metrics in case.evaluated.metrics.items()},
         "prediction_file": _path(case.evaluated.prediction_file),

@@ -1,4 +1,4 @@
-"""What a training does with one batch: forward, loss, backward and, when enough are gathered, the optimizer."""
+"""Train on one batch: forward, loss, backward and, once enough gradients are accumulated, the optimizer step."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,39 +31,39 @@ Computed = tuple[dict[str, Tensor], Tensor | None]
 
 
 class TrainingStep:
-    """Bring one batch's gradients to the parameters, and the optimizer to the end of its step.
+    """Compute one batch's gradients, and take the optimizer step when it is due.
 
     Parameters
     ----------
     model : Named
         The network.
     objective : Objective
-        What is minimised.
+        Loss to minimise.
     optimizer : Optimizer
         Over the model's parameters.
     precision : Precision
-        In which forward and loss are computed.
+        Precision of the forward pass and the loss.
     clip : float, optional
         Largest norm of the gradient.
     record : bool
-        Record the step as a CUDA graph where it can be; every batch must then be a whole step.
+        Record the step as a CUDA graph where possible; every batch must then be a whole step.
     batch_size : int, optional
-        Samples of a whole batch, of which this process gets those of its own replicas; needed where there are several.
+        Samples of a whole batch; this process gets those of its own replicas. Required with several replicas.
     look : callable
-        Takes the losses on a CPU, before they reach the weights; it may raise.
+        Gets the losses on a CPU before the weights change; may raise.
 
     Attributes
     ----------
     scaler : GradScaler
-        Of half precision; elsewhere it does nothing.
+        Scaler for half precision; otherwise idle.
     recorded : RecordedStep or None
     cases : sequence of str
-        Of the batch that comes next, for messages.
+        Cases of the next batch, for messages.
     gradient_norm : Tensor or None
-        Of the last whole step, before it was clipped, on the device; None before there was one. Gradients are those of
-        all shards and replicas when the optimizer gets them, so it is the norm of the whole batch's in every process.
+        Norm of the last whole step before clipping, on the device; None before the first step. It covers the gradients
+        of all shards and replicas, so it is the same in every process.
     overlap : Tensor or None
-        Of the foreground of the last whole batch, ``(3, F)``, on the device; see `Objective.compute`.
+        Overlap of the foreground of the last whole batch, ``(3, F)``, on the device; see `Objective.compute`.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TrainingStep:
         gathered : int
             Batches whose gradients one optimizer step averages.
         completes : bool
-            Whether this batch is the last of them.
+            Whether this batch is the last of the step.
         """
         if self.recorded is None:
             losses, overlap, norm = self._run(tensors, gathered, completes)
@@ -127,10 +127,10 @@ class TrainingStep:
         return losses
 
     def check_replicas(self) -> None:
-        """Refuse replicas whose networks came to differ, by a state that one loaded or a buffer that one changed.
+        """Raise if the networks of replicas differ, because one loaded a state or changed a buffer.
 
-        They are compared before the first steps too, and once in an epoch, as each comparison waits for the device.
-        Only replicas: what several shards compute alike may round differently on a GPU.
+        Replicas are compared before the first steps and once per epoch, as each comparison waits for the device. Shards
+        are not compared: equal computations of several shards may round differently on a GPU.
         """
         if self.replicated is not None and self.batch_size is not None:
             device = next(self.replicated.parameters()).device
@@ -145,14 +145,14 @@ class TrainingStep:
     def _run(
         self, tensors: Mapping[str, Tensor], gathered: int = 1, completes: bool = True
     ) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
-        """Return the batch's losses and overlap, and the norm of the gradient where it completes a step."""
+        """Return the batch's losses and overlap, and the gradient norm if the batch completes a step."""
         losses, overlap = self._compute_gradients(tensors, gathered)
-        if next(iter(losses.values())).device.type == "cpu":  # looking at them costs nothing there
+        if next(iter(losses.values())).device.type == "cpu":  # the check costs nothing on a CPU
             self.look(losses)
         return losses, overlap, self._take_step() if completes else None
 
     def _take_step(self) -> Tensor:
-        """Let the optimizer take its step; return the norm of the gradient before it was clipped."""
+        """Take an optimizer step; return the gradient norm before clipping."""
         self.scaler.unscale_(self.optimizer)
         if self.clip:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -165,13 +165,13 @@ class TrainingStep:
         return norm
 
     def _compute_gradients(self, tensors: Mapping[str, Tensor], gathered: int) -> Computed:
-        """Add the batch's gradients to those that are gathered; return its losses and overlap."""
+        """Accumulate the batch's gradients; return its losses and overlap."""
         if self.replicated is None:
             return self._compute_share(tensors, gathered)
         return self._compute_shares(self.replicated, tensors, gathered)
 
     def _compute_shares(self, model: DataParallel, tensors: Mapping[str, Tensor], gathered: int) -> Computed:
-        """Compute one's own replicas, one after the other; return the losses and overlap of the whole batch."""
+        """Compute this process's replicas one after the other; return the losses and overlap of the whole batch."""
         assert self.batch_size is not None
         shares = model.replicas.shares(self.batch_size)
         _require_rows(tensors, shares[-1].rows.stop, self.batch_size)
@@ -192,7 +192,7 @@ class TrainingStep:
         return losses, None if overlap is None else added.unflatten(0, overlap.shape)
 
     def _compute_share(self, tensors: Mapping[str, Tensor], gathered: int, share: Share | None = None) -> Computed:
-        """Add the gradients of what one replica computes; return its losses and overlap."""
+        """Accumulate the gradients of one replica; return its losses and overlap."""
         place: AbstractContextManager[None] = nullcontext()
         if self.replicated is not None and share is not None:
             place = self.replicated.as_replica(share.replica)
@@ -222,9 +222,9 @@ def _require_rows(tensors: Mapping[str, Any], num_rows: int, batch_size: int) ->
 
 
 def can_be_recorded(network: nn.Module, optimizer: Optimizer) -> bool:
-    """Tell whether the step on ``network`` is the same kernels each time, on one GPU of each process.
+    """Return whether the step on ``network`` runs the same kernels each time, on one GPU per process.
 
-    The optimizer must be fused, so that it takes its learning rate from the device.
+    The optimizer must be fused, so that it reads its learning rate from the device.
     """
     if isinstance(network, ModelParallel):
         one = network.strategy.is_recordable
@@ -237,12 +237,12 @@ def can_be_recorded(network: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def count_batches(batches: Any) -> int:
-    """Return how many batches an epoch has: the schedule, and where an epoch ends, follow from it.
+    """Return the number of batches per epoch, which sets the schedule and the end of each epoch.
 
     Raises
     ------
     ConfigError
-        If they have no length, or there are none.
+        If the batches have no length, or are empty.
     """
     try:
         count = len(batches)
@@ -257,12 +257,12 @@ def count_batches(batches: Any) -> int:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch whose tensors are on a device, on their way there where they come from pinned memory.
+    """Return a batch with its tensors on a device; copies from pinned memory are asynchronous.
 
     Raises
     ------
     BatchFieldError
-        If it has no fields.
+        If the batch is not a dict of fields.
     """
     if not isinstance(batch, Mapping):
         raise BatchFieldError(
@@ -276,14 +276,13 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def count_voxels(image: Tensor | None, samples: int | None) -> int | None:
-    """Return the voxels of a batch of so many samples, of which this process may have some only; None without images.
+    """Return the number of voxels of a whole batch; None without images.
 
     Parameters
     ----------
     image : Tensor or None
         ``(B, C, ...)``.
     samples : int or None
-        Of the whole batch; None where all of them are here.
     """
     if image is None or image.ndim < 3:
         return None

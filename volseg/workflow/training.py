@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Score(Protocol):
-    """What a validation returns."""
+    """Result of a validation."""
 
     @property
     def score(self) -> float:

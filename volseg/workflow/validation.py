@@ -1,4 +1,4 @@
-"""Validation and testing: whole cases through the model, judged or written on their own grid."""
+"""Validate and test: predict whole cases, then score or write them on their original grid."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,20 +36,20 @@ from volseg.workflow.named import Named
 __all__ = ["Example", "JudgedCase", "Testing", "Validated", "Validation", "make_example", "read_evaluated"]
 
 SHOWN = ("Dice", "HD95", "ASSD", "NSD", "volume_diff_ml", "lesion_F1")
-"""Metrics per label that curves are drawn of."""
+"""Metrics per label that are plotted."""
 
 Show = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One validated case to look at, on the original grid, on the CPU."""
+    """One validated case for display, on the original grid, on the CPU."""
 
     case: str
     image: Tensor
     """``(C, D, H, W)``, every channel."""
     label: Tensor
-    """``(D, H, W)``, as ``prediction``: the known values counted from 0 on, 0 where nobody annotated."""
+    """``(D, H, W)``, like ``prediction``: indices of the known values, 0 where voxels are not annotated."""
     prediction: Tensor
     affine: Tensor
     """4 x 4, voxel index to RAS+ position in mm."""
@@ -57,15 +57,15 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Validated:
-    """What a validation found."""
+    """Result of a validation."""
 
     summary: Summary
     """nnU-Net's summary: foreground mean, mean per label, metrics per case."""
     score: float
     """Mean Dice over the foreground labels."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """``dice/LABEL`` for every label; ``hd95/LABEL``, ``assd/LABEL``, ... where these are measured, and how many cases
-    are ``undefined/LABEL``; further metrics as ``NAME``, ``NAME/LABEL`` and ``undefined/NAME/LABEL``."""
+    """``dice/LABEL`` for every label; ``hd95/LABEL``, ``assd/LABEL``, ... if measured; ``undefined/LABEL``, the number
+    of undefined cases; further metrics as ``NAME``, ``NAME/LABEL`` and ``undefined/NAME/LABEL``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class JudgedCase:
 
 
 def read_evaluated(case: Mapping[str, Any]) -> EvaluatedCase:
-    """Return a case of a summary as it was evaluated."""
+    """Return an evaluated case from its entry in a summary."""
     return EvaluatedCase(
         metrics={read_structure(label): metrics for label, metrics in case["metrics"].items()},
         prediction_file=case["prediction_file"],
@@ -96,32 +96,31 @@ class Validation:
     cases : sequence of Case
         Prepared with ``keep_reference=True``: ``reference`` is the label map on the image's own grid.
     labels : mapping
-        What is scored to its name: label values, of which 0 is the background, or the values of regions. A task's are
-        ``Task.structures``.
+        Names by scored structure: label values (0 is the background) or tuples of a region's values.
+        ``Task.structures`` of a task.
     ignore : int, optional
-        Value of the label maps where nothing is scored.
+        Value of voxels that are not scored.
     values : collection of int
-        Further values of label maps, which nothing is scored of; see `evaluate_case`. Of a case with ``labelled``
-        nothing is scored but what was looked for.
+        Further values of label maps that are not scored; see `evaluate_case`. Only the annotated labels of a case with
+        ``labelled`` are scored.
     metrics : sequence of Named
         Further metrics of the fields ``pred`` and ``label``, label maps ``(1, 1, D, H, W)`` on the original grid, and
-        ``spacing``, its voxels' sides in mm. Their finite results are averaged over cases, per label and over labels;
-        others are counted, of labels that a case has.
+        ``spacing``, its voxels' sides in mm. Finite results are averaged over cases, per label and over labels; the
+        others are counted, for labels that a case has.
     scoring : Scoring, optional
-        What is measured in mm and ml; only counts and overlap by default.
+        Measurements in mm and ml; by default only counts and overlap.
     folder : path, optional
         Where to write the predictions (``CASE.nii.gz``) and ``summary.json``.
     batch_size : int
         Volumes of equal size that go through the model together.
     num_examples : int
-        How many of the first cases are kept in ``examples`` to look at.
+        Number of cases, the first ones, kept in ``examples``.
     show : callable
         Wraps the loop over cases, for instance in a progress bar.
 
     Attributes
     ----------
     examples : list of Example
-        Of the last call.
     """
 
     def __init__(
@@ -159,13 +158,13 @@ class Validation:
         self.examples: list[Example] = []
 
     def __call__(self) -> Validated:
-        """Predict and judge every case; stop between two of them where a training has been interrupted."""
+        """Predict and score every case; stop between two cases if the training is interrupted."""
         judged = dict(self.judge())
-        # In the order of the cases: batches of equal size come back in another.
+        # In the order of the cases: the predictor groups volumes of equal size.
         return self.conclude([judged[case["case"]] for case in self.cases])
 
     def judge(self, *, keeps_examples: bool = True) -> Iterator[tuple[str, JudgedCase]]:
-        """Predict and judge case after case, in the order in which predictions come."""
+        """Predict and score the cases, in the order of the predictions."""
         self.examples = []
         num_examples = self.num_examples if keeps_examples else 0
         for case, predicted in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size)):
@@ -175,7 +174,7 @@ class Validation:
             evaluated = self._evaluated(case, prediction)
             reference = case["reference"]
             volumes = (prediction.as_tensor()[None], reference.as_tensor()[None])
-            if self.ignore is not None:  # background in both, where nobody annotated
+            if self.ignore is not None:  # not annotated: background in both
                 volumes = tuple(volume.masked_fill(volumes[1] == self.ignore, 0) for volume in volumes)
             fields = {
                 **case,
@@ -196,7 +195,7 @@ class Validation:
             yield case["case"], JudgedCase(evaluated=evaluated, further=further)
 
     def conclude(self, judged: Sequence[JudgedCase], *, writes: bool = True) -> Validated:
-        """Return what judged cases, in their order, come to; write the summary where a folder was given."""
+        """Return the result of scored cases, in their order; write the summary if there is a folder."""
         summary = summarise([case.evaluated for case in judged])
         if writes and self.folder is not None:
             write_summary(complete_summary(summary, self.scoring, self.labels), self.folder / "summary.json")
@@ -227,7 +226,7 @@ class Validation:
                 if label == 0 or not all(key in case.further for case in judged):
                     continue
                 scores[key] = _mean([case.further[key] for case in judged])
-                # A case that neither has nor predicts the label says nothing; nor does one not looked through for it.
+                # A case that neither has nor predicts the label does not count, nor does one not annotated for it.
                 count = sum(
                     1
                     for case in judged
@@ -242,9 +241,9 @@ class Validation:
         return make_example(case, prediction, {0, *self.values, *scored}, self.ignore)
 
     def _part(self, name: str, metric: Tensor, case: Mapping[str, Any]) -> dict[str, float]:
-        """Return a case's mean over what is scored in it, NaN where that cannot be told, and each label's metric."""
+        """Return a case's mean over its scored labels, NaN if unknown, and the metric of each label."""
         structures = {key: label for key, label in self.labels.items() if key != 0}
-        columns = metric.flatten()[-len(structures) :]  # without the background, where the metric has it
+        columns = metric.flatten()[-len(structures) :]  # without the background, if the metric has it
         if len(columns) < len(structures):  # one number for all labels
             whole = metric if case.get("labelled") is None else torch.tensor(math.nan)
             return {name: _mean(whole.flatten().tolist())}
@@ -291,7 +290,7 @@ class Testing:
         Wraps the loop over cases, for instance in a progress bar.
     """
 
-    __test__ = False  # a workflow, which pytest would take for a class of tests
+    __test__ = False  # otherwise pytest collects this workflow as a class of tests
 
     def __init__(
         self, predictor: Predictor, cases: Iterable[Case], folder: str | Path, *, batch_size: int = 1, show: Show = iter
@@ -314,7 +313,7 @@ class Testing:
 def make_example(
     case: Mapping[str, Any], prediction: MetaTensor, known: Collection[int], ignore: int | None
 ) -> Example:
-    """Return a prepared case and its prediction as they are looked at: the image is taken back to its original grid.
+    """Return a prepared case and its prediction for display; the image is resampled to its original grid.
 
     Parameters
     ----------
@@ -323,9 +322,9 @@ def make_example(
     prediction : MetaTensor
         ``(1, D, H, W)``, on the image's own grid.
     known : collection of int
-        Every value of the label maps, 0 among them.
+        Every value of the label maps, including 0.
     ignore : int, optional
-        Value where nobody annotated.
+        Value of voxels that are not annotated.
     """
     image, grid = case["image"], Grid.original(case["image"])
     original = resample(grid, image.as_tensor().float(), Grid.of(image))
@@ -336,14 +335,14 @@ def make_example(
 
 
 def _number(label_map: Tensor, known: Collection[int], ignore: int | None) -> Tensor:
-    """Return a label map that counts the known values from 0 on, for colours; 0 where nobody annotated."""
+    """Return a label map of indices of the known values, for colours; 0 where voxels are not annotated."""
     if ignore is not None:
         label_map = label_map.masked_fill(label_map == ignore, 0)
     return torch.searchsorted(torch.tensor(sorted(known), device=label_map.device), label_map.long())
 
 
 def _require_predictor(predictor: Any, workflow: str) -> None:
-    """Raise for what cannot predict whole volumes, such as the network itself."""
+    """Raise unless ``predictor`` can predict whole volumes; a network cannot."""
     if not callable(getattr(predictor, "stream", None)):
         raise ConfigError(
             f"{workflow} needs a Predictor, which says how a network is applied to a whole volume, got a "

@@ -1,4 +1,4 @@
-"""What facts mean: pure functions from `Facts` to findings, in the order in which they are told."""
+"""Derive findings from facts by pure functions, in the order of the report."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ CHECKS: Sequence[tuple[str | None, Callable[[Any], list[MachineFinding]]]] = (
     *(("system", machine.check_open_files), ("folders", machine.check_folders), (None, machine.check_clock)),
     (None, software.check_variables),
 )
-"""Each with the one section that it needs, or None for those that need several, and look which were gathered."""
+"""Checks with the one section that each needs; None for checks that need several and test for missing sections."""
 
 
 def check(facts: Facts) -> list[MachineFinding]:
-    """Return what all checks find; one that fails itself is among the findings.
+    """Return the findings of all checks; a check that raises becomes a finding.
 
     >>> from volseg.diagnosis.facts import NotGathered
     >>> [finding.check for finding in check(Facts(failures=(NotGathered(name="torch", reason="a test"),)))]
@@ -34,7 +34,7 @@ def check(facts: Facts) -> list[MachineFinding]:
         needed = facts if section is None else getattr(facts, section)
         try:
             found += [] if needed is None else one(needed)
-        except Exception as fault:  # a fact that nobody thought of shall not hide what the others have to say
+        except Exception as fault:  # an unexpected fact must not hide the other findings
             failed = f"this check failed itself: {type(fault).__name__}: {fault}"
             why, remedy = (
                 "nothing is known of what it looks at",

@@ -1,4 +1,4 @@
-"""The build of torch and the NVIDIA driver, against each other and against the GPUs of the machine."""
+"""Check the build of torch and the NVIDIA driver against each other and against the machine's GPUs."""
 
 from packaging.version import Version
 
@@ -31,7 +31,7 @@ AMPERE = (8, 0)
 BLACKWELL = (10, 0)
 LEAST_TORCH = Version("2.8")
 FIRST_GUARDED = Version("2.9.1")
-"""The first torch that keeps away from the wrong kernels of cuDNN."""
+"""The first torch that avoids the wrong kernels of cuDNN."""
 
 WRONG_CUDNN = range(90800, 91500)
 FIRST_CUDNN_WITHOUT_VOLTA = 91100
@@ -41,7 +41,7 @@ FOR_VOLTA = f'{INSTALL} "torch>=2.10,<2.15" --index-url https://download.pytorch
 
 
 def check_torch(build: TorchFacts) -> list[MachineFinding]:
-    """Say which build it is, and whether its version is one that works."""
+    """Report the build of torch, and whether its version works."""
     kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.rocm}" if build.rocm else "CPU"
     told = f"torch {build.version} ({kind}{f', NCCL {build.nccl}' if build.nccl else ''})"
     version = Version(build.version)
@@ -60,7 +60,7 @@ def check_torch(build: TorchFacts) -> list[MachineFinding]:
 
 
 def _index(build: TorchFacts) -> str:
-    """Return where builds of the same kind are."""
+    """Return the package index of builds of the same kind."""
     kind = f"cu{build.cuda.replace('.', '')}" if build.cuda else "cpu"
     return f"https://download.pytorch.org/whl/{kind}"
 
@@ -70,14 +70,14 @@ def _has(build: TorchFacts, capability: tuple[int, int]) -> bool:
 
 
 def check_architectures(build: TorchFacts) -> list[MachineFinding]:
-    """Say for each kind of GPU whether the build has code for it."""
+    """Report for each kind of GPU whether the build has code for it."""
     if not build.architectures:
         return []
     return [_check_architecture(build, gpus) for gpus in _by_kind(build.gpus)]
 
 
 def _by_kind(gpus: tuple[Gpu, ...]) -> list[list[Gpu]]:
-    """Return the GPUs in groups of one kind, since eight times the same is said once."""
+    """Return the GPUs grouped by kind, for one finding per kind."""
     kinds: dict[tuple[str, tuple[int, int]], list[Gpu]] = {}
     for gpu in gpus:
         kinds.setdefault((gpu.name, gpu.capability), []).append(gpu)
@@ -103,7 +103,7 @@ def _check_architecture(build: TorchFacts, gpus: list[Gpu]) -> MachineFinding:
 
 
 def has_code_for(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
-    """Tell whether a build's code runs: binaries of the same generation, or PTX of no later one.
+    """Return whether a build has code for a GPU: binaries of the same generation, or PTX of an earlier or the same one.
 
     >>> has_code_for((7, 0), ("sm_75", "sm_80")), has_code_for((8, 9), ("sm_80",))
     (False, True)
@@ -122,7 +122,7 @@ def has_code_for(capability: tuple[int, int], architectures: tuple[str, ...]) ->
 
 
 def check_precision(build: TorchFacts) -> list[MachineFinding]:
-    """Say where bfloat16 and the fast kernels cannot be had."""
+    """Report GPUs without bfloat16 and fast kernels."""
     old = [gpus for gpus in _by_kind(build.gpus) if gpus[0].capability < AMPERE]
     return [
         note(
@@ -135,7 +135,7 @@ def check_precision(build: TorchFacts) -> list[MachineFinding]:
 
 
 def check_cudnn(build: TorchFacts) -> list[MachineFinding]:
-    """Say whether cuDNN fits the GPUs, and is one of those that compute 3D convolutions wrongly or not at all."""
+    """Report whether cuDNN supports the GPUs, and whether its version computes 3D convolutions correctly."""
     if build.cuda is None:
         return []
     if build.cudnn is None:
@@ -174,7 +174,7 @@ VOLTA_DEVICES = range(0x1D80, 0x1E00)
 """NVIDIA's numbers of GV100: V100 and Titan V."""
 
 LEAST_BRANCH = {"12": 525, "13": 580}
-"""By CUDA's first number."""
+"""Least driver branch by CUDA's major version."""
 
 DRIVER_FOR_VOLTA = (
     "sudo apt-get install nvidia-driver-580-server   (proprietary; not nvidia-driver-580-server-open), then sudo reboot"
@@ -182,7 +182,7 @@ DRIVER_FOR_VOLTA = (
 
 
 def check_driver(facts: Facts) -> list[MachineFinding]:
-    """Say which driver there is, and whether it drives these GPUs and this build of torch."""
+    """Report the driver, and whether it supports these GPUs and this build of torch."""
     driver = facts.driver
     if driver is None or driver.version is None:
         return []
@@ -219,7 +219,7 @@ def _has_volta(facts: Facts) -> bool:
 
 
 def check_gpus_seen(facts: Facts) -> list[MachineFinding]:
-    """Say why torch sees none of the GPUs that are there, or fewer."""
+    """Report how many GPUs torch sees, and why it sees none of those present."""
     build, driver = facts.torch, facts.driver
     if build is None or driver is None:
         return []
@@ -237,7 +237,7 @@ def check_gpus_seen(facts: Facts) -> list[MachineFinding]:
 
 
 def _find_cause(facts: Facts) -> tuple[str, str]:
-    """Return why GPUs that are there cannot be used, the plainest cause first."""
+    """Return cause and remedy for unusable GPUs; the most obvious cause is tried first."""
     build, driver = facts.torch, facts.driver
     assert build is not None
     assert driver is not None
@@ -260,7 +260,7 @@ def _find_cause(facts: Facts) -> tuple[str, str]:
 
 
 def check_compute_modes(driver: DriverFacts) -> list[MachineFinding]:
-    """Say where GPUs take one process only, or none."""
+    """Report GPUs that accept only one process, or none."""
     other = sorted({mode for mode in driver.compute_modes if mode not in ("Default", "[N/A]")})
     return [
         warning(

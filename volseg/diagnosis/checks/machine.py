@@ -1,4 +1,4 @@
-"""Memory, cores, limits, disks and clock; and what was really tried: copies, sums, a kernel."""
+"""Check memory, cores, limits, disks and clock, and the results of trial copies, sums and kernels."""
 
 import time
 
@@ -22,35 +22,35 @@ __all__ = [
 
 GIB = 2**30
 SCARCE_MEMORY = 8 * GIB
-"""Imports take 1 GiB a process; the rest is for cases while they are prepared: a CT of 512 x 512 x 500 voxels is
-0.5 GiB of float32, of which preparing holds several copies. A judgement: small tasks do with less, hence no error."""
+"""Imports take 1 GiB per process; the rest is for preparing cases: a CT of 512 x 512 x 500 voxels is 0.5 GiB of
+float32, and preparing holds several copies. A judgement: small tasks need less, hence no error."""
 
 ENOUGH_SHARED_MEMORY = 2**29
-"""NCCL takes some 10 MB for each pair of GPUs without peer access and each way; Docker gives 64 MiB by default."""
+"""NCCL takes some 10 MB per pair of GPUs without peer access and per direction; Docker gives 64 MiB by default."""
 
 CORES_PER_GPU = 4
-"""One starts the GPU's kernels, one reads patches ahead, the others prepare cases. A judgement: machines that are let
-have 8 to 24 for each GPU, and the first epoch alone waits where there are fewer."""
+"""One core launches the GPU's kernels, one prefetches patches, the others prepare cases. A judgement: rented machines
+have 8 to 24 per GPU, and with fewer only the first epoch waits."""
 
 SCARCE_FILES, FEW_FILES = 256, 1024
-"""1024 is what Linux gives a process by default, with which everything here was run. 256 is the least that systems
-give (macOS). Judgements: how many are needed grows with processes and with cases that are mapped at a time."""
+"""1024 is Linux's default per process, with which everything here was run. 256 is the least default (macOS).
+Judgements: the need grows with the numbers of processes and of mapped cases."""
 
 SCARCE_PROCESSES = 1024
-"""A training has tens of threads for each GPU, eight GPUs some hundreds; the rest is for what the user runs besides."""
+"""A training has tens of threads per GPU, some hundreds with eight GPUs; the rest is for the user's other processes."""
 
 SCARCE_DISK, FEW_DISK = GIB, 20 * GIB
 """A run folder of V-Net takes 1 GiB with its checkpoints; prepared cases of a Decathlon task some tens."""
 
 SKEW_S = 5.0
-"""Signs of life are written every 5 s: by more than that a clock makes a run look late that is not."""
+"""A heartbeat is written every 5 s: a larger clock error makes a healthy run look late."""
 
 INSTALLED_LATER_S = 60.0
-"""A file system may round the time of a file, and a clock is set by steps of less than that."""
+"""Tolerance for rounded file times and for adjustments of the clock."""
 
 
 def check_memory(system: SystemFacts) -> list[MachineFinding]:
-    """Say how much main memory a training may take."""
+    """Report the main memory that a training may use."""
     limit = system.memory_limit_bytes
     whole = system.memory_bytes if limit is None else limit
     told = f"{gib(whole)} of memory, {gib(min(system.available_bytes, whole))} of it free"
@@ -68,7 +68,7 @@ def check_memory(system: SystemFacts) -> list[MachineFinding]:
 
 
 def check_shared_memory(facts: Facts) -> list[MachineFinding]:
-    """Say whether NCCL has room in ``/dev/shm``."""
+    """Report whether ``/dev/shm`` has room for NCCL."""
     system, gpus = facts.system, facts.torch.gpus if facts.torch is not None else ()
     if system is None:
         return []
@@ -91,7 +91,7 @@ def _free(system: SystemFacts) -> int:
 
 
 def check_cores(facts: Facts) -> list[MachineFinding]:
-    """Say how many cores each GPU has."""
+    """Report the number of cores per GPU."""
     system = facts.system
     if system is None:
         return []
@@ -113,7 +113,7 @@ def check_cores(facts: Facts) -> list[MachineFinding]:
 
 
 def check_open_files(system: SystemFacts) -> list[MachineFinding]:
-    """Say how many files a process may have open, and processes a user."""
+    """Report the limits of open files per process and of processes per user."""
     told = f"{system.open_files} open files a process"
     findings = [ok("open_files", told)]
     if system.open_files < FEW_FILES:
@@ -132,7 +132,7 @@ def check_open_files(system: SystemFacts) -> list[MachineFinding]:
 
 
 def check_folders(folders: FoldersFacts) -> list[MachineFinding]:
-    """Say of each folder that volseg writes to whether there is room, and whether it may write."""
+    """Report for each folder that volseg writes to whether it has room and is writable."""
     return [_check_folder(folder) for folder in folders.folders]
 
 
@@ -141,7 +141,7 @@ WAYS = {
     "runs": "volseg train ... --output FOLDER on a larger disk",
     "temporary": "export TMPDIR=FOLDER on a larger disk",
 }
-"""To write elsewhere."""
+"""Remedies by role of the folder: ways to write elsewhere."""
 
 
 def _check_folder(folder: FolderFacts) -> MachineFinding:
@@ -166,7 +166,7 @@ def _check_folder(folder: FolderFacts) -> MachineFinding:
 
 
 def check_clock(facts: Facts) -> list[MachineFinding]:
-    """Say whether the clock is plausible, and agrees with those of the disks."""
+    """Report whether the clock is plausible, and agrees with the clocks of the disks."""
     system = facts.system
     findings = []
     if system is not None:
@@ -189,18 +189,18 @@ def check_clock(facts: Facts) -> list[MachineFinding]:
     return findings
 
 
-# What was really tried: copies between GPUs, a sum over processes, a kernel that was compiled.
+# Results of trials: copies between GPUs, a sum over processes, a compiled kernel.
 
 
 FAST_KERNELS = (8, 0)
-"""Compute capability from which on volseg's own kernels are chosen."""
+"""Least compute capability for volseg's own kernels."""
 
 SLOW_LINK = 5.0
-"""GB/s. PCIe of generation 3 copies 12, NVLink from 40 on; what is below goes over main memory or a narrow slot."""
+"""GB/s. PCIe 3 copies 12, NVLink 40 or more; a slower link uses main memory or a narrow slot."""
 
 
 def check_links(links: LinkFacts) -> list[MachineFinding]:
-    """Say what passes between GPUs; pairs of which the same is true are told of together."""
+    """Report the links between GPUs; pairs with the same fault share a finding."""
     peers = links.peers
     if not peers:
         return []
@@ -236,7 +236,7 @@ def _name_pairs(peers: list[Peer]) -> str:
 
 
 def check_all_reduce(tried: AllReduceFacts) -> list[MachineFinding]:
-    """Say whether processes can add up."""
+    """Report whether an all-reduce over processes gives the right sums."""
     rate = tried.size_bytes / 1e9 / max(tried.seconds, 1e-9)
     told = f"{tried.processes} processes add up {tried.size_bytes >> 20} MiB by {tried.backend}, {rate:.3g} GB/s"
     if tried.is_right:
@@ -247,7 +247,7 @@ def check_all_reduce(tried: AllReduceFacts) -> list[MachineFinding]:
 
 
 def check_compiler(facts: Facts) -> list[MachineFinding]:
-    """Say whether Triton can compile kernels, and what it lacks."""
+    """Report whether Triton can compile kernels, and what it lacks."""
     tried, gpus = facts.compiler, facts.torch.gpus if facts.torch is not None else ()
     if tried is None:
         return []
@@ -281,7 +281,7 @@ def check_compiler(facts: Facts) -> list[MachineFinding]:
 
 
 def _mend_compiler(said: str) -> str:
-    """Return what to do about what a compiler said; the usual causes are its absence and that of Python's headers."""
+    """Return the remedy for a compiler's message; usually the compiler or Python's headers are missing."""
     if "Python.h" in said:
         return "sudo apt-get install python3-dev   (python3.12-dev and so on; dnf install python3-devel)"
     if "no C compiler" in said or "No such file" in said or "C compiler" in said or "not found" in said:

@@ -1,4 +1,4 @@
-"""Python, packages, the environment's variables, and gatherers that failed."""
+"""Check Python, packages and environment variables, and report failed gatherers."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ __all__ = ["check_failures", "check_imports", "check_packages", "check_python", 
 
 
 def check_python(python: PythonFacts) -> list[MachineFinding]:
-    """Say which Python it is, and whose packages it has."""
+    """Report the Python, and whether it is in an environment of its own."""
     told = f"Python {python.version}, {python.executable} (starts processes by {python.start_method})"
     if python.in_environment:
         return [ok("python", told)]
@@ -24,7 +24,7 @@ def check_python(python: PythonFacts) -> list[MachineFinding]:
 
 
 def check_text(python: PythonFacts) -> list[MachineFinding]:
-    """Say whether names of files may hold any letter."""
+    """Report whether file names may contain any letter."""
     told = f"{python.locale}, {python.encoding}"
     if python.encoding.lower().replace("-", "") == "utf8":
         return [ok("locale", told)]
@@ -33,7 +33,7 @@ def check_text(python: PythonFacts) -> list[MachineFinding]:
 
 
 def check_packages(packages: PackageFacts) -> list[MachineFinding]:
-    """Say which versions are installed, and which do not fit."""
+    """Report the installed versions, and the conflicts between them."""
     if not packages.is_installed:
         found, why = "imported from a checkout, not installed as a package", "whether packages fit it is not known"
         remedy = "pip install -e . in the checkout"
@@ -62,7 +62,7 @@ def check_packages(packages: PackageFacts) -> list[MachineFinding]:
 
 
 def _quote(sentence: str) -> str:
-    """Return what to install, from a sentence such as "a needs b>=2, installed is 1"."""
+    """Return the requirement in a sentence such as "a needs b>=2, installed is 1"."""
     needed = sentence.partition(" needs ")[2].partition(", ")
     return (
         f'"{re.split(", (?:installed is|which is not)", sentence.partition(" needs ")[2])[0]}"' if needed else sentence
@@ -70,7 +70,7 @@ def _quote(sentence: str) -> str:
 
 
 def check_imports(imports: ImportFacts) -> list[MachineFinding]:
-    """Say which libraries are installed and cannot be imported."""
+    """Report libraries that cannot be imported."""
     findings = [
         error(
             "imports",
@@ -84,10 +84,10 @@ def check_imports(imports: ImportFacts) -> list[MachineFinding]:
 
 
 class HarmfulVariable(NamedTuple):
-    """What a variable of the environment does."""
+    """Effect of an environment variable."""
 
     values: str
-    """Those that do it, as a pattern for the whole value."""
+    """Pattern of the harmful values, for the whole value."""
     level: Level
     why: str
 
@@ -119,11 +119,11 @@ BY_NAME: Mapping[str, HarmfulVariable] = {
 }
 
 TOGETHER = {"RANK": "RANK WORLD_SIZE"}
-"""What is unset with a variable, as the one means nothing without the other."""
+"""Variables to unset together."""
 
 
 def check_variables(facts: Facts) -> list[MachineFinding]:
-    """Say which variables of the environment change what torch, CUDA and NCCL do."""
+    """Report environment variables that change the behaviour of torch, CUDA and NCCL."""
     variables = facts.python.variables if facts.python is not None else {}
     bad = [name for name, value in variables.items() if name in BY_NAME and re.fullmatch(BY_NAME[name].values, value)]
     findings = [
@@ -141,7 +141,7 @@ def check_variables(facts: Facts) -> list[MachineFinding]:
     return findings + ([ok("variables", ", ".join(f"{name}={variables[name]}" for name in quiet))] if quiet else [])
 
 
-# What a gatherer that failed, or gave no answer, means.
+# The meaning of a gatherer that failed or did not answer.
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ MEANINGS = {
         "warning", "the fast kernels may not compile", "volseg train CONFIG --set training.kernels=torch"
     ),
 }
-"""Of those whose failure says more than that something is unknown."""
+"""Meanings of failures by gatherer; other failures only mean that a section is unknown."""
 
 UNKNOWN = _Meaning(
     "warning", "nothing is known of what it looks at", "volseg doctor --json > doctor.json, and send it with a report"
@@ -196,7 +196,7 @@ UNKNOWN = _Meaning(
 
 
 def check_failures(facts: Facts) -> list[MachineFinding]:
-    """Say what could not be found out, and what that means."""
+    """Report the sections that could not be gathered, and the meaning of each failure."""
     return [_describe(failure, facts) for failure in facts.failures]
 
 

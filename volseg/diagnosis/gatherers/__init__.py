@@ -1,1 +1,1 @@
-"""Gatherers of facts: a module each, whose ``gather`` runs in a process of its own."""
+"""Gather the sections of the facts: each ``gather_SECTION`` runs in a separate process."""

@@ -1,4 +1,4 @@
-"""torch's build, its GPUs, the copies between them, and a sum over processes."""
+"""Gather torch's build and GPUs, copies between GPUs, and a sum over processes."""
 
 import os
 import re
@@ -22,7 +22,7 @@ __all__ = ["gather_all_reduce", "gather_links", "gather_torch", "read_topology"]
 
 
 def gather_torch() -> TorchFacts:
-    """Return what torch says of itself; starts CUDA where there are GPUs."""
+    """Return the build of torch and its GPUs; initialises CUDA."""
     gpus: list[Gpu] = []
     refused = None
     try:
@@ -56,7 +56,7 @@ def _describe_gpu(index: int) -> Gpu:
     )
 
 
-# What passes between GPUs: who reads whose memory, over which link, how fast, and whether the values arrive.
+# Copies between GPUs: access to each other's memory, kind of link, speed, and whether the values are right.
 
 
 COPIED_BYTES = 256 * 2**20
@@ -74,7 +74,7 @@ def gather_links() -> LinkFacts:
 def _time_copies(source: int, target: int, link: str | None) -> Peer:
     sent = torch.arange(COPIED_BYTES // 4, dtype=torch.int32, device=f"cuda:{source}")
     came = torch.zeros_like(sent, device=f"cuda:{target}")
-    came.copy_(sent)  # the first one sets the way up
+    came.copy_(sent)  # the first copy sets up the connection
     is_right = torch.equal(came.cpu(), sent.cpu())
     begun = _wait_for(source, target)
     for _ in range(COPIES):
@@ -107,7 +107,7 @@ def _ask_topology() -> str:
 def read_topology(text: str) -> dict[tuple[int, int], str]:
     r"""Return the link of each pair of GPUs in the table that ``nvidia-smi topo -m`` prints.
 
-    Its numbers are the machine's; they are taken for torch's, which CUDA_VISIBLE_DEVICES may change.
+    The table numbers the machine's GPUs; torch's numbers differ if CUDA_VISIBLE_DEVICES is set.
 
     >>> read_topology("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-31\nGPU1\tNV18\t X \t0-31")
     {(0, 1): 'NV18', (1, 0): 'NV18'}
@@ -128,31 +128,30 @@ def read_topology(text: str) -> dict[tuple[int, int], str]:
     }
 
 
-# A sum over processes, one for each GPU by NCCL, or two by gloo where there is none, as a training makes it.
-#
-# ``python -m volseg.diagnosis.gatherers.gpus RANK COUNT FILE`` is one of the processes, which meet by the file.
+# An all-reduce over processes as in a training: one process per GPU by NCCL, or two by gloo without GPUs.
+# ``python -m volseg.diagnosis.gatherers.gpus RANK COUNT FILE`` is one process; FILE is the rendezvous.
 
 
 SIZES_BYTES = {"nccl": 64 * 2**20, "gloo": 2**20}
 REPEATS = 5
 ANSWER = "volseg-all-reduce"
-"""Begins the line on which the first process answers."""
+"""Prefix of the first process's answer."""
 
 LIMIT = timedelta(seconds=90)
-"""For the processes to find each other; whoever started this ends it later than that."""
+"""Time limit of the rendezvous, shorter than the gatherer's."""
 
 
 def gather_all_reduce() -> AllReduceFacts:
-    """Start the processes, and return what the first of them measured.
+    """Start the processes, and return the measurement of the first.
 
     Raises
     ------
     RuntimeError
-        With the last words of the process that failed first.
+        If a process fails; the message has its last line of output.
     """
     count = torch.cuda.device_count() or 2
     backend = "nccl" if torch.cuda.device_count() else "gloo"
-    # What a launcher told this process is of another job; and NCCL tells why it fails only where it is asked to.
+    # A launcher's variables belong to another job; NCCL explains failures only with NCCL_DEBUG.
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment.setdefault("NCCL_DEBUG", "WARN")
     environment.setdefault("OMP_NUM_THREADS", "1")
@@ -172,7 +171,7 @@ def gather_all_reduce() -> AllReduceFacts:
     failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
     if failed:
         raise RuntimeError(_find_reason(failed))
-    # NCCL and torch write to the same stream, before it and after it.
+    # NCCL and torch write to the same stream, before and after the answer.
     seconds, is_right = next(line for line in said[0].splitlines() if line.startswith(ANSWER)).split()[1:]
     return AllReduceFacts(
         backend=backend,
@@ -184,14 +183,14 @@ def gather_all_reduce() -> AllReduceFacts:
 
 
 def _find_reason(failed: list[str]) -> str:
-    """Return what tells most: NCCL's own warning, else the last line of the first that failed."""
+    """Return NCCL's first warning, if any, and the last line of the first failed process."""
     warned = [line.partition("NCCL WARN ")[2] for text in failed for line in text.splitlines() if "NCCL WARN " in line]
     lines = [line.strip() for line in failed[0].splitlines() if line.strip()]
     return " | ".join([*warned[:1], *lines[-1:]]) or "a process ended without a word"
 
 
 def _sum_with_others(rank: int, count: int, meeting: str) -> None:
-    """Add up with the other processes, and print seconds and whether the sums were right on all of them."""
+    """Run all-reduces with the other processes; print the seconds, and whether all sums are right."""
     gpus = [rank] if torch.cuda.device_count() else []
     backend = "nccl" if gpus else "gloo"
     device = torch.device("cuda", rank) if gpus else torch.device("cpu")
@@ -202,7 +201,7 @@ def _sum_with_others(rank: int, count: int, meeting: str) -> None:
     wrong = torch.zeros(1, device=device)
     begun = 0.0
     for repeat in range(REPEATS + 1):
-        if repeat == 1:  # the first one sets the ways up
+        if repeat == 1:  # the first all-reduce sets up the connections
             begun = _wait_for(*gpus)
         values.fill_(rank + 1.0)
         dist.all_reduce(values)

@@ -1,4 +1,4 @@
-"""The machine: memory, cores, limits, folders, the NVIDIA driver. Nothing here imports torch."""
+"""Gather memory, cores, limits, folders and the NVIDIA driver, without importing torch."""
 
 import os
 import re
@@ -37,7 +37,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is asked for its size
 
 
 def gather_system() -> SystemFacts:
-    """Return what the system says."""
+    """Return the system's memory, cores and limits."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = find_memory_limit()
     shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
@@ -61,12 +61,12 @@ def gather_system() -> SystemFacts:
 
 
 def find_memory_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:
-    """Return the least memory that this process's group or one above it may take; None without a limit.
+    """Return the least memory limit of this process's cgroup and its parents; None without a limit.
 
     Parameters
     ----------
     cgroups, own
-        Where the system shows groups, and which are this process's; version 1 and version 2 of them.
+        Folder of the cgroups, and file with this process's; versions 1 and 2.
     """
     limits = [
         int(text)
@@ -78,7 +78,7 @@ def find_memory_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | 
 
 
 def find_core_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
-    """Return how many cores' worth of time this process's group may take; None without a limit."""
+    """Return the limit of CPU time of this process's cgroup, in cores; None without a limit."""
     pairs = [text.split() for text in _read_upwards(cgroups, own, "", "cpu.max")]
     quotas = _read_upwards(cgroups, own, "cpu", "cpu.cfs_quota_us")
     periods = _read_upwards(cgroups, own, "cpu", "cpu.cfs_period_us")
@@ -87,13 +87,13 @@ def find_core_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | 
 
 
 def _read_upwards(cgroups: Path, own: Path, controller: str, name: str) -> Iterator[str]:
-    """Yield what stands in a file of the group of this process, and of all above it.
+    """Yield the content of a file in this process's cgroup and in all its parents.
 
-    In a container the group's path is often that of the outside, and its own files lie at the top.
+    In a container the cgroup's path is often the host's, and its own files are at the top.
     """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:  # no Linux
+    except FileNotFoundError:  # not Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -108,19 +108,19 @@ def _read_upwards(cgroups: Path, own: Path, controller: str, name: str) -> Itera
                 yield (folder / name).read_text(encoding="utf-8").strip()
 
 
-# The folders that volseg writes to: room, kind of file system, whether they take files, and their clock.
+# The folders that volseg writes to: room, kind of file system, write access, and clock.
 
 
 MOUNTS = Path("/proc/self/mounts")
 
 
 def gather_folders(places: Mapping[str, str]) -> FoldersFacts:
-    """Look at the folders of the cache, of runs, and of temporary files.
+    """Inspect the folders of the cache, of runs, and of temporary files.
 
     Parameters
     ----------
     places
-        ``cache`` and ``runs``, if not where volseg puts them by itself.
+        ``cache`` and ``runs``, instead of volseg's defaults.
     """
     cache = places.get("cache") or os.environ.get("VOLSEG_CACHE") or str(Path.home() / ".cache" / "volseg")
     return FoldersFacts(
@@ -133,7 +133,7 @@ def gather_folders(places: Mapping[str, str]) -> FoldersFacts:
 
 
 def look_at(role: Literal["cache", "runs", "temporary"], path: Path) -> FolderFacts:
-    """Write a file of a kilobyte into a folder, or the nearest one above it, and ask for its room."""
+    """Inspect a folder, or its nearest existing parent: write a temporary file, and read the free space."""
     path = path.absolute()
     existing = next(folder for folder in (path, *path.parents) if folder.is_dir())
     usage = shutil.disk_usage(existing)
@@ -145,7 +145,7 @@ def look_at(role: Literal["cache", "runs", "temporary"], path: Path) -> FolderFa
             file.flush()
             os.fsync(file.fileno())
             written = os.stat(file.name).st_mtime
-        # Between the two moments the file was written; the rest is the other clock's.
+        # The file was written between the two times; the remaining difference is the other clock's.
         skew = written - min(max(written, before), time.time())
     except OSError as fault:
         refused = fault.strerror or str(fault)
@@ -162,7 +162,7 @@ def look_at(role: Literal["cache", "runs", "temporary"], path: Path) -> FolderFa
 
 
 def find_file_system(folder: Path, mounts: Path = MOUNTS) -> str:
-    """Return the kind of file system a folder lies on, such as ``ext4`` or ``nfs4``; "unknown" without Linux."""
+    """Return the kind of a folder's file system, such as ``ext4`` or ``nfs4``; "unknown" without Linux."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -171,24 +171,24 @@ def find_file_system(folder: Path, mounts: Path = MOUNTS) -> str:
     for line in lines:
         _, point, name, *_ = line.split(" ")
         mounted = Path(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), point))
-        # Of two on the same folder the later one is seen.
+        # Of two mounts on the same folder the later is visible.
         if (folder == mounted or mounted in folder.parents) and len(mounted.parts) >= depth:
             kind, depth = name, len(mounted.parts)
     return kind
 
 
-# The NVIDIA driver and the GPUs on the bus, asked of the system: torch sees none that the driver does not drive.
+# The NVIDIA driver and the GPUs on the bus, from the system: torch sees only GPUs that the driver supports.
 
 
 BUS = Path("/sys/bus/pci/devices")
 MODULE = Path("/proc/driver/nvidia/version")
 NVIDIA = "0x10de"
 DISPLAY = "0x03"
-"""Class of devices that are GPUs, in its first two digits."""
+"""First two digits of the device class of GPUs."""
 
 
 def gather_driver() -> DriverFacts:
-    """Return what the kernel, ``/dev`` and ``nvidia-smi`` say."""
+    """Return the driver and GPUs from the kernel, ``/dev`` and ``nvidia-smi``."""
     version, is_open = read_module(MODULE)
     modes: tuple[str, ...] = ()
     refused = None
@@ -209,7 +209,7 @@ def gather_driver() -> DriverFacts:
 
 
 def read_module(path: Path) -> tuple[str | None, bool | None]:
-    """Return the version of the kernel module, and whether it is the open one; None where none is loaded."""
+    """Return the version of the kernel module, and whether it is the open one; None if none is loaded."""
     if not path.is_file():
         return None, None
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -218,7 +218,7 @@ def read_module(path: Path) -> tuple[str | None, bool | None]:
 
 
 def list_bus(bus: Path) -> tuple[PciGpu, ...]:
-    """Return NVIDIA's GPUs among the devices that the kernel found on the bus."""
+    """Return NVIDIA's GPUs among the devices on the bus."""
     found = []
     for device in sorted(bus.iterdir()) if bus.is_dir() else ():
         vendor, kind, number = (

@@ -1,4 +1,4 @@
-"""Python, its packages, and whether they and a C compiler work."""
+"""Gather Python and its packages, and test imports and the C compiler."""
 
 import locale
 import multiprocessing
@@ -42,11 +42,11 @@ PREFIXES = (
     *("PYTORCH_", "TORCH_", "TRITON_", "VOLSEG_"),
 )
 NAMES = ("CC", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "PYTHONHOME", "PYTHONPATH", "RANK", "WORLD_SIZE")
-"""Variables that change what torch and what it starts do; no others are written down, which may hold secrets."""
+"""Variables that affect torch and its subprocesses; no others are recorded, as they may hold secrets."""
 
 
 def gather_python() -> PythonFacts:
-    """Return what this interpreter is."""
+    """Return the properties of this interpreter."""
     told = {name: value for name, value in os.environ.items() if name in NAMES or name.startswith(PREFIXES)}
     own = sys.prefix != sys.base_prefix or "CONDA_PREFIX" in os.environ
     return PythonFacts(
@@ -61,32 +61,32 @@ def gather_python() -> PythonFacts:
 
 
 def is_in_container() -> bool:
-    """Tell whether this is a container of Docker or Podman."""
+    """Return whether this is a container of Docker or Podman."""
     return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
 
 
-# Whether the libraries that read and write images can be imported, which their metadata does not tell.
+# Whether the libraries for images can be imported, which their metadata does not show.
 
 
 LIBRARIES = ("numpy", "scipy.ndimage", "nibabel", "SimpleITK", "isal", "tensorboard", "monai")
 
 
 def gather_imports(libraries: tuple[str, ...] = LIBRARIES) -> ImportFacts:
-    """Import one after the other; a library is C and Fortran that may lack a file of the system."""
+    """Import libraries one after the other; compiled ones may lack a file of the system."""
     refused = {}
     for name in libraries:
         try:
             import_module(name)
-        except Exception as fault:  # whatever others' code raises is what is asked for
+        except Exception as fault:  # any error of the library is the result
             refused[name] = f"{type(fault).__name__}: {fault}".strip().splitlines()[0]
     return ImportFacts(refused=refused)
 
 
-# Installed packages, by their metadata: what volseg requires, and whether that holds for all that comes with it.
+# Installed packages, by their metadata: the requirements of volseg and of its dependencies.
 
 
 def gather_packages() -> PackageFacts:
-    """Return versions and conflicts; of volseg used from a checkout, which says nowhere what it requires, neither."""
+    """Return versions and conflicts; neither for a checkout, which has no metadata on its requirements."""
     if find_version("volseg") is None:
         return PackageFacts(versions={}, is_installed=False)
     needed = [Requirement(text) for text in distribution("volseg").requires or ()]
@@ -94,7 +94,7 @@ def gather_packages() -> PackageFacts:
     unmet, reached = find_unmet("volseg")
     places: dict[str, set[str]] = {}
     for one in distributions():
-        if (name := one.metadata["Name"]) is not None:  # of a broken installation
+        if (name := one.metadata["Name"]) is not None:  # None in a broken installation
             places.setdefault(canonicalize_name(name), set()).add(str(one.locate_file("")))
     twice = [
         f"{name} lies in {' and in '.join(sorted(found))}"
@@ -107,7 +107,7 @@ def gather_packages() -> PackageFacts:
 
 
 def find_unmet(root: str) -> tuple[list[str], set[str]]:
-    """Follow the requirements of a package; return those that are not met, and the packages that were reached."""
+    """Follow the requirements of a package; return the unmet ones, and all packages reached."""
     unmet: list[str] = []
     waiting: list[tuple[str, frozenset[str]]] = [(root, frozenset())]
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -136,7 +136,7 @@ def _list_requirements(package: Distribution, extras: frozenset[str]) -> list[Re
     ]
 
 
-# Whether Triton can compile: the C compiler and Python's headers that it builds its starter with, and a kernel.
+# Whether Triton can compile: the C compiler and Python's headers for its launcher, and a kernel.
 
 
 SOURCE = """#include <Python.h>
@@ -146,7 +146,7 @@ PyMODINIT_FUNC PyInit_tried(void) { return PyModule_Create(&module); }
 
 
 def gather_compiler() -> CompilerFacts:
-    """Build a module of C, as Triton does for every kernel, and run a kernel where there is a GPU."""
+    """Build a C module, as Triton does for every kernel, and run a kernel if there is a GPU."""
     compiler, headers = find_compiler(), sysconfig.get_paths()["include"]
     refused = build_module(compiler, headers) if compiler else "there is no C compiler"
     triton = find_version("triton")
@@ -159,7 +159,7 @@ def gather_compiler() -> CompilerFacts:
             begun = time.perf_counter()
             try:
                 kernel = "right" if run_tried_kernel() else "wrong"
-            except Exception as fault:  # whatever Triton, the compiler and the driver raise is what is asked for
+            except Exception as fault:  # any error of Triton, compiler or driver is the result
                 kernel_refused = f"{type(fault).__name__}: {fault}".strip().splitlines()[0]
             seconds = time.perf_counter() - begun
     return CompilerFacts(
@@ -174,13 +174,13 @@ def gather_compiler() -> CompilerFacts:
 
 
 def find_compiler() -> str | None:
-    """Return the C compiler, looked for where Triton looks."""
+    """Return the C compiler that Triton would use; None if there is none."""
     named = os.environ.get("CC")
     return named or next((path for name in ("gcc", "clang", "cc") if (path := shutil.which(name))), None)
 
 
 def build_module(compiler: str, headers: str) -> str | None:
-    """Build a module of C against Python's headers; return what the compiler said where it could not."""
+    """Build a C module against Python's headers; return the compiler's message on failure, else None."""
     with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
         source = Path(folder) / "tried.c"
         source.write_text(SOURCE, encoding="utf-8")

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""A kernel as small as can be, to see Triton compile."""
+"""Compile and run a minimal kernel, to test Triton."""
 
 import os
 import tempfile
@@ -24,14 +24,14 @@ def add_product(x, y, out, n, block: tl.constexpr):
 
 
 def has_gpu() -> bool:
-    """Tell whether there is a GPU to run it on."""
+    """Return whether there is a GPU."""
     return torch.cuda.is_available()
 
 
 def run_tried_kernel(device: str = "cuda") -> bool:
     """Compile and run the kernel, and compare with torch."""
     before = os.environ.get(CACHE)
-    # What Triton has compiled before would hide that it can compile no more.
+    # Triton's cache would hide a broken compiler.
     with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
         os.environ[CACHE] = folder
         try:

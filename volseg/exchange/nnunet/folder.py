@@ -1,4 +1,4 @@
-"""A model folder of nnU-Net 2: which files it has, and what they say together."""
+"""Read a model folder of nnU-Net 2: its plans, its task, and the checkpoints of its folds."""
 
 import logging
 import re
@@ -62,7 +62,7 @@ def read_checkpoint(path: Path) -> NnunetWeights:
 
 
 def parse_nnunet(content: Any, path: Path) -> NnunetWeights:
-    """Return what a prediction needs of a checkpoint's content; the errors are those of `read_checkpoint`."""
+    """Return the parts of a checkpoint that a prediction needs; the errors are those of `read_checkpoint`."""
     wanted = ("network_weights", "init_args", "trainer_name")
     if not isinstance(content, dict) or any(key not in content for key in wanted):
         raise CheckpointError(f"{path} should hold {', '.join(wanted)}, as nnU-Net 2 writes; it is another program's")
@@ -89,7 +89,7 @@ def parse_nnunet(content: Any, path: Path) -> NnunetWeights:
 CHECKPOINT = "checkpoint_final.pth"
 
 FILES = ("plans.json", "dataset.json")
-"""What a model folder holds beside its folds."""
+"""Files of a model folder beside its folds."""
 
 OTHER_NETWORKS = re.compile(r"nnUNetTrainerBN|nnUNet_Primus.*|.*UMamba.*|nnUNetTrainer.*(Swin|Transformer).*")
 """Trainers that build another network than their plans describe."""
@@ -99,22 +99,22 @@ KNOWN_TRAINERS = re.compile(
     r"|onlyMirror01|warmup|CosAnneal|Adan|Adam|Vanilla|\den\d|DiceLoss|DiceCELoss|noSmooth|Topk10Loss|LS01"
     r"|DiceTopK10Loss|CELoss|NoDeepSupervision|probabilisticOversampling))*"
 )
-"""Trainers of nnU-Net's own that build the network of their plans."""
+"""nnU-Net's own trainers that build the network of their plans."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NnunetModel:
-    """What a model folder holds."""
+    """Content of a model folder."""
 
     folder: Path
-    """Of the model; of a checkpoint that lies elsewhere, its file."""
+    """Folder of the model; for a checkpoint outside of its folder, the file."""
     plan: NnunetPlan
     task: Task
     mirror_axes: tuple[int, ...]
     folds: tuple[str, ...]
     checkpoints: tuple[Path, ...]
     weights: tuple[Mapping[str, Tensor], ...]
-    """Of each fold, by nnU-Net's names."""
+    """Weights of each fold, by nnU-Net's names."""
 
 
 def is_nnunet_model(path: str | Path) -> bool:
@@ -140,7 +140,7 @@ def locate_nnunet(path: Path, checkpoint: str) -> tuple[Path, str, list[str] | N
 
 
 def read_alone(file: Path, weights: NnunetWeights) -> NnunetModel:
-    """Return the model of a checkpoint that lies outside of its folder: it holds the plans it was trained by.
+    """Return the model of a checkpoint outside of its folder, from the plans in the checkpoint.
 
     Raises
     ------
@@ -225,7 +225,7 @@ def _choose_folds(folder: Path, checkpoint: str, wanted: Sequence[str | int] | N
 
 
 def _require_trainer(weights: NnunetWeights, folder: Path) -> None:
-    """Raise for a trainer whose network the plans do not describe; say so where it is not known."""
+    """Raise for a trainer whose network the plans do not describe; warn for an unknown trainer."""
     if OTHER_NETWORKS.fullmatch(weights.trainer):
         raise ConfigError(
             f"{folder} was trained by {weights.trainer}, whose network is another than its plans describe; predict "

@@ -1,7 +1,7 @@
-"""nnU-Net's networks by our own, and its tensors by our names.
+"""Rebuild nnU-Net's networks by volseg's, and rename its tensors.
 
-The table of names is made of the network's structure, and must come out even: every tensor of the checkpoint has its
-place, every place its tensor, of the same shape. So weights of a network that only looks alike are refused.
+The table of names follows from the network's structure, and must be complete: every tensor of the checkpoint has one
+place, every place one tensor of the same shape. So weights of a network that is only similar are refused.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from volseg.models.weights import find_value, strip_prefixes
 __all__ = ["read_network", "rename_weights"]
 
 NETWORKS = {"PlainConvUNet": "n_conv_per_stage", "ResidualEncoderUNet": "n_blocks_per_stage"}
-"""nnU-Net's networks that are rebuilt here, and what each calls its blocks."""
+"""nnU-Net's networks that can be rebuilt, and the parameter with the blocks of each."""
 
 MOST_STAGES = 32
 
@@ -29,11 +29,11 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "stem_channels": (None,),
     "bottleneck_channels": (None,),
 }
-"""What the networks here are made of, as plans write it; another value is another network."""
+"""Layers of these networks, as written in plans; another value means another network."""
 
 
 def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the spec of our network that is the configuration's, with all its parameters.
+    """Return the spec of volseg's network for a configuration, with all its parameters.
 
     Raises
     ------

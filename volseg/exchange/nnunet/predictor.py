@@ -27,17 +27,17 @@ __all__ = ["NNUNET", "MeanLogits", "NnunetPredictor", "compute_weight", "place_w
 
 
 class MeanLogits(WindowStep):
-    """Networks whose logits are averaged.
+    """Average the logits of networks.
 
-    Those of regions are moved by one half: where a sigmoid exceeds one half, which is looked for, its logit exceeds 0.
-    A shift passes interpolation as it is; a sigmoid before it would move every border.
+    Logits of regions are shifted by one half: a sigmoid above one half means a logit above 0. Interpolation preserves a
+    shift; a sigmoid before it would move every border.
     """
 
     __slots__ = ()
 
     @property
     def link(self) -> str:
-        """Nothing: logits are blended."""
+        """Empty: logits are blended."""
         return ""
 
     def __call__(self, windows: Tensor) -> Tensor:

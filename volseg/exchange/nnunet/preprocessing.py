@@ -1,8 +1,7 @@
 """Preprocess an image as nnU-Net does: transpose, crop, normalise, resample, in this order.
 
-The volume keeps the affine of its new grid, so that label maps find back by geometry only. The outer borders of the
-cropped and the resampled grid are one, as in nnU-Net; hence sides that differ from the plan's by a fraction of a
-voxel.
+The volume has the affine of its new grid, so that label maps return to the original grid by geometry only. The outer
+borders of the cropped and the resampled grid coincide, as in nnU-Net; so spacings differ slightly from the plan's.
 """
 
 import math
@@ -42,7 +41,7 @@ def build_preprocessing(plan: NnunetPlan) -> Preprocessing:
 
 
 class _AsNnunet(MapTransform):
-    """What nnU-Net's ``DefaultPreprocessor`` does to an image."""
+    """Preprocess an image like nnU-Net's ``DefaultPreprocessor``."""
 
     def __init__(self, plan: NnunetPlan) -> None:
         super().__init__(["image"])
@@ -80,7 +79,7 @@ class _AsNnunet(MapTransform):
 
 
 def _find_box(inside: Tensor) -> tuple[slice, slice, slice]:
-    """Return the box around the voxels that are inside; everything where nothing is, as nnU-Net does."""
+    """Return the box around the voxels that are inside; the whole volume if none is, as in nnU-Net."""
     spans = []
     for axis in range(3):
         found = inside.any(dim=[a for a in range(3) if a != axis]).nonzero().flatten().tolist()

@@ -42,7 +42,7 @@ class Resampling:
 
     @classmethod
     def read(cls, function: object, arguments: Mapping[str, Any], where: str) -> "Resampling":
-        """Return what plans mean.
+        """Return the resampling that plans describe.
 
         Raises
         ------

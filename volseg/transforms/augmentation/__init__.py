@@ -1,4 +1,4 @@
-"""Random changes to whole batches, on the device that trains."""
+"""Augment whole batches at random, on the training device."""
 
 from volseg.transforms.augmentation.batch import BatchAugmentation
 from volseg.transforms.augmentation.parameters import AugmentationParameters

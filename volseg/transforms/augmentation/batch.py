@@ -1,4 +1,4 @@
-"""A whole batch augmented on the device that trains, in a few steps per batch and not a few per sample."""
+"""Augment a whole batch on the training device, in a few steps per batch instead of per sample."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,28 +21,28 @@ __all__ = ["BatchAugmentation"]
 class BatchAugmentation:
     """Change a batch of patches at random.
 
-    On an accelerator every effect is computed for every sample and kept where it was drawn: the work is the same for
-    every batch, nothing waits for the host, and the call can be recorded in a CUDA graph (register the generator with
-    it). On a CPU each sample is changed by itself, and only by what was drawn for it: its bits do not depend on its
-    companions in the batch.
+    On an accelerator every effect is computed for every sample and kept for the samples that drew it: the work is the
+    same for every batch, the host is never waited for, and a CUDA graph can capture the call (register the generator
+    with it). On a CPU each sample is changed separately, only by its drawn effects: its bits do not depend on the other
+    samples.
 
     Parameters
     ----------
     config : AugmentationConfig
         Probabilities and ranges.
     patch_size : sequence of int
-        D, H, W of the patches that come out, in voxels.
+        D, H, W of the output patches, in voxels.
     num_classes : int, optional
         Classes of the label, background included; needed for ``label_interpolation: linear``.
     spacing : sequence of float
         Voxel size along D, H, W in mm, so that a rotation does not shear; (1, 1, 1) turns in voxels, as nnU-Net does.
     num_masks : int
-        Last channels of the image that are masks: they are moved with it, and have no intensities to change.
+        Number of last channels that are masks: they move with the image, and their values do not change.
 
     Attributes
     ----------
     source_size : tuple of int
-        D, H, W of the patches that must go in: the patch with a margin for what rotation and scaling bring into it.
+        D, H, W of the input patches: the patch with a margin for rotation and scaling.
 
     Examples
     --------
@@ -85,11 +85,11 @@ class BatchAugmentation:
         generator: torch.Generator,
         num_channels: int = 1,
     ) -> AugmentationParameters:
-        """Draw what happens to each sample; keep the draw and ``apply`` can be repeated."""
+        """Draw the parameters of each sample, with which ``apply`` can be repeated."""
         return draw_parameters(self.config, batch_size, num_channels - self.num_masks, self.patch_size, generator)
 
     def __call__(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw and apply; the generator is best on the images' device."""
+        """Draw parameters and apply them; the generator should be on the images' device."""
         parameters = self.sample(images.shape[0], generator, images.shape[1])
         if generator.device != images.device:
             parameters = parameters.to(images.device)
@@ -97,14 +97,14 @@ class BatchAugmentation:
 
     @torch.no_grad()
     def apply_to_sources(self, sources: PatchSources, parameters: AugmentationParameters) -> tuple[Tensor, Tensor]:
-        """Apply drawn parameters to patches that are not cut out yet, in one Triton kernel.
+        """Apply drawn parameters to patches in their sources, in one Triton kernel.
 
         The result is that of ``apply``, up to float32's rounding of positions.
 
         Parameters
         ----------
         sources : PatchSources
-            Where the patches with their margin, of ``source_size``, lie.
+            Sources of the patches with their margin, of ``source_size``.
         parameters : AugmentationParameters
             On the sources' device.
         """
@@ -129,16 +129,16 @@ class BatchAugmentation:
         Parameters
         ----------
         images, labels : Tensor
-            The batch; both are left as they are.
+            The batch; neither is changed.
         parameters : AugmentationParameters
             On the images' device.
         dense : bool, optional
-            Whether every effect is computed for every sample, without a branch. By default, everywhere but on a CPU.
+            Whether every effect is computed for every sample, without branches. By default true except on a CPU.
 
         Returns
         -------
         tuple of Tensor
-            Images (B, C, *patch_size) in float32 and labels (B, 1, *patch_size) in the type they had.
+            Images (B, C, *patch_size) in float32 and labels (B, 1, *patch_size) in their own type.
 
         Raises
         ------
@@ -153,11 +153,11 @@ class BatchAugmentation:
                 )
         if dense is None:
             dense = images.device.type != "cpu"
-        # Half-precision coordinates would be off by voxels; the caller's autocast region must not reach in here.
+        # Half-precision coordinates would be off by voxels, so the caller's autocast must not apply here.
         with _full_precision(images.device.type):
             if dense:
                 return self._change(images, labels, parameters, dense)
-            # One by one: sums, products and the cropped source of several samples round otherwise than those of one.
+            # One by one: sums, products and crops of several samples round differently from those of one.
             rows = [slice(row, row + 1) for row in range(len(images))]
             changed = [self._change(images[row], labels[row], parameters.select(row), dense) for row in rows]
             return torch.cat([image for image, _ in changed]), torch.cat([label for _, label in changed])
@@ -171,7 +171,7 @@ class BatchAugmentation:
     def _move(
         self, images: Tensor, labels: Tensor, parameters: AugmentationParameters, dense: bool
     ) -> tuple[Tensor, Tensor]:
-        """Crop, mirror and, where drawn, rotate, scale and deform; one sample unless ``dense``."""
+        """Crop and mirror; rotate, scale and deform if drawn; one sample unless ``dense``."""
         effects = (self.config.rotation, self.config.scaling, self.config.elastic)
         moved = spatial.is_moved(parameters)
         stays = not self.config.enabled or all(effect.probability == 0 for effect in effects)
@@ -222,18 +222,18 @@ class _Step:
     parameter: Tensor
     """(B, C) or (B, C, 3)."""
     idle: float = 1.0
-    """The parameter's value where the effect was not drawn."""
+    """Value of the parameter if the effect was not drawn."""
     more: tuple[Tensor, ...] = ()
     exact: bool = False
-    """Whether the idle parameter leaves every bit as it is, so that no mask is needed."""
+    """Whether the idle parameter preserves every bit, so that no mask is needed."""
 
     def everywhere(self, volumes: Tensor) -> Tensor:
-        """Compute the effect for every volume and keep it where it was drawn."""
+        """Compute the effect for every volume, and keep it for the volumes that drew it."""
         changed = self.effect(volumes, self.parameter.flatten(0, 1), *self.more)
         return changed if self.exact else torch.where(self._drawn().view(-1, 1, 1, 1), changed, volumes)
 
     def where_drawn(self, volumes: Tensor) -> Tensor:
-        """Compute the effect for the volumes that it was drawn for, in place."""
+        """Compute the effect in place, only for the volumes that drew it."""
         rows = self._drawn().nonzero().squeeze(1)
         if len(rows):
             parameter = self.parameter.flatten(0, 1)[rows]

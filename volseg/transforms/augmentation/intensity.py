@@ -1,10 +1,10 @@
-"""What happens to the voxels' values: one function per effect, on N volumes (N, D, H, W) with one parameter each.
+"""Change voxel values: one function per effect, on N volumes (N, D, H, W) with one parameter each.
 
-A volume is one channel of one sample, so nothing here knows of batches and channels. Blur and low resolution are
-separable linear maps; as a matrix per axis they need no loop over samples whose kernels differ.
+A volume is one channel of one sample, so these functions are independent of batches and channels. Blur and low
+resolution are separable linear maps; as a matrix per axis they need no loop over samples whose kernels differ.
 
-Noise, brightness and contrast leave a volume with their idle parameter (0, 1, 1) as it is, bit for bit. The others
-need a mask: the identity matrix is exact in float32, but not where the user allows TF32.
+Noise, brightness and contrast preserve a volume bit for bit with their idle parameter (0, 1, 1). The others need a
+mask: the identity matrix is exact in float32, but not where the user allows TF32.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def brighten(volumes: Tensor, factor: Tensor) -> Tensor:
 
 
 def stretch_contrast(volumes: Tensor, factor: Tensor) -> Tensor:
-    """Multiply the distance from the volume's mean by ``factor`` (N,) and clip to the range that the volume had."""
+    """Multiply the distance from the volume's mean by ``factor`` (N,) and clip to the volume's original range."""
     values = volumes.flatten(1)
     low, high = values.aminmax(dim=1, keepdim=True)
     stretched = torch.lerp(values.mean(1, keepdim=True), values, factor[:, None])
@@ -38,11 +38,11 @@ def stretch_contrast(volumes: Tensor, factor: Tensor) -> Tensor:
 def power_law(volumes: Tensor, gamma: Tensor, *, inverted: bool = False) -> Tensor:
     """Raise the volume, scaled to [0, 1], to the power ``gamma`` (N,); keep its mean and standard deviation.
 
-    ``inverted`` does it to the negative of the volume.
+    ``inverted`` applies it to the negative of the volume.
     """
     values = volumes.flatten(1)
     low, high = values.aminmax(dim=1, keepdim=True)
-    # 1e-7: a constant volume stays what it is.
+    # 1e-7: a constant volume stays unchanged.
     span = (high - low).clamp(min=1e-7)
     scaled = (high - values) / span if inverted else (values - low) / span
     curved = scaled ** gamma[:, None]
@@ -54,7 +54,7 @@ def power_law(volumes: Tensor, gamma: Tensor, *, inverted: bool = False) -> Tens
 
 
 def blur(volumes: Tensor, sigma: Tensor) -> Tensor:
-    """Convolve with a Gaussian of ``sigma`` (N, 3) voxels; at a border the kernel's inner part counts for all."""
+    """Convolve with a Gaussian of ``sigma`` (N, 3) voxels; at a border the kernel's inner part is normalised."""
     return _multiply_each_axis(volumes, _compute_gaussians(sigma, volumes.shape[1:]))
 
 
@@ -64,9 +64,9 @@ def coarsen(volumes: Tensor, zoom: Tensor) -> Tensor:
 
 
 def _multiply_each_axis(volumes: Tensor, matrices: Tensor) -> Tensor:
-    """Multiply the axes of (N, D, H, W) by the matrices (N, 3, n, n), of which each uses its first rows and columns."""
+    """Multiply the axes of (N, D, H, W) by the first rows and columns of the matrices (N, 3, n, n)."""
     shape = volumes.shape
-    # Each product turns the first axis into the last, (n, d, hw) -> (n, hw, d), so three of them end where they began.
+    # Each product turns the first axis into the last, (n, d, hw) -> (n, hw, d), so three of them restore the order.
     for axis, side in enumerate(shape[1:]):
         volumes = volumes.reshape(shape[0], side, -1)
         volumes = torch.bmm(volumes.transpose(1, 2), matrices[:, axis, :side, :side].transpose(1, 2))

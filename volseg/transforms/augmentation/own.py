@@ -1,10 +1,10 @@
-"""Augmentations of the user's own: applied after the built-in ones, on the device, sample by sample.
+"""Apply the user's own augmentations after the built-in ones, on the device, sample by sample.
 
-One is called as ``augment(image, label, generator)`` with the patch of one sample, image ``(C, D, H, W)`` in float32
-and label ``(1, D, H, W)``, and returns both. The generator lies on their device and is seeded anew for each sample of
-each batch, so a training that goes on in the middle of an epoch, or on another number of processes, draws what it
-would have drawn. Whatever is random must come from it. Why not the whole batch at once: which of its rows a process
-makes differs with the number of processes, and a draw for all rows would differ with it.
+An augmentation is called as ``augment(image, label, generator)`` with the patch of one sample, image ``(C, D, H, W)``
+in float32 and label ``(1, D, H, W)``, and returns both. The generator is on their device and is seeded for each sample
+of each batch. So a training that resumes within an epoch, or on another number of processes, draws the same numbers.
+All randomness must come from this generator. Why not the whole batch at once: the rows of a process, and so a draw for
+all rows, depend on the number of processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from volseg.errors import ConfigError, GridError
 __all__ = ["AUGMENTATIONS", "OwnAugmentations"]
 
 AUGMENTATIONS = Registry("augmentation", group="volseg.augmentations")
-"""What ``augmentation.own`` in a config may name; the built-in ones have sections of their own."""
+"""Augmentations that ``augmentation.own`` in a config may name; built-in ones have their own sections."""
 
 
 class OwnAugmentations:
@@ -37,7 +37,7 @@ class OwnAugmentations:
     Raises
     ------
     ConfigError
-        For an unknown name or parameter, or a component that makes nothing that can be called.
+        For an unknown name or parameter, or a component whose result cannot be called.
     """
 
     def __init__(self, specs: Sequence[Mapping[str, Any]], num_masks: int = 0) -> None:
@@ -71,7 +71,7 @@ class OwnAugmentations:
         Raises
         ------
         GridError
-            For a step that gives other shapes, types or devices than it got.
+            If a step changes shapes, types or devices.
         """
         for name, step in zip(self.names, self.steps, strict=True):
             changed = step(image, label, generator)
@@ -90,16 +90,17 @@ class OwnAugmentations:
 class ChangedMasks:
     """Change the masks of a previous stage as nnU-Net does, so that the network does not trust their borders.
 
-    Of 40 % of the samples, each mask is dilated, eroded, closed or opened by a ball of 1 to 8 voxels with a probability
-    of one half; a voxel that joins a mask leaves the others. Of 20 % of the samples, a connected part of each mask that
-    fills less than 15 % of the patch is removed, with a probability of one half. Ours: radii are whole numbers.
+    In 40 % of the samples, each mask is dilated, eroded, closed or opened by a ball of 1 to 8 voxels with a probability
+    of one half; a voxel that joins a mask leaves the others. In 20 % of the samples, a connected part of each mask that
+    fills less than 15 % of the patch is removed, with a probability of one half. Differs from nnU-Net: radii are whole
+    numbers.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
 
     def __call__(self, image: Tensor, label: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return the image with other masks, and the label as it was."""
+        """Return the image with changed masks, and the unchanged label."""
         masks = image[-self.count :] > 0.5
         (reshapes, removes, *_), *lots = torch.rand(
             1 + self.count, 5, generator=generator, device=image.device
@@ -114,7 +115,7 @@ class ChangedMasks:
 
 
 def _reshape(masks: Tensor, number: int, kind: int, radius: int) -> Tensor:
-    """Dilate (0), erode (1), close (2) or open (3) one of the masks, and take what joins it from the others."""
+    """Dilate (0), erode (1), close (2) or open (3) one mask; remove its new voxels from the other masks."""
     changed = masks[number]
     for grows in ((True,), (False,), (True, False), (False, True))[kind]:
         changed = _dilate(changed, radius) if grows else ~_dilate(~changed, radius)

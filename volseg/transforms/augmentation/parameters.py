@@ -1,7 +1,7 @@
-"""The random numbers of one batch, drawn apart from their effect.
+"""Draw the random numbers of one batch, separately from their effect.
 
-Every field has a value that changes nothing (an angle of 0, a factor of 1): a sample that an effect passes over holds
-that value, so there are no flags beside the parameters, and a batch of such values leaves every bit as it was.
+Every field has an idle value (an angle of 0, a factor of 1): samples without an effect hold this value, so no flags are
+needed, and a batch of idle values preserves every bit.
 """
 
 import math
@@ -20,7 +20,7 @@ __all__ = ["AugmentationParameters", "draw_parameters"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AugmentationParameters:
-    """What to do to each of B samples of C channels; intensities are drawn per sample and channel."""
+    """Parameters of B samples of C channels; intensities are drawn per sample and channel."""
 
     rotation: Tensor
     """Angles about D, H, W in radians, (B, 3)."""
@@ -29,9 +29,9 @@ class AugmentationParameters:
     mirror: Tensor
     """Whether D, H, W are mirrored, (B, 3) bool."""
     elastic: Tensor
-    """Displacement of the control points along D, H, W in voxels, (B, 3, k, l, m); k = l = m = 0 where it is off."""
+    """Displacement of the control points along D, H, W in voxels, (B, 3, k, l, m); k = l = m = 0 if it is off."""
     noise_std: Tensor
-    """Standard deviation of the noise, (B, C), alike over a sample's channels."""
+    """Standard deviation of the noise, (B, C), equal over a sample's channels."""
     noise: Tensor
     """Normal deviates, (B, C, D, H, W); D = H = W = 0 where noise is off."""
     blur_sigma: Tensor
@@ -82,7 +82,7 @@ def draw_parameters(
     patch_size: tuple[int, int, int],
     generator: torch.Generator,
 ) -> AugmentationParameters:
-    """Draw what happens to each sample of a batch.
+    """Draw the parameters of each sample of a batch.
 
     One call of the generator serves all small parameters and every effect takes its share of it whether it is on or
     off, so switching one effect off leaves the others' draws as they were.
@@ -96,7 +96,7 @@ def draw_parameters(
     patch_size : tuple of int
         D, H, W of the augmented patch, for the noise and the elastic control points.
     generator : torch.Generator
-        The only source of randomness; the parameters live on its device.
+        The only source of randomness; the parameters are on its device.
     """
     if not config.enabled:
         return AugmentationParameters.identity(batch_size, num_channels, generator.device)
@@ -134,7 +134,7 @@ def draw_parameters(
 
 
 def control_points(size: int, spacing: float) -> int:
-    """Return how many control points of a cubic B-spline cover ``size`` voxels: one beyond each end, and two more.
+    """Return the number of control points of a cubic B-spline over ``size`` voxels: one beyond each end, and two more.
 
     >>> control_points(40, 12)
     7
@@ -201,7 +201,7 @@ class _Draws:
         return low + (high - low) * self._take(shape)
 
     def factor(self, probability: float, limits: tuple[float, float]) -> Tensor:
-        """Return factors per channel, half of them below 1 where ``limits`` enclose it; 1 where nothing happens."""
+        """Return factors per channel, half of them below 1 if ``limits`` enclose 1; 1 without the effect."""
         low, high = limits
         u = self._take((self._num_channels,))
         if low < 1 < high:

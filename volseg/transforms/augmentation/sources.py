@@ -1,7 +1,7 @@
-"""Where a batch's patches are read on a device: in volumes one behind the other, of any sizes, or in fetched boxes.
+"""Read a batch's patches on a device, from concatenated volumes of any sizes or from fetched boxes.
 
-Whether a patch lies in a stored volume or was fetched as a box of zeros and voxels, what is read is the same: beyond
-its volume there is 0. So a batch does not show where its cases lie.
+A patch has the same voxels from a stored volume and from a fetched box: beyond its volume there is 0. So a batch does
+not depend on where its cases are stored.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ __all__ = ["PatchSources"]
 
 @dataclass(frozen=True, slots=True)
 class PatchSources:
-    """Voxels on a device, and where the patches of a batch begin in them; B patches of C channels."""
+    """Voxels on a device, and the positions of a batch's patches in them; B patches of C channels."""
 
     stored: tuple[Tensor, Tensor]
-    """Flat images and labels (uint8): volumes one behind the other, each (C, D, H, W) and (1, D, H, W)."""
+    """Flat images and labels (uint8): concatenated volumes, each (C, D, H, W) and (1, D, H, W)."""
     boxes: tuple[Tensor, Tensor]
     """Images (S, C, *source) of the same type and labels (S, 1, *source), fetched from elsewhere."""
     begins: Tensor
-    """How many voxels are stored before each patch's volume, (B,); -1 - s where the volume is box s."""
+    """Offset of each patch's volume in voxels, (B,); -1 - s if the volume is box s."""
     shapes: Tensor
     """D, H, W of each patch's volume, (B, 3); of a box, its own."""
     corners: Tensor
-    """First voxel of each patch in its volume, (B, 3), which may lie outside."""
+    """First voxel of each patch in its volume, (B, 3), possibly outside of it."""
 
     @property
     def num_channels(self) -> int:

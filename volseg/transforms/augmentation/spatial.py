@@ -1,4 +1,4 @@
-"""Where each voxel of an augmented patch is read: crop, rotation, scaling, elastic deformation and mirroring at once.
+"""Move voxels: crop, rotate, scale, deform elastically and mirror a patch in one interpolation.
 
 A position is an offset from the patch's centre in voxels. A patch voxel at offset o shows what lies at ::
 
@@ -38,10 +38,10 @@ Size = tuple[int, int, int]
 
 
 def margin_voxels(config: AugmentationConfig, patch_size: Sequence[int], spacing: Sequence[float]) -> Size:
-    """Return how many voxels beyond each face of a patch the strongest draw can bring into it, times ``config.margin``.
+    """Return the margin in voxels beyond each face that the strongest draw reads, times ``config.margin``.
 
     The bound is the largest over all allowed angles, scaled and with the largest displacement added, found on a fine
-    grid of angles and widened by what lies between its points.
+    grid of angles and widened by the error between grid points.
     """
     half = torch.tensor([(size - 1) / 2 for size in patch_size], dtype=torch.float64)
     stretch = max(config.scaling.factor[1], 1.0) if config.scaling.probability > 0 else 1.0
@@ -66,13 +66,13 @@ def margin_voxels(config: AugmentationConfig, patch_size: Sequence[int], spacing
 
 
 def is_moved(parameters: AugmentationParameters) -> Tensor:
-    """Tell which samples need interpolation, (B,) bool."""
+    """Return which samples need interpolation, (B,) bool."""
     turned = (parameters.rotation != 0).any(1) | (parameters.scale != 1).any(1)
     return turned | (parameters.elastic != 0).flatten(1).any(1) if parameters.elastic.numel() else turned
 
 
 def crop_and_mirror(volumes: Sequence[Tensor], mirror: Tensor, patch_size: Size) -> list[Tensor]:
-    """Return the centre of each (B, C, *source) mirrored as drawn, copied voxel for voxel."""
+    """Return the centre of each (B, C, *source), mirrored as drawn, as a copy voxel for voxel."""
     # On a CPU ten times as fast as a gather, and there is no host to wait for.
     if mirror.device.type == "cpu" and not on_gpu(mirror):
         dims = [[axis - 3 for axis, flip in enumerate(flips) if flip] for flips in mirror.tolist()]
@@ -90,7 +90,7 @@ def _crop_centre(volume: Tensor, size: Size) -> Tensor:
 
 
 def _gather_mirrored(volumes: Sequence[Tensor], mirror: Tensor, patch_size: Size) -> list[Tensor]:
-    """Do the same in one gather, without a look at ``mirror`` from the host."""
+    """Crop and mirror in one gather, without reading ``mirror`` on the host."""
     index = []
     for axis, side in enumerate(patch_size):
         forth = torch.arange(side, device=mirror.device)
