@@ -1,13 +1,13 @@
-"""Which files a prediction leaves for each case, and what is done to its label map before.
+"""Name and write the files of a prediction for each case, after postprocessing its label map.
 
 ::
 
-    FOLDER/CASE.nii.gz                  label map; CASE.dcm where DICOM segmentations are asked for
+    FOLDER/CASE.nii.gz                  label map; CASE.dcm for DICOM segmentations
     FOLDER/probabilities/CASE.nii.gz    of every class or region
     FOLDER/uncertainty/CASE.nii.gz      entropy of the probabilities
     FOLDER/previous_stage/CASE.nii.gz   label map of a cascade's first stage
     FOLDER/volumes.csv                  volume (ml) of each label
-    FOLDER/predicted.jsonl              what made them; see `volseg.experiment.prediction_files`
+    FOLDER/predicted.jsonl              record of the prediction; see `PredictionRecord`
 """
 
 import csv
@@ -38,7 +38,7 @@ __all__ = ["SUFFIXES", "CaseResult", "Predicted", "PredictionFiles", "Prediction
 
 
 SUFFIXES = {"nifti": ".nii.gz", "dicom-seg": ".dcm", "dicom-rtstruct": ".dcm"}
-"""Of label maps, by the format that is asked for."""
+"""Suffixes of label maps, by format."""
 
 HELD = 3
 """Predictions in memory at once: computed, waiting, written."""
@@ -46,12 +46,12 @@ HELD = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionFiles:
-    """What is written for each case, and where.
+    """Files to write for each case, and their names.
 
     Raises
     ------
     ConfigError
-        For a format that is not known.
+        For an unknown format.
     """
 
     folder: Path
@@ -68,12 +68,12 @@ class PredictionFiles:
 
     @property
     def also(self) -> tuple[Literal["entropy", "probabilities"], ...]:
-        """What a predictor is asked for besides label maps."""
+        """Further outputs that the predictor must compute."""
         return (*(("entropy",) if self.uncertainty else ()), *(("probabilities",) if self.probabilities else ()))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the files follow from, beside the networks: nothing where they are label maps as predicted."""
+        """Settings that the files depend on, beside the networks; empty for plain label maps."""
         asked = {"format": self.label_format, "also": list(self.also)}
         steps = [] if self.postprocessing is None else self.postprocessing.steps
         plain = {"format": "nifti", "also": []}
@@ -102,14 +102,14 @@ class PredictionFiles:
         return (*names, self.name_label_map(case))
 
     def require_possible(self, case: Case) -> None:
-        """Raise where the files of a case cannot be written, judged by its paths only.
+        """Raise if the files of a case cannot be written, judged only by its paths.
 
         Raises
         ------
         ConfigError
-            If a package is needed that is not installed.
+            If a required package is not installed.
         DataError
-            If a DICOM segmentation is asked for of something else.
+            If a DICOM segmentation is requested for an image of another kind.
         """
         if self.label_format != "nifti":
             image, *others = list_files(case["image"])
@@ -121,25 +121,25 @@ class PredictionFiles:
             require_dicom_source(image, case["case"])
 
     def require_room(self, prepared: Case, trained: Trained) -> None:
-        """Raise where the probabilities of a prepared case would not fit into memory."""
+        """Raise if the probabilities of a prepared case would not fit into memory."""
         if self.probabilities:
             require_room(prepared["image"], trained.task.num_outputs, held=HELD)
 
     def write(
         self, given: Case, prepared: Mapping[str, Any], prediction: Prediction, trained: Trained
     ) -> tuple[Path, dict[str, float]]:
-        """Write the files of a case, its label map last; return that one, and the volumes of its labels (ml).
+        """Write the files of a case, its label map last; return the label map's path, and its labels' volumes (ml).
 
         Parameters
         ----------
         given : Case
-            With paths.
+            The case with paths.
         prepared : Case
-            With the preprocessed image, on whose original grid everything is written.
+            The case with the preprocessed image; all files are on its original grid.
         prediction : Prediction
-            With what `also` asked for.
+            The prediction, with the outputs of `also`.
         trained : Trained
-            What predicted.
+            The trained networks.
         """
         image, name = prepared["image"], f"{given['case']}.nii.gz"
         if self.probabilities:
@@ -161,16 +161,16 @@ class PredictionFiles:
         return path, measure_volumes(labels, task)
 
 
-# What a folder of predictions was made with, so that a prediction that was interrupted can go on.
+# The record of a folder of predictions, so that an interrupted prediction can be resumed.
 #
-# ``predicted.jsonl`` lies beside the label maps. Its first line is written before the first of them: weights and
-# settings. Then a line follows each label map, so that one of an earlier prediction is never taken for one of this, and
-# each case that failed.
+# ``predicted.jsonl`` is beside the label maps. Its first line, written before the first label map, has weights and
+# settings. A line follows for each label map, so that label maps of other predictions are recognised, and for each
+# failed case.
 
 
 VOLUMES = "volumes.csv"
 SETTINGS = ("network", "preprocessing", "inference")
-"""Sections of the config that a label map depends on, with the weights."""
+"""Sections of the config that a label map depends on, beside the weights."""
 
 
 class PredictionRecord:
@@ -179,11 +179,11 @@ class PredictionRecord:
     Parameters
     ----------
     files : PredictionFiles
-        What is written, and where.
+        Files to write.
     trained : Trained
-        What predicts.
+        Networks that predict.
     checkpoint : str
-        Which of a training's checkpoints that is.
+        Name of the networks' checkpoint.
     """
 
     def __init__(self, files: PredictionFiles, trained: Trained, checkpoint: str) -> None:
@@ -203,25 +203,25 @@ class PredictionRecord:
         self._digest = blake2b(json.dumps(self._made_by, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def begin(self) -> None:
-        """Describe this prediction, unless the folder holds predictions that were made alike, which stay recorded.
+        """Describe this prediction, or continue the folder's record of predictions with the same settings.
 
-        Others count as somebody else's from now on.
+        Other label maps in the folder no longer count as results.
         """
         lines = self._read()
         if lines and not self._list_changes(_parse(lines[0])):
-            if not lines[-1].endswith("\n"):  # what was written when a process was killed must not spoil the next line
+            if not lines[-1].endswith("\n"):  # a line cut off by a kill must not spoil the next one
                 self._append("\n")
             return
         with replacing(self._folder / RECORD) as partial:
             partial.write_text(json.dumps(self._made_by) + "\n", encoding="utf-8")
 
     def list_done(self, cases: Sequence[Case]) -> dict[str, Path]:
-        """Return the label maps of this prediction that are whole and of the same images; none where it never began.
+        """Return this prediction's complete label maps whose images are unchanged; none without a record.
 
         Raises
         ------
         ConfigError
-            Those in the folder were made by another checkpoint or with other settings.
+            If those in the folder come from another checkpoint or other settings.
         """
         made_by, *entries = [_parse(line) for line in self._read()] or [self._made_by]
         if changed := self._list_changes(made_by):
@@ -233,7 +233,7 @@ class PredictionRecord:
         done = {}
         for case in cases:
             entry, path = known.get(case["case"], {}), self._files.name_label_map(case)
-            if entry.get("made_by") != self._digest:  # by another process, that was writing here when this one began
+            if entry.get("made_by") != self._digest:  # from another process that was writing when this one began
                 continue
             same_image = {"image", "ml"} <= entry.keys() and entry["image"] == identify(case)
             is_whole = all(file.is_file() for file in self._files.name_all(case))
@@ -242,21 +242,21 @@ class PredictionRecord:
         return done
 
     def list_existing(self, cases: Sequence[Case]) -> dict[str, Path]:
-        """Return the label maps that exist, whatever made them."""
+        """Return the label maps that exist, from any source."""
         paths = {case["case"]: self._files.name_label_map(case) for case in cases}
         return {name: path for name, path in paths.items() if path.is_file()}
 
     def add(self, case: Case, image: Sequence[Any] | None, volumes: Mapping[str, float]) -> None:
-        """Record that the label map of a case is whole; from any thread.
+        """Record that the label map of a case is complete; thread-safe.
 
         Parameters
         ----------
         case : Case
-            With paths.
+            The case with paths.
         image : sequence
-            What `identify` said before the image was read: since then another may have taken its place.
+            Result of `identify` before the image was read: the file may have been replaced since.
         volumes : mapping
-            Of each label or region (ml), for ``volumes.csv``.
+            Volume of each label or region (ml), for ``volumes.csv``.
         """
         digest = digest_file(self._files.name_label_map(case))
         self._add(
@@ -264,7 +264,7 @@ class PredictionRecord:
         )
 
     def write_volumes(self) -> Path:
-        """Write ``volumes.csv``, the volume (ml) of each label in each case that was predicted; return its path."""
+        """Write ``volumes.csv``, the volume (ml) of each label in each predicted case; return its path."""
         own = [entry for entry in map(_parse, self._read()) if entry.get("made_by") == self._digest]
         entries = {entry["case"]: entry["ml"] for entry in own if "ml" in entry}
         path = self._folder / VOLUMES
@@ -276,7 +276,7 @@ class PredictionRecord:
         return path
 
     def add_failure(self, case: Case, error: str, message: str) -> None:
-        """Record that a case failed; it is tried again when the prediction goes on."""
+        """Record that a case failed; a resumed prediction tries it again."""
         self._add({"case": case["case"], "error": error, "message": message})
 
     def _add(self, entry: Mapping[str, Any]) -> None:
@@ -294,13 +294,13 @@ class PredictionRecord:
         return text.splitlines(keepends=True)
 
     def _list_changes(self, made_by: Mapping[str, Any]) -> list[str]:
-        """Return what this prediction is made with differently."""
+        """Return the settings of this prediction that differ from ``made_by``."""
         keys = made_by.keys() | self._made_by.keys()
         return sorted(key for key in keys if made_by.get(key) != self._made_by.get(key))
 
 
 def _parse(line: str) -> Mapping[str, Any]:
-    """Return what a line says; nothing for one that was cut off, whose label map is then made again."""
+    """Return the content of a line; empty for a line that was cut off, whose label map is predicted again."""
     try:
         entry = parse_json(line)
     except ValueError:
@@ -311,14 +311,14 @@ def _parse(line: str) -> Mapping[str, Any]:
 def list_predicted(folder: Path) -> dict[str, list[Path]]:
     """Return the images of the cases whose label maps `PredictionRecord` recorded in a folder."""
     entries = map(_parse, (folder / RECORD).read_text(encoding="utf-8", errors="replace").splitlines())
-    # Behind the paths are the number of files, their bytes, and a time.
+    # The paths are followed by the number of files, their bytes, and a time.
     return {entry["case"]: list(map(Path, entry["image"][:-3])) for entry in entries if entry.get("image")}
 
 
 def identify(case: Case) -> list[Any] | None:
-    """Return where an image lies, its bytes, and when it was last written; None if it is gone.
+    """Return the paths of an image, its bytes, and its time of modification, or None if it is gone.
 
-    Enough to tell it from another of its name: without compression all of one shape have as many bytes.
+    Enough to distinguish images of one name: without compression, images of one shape have equally many bytes.
     """
     images = list_files(case["image"])
     try:
@@ -330,7 +330,7 @@ def identify(case: Case) -> list[Any] | None:
 
 
 def _list_beside(image: Path) -> Iterator[Path]:
-    """Yield the files of an image: of a DICOM series, for which one of its files may stand, those of its folder."""
+    """Yield the files of an image; for a DICOM series or one of its files, those of its folder."""
     if image.is_dir():
         yield from image.iterdir()
     elif find_suffix(image) is None:
@@ -339,35 +339,35 @@ def _list_beside(image: Path) -> Iterator[Path]:
         yield image
 
 
-# What became of the cases of a prediction: for the eye, and for programs.
+# Results of a prediction's cases, as text and for programs.
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """What became of one case."""
+    """Result of one case."""
 
     case: str
     state: Literal["predicted", "there before", "failed"]
     file: Path | None = None
-    """The label map; None where the case failed."""
+    """The label map; None if the case failed."""
     error: str = ""
-    """Class of what went wrong."""
+    """Class of the error."""
     message: str = ""
-    """What went wrong, with its remedy."""
+    """Message of the error, with its remedy."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """See `volseg.inference.prefetching.CaseOutcome`; of a case that was there before, none."""
+    """See `volseg.inference.prefetching.CaseOutcome`; empty for a case that was there before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What became of all cases, in the order in which they were named."""
+    """Results of all cases, in the order of the input."""
 
     folder: Path
     cases: tuple[CaseResult, ...]
 
     @property
     def label_maps(self) -> dict[str, Path]:
-        """Case id to the file of its label map, written now or before."""
+        """Case id to the file of its label map, new or existing."""
         return {case.case: case.file for case in self.cases if case.file is not None}
 
     @property
@@ -381,7 +381,7 @@ class Predicted:
         Raises
         ------
         DataError
-            Names every case that failed, and why.
+            If cases failed; names each of them with the reason.
         """
         if self.failures:
             lines = "\n".join(f"  {case.case}: {case.message}" for case in self.failures)
@@ -389,7 +389,7 @@ class Predicted:
         return self.label_maps
 
     def table(self) -> str:
-        """Return a line per case, and one that counts them."""
+        """Return a table with a line per case, and their counts."""
         rows = [
             (
                 case.case,
@@ -410,7 +410,7 @@ class Predicted:
         return "\n".join([head, rule, *body, "", f"{len(self.cases)} case(s) in {self.folder}: {told}"])
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON has it."""
+        """Return all results as plain values for JSON."""
         cases = [{**asdict(case), "file": case.file and str(case.file)} for case in self.cases]
         return {"folder": str(self.folder), "counts": self._count(), "cases": cases}
 
