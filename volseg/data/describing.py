@@ -1,4 +1,4 @@
-"""What is in a data set, in a few lines for the terminal."""
+"""Describe a data set in a few lines for the terminal."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ __all__ = ["describe_public_task", "describe_task", "tabulate_public_tasks"]
 
 
 def tabulate_public_tasks() -> str:
-    """Return a table of the tasks that can be fetched."""
+    """Return a table of the tasks that can be downloaded."""
     rows = [("task", "channels", "labelled", "test", "labels", "licence")]
     for task in list_public_tasks():
         structures = [name for value, name in task.labels.items() if value != 0]
@@ -28,7 +28,7 @@ def tabulate_public_tasks() -> str:
 
 
 def describe_public_task(task: PublicTask) -> str:
-    """Return what is known of a task that can be fetched."""
+    """Return the known facts of a task that can be downloaded."""
     plan = task.manifest.get("plan", {})
     facts = [
         ("task", task.name),
@@ -45,23 +45,23 @@ def describe_public_task(task: PublicTask) -> str:
 
 
 def describe_task(task: Task, *, progress: Callable[[], object] | None = None) -> str:
-    """Return what a data set holds; every image is read for that.
+    """Return a description of a data set; every image is read for it.
 
     Parameters
     ----------
     task : Task
-        Of `volseg.data.layouts.load_task`.
+        Task of `volseg.data.layouts.load_task`.
     progress : callable, optional
         Called after each case.
 
     Raises
     ------
     ReaderError
-        An image cannot be read.
+        If an image cannot be read.
     """
     cases = [*task.training, *task.test]
     measured = []
-    # The channels of a case lie on one grid, so its first file says what there is to say.
+    # The channels of a case share one grid, so its first file is enough.
     for found in map_in_threads(lambda case: _measure(list_files(case["image"])[0]), cases):
         measured.append(found)
         if progress is not None:

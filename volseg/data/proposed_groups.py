@@ -76,10 +76,10 @@ PLACES = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupProposal:
-    """How cases seem to be grouped by patient."""
+    """Proposed groups of cases by patient."""
 
     group: str
-    """For ``split.group``."""
+    """Value for ``split.group``."""
     reason: str
     evident: bool
     """Whether the groups are used by default; else they are a guess, for the user to judge."""
