@@ -43,8 +43,8 @@ class AugmentedBatches:
 
     The random numbers of every batch are seeded by (seed, epoch, position). So a training resumed in the middle of an
     epoch sees the same batches, without any state to save. On a GPU, cutting and augmenting are captured as one CUDA
-    graph, which runs beside the training on the batch before. Patches of cases in main memory are copied to the GPU in
-    the same way: the bits of a batch do not depend on the place of its cases.
+    graph, which runs beside the training on the batch before. Patches of cases in main memory are copied to the GPU
+    beside it, too. The bits of a batch do not depend on the place of its cases.
 
     Parameters
     ----------

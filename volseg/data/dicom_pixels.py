@@ -1,7 +1,7 @@
 """Read the stored values of a DICOM file, without rescaling or geometry.
 
 Uncompressed pixels are read here. SimpleITK (GDCM) gets a compressed stream in a file of its own, without the other
-elements: from the whole file, GDCM would rescale all frames alike, invert MONOCHROME1 and clip values to one type.
+elements: from the whole file, GDCM would rescale all frames in one way, invert MONOCHROME1 and clip values to one type.
 """
 
 import re

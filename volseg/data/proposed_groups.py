@@ -201,7 +201,7 @@ def _spell_ending(ending: str) -> str:
 
 
 def _propose_numbered(names: Sequence[str]) -> GroupProposal | None:
-    """Return the groups of names with two numbers, the second of which may count the cases of a patient."""
+    """Return the groups of names with two numbers; the second may count a patient's cases."""
     stems = [match[1] for name in names if (match := re.search(NUMBERED, name))]
     num_patients = len(set(stems))
     numbers = {name[len(stem) :] for name, stem in zip(names, stems, strict=False)}

@@ -103,7 +103,7 @@ class StoredCase:
     path: Path
     size: int
     identity: tuple[int, int]
-    """Device and inode of the mapped file, which identify it after a rename."""
+    """Device and inode of the mapped file, which tell it from a later file of the same name."""
     about: Mapping[str, Any]
     _volumes: Mapping[str, Mapping[str, Any]]
     _mapped: torch.UntypedStorage = field(repr=False)

@@ -236,7 +236,7 @@ def note_path(config: ExperimentConfig, gpus: Sequence[str], processes: int = 1)
 
 
 def write_note(note: Path, config: ExperimentConfig, gpu: GpuLike, compiled: CompiledKernels) -> None:
-    """Write the note about compiled kernels to a `note_path`."""
+    """Write the note about compiled kernels, at a path from `note_path`."""
     note.parent.mkdir(parents=True, exist_ok=True)
     with replacing(note) as file:
         file.write_text(json.dumps({"name": config.name, "gpu": gpu.name, **asdict(compiled)}), encoding="utf-8")

@@ -87,7 +87,7 @@ class CrossValidated:
     """Number of planned folds; ``folds`` may be fewer."""
     folds: tuple[FoldResult, ...]
     seconds: Mapping[int, float]
-    """Wall-clock seconds in all of each fold that was trained in one go."""
+    """Total wall-clock seconds of each fold that was trained in one go."""
     failures: Mapping[int, str]
     """Error of each fold that failed in this call."""
 

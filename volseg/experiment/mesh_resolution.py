@@ -311,7 +311,7 @@ def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int
     forecasts : sequence of Estimate
         Estimates of the traced candidates.
     num_processes : int
-        Processes, all of which the candidate must use.
+        Processes; the candidate must use all of them.
     capacity : int
         Bytes of a GPU that the candidate may take.
     """

@@ -71,7 +71,7 @@ class Start:
             )
 
     def _find_seen(self, chosen: ChosenCases) -> set[str]:
-        """Return the validation cases that trained the weights, or whose patient did."""
+        """Return the validation cases that trained the weights, or that share a patient with such a case."""
         groups = find_groups(self.task, self.config.split.group) or {}
         trained = self.weights.list_cases()
         patients = {groups[name] for name in trained if name in groups}

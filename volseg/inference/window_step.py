@@ -37,7 +37,7 @@ class WindowStep:
     regions : bool
         Whether each of the K has a sigmoid, instead of a shared softmax.
     mirror_axes : sequence of int
-        Axes of which every subset is mirrored in turn; 0, 1, 2 are d, h, w.
+        Axes to mirror, every subset of them in turn; 0, 1, 2 are d, h, w.
     autocast : torch.dtype, optional
         Type of the models' autocast; later computation is float32.
     before_pass : callable, optional

@@ -196,7 +196,7 @@ def _check_ct(channels: Channels, where: str) -> Iterator[Finding]:
 
 
 def _compare_structures(channels: Channels, where: str, *, is_ct: bool) -> Iterator[Finding]:
-    """Remark on cases whose largest structure lies on air, or is dark where it is bright in the other cases.
+    """Remark on cases whose largest structure is on air, or is dark where it is bright in the other cases.
 
     Each structure is compared with the same one: in a cropped CT, lungs may be the only one.
     """

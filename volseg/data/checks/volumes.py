@@ -247,7 +247,7 @@ def resembles_labels(image: Tensor) -> bool:
 
 
 def measure_agreement(labels: np.ndarray) -> float:
-    """Return the share of neighbours with equal values, among those of which at least one is labelled.
+    """Return the share of neighbours with equal values, among pairs with at least one labelled voxel.
 
     Neighbours share a plane along the first axis; in a large volume some planes are compared. NaN if there are fewer
     than `FEWEST_PAIRS`.

@@ -1,4 +1,4 @@
-"""Read folders of images and labels without a list, which only names pair.
+"""Read folders of images and labels without a list: only their names pair them.
 
 One rule covers all arrangements. A file whose name ends in a word for labels (``case_seg``) is a label map, and the
 part before that word is the case. Every other file is an image of the case that its name begins with, and the rest is
