@@ -1,7 +1,7 @@
-"""The public data sets that volseg knows: the manifests of ``datasets/msd``, which travel in the wheel.
+"""The public data sets that volseg knows, from the manifests of ``datasets/msd``, which the wheel includes.
 
-A manifest says where a data set lies, its checksum, channels, labels, sizes and published results; see
-``datasets/README.md`` for where each number comes from.
+A manifest has the URL of a data set, its checksum, channels, labels, sizes and published results;
+``datasets/README.md`` gives the source of each number.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,11 +30,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublicTask:
-    """A data set that can be fetched."""
+    """A data set that can be downloaded."""
 
     name: str
     url: str
-    """Of a tar archive."""
+    """URL of a tar archive."""
     md5: str
     licence: str
     modalities: tuple[str, ...]
@@ -42,11 +42,11 @@ class PublicTask:
     num_training: int
     num_test: int
     manifest: Mapping[str, Any]
-    """All that the manifest says."""
+    """Whole content of the manifest."""
 
 
 def list_public_tasks() -> list[PublicTask]:
-    """Return the tasks whose manifests there are, sorted by name."""
+    """Return the tasks of all manifests, sorted by name."""
     return [_read(path) for path in sorted(_find_manifests().glob("*.yaml"))]
 
 
@@ -56,7 +56,7 @@ def find_public_task(name: str) -> PublicTask:
     Raises
     ------
     DataError
-        There is no such task, or there are several.
+        If there is no such task, or several.
     """
     tasks = {task.name: task for task in list_public_tasks()}
     wanted = name.strip().casefold()
@@ -105,13 +105,13 @@ def _name_shortly(name: str) -> set[str]:
     return {name.casefold(), number, organ, digits, short, f"task{short}"}
 
 
-@cache  # a training asks for its task's four times
+@cache  # a training requests its task's manifest four times
 def _read(path: Path) -> PublicTask:
     manifest = read_yaml(path, str(path))
     return TypeAdapter(PublicTask).validate_python({**manifest, "manifest": manifest})
 
 
 def _find_manifests() -> Path:
-    """Return the folder of manifests: beside this file where volseg is installed, else in the source tree."""
+    """Return the folder of manifests: beside this file in an installation, else in the source tree."""
     installed = Path(__file__).with_name("manifests")
     return installed if installed.is_dir() else Path(__file__).parents[2] / "datasets" / "msd"

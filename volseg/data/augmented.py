@@ -1,4 +1,4 @@
-"""Batches with augmentation on the training device, each a function of seed, epoch and position alone."""
+"""Batches with augmentation on the training device, each a function of only seed, epoch and position."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -20,17 +20,17 @@ __all__ = ["AugmentedBatches", "EpochBatches", "GrowingBatches", "remaining_batc
 
 
 class EpochBatches(Protocol):
-    """Batches that can be made for any epoch, from any position on."""
+    """Batches of any epoch, from any position on."""
 
     def __len__(self) -> int:
         """Batches per epoch."""
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """Make the epoch's batches from batch ``start`` on."""
+        """Yield the epoch's batches from batch ``start`` on."""
 
 
 def remaining_batches(batches: Iterable[Batch] | EpochBatches, number: int, start: int) -> Iterator[Batch]:
-    """Return the epoch's batches from batch ``start`` on; those of a plain iterable are drawn again and dropped."""
+    """Return the epoch's batches from batch ``start`` on; a plain iterable is drawn and skipped up to there."""
     epoch = getattr(batches, "epoch", None)
     if epoch is not None:
         return iter(epoch(number, start=start))
@@ -41,28 +41,28 @@ def remaining_batches(batches: Iterable[Batch] | EpochBatches, number: int, star
 class AugmentedBatches:
     """Cut patches and augment them.
 
-    Every batch's random numbers are seeded by (seed, epoch, position), so that a training resumed in the middle of an
-    epoch sees the batches it would have seen, without any state to save. On a GPU, cutting and augmenting are recorded
-    as one CUDA graph, which runs beside the training on the batch before, and so are patches copied to it whose cases
-    do not lie there: the bits of a batch do not depend on where its cases lie.
+    The random numbers of every batch are seeded by (seed, epoch, position). So a training resumed in the middle of an
+    epoch sees the same batches, without any state to save. On a GPU, cutting and augmenting are captured as one CUDA
+    graph, which runs beside the training on the batch before. Patches of cases in main memory are copied to the GPU
+    beside it, too. The bits of a batch do not depend on the place of its cases.
 
     Parameters
     ----------
     batches : PatchBatches
         Patches of the augmentation's ``source_size``.
     augmentation : BatchAugmentation
-        Gives patches of its own ``patch_size``.
+        Returns patches of its own ``patch_size``.
     seed : int
-        Of the experiment.
+        Seed of the experiment.
     device : torch.device
-        Where the random numbers are drawn: the device of the batches.
+        Device of the random numbers and of the batches.
     rows : sequence of slice, optional
-        Which rows of each batch this process computes, one slice per replica; all by default. The random numbers are
-        those of the whole batch, so a row is what it would be in one process: on a CPU bit for bit, with as many
-        threads. On a GPU the bits of a slice depend on its own rows alone, as each slice is augmented by itself.
+        Rows of each batch that this process computes, one slice per replica; all by default. The random numbers are
+        those of the whole batch, so a row is the same as in one process: on a CPU bit for bit, with as many threads. On
+        a GPU the bits of a slice depend only on its own rows, as each slice is augmented by itself.
     own : OwnAugmentations, optional
-        Applied to each sample after ``augmentation``, with random numbers of its own place in the whole batch. They are
-        never part of a recording: what a user's code does there is nobody's to know.
+        Applied to each sample after ``augmentation``, with random numbers for its place in the whole batch. They are
+        never part of a capture, which a user's code may not support.
 
     Raises
     ------
@@ -87,7 +87,7 @@ class AugmentedBatches:
         _check_rows(self.rows, batches.batch_size)
         self.seed = seed
         self.generator = torch.Generator(device)
-        self._own_generator = torch.Generator(device)  # a recording holds the other one
+        self._own_generator = torch.Generator(device)  # a capture holds the other generator
         self._recording: RecordedFunction | None = None
         self._boxes: tuple[Tensor, Tensor] | None = None
         self._fused = self.generator.device.type == "cuda" and triton_reading.available()
@@ -99,13 +99,13 @@ class AugmentedBatches:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a whole batch, of which ``rows`` are made."""
+        """Samples of a whole batch; ``rows`` of it are computed."""
         return self.batches.batch_size
 
     def release(self) -> None:
-        """Free what was recorded and fetched of them; should more be asked for, that is made anew."""
+        """Free the capture and the copied patches; a later batch makes them anew."""
         if self._recording is not None:
-            self._stream.synchronize()  # the last batch is made while the one before is trained on
+            self._stream.synchronize()  # the last batch is made during the training on the batch before
             self._recording.release()
         self._recording = self._boxes = None
 
@@ -127,14 +127,14 @@ class AugmentedBatches:
         return self._draw_next()
 
     def _draw_next(self) -> AugmentationParameters:
-        """Draw for the whole batch, whichever rows are wanted: a row's numbers depend on its place in the batch."""
+        """Draw for the whole batch, for any ``rows``: a row's numbers depend on its place in the batch."""
         return self.augmentation.sample(self.batches.batch_size, self.generator, self.batches.cache.num_channels)
 
     def _make_recorded(self, number: int, start: int) -> Iterator[Batch]:
         """Make each batch while the consumer's work on the batch before runs."""
         places = self.batches.places(number, self.rows)
         for indices in places.on_device:
-            # A loop that is left in mid-epoch frees them while the batch ahead may still read them.
+            # A loop that ends in mid-epoch frees them while the batch ahead may still read them.
             indices.record_stream(self._stream)
 
         def make_ahead(position: int, fetched: Sequence[Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event]:
@@ -144,7 +144,7 @@ class AugmentedBatches:
                 self._bring(fetched, len(places.names[position]))
                 where = dict(zip(("begins", "shapes", "corners"), places.at(position), strict=True))
                 if self._recording is None:
-                    # Once as it is, so that what the augmentation caches exists; the seed below makes the draw void.
+                    # One eager run fills the augmentation's caches; the seed below makes its draw void.
                     self._cut_and_augment(**where)
                     self._recording = RecordedFunction(
                         self._cut_and_augment, where, generators=[self.generator], stream=self._stream
@@ -166,12 +166,12 @@ class AugmentedBatches:
                 yield {**batch, "case": places.names[position]}
 
     def _bring(self, fetched: Sequence[Tensor], count: int) -> None:
-        """Copy what was fetched of ``count`` patches to where it is read, behind the batch that reads there now."""
+        """Copy the fetched values of ``count`` patches to the device, after the batch that reads there now."""
         for box, values in zip(self._make_room(count), fetched, strict=True):
             box[: len(values)].copy_(values, non_blocking=True)
 
     def _make_room(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return where fetched patches lie on the device, for the recording always at the same place."""
+        """Return the boxes of fetched patches on the device; a capture needs the same addresses every time."""
         cache = self.batches.cache
         if self._boxes is None:
             self._boxes = cache.make_boxes(
@@ -195,7 +195,7 @@ class AugmentedBatches:
         }
 
     def _cut_and_augment(self, begins: Tensor, shapes: Tensor, corners: Tensor) -> dict[str, Tensor]:
-        """Make the wanted rows of the batch whose patches lie there; see `PatchSources`."""
+        """Return the wanted rows of the batch whose patches have these places; see `PatchSources`."""
         cache, parameters = self.batches.cache, self._draw_next()
         sources = PatchSources(cache.stored, self._make_room(len(begins)), begins, shapes, corners)
         ends = list(accumulate(part.stop - part.start for part in self.rows))
@@ -233,10 +233,10 @@ def _check_rows(rows: Sequence[slice], batch_size: int) -> None:
 
 
 class GrowingBatches:
-    """Batches of one size in some epochs, and of another in others; all are of the same length.
+    """Batches with a patch size that depends on the epoch; all epochs have the same length.
 
-    Which size an epoch has follows from its number alone, as its batches do: a training that goes on in any of them
-    sees what it would have seen.
+    The size of an epoch follows only from its number, as its batches do: a training resumed in any epoch sees the same
+    batches.
 
     Parameters
     ----------
@@ -256,11 +256,11 @@ class GrowingBatches:
         return self.of_epoch(0).batch_size
 
     def changes_at(self, epoch: int) -> bool:
-        """Say whether the patches of an epoch have another size than those of the one before."""
+        """Return whether the patches of an epoch have another size than those of the epoch before."""
         return epoch > 0 and self.of_epoch(epoch) is not self.of_epoch(epoch - 1)
 
     def release_before(self, epoch: int) -> None:
-        """Free what the batches of the epoch before hold of a GPU besides the cases."""
+        """Free the GPU memory of the batches of the epoch before, except the cases."""
         self.of_epoch(epoch - 1).release()
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""The folder in which prepared cases are kept: where it is, what lies in it, and how it is cleared and verified."""
+"""The folder of prepared cases: find, list, clear and verify it."""
 
 import os
 import time
@@ -34,7 +34,7 @@ GIB = 2**30
 TAG = (
     "Signature: 8a477f597d28d172789f06886806bc55\n# Made by volseg; may be removed. See https://bford.info/cachedir/\n"
 )
-"""Tells backups to leave the folder out."""
+"""Content of a tag file that excludes the folder from backups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,11 @@ class CacheEntry:
     path: Path
     size: int
     used: float
-    """When it was last opened by a training, in seconds of the system's clock."""
+    """Last time that a training opened the file, in seconds of the system's clock."""
 
 
 def choose_cache_folder(wanted: str) -> Path | None:
-    """Return the folder that ``data.cache`` means; None for none.
+    """Return the folder that ``data.cache`` means, or None for no cache.
 
     ``auto`` is ``$VOLSEG_CACHE``, else ``volseg`` in ``$XDG_CACHE_HOME``, else ``~/.cache/volseg``.
     """
@@ -59,12 +59,12 @@ def choose_cache_folder(wanted: str) -> Path | None:
 
 
 def find_cache_folder(wanted: str) -> Path | None:
-    """Return the folder that somebody wants to look after; see `choose_cache_folder`.
+    """Return the cache folder for a maintenance command; see `choose_cache_folder`.
 
     Raises
     ------
     ConfigError
-        If he names one that is none, or not there.
+        If the named folder is a file, or does not exist.
     """
     folder = choose_cache_folder(wanted)
     if folder is not None and folder.exists() and not folder.is_dir():
@@ -75,19 +75,19 @@ def find_cache_folder(wanted: str) -> Path | None:
 
 
 def list_entries(folder: Path) -> list[CacheEntry]:
-    """Return all stored cases, those used longest ago first."""
+    """Return all stored cases, the least recently used first."""
     found = []
     with suppress(FileNotFoundError), os.scandir(folder / "cases") as files:
         for file in files:
             if file.name.endswith(SUFFIX) and not file.name.startswith("."):
-                with suppress(FileNotFoundError):  # another process removes them as well
+                with suppress(FileNotFoundError):  # another process may remove it
                     told = file.stat()
                     found.append(CacheEntry(path=Path(file.path), size=told.st_size, used=told.st_mtime))
     return sorted(found, key=lambda entry: entry.used)
 
 
 def describe_entries(folder: Path | None) -> str:
-    """Return a line for each folder of images whose cases are kept, and a last one for all."""
+    """Return a line for each folder of images with stored cases, and a last line for all."""
     if folder is None:
         return "no cases are kept: the cache is none"
     by_source: dict[str, list[CacheEntry]] = defaultdict(list)
@@ -107,7 +107,7 @@ def describe_entries(folder: Path | None) -> str:
 
 
 def remove_entries(folder: Path, *, unused_seconds: float = 0.0) -> list[CacheEntry]:
-    """Remove and return the stored cases that nobody has used for so long; who maps one keeps it until he ends."""
+    """Remove and return the stored cases unused for ``unused_seconds``; a process that maps one keeps its memory."""
     latest = time.time() - unused_seconds
     chosen = [entry for entry in list_entries(folder) if entry.used <= latest]
     for entry in chosen:
@@ -120,7 +120,7 @@ def remove_entries(folder: Path, *, unused_seconds: float = 0.0) -> list[CacheEn
 
 
 def verify_entries(folder: Path) -> Iterator[tuple[CacheEntry, str | None]]:
-    """Read every stored case to its end; yield what is wrong with it, if anything is: such a one is removed."""
+    """Read every stored case fully; yield it with its fault, or None. A damaged case is removed."""
     for entry in list_entries(folder):
         try:
             StoredCase.open(entry.path).require_whole()
@@ -134,12 +134,12 @@ def verify_entries(folder: Path) -> Iterator[tuple[CacheEntry, str | None]]:
 
 
 def make_cache_folder(folder: Path) -> None:
-    """Make the folder, for nobody else's eyes.
+    """Make the folder, readable only for its owner.
 
     Raises
     ------
     ConfigError
-        If it is not there and cannot be made.
+        If it does not exist and cannot be made.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # these are patients
@@ -148,14 +148,14 @@ def make_cache_folder(folder: Path) -> None:
             f"prepared cases cannot be kept in {folder} ({fault.strerror or fault}); name another folder by "
             f"data.cache or {VARIABLE}, or set data.cache to none"
         ) from fault
-    with suppress(OSError):  # where only reading is allowed
+    with suppress(OSError):  # for a read-only folder
         (folder / "cases").mkdir(exist_ok=True)
         if not (folder / "CACHEDIR.TAG").exists():
             (folder / "CACHEDIR.TAG").write_text(TAG, encoding="utf-8")
 
 
 def remove_given_up(folder: Path, latest: float) -> None:
-    """Remove what killed processes have left half written."""
+    """Remove incomplete files of killed processes."""
     for file in folder.glob("*/.*.partial"):
         with suppress(FileNotFoundError):
             if file.stat().st_mtime <= latest:

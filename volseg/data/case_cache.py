@@ -1,7 +1,7 @@
-"""Prepared cases on disk, for the next fold, restart or resume: what is prepared the same way is prepared once.
+"""Prepared cases on disk, for the next fold, restart or resume: equal preparation happens once.
 
-A stored case is called by the digest of everything that its bits follow from, so it is never brought up to date: where
-anything has changed, another name is looked for. See ``docs/decisions/case-store.md``.
+The name of a stored case is the digest of all inputs that determine its bits. So a stored case is never updated: after
+any change another name is looked up. See ``docs/decisions/case-store.md``.
 """
 
 import errno
@@ -44,45 +44,45 @@ __all__ = ["CaseCache", "take_case"]
 logger = logging.getLogger(__name__)
 
 LIBRARIES = ("monai", "nibabel", "numpy", "scipy", "SimpleITK", "torch")
-"""Whose code prepares cases, beside our own; a library's version stands for its code."""
+"""Libraries that prepare cases, beside volseg; a library's version represents its code."""
 
 OWN_CODE = (Path(__file__).parent, Path(volseg.transforms.__file__).parent)
-"""Folders of our own code that reads, checks and prepares."""
+"""Folders of volseg's code that reads, checks and prepares."""
 
 FILES = ("image", "label", "stage")
 """Fields of a case that are files."""
 
 VOXEL_PARTS = (".voxels", ".count")
-"""Of a list of voxels, as they are stored beside the volumes."""
+"""Parts of a list of voxels, stored beside the volumes."""
 
 LEFT_FREE_SHARE, LEFT_FREE_BYTES = 0.1, 20 * GIB
-"""Of the disk, what is left to others: the smaller of the two."""
+"""Part of the disk that is left free: the smaller of the two."""
 
 KEPT_SECONDS = 24 * 3600.0
-"""What was used since is not removed to make room: a training that runs may need it again."""
+"""Time since the last use in which a case is not removed to make room: a running training may need it again."""
 
 PARTIAL_SECONDS = 24 * 3600.0
-"""After which a file that is still being written has been given up."""
+"""Age from which an incomplete file counts as abandoned."""
 
 
 class CaseCache:
-    """Stored cases of one task and one preprocessing; for threads and processes at the same time.
+    """Stored cases of one task and one preprocessing; safe for threads and processes.
 
     Parameters
     ----------
     folder : str or Path
-        Made if need be. One that can only be read is read.
+        Created if necessary. A read-only folder is read.
     task : Task
-        What the cases are checked by.
+        Task for the checks of the cases.
     preprocessing : Preprocessing
-        As `volseg.transforms.build_preprocessing` makes it.
+        The preprocessing of `volseg.transforms.build_preprocessing`.
     limit_bytes : int
-        Of all stored cases in the folder, of whatever task.
+        Limit for all stored cases in the folder, of any task.
 
     Attributes
     ----------
     num_found, num_stored : int
-        Cases that were there, and that were added, by this process.
+        Cases that this process has found, and added.
 
     Raises
     ------
@@ -100,22 +100,22 @@ class CaseCache:
         self._num_classes, self._is_sparse = task.num_classes, task.ignore is not None
         self._digests = FileDigests(folder / "files")
         self._writes = True
-        # Beyond it what is compared would push out of memory what was compared before.
+        # Beyond this limit, verifying would evict earlier cases from memory.
         self._verified_bytes = available_bytes() // 2
         self._lock = threading.Lock()
         make_cache_folder(folder)
 
     def key_of(self, case: Case) -> str | None:
-        """Return the name of what a case is prepared to; None if its files cannot be read."""
+        """Return the name of a case's prepared form, or None if its files cannot be read."""
         try:
             files = {field: self._digests.of_images(list_files(case[field])) for field in FILES if field in case}
-        except (OSError, ReaderError):  # what is wrong is told by the check
+        except (OSError, ReaderError):  # the check reports the fault
             return None
         return sha256(_format_json([self._common, _without_files(case), files]).encode()).hexdigest()
 
     @contextmanager
     def making(self, key: str) -> Iterator[StoredCase | None]:
-        """Yield the stored case; None to the one process or thread that shall make it, while the others wait."""
+        """Yield the stored case, or None to the one process or thread that shall make it; the others wait."""
         stored = self._open_stored(key)
         if stored is not None:
             yield stored
@@ -124,24 +124,24 @@ class CaseCache:
             yield self._open_stored(key)
 
     def store(self, key: str, case: Case, prepared: Case, found: Mapping[str, Any]) -> StoredCase | None:
-        """Keep a prepared case; return it as it is stored, or None where it cannot be kept.
+        """Store a prepared case; return the stored form, or None if it cannot be stored.
 
         Parameters
         ----------
         key : str
-            From ``key_of``, before the case was read.
+            Key from ``key_of``, before the case was read.
         case : Case
-            With paths.
+            The case with paths.
         prepared : Case
-            With ``reference``.
+            The prepared case with ``reference``.
         found : mapping
-            What the check found, as JSON can say it.
+            Results of the check, as values for JSON.
         """
-        if not self._writes or self.key_of(case) != key:  # a file was written to while it was read
+        if not self._writes or self.key_of(case) != key:  # a file was changed while it was read
             return None
         try:
             require_fit(str(case["case"]), prepared["image"], prepared["label"], len(prepared["image"]))
-        except DataError:  # whoever takes the case says so
+        except DataError:  # the user of the case reports it
             return None
         label = prepared["label"].as_subclass(Tensor)
         found_voxels = list_voxels(label, self._num_classes, is_sparse=self._is_sparse)
@@ -157,7 +157,7 @@ class CaseCache:
             with ExitStack() as locked, replacing(path) as partial:
                 with partial.open("wb") as file:
                     write_case(file, {**prepared, **listed}, about)
-                # Until the file has its name: another thread that lists the folder would not count it.
+                # Held until the file has its name: another thread that lists the folder would not count it.
                 locked.enter_context(self._lock)
                 self._make_room(partial.stat().st_size)
             stored = StoredCase.open(path)
@@ -169,7 +169,7 @@ class CaseCache:
         return stored
 
     def describe(self) -> str:
-        """Return a line that says what came of the cache in this process."""
+        """Return a line about this process's use of the cache."""
         return (
             f"cache {self.folder}: {self.num_found} prepared case(s) found, {self.num_stored} added "
             "(see volseg data cache; data.cache=none turns it off)"
@@ -203,16 +203,16 @@ class CaseCache:
 
     @contextmanager
     def _only_maker(self, key: str) -> Iterator[None]:
-        """Hold a lock that the system gives up when its holder ends in any way; without locks, hold nothing."""
+        """Hold a lock that the system releases when its holder ends in any way; without locks, hold nothing."""
         descriptor = None
         try:
-            # One for many keys: a file per case could not be removed again without a race.
+            # One lock for many keys: a file per case could not be removed without a race.
             path = self.folder / "locks" / key[:2]
             path.parent.mkdir(exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:  # a folder or file system without: a case may be made twice, to the same bits
+        except OSError:  # a folder or file system without locks: a case may be made twice, with the same bits
             pass
         try:
             yield
@@ -221,12 +221,12 @@ class CaseCache:
                 os.close(descriptor)
 
     def _make_room(self, needed: int) -> None:
-        """Remove what was used longest ago until there is room for a file that is written; the lock is held.
+        """Remove the least recently used cases until a new file has room; the caller holds the lock.
 
         Raises
         ------
         OSError
-            If there is none; says why.
+            If there is too little room, with the reason.
         """
         entries = list_entries(self.folder)  # anew each time: other processes store and remove cases, too
         used = sum(entry.size for entry in entries)
@@ -269,10 +269,10 @@ class CaseCache:
 
 
 def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
-    """Return a stored case as preparing returns it; see `volseg.data.preparing.prepare`.
+    """Return a stored case in the form of a prepared case; see `volseg.data.preparing.prepare`.
 
-    It has ``mapped``, the file, besides. One that trains has ``image`` and ``label`` without metadata, and ``voxels``,
-    what `list_voxels` gives.
+    It also has ``mapped``, the file. A training case has ``image`` and ``label`` without metadata, and ``voxels`` from
+    `list_voxels`.
     """
     volumes = stored.volumes()
     names = [name.removesuffix(VOXEL_PARTS[0]) for name in volumes if name.endswith(VOXEL_PARTS[0])]
@@ -281,7 +281,7 @@ def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
         for name, volume in volumes.items():
             source = case["image" if name == "image" else "label"]
             if isinstance(source, str | Path):
-                volume.meta["filename_or_obj"] = str(source)  # where it lies now
+                volume.meta["filename_or_obj"] = str(source)  # its present path
         return {**case, **volumes, "reference_file": Path(case["label"]), "mapped": stored}
     plain = {name: volume.as_subclass(Tensor) for name, volume in volumes.items() if name != "reference"}
     return {**case, **plain, "voxels": voxels, "mapped": stored}
@@ -292,14 +292,14 @@ def _without_files(case: Case) -> Case:
 
 
 def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str, Any]:
-    """Return all that the bits of a prepared case follow from, beside the case."""
+    """Return all inputs that determine the bits of a prepared case, beside the case."""
     if preprocessing.components is None:
         raise ConfigError("cases can be stored that build_preprocessing prepares; set data.cache to none for others")
     about = {field.name: getattr(task, field.name) for field in fields(task)}
     for name in ("root", "training", "test", "splits", "columns"):
         del about[name]
-    about["labels"] = sorted(task.labels.items())  # JSON's keys are texts
-    # Which number stands for hidden background goes by what all cases were looked through for.
+    about["labels"] = sorted(task.labels.items())  # keys of JSON are strings
+    # The number for hidden background depends on the labelled values of all cases.
     about["cases"] = sorted({_format_json(_without_files(case)) for case in task.training})
     return {
         "task": about,
@@ -330,7 +330,7 @@ def _digest_code(task: Task, preprocessing: Preprocessing) -> str:
 
 
 def _format_json(content: Any) -> str:
-    """Return JSON that is the same for the same content; what it cannot say is an error, not its address."""
+    """Return the same JSON for the same content; raise for values that JSON lacks, instead of their address."""
     return json.dumps(content, sort_keys=True, default=_encode_mapping)
 
 

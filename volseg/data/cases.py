@@ -1,4 +1,4 @@
-"""What a case, a batch and a task are."""
+"""Definitions of a case, a batch and a task."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ MOST_CLASSES = 254
 """Label maps in memory are uint8: these, the ignored voxels, and one spare number."""
 
 LARGEST_VALUE = 2**24 - 1
-"""Of a label file, which is read as float32."""
+"""Largest value of a label file, which is read as float32."""
 
 Structure = int | tuple[int, ...]
-"""What is scored: a value of label maps, or the values of a region."""
+"""A scored structure: a value of label maps, or the values of a region."""
 
 
 def list_values(structure: Structure) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ class Task:
     Raises
     ------
     DataError
-        Labels, regions and the ignored value do not fit together.
+        If labels, regions and the ignored value do not fit together.
     """
 
     name: str
@@ -40,22 +40,22 @@ class Task:
     modalities: tuple[str, ...]
     """Name of each image channel, in the order of the channels."""
     labels: dict[int, str]
-    """Name of each value of a label map, 0 (background) among them."""
+    """Name of each value of a label map, including 0 (background)."""
     training: tuple[Case, ...]
     test: tuple[Case, ...]
     """Cases without labels."""
     regions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Structures that may overlap, as the values that belong to each; in the order in which they are painted into a
-    label map, where a later one lies over the earlier ones. Empty: the values themselves are told apart."""
+    """Values of each structure that may overlap others, in the order of painting into a label map: a later region
+    covers earlier ones. Empty: the values themselves are the structures."""
     ignore: int | None = None
-    """Value of voxels that nobody annotated, which are neither trained on nor judged; no key of ``labels``."""
+    """Value of voxels without annotation, which are neither trained on nor scored; no key of ``labels``."""
     splits: tuple[Split, ...] = ()
-    """Which cases train and which validate, fold by fold, where the data set itself says so."""
+    """Training and validation cases of each fold, if the data set defines folds."""
     columns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """What else the data set says of its cases, such as their patients: by column, and by case."""
+    """Further facts about the cases, such as their patients: by column, and by case."""
 
     stage_labels: tuple[int, ...] = ()
-    """Values of a previous stage's label maps, whose masks a network has for further channels."""
+    """Values of a previous stage's label maps; their masks are further input channels."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", Path(self.root))
@@ -88,30 +88,30 @@ class Task:
 
     @property
     def num_inputs(self) -> int:
-        """Channels that a network sees: those of the image, and the masks of a previous stage."""
+        """Input channels of a network: those of the image, and the masks of a previous stage."""
         return len(self.modalities) + len(self.stage_labels)
 
     @property
     def num_classes(self) -> int:
-        """Classes that a voxel may belong to, background included; their indices are the values' places in order."""
+        """Classes of a voxel, background included; a class's index is the rank of its value."""
         return len(self.labels)
 
     @property
     def num_outputs(self) -> int:
-        """Channels of a network's logits: one per class (softmax), or one per region (sigmoid) where there are any."""
+        """Channels of a network's logits: one per class (softmax), or one per region (sigmoid) if there are any."""
         return len(self.regions) or self.num_classes
 
     @property
     def class_values(self) -> tuple[int, ...]:
-        """Value that each class has in files, in the order of the classes' indices."""
+        """Value of each class in files, in the order of the classes' indices."""
         return tuple(sorted(self.labels))
 
     @property
     def output_values(self) -> tuple[int, ...]:
-        """Value that each output stands for in a written label map: its class's, or the one its region is painted in.
+        """Value of each output in a written label map: that of its class, or the value painted for its region.
 
-        A region is painted in the first of its values, as they are declared, that no later region has. Where it has
-        none of its own (it is the union of later ones), in its first.
+        A region is painted with its first declared value that no later region has. If it has no such value (it is the
+        union of later regions), it is painted with its first value.
         """
         if not self.regions:
             return self.class_values
@@ -129,26 +129,26 @@ class Task:
 
     @property
     def value_names(self) -> dict[int, str]:
-        """Name of each foreground value of a label map; none of regions, for one value may be in several."""
+        """Name of each foreground value of a label map; empty for regions, since a value may be in several."""
         return {} if self.regions else self.foreground
 
     @property
     def structures(self) -> dict[Structure, str]:
-        """Name of what is scored: regions where there are any, else the foreground's values.
+        """Name of each scored structure: regions if there are any, else the foreground's values.
 
-        The keys are nnU-Net's: the values of a region in order, or its value where it has one.
+        The keys are nnU-Net's: the sorted values of a region, or its single value.
         """
         if not self.regions:
             return {value: self.labels[value] for value in self.class_values if value != 0}
         return {tuple(sorted(values)) if len(values) > 1 else values[0]: name for name, values in self.regions.items()}
 
     def labelled(self, case: Case) -> tuple[int, ...] | None:
-        """Return the values that were looked for in a case, in order; None where all were.
+        """Return the values that were annotated in a case, in order, or None if all were.
 
         Raises
         ------
         DataError
-            The case names none, or values that the task does not have.
+            If the case names no value, or values that the task does not have.
         """
         if case.get("labelled") is None:
             return None

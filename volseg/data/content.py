@@ -1,7 +1,7 @@
-"""The bytes of a file, believed only as far as they are there.
+"""The bytes of a file, with checks of the sizes that its header claims.
 
-A header can claim any size in a few digits. What it claims is compared with what the file holds before anything of that
-size is allocated, and a compressed file is decompressed no further than its header needs.
+A header can claim any size in a few digits. The claim is compared with the file's bytes before memory of that size is
+allocated, and a compressed file is decompressed no further than its header needs.
 """
 
 import os
@@ -18,42 +18,42 @@ from volseg.memory import available_bytes
 __all__ = ["Content", "require_held", "require_memory", "require_packing", "require_regular"]
 
 SURPLUS_BYTES = 4096
-"""What may follow the voxels: padding to a block. More of it means that the header is wrong, or a bomb."""
+"""Bytes that may follow the voxels: padding to a block. More bytes mean a wrong header, or a bomb."""
 
 DEFLATE_RATIO = 1032
 """Bytes that one byte of a deflate stream can become at most (zlib's technical notes)."""
 
 ALWAYS_FITS = 1 << 26
-"""Bytes for which nobody asks the system how many are free: asking takes as long as reading a small volume."""
+"""Bytes that need no check of the free memory: the check takes as long as reading a small volume."""
 
 PIECE = 1 << 18
 """Bytes read or decompressed at a time."""
 
 DAMAGED: tuple[Any, ...] = (OSError, EOFError, igzip_lib.IsalError)
-"""What reading raises; the library's types take its error's class for an error."""
+"""Errors of reading; the library's type stubs mistake its error class for an instance."""
 
 Packing = Literal["plain", "gzip", "zlib"]
 WINDOW_BITS = {"gzip": 31, "zlib": 15}
-"""How the two containers of deflate are told apart; the container's checksum is checked then."""
+"""Window bits of the two containers of deflate, with a check of the container's checksum."""
 
 GZIP = b"\x1f\x8b"
 LFS_POINTER = b"version https://git-lfs"
-"""What files of gzip and pointers of Git LFS begin with."""
+"""First bytes of gzip files and of Git LFS pointers."""
 
 NIFTI = tuple(size.to_bytes(4, order) for size in (348, 540) for order in ("little", "big"))
-"""What NIfTI-1 and NIfTI-2 begin with: the size of the header."""
+"""First bytes of NIfTI-1 and NIfTI-2: the size of the header."""
 
 GZIP_FLAGS, RESERVED_FLAGS = 3, 0xE0
-"""Which byte of a gzip member holds its flags, and which of them nobody may set: ISA-L does not look at these."""
+"""Index of the flags in a gzip member, and its reserved flags, which ISA-L does not check."""
 
 
 def require_regular(path: Path) -> int:
-    """Return the size of a regular file, links followed: what else can be opened may block or never end.
+    """Return the size of a regular file, links followed; other kinds may block or never end.
 
     Raises
     ------
     ReaderError
-        For a pipe, a socket, a device, or a path that cannot be looked at.
+        For a pipe, a socket, a device, or a path that cannot be read.
     """
     try:
         found = os.stat(path)
@@ -65,16 +65,16 @@ def require_regular(path: Path) -> int:
 
 
 def require_packing(file: BinaryIO, path: Path, packing: Packing | None = None) -> None:
-    """Raise where a file is a pointer of Git LFS, or is packed in another way than its name says.
+    """Raise if a file is a pointer of Git LFS, or its compression differs from its name.
 
     Parameters
     ----------
     file : binary file
-        Open at its begin, where it is left.
+        Open at its beginning, and left there.
     path : Path
-        Its name.
+        Path of the file, for messages.
     packing : {"plain", "gzip"}, optional
-        What the name of a NIfTI file says; None for other formats.
+        Compression by the name of a NIfTI file; None for other formats.
     """
     begin = file.read(len(LFS_POINTER))
     file.seek(0)
@@ -91,7 +91,7 @@ def require_packing(file: BinaryIO, path: Path, packing: Packing | None = None) 
 
 
 def require_held(claimed: int, held: int, path: Path, packing: Packing = "plain") -> None:
-    """Raise where ``held`` bytes of a file cannot be the ``claimed`` ones, however well they are packed."""
+    """Raise if ``held`` bytes of a file cannot hold the ``claimed`` bytes at any compression."""
     most = max(held, 0) * (1 if packing == "plain" else DEFLATE_RATIO)
     if claimed > most:
         at_most = "" if packing == "plain" else " at most"
@@ -101,7 +101,7 @@ def require_held(claimed: int, held: int, path: Path, packing: Packing = "plain"
 
 
 def require_memory(needed: int, path: Path) -> None:
-    """Raise where a volume would take more bytes than the machine has free."""
+    """Raise if a volume would take more bytes than the free memory."""
     if needed > ALWAYS_FITS and needed > (free := available_bytes()):
         raise LargeVolumeError(
             f"{path} needs {needed / 2**30:.1f} GiB of memory to be read, and {free / 2**30:.1f} GiB are free; crop or "
@@ -110,16 +110,16 @@ def require_memory(needed: int, path: Path) -> None:
 
 
 class Content:
-    """What a file holds, decompressed, from a place on; read front to back and never further than asked.
+    """Content of a file, decompressed, from a position on; read from front to back, only as far as requested.
 
     Parameters
     ----------
     file : binary file
-        Open, standing where the content begins.
+        Open at the beginning of the content.
     path : Path
-        Its name, for messages.
+        Path of the file, for messages.
     packing : {"plain", "gzip", "zlib"}
-        How the content is stored.
+        Compression of the content.
     """
 
     def __init__(self, file: BinaryIO, path: Path, packing: Packing) -> None:
@@ -128,12 +128,12 @@ class Content:
         self._ahead = b""
 
     def peek(self, count: int) -> bytes:
-        """Return the next ``count`` bytes, or what there is, and stay where we are."""
+        """Return the next ``count`` bytes, or fewer at the end, without advancing."""
         self._ahead = self.take(count) + self._ahead
         return self._ahead[:count]
 
     def take(self, count: int) -> bytes:
-        """Return the next ``count`` bytes, or what there is."""
+        """Return the next ``count`` bytes, or fewer at the end."""
         parts, missing = [self._ahead], count - len(self._ahead)
         while missing > 0 and (piece := self._next()):
             parts.append(piece)
@@ -144,9 +144,9 @@ class Content:
         return b"".join([*parts, last[:end]])
 
     def fill(self, room: memoryview) -> int:
-        """Write the next bytes into ``room`` until it is full, or there are no more; return how many there were.
+        """Write the next bytes into ``room`` until it is full or the content ends; return their number.
 
-        Unlike `take` this makes no second copy of what is large.
+        Unlike `take`, this makes no second copy of large content.
         """
         piece, filled = self._ahead or self._next(), 0
         self._ahead = b""
@@ -161,7 +161,7 @@ class Content:
         return filled
 
     def count(self, most: int) -> int:
-        """Read up to ``most`` bytes without keeping them; return how many there were."""
+        """Read up to ``most`` bytes without keeping them; return their number."""
         counted = len(self._ahead)
         self._ahead = b""
         while counted < most and (piece := self._next()):
@@ -169,12 +169,12 @@ class Content:
         return counted
 
     def finish(self) -> None:
-        """Read to the end, where the checksum stands.
+        """Read to the end, which has the checksum.
 
         Raises
         ------
         ReaderError
-            The file is damaged, or holds more than `SURPLUS_BYTES` beyond what was taken.
+            If the file is damaged, or has more than `SURPLUS_BYTES` left.
         """
         if self.count(SURPLUS_BYTES + 1) > SURPLUS_BYTES:
             raise DamagedFileError(
@@ -196,7 +196,7 @@ def _read_pieces(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _inflate(file: BinaryIO, packing: Packing) -> Iterator[bytes]:
-    """Yield what one stream after another holds, a piece at a time; zeros between gzip's members are padding."""
+    """Yield the content of consecutive streams, a piece at a time; zeros between gzip's members are padding."""
     packed = file.read(PIECE)
     while True:
         while len(packed) <= GZIP_FLAGS and (more := file.read(PIECE)):

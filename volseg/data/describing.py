@@ -1,4 +1,4 @@
-"""What is in a data set, in a few lines for the terminal."""
+"""Describe a data set in a few lines for the terminal."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,23 +17,23 @@ __all__ = ["describe_task"]
 
 
 def describe_task(task: Task, *, progress: Callable[[], object] | None = None) -> str:
-    """Return what a data set holds; every image is read for that.
+    """Return a description of a data set; every image is read for it.
 
     Parameters
     ----------
     task : Task
-        Of `volseg.data.layouts.load_task`.
+        Task of `volseg.data.layouts.load_task`.
     progress : callable, optional
         Called after each case.
 
     Raises
     ------
     ReaderError
-        An image cannot be read.
+        If an image cannot be read.
     """
     cases = [*task.training, *task.test]
     measured = []
-    # The channels of a case lie on one grid, so its first file says what there is to say.
+    # The channels of a case share one grid, so its first file is enough.
     for found in map_in_threads(lambda case: _measure(list_files(case["image"])[0]), cases):
         measured.append(found)
         if progress is not None:

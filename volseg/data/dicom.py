@@ -1,8 +1,8 @@
-"""Read a DICOM series: the only one of a folder, or the one that a file belongs to.
+"""Read a DICOM series: the only series of a folder, or the series of a file.
 
-A series of slices in files of their own and a file of several frames take the same way: headers become frames
+A series of single-slice files and a file of several frames are read in the same way. Headers become frames
 (`volseg.data.dicom_frames`), frames become a stack (`stack_frames`), and only then pixels are read
-(`volseg.data.dicom_pixels`), each by the rescaling of its own frame.
+(`volseg.data.dicom_pixels`), each with the rescaling of its own frame.
 """
 
 import math
@@ -32,17 +32,17 @@ def read_dicom_series(path: Path) -> MetaTensor:
     """Read a series as ``(1, D, H, W)`` float32 with its RAS+ affine; D counts columns, H rows, W slices.
 
     Slices are in the order of their places along the normal of their plane, rows to the right times columns downwards.
-    Values are ``RescaleSlope * stored + RescaleIntercept``, each slice's own.
+    Values are ``RescaleSlope * stored + RescaleIntercept``, with each slice's own values.
 
     Parameters
     ----------
     path : Path
-        A folder that holds one series, or a file, which stands for all files of its series in its folder.
+        A folder with one series, or a file, which represents all files of its series in its folder.
 
     Raises
     ------
     ReaderError
-        No series, several of them, a file that is no DICOM, or slices that do not form an even stack.
+        If there is no series, there are several, a file is no DICOM, or the slices do not form an even stack.
     """
     headers = [_require_header(file) for file in list_slices(path)]
     frames, affine = stack_frames([frame for header in headers for frame in list_frames(header)])
@@ -58,7 +58,7 @@ def list_slices(path: Path) -> list[Path]:
     Raises
     ------
     ReaderError
-        No series, several of them, or a file that is no DICOM.
+        If there is no series, there are several, or a file is no DICOM.
     """
     folder = path if path.is_dir() else path.parent
     series, unread = _sort_by_series(folder, path)
@@ -78,15 +78,15 @@ def list_slices(path: Path) -> list[Path]:
         slices = next((files for uid, files in series.items() if uid and path in files), [])
         if not slices and path not in unread:
             raise ReaderError(f"{path} names no DICOM series; name the folder that holds the slices themselves")
-    if unread:  # it may be of this series, which would be a smaller one without a word
+    if unread:  # it may belong to this series, which would silently lack a slice
         raise ReaderError(f"{unread[0]} is no readable DICOM file; fetch it again or take it out of the series")
     return slices
 
 
 def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], list[Path]]:
-    """Return the image files of each series in a folder by UID, and the files that cannot be told to be none.
+    """Return the image files of each series in a folder by UID, and the files that may belong to one.
 
-    Where a folder was named, a segmentation beside its images is none of them.
+    If a folder was named, segmentations beside its images are left out.
     """
     series: dict[str, list[Path]] = defaultdict(list)
     labels: dict[str, list[Path]] = defaultdict(list)
@@ -99,13 +99,13 @@ def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], li
             unread += [file] if file.suffix.lower() == ".dcm" else []
             continue
         uid = decode_text(found.get(SERIES_UID, b""))
-        # Elements that are out of order hide others from a look that ends early.
+        # Elements that are out of order hide others from a read that ends early.
         if TAGS["Rows"] in found or _require_header(file).pixels is not None:
             is_label = decode_text(found.get(MODALITY, b"")) == "SEG"
             (labels if is_label else series)[uid].append(file)
         elif file.name.upper() != "DICOMDIR":
             others.append((uid, file))
-    series = series if series and path.is_dir() else series | labels  # the reader says what a segmentation is
+    series = series if series and path.is_dir() else series | labels  # the reader reports a segmentation
     return series, unread + [file for uid, file in others if not uid or uid in series]
 
 
@@ -117,7 +117,7 @@ def _require_header(file: Path) -> Header:
 
 
 def _choose_dtype(frames: Sequence[Frame]) -> np.dtype:
-    """Return the smallest type for all values: what is stored, where nothing is rescaled, else float32."""
+    """Return the smallest type for all values: the stored type if no value is rescaled, else float32."""
     if any((frame.slope, frame.intercept) != (1, 0) for frame in frames):
         return np.dtype(np.float32)
     return np.result_type(*{frame.stored.dtype for frame in frames})
@@ -128,7 +128,7 @@ def _read_voxels(headers: Sequence[Header], frames: Sequence[Frame]) -> np.ndarr
     places = {(frame.file, frame.index): place for place, frame in enumerate(frames)}
     by_file = {frame.file: frame.stored for frame in frames}
     shape = (len(frames), frames[0].stored.rows, frames[0].stored.columns)
-    # The volume twice, as it is read and as it is ordered, and the pixels of one file as GDCM holds them.
+    # The volume twice, as read and in order, and the pixels of one file in GDCM's memory.
     largest = max(stored.voxels * stored.allocated // 8 for stored in by_file.values())
     require_memory(8 * math.prod(shape) + 6 * largest, frames[0].file.parent)
     voxels = np.empty(shape, dtype=np.float32)
@@ -153,28 +153,28 @@ TURNED, STRETCHED = 1e-3, 5e-4
 rounding in a header, and move the end of 500 voxels by half a voxel at most."""
 
 SAME_PLACE = 0.01
-"""Distance along the normal, as a fraction of the pixel spacing, up to which two slices lie at one place."""
+"""Distance along the normal, as a fraction of the pixel spacing, up to which two slices share a place."""
 
 MOST_GROUPS = 9
-"""Groups of unlike slices that a message counts."""
+"""Most groups of unlike slices in a message."""
 
 
 def stack_frames(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
     """Return the frames in the order of their places along the normal, and their affine, voxel index to RAS+ mm.
 
-    Voxel indices are column, row and place in the order. Each image lies where its own tags say. ITK assumes an even
-    stack: a missing slice stretches the patient, and slices of a tilted gantry are straightened. Here, slices that are
-    not parallel, evenly spaced and of one size are refused, and the error says how they differ.
+    Voxel indices are column, row and place in the order. Each image is at the place of its own tags. ITK assumes an
+    even stack: a missing slice stretches the patient, and slices of a tilted gantry are straightened. This reader
+    refuses slices that are not parallel, evenly spaced and of one size; the error describes the difference.
 
     Parameters
     ----------
     frames : sequence of Frame
-        At least one, in any order, of one or of several files.
+        At least one frame, in any order, of one or of several files.
 
     Raises
     ------
     ReaderError
-        They differ in size, orientation, spacing or units; several lie at one place; one is missing.
+        If they differ in size, orientation, spacing or units, several share a place, or one is missing.
     """
     _require_alike(frames)
     directions = np.reshape(np.median([frame.orientation for frame in frames], axis=0), (2, 3))
@@ -229,7 +229,7 @@ def _require_alike(frames: Sequence[Frame]) -> None:
     for name in sorted({name for frame in frames for name in frame.units}):
         firsts = {frame.units[name]: frame for frame in reversed(frames) if name in frame.units}
         is_frame = name == "FrameOfReferenceUID"
-        # Some programs that remove names write a new frame of reference into each file.
+        # Some anonymisers write a new frame of reference into each file.
         if len(firsts) > 1 and not (is_frame and 2 < len(firsts) == len({frame.file for frame in frames})):
             (one, by_one), (other, by_other) = sorted(firsts.items())[:2]
             raise ReaderError(
@@ -240,7 +240,7 @@ def _require_alike(frames: Sequence[Frame]) -> None:
 
 
 def _compare_values(values: np.ndarray, tolerance: float) -> tuple[int, int, str] | None:
-    """Return the index of a row in the smallest group of like rows, of one in the largest, and the groups' sizes."""
+    """Return a row of the smallest group of equal rows, a row of the largest, and the groups' sizes."""
     groups: list[np.ndarray] = []
     left = np.arange(len(values))
     while len(left) and len(groups) < MOST_GROUPS:
@@ -249,7 +249,7 @@ def _compare_values(values: np.ndarray, tolerance: float) -> tuple[int, int, str
         left = left[~is_like]
     if len(groups) == 1:
         return None
-    groups.reverse()  # of groups of one size the first counts as the usual one
+    groups.reverse()  # of equally large groups the first counts as the usual one
     groups.sort(key=len)
     counts = ", ".join(str(len(group)) for group in reversed(groups))
     more = f" and {len(left)} others" if len(left) else ""
@@ -278,7 +278,7 @@ def _measure_step(frames: Sequence[Frame], along: np.ndarray) -> np.ndarray:
 
 
 def _explain_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> ReaderError:
-    """Return the error for frames of which several lie at one place, given the frames of each place."""
+    """Return the error for frames that share a place, from the frames of each place."""
     folder = frames[0].file.parent
     counts = sorted({len(place) for place in places})
     place = next(place for place in places if len(place) > 1)

@@ -1,8 +1,8 @@
-"""Walk through the elements of a DICOM file and compare the length of each with what is left of the file.
+"""Walk through the elements of a DICOM file and compare the length of each with the rest of the file.
 
 GDCM allocates the length that an element claims, up to 4 GiB, before it looks for the bytes. It also takes the geometry
-and the rescaling of a whole series, or of all frames of a file, from one place. So headers are read here, and GDCM gets
-no more than compressed pixels.
+and the rescaling of a whole series, or of all frames of a file, from one place. So this module reads headers, and GDCM
+gets only compressed pixels.
 """
 
 import math
@@ -47,7 +47,7 @@ SYNTAX = (0x0002, 0x0010)
 IMPLICIT, BIG_ENDIAN, DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
 DEEPEST = 30
 MOST_BYTES, MOST_ITEMS = 1 << 22, 1 << 20
-"""Largest value, and most items of sequences, that a header is read for."""
+"""Largest value, and most items of sequences, that are read from a header."""
 
 NUMBER = re.compile(rb"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 Order = Literal["little", "big"]
@@ -55,18 +55,18 @@ Order = Literal["little", "big"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The elements that were asked for, of a file or of an item of a sequence."""
+    """The requested elements of a file or of an item of a sequence."""
 
     order: Order
     elements: dict[Tag, "bytes | list[Item]"] = field(default_factory=dict)
 
     def value(self, tag: Tag) -> bytes:
-        """Return the bytes of an element; b"" where it is absent or a sequence."""
+        """Return the bytes of an element; b"" if it is absent or a sequence."""
         found = self.elements.get(tag, b"")
         return found if isinstance(found, bytes) else b""
 
     def items(self, tag: Tag) -> "list[Item]":
-        """Return the items of a sequence; none where it is absent."""
+        """Return the items of a sequence; none if it is absent."""
         found = self.elements.get(tag, [])
         return found if isinstance(found, list) else []
 
@@ -80,12 +80,12 @@ class Item:
 
 
 def decode_text(value: bytes) -> str:
-    """Return a value as text that can be shown: control characters become question marks."""
+    """Return a value as printable text: control characters become question marks."""
     return "".join(letter if letter.isprintable() else "?" for letter in value.decode("latin-1").strip("\0 "))
 
 
 def parse_numbers(value: bytes) -> tuple[float, ...] | None:
-    """Return the finite numbers of a text; None where it holds something else."""
+    """Return the finite numbers of a text, or None if it has other content."""
     parts = [part.strip(b"\0 ") for part in value.split(b"\\")]
     if not all(NUMBER.fullmatch(part) for part in parts):
         return None
@@ -97,7 +97,7 @@ class Pixels(NamedTuple):
     """The bytes of ``PixelData`` in a file."""
 
     kind: bytes
-    """Value representation; b"" where the element names none."""
+    """Value representation; b"" if the element names none."""
     begin: int
     end: int
     is_encapsulated: bool
@@ -105,7 +105,7 @@ class Pixels(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself before its pixels."""
+    """Header of a file, before its pixels."""
 
     path: Path
     syntax: str
@@ -115,20 +115,20 @@ class Header(NamedTuple):
 
 
 def is_dicom(path: Path) -> bool:
-    """Return whether a file says that it is DICOM; a data set without preamble does not."""
+    """Return whether a file claims to be DICOM; a data set without preamble does not."""
     with path.open("rb") as file:
         return file.read(132)[128:] == b"DICM"
 
 
 def read_header(path: Path, tags: Set[Tag]) -> Header | None:
-    """Return the elements among ``tags``, those inside of sequences among ``tags`` too; None for what is no DICOM.
+    """Return the elements among ``tags``, including those inside sequences among ``tags``, or None if it is no DICOM.
 
-    Every element of the file is walked through.
+    Walks through every element of the file.
 
     Raises
     ------
     ReaderError
-        An element is longer than what is left of the file, or stands twice in one place with two values.
+        If an element is longer than the rest of the file, or occurs twice in one place with two values.
     """
     with _opened(path, tags) as begun:
         if begun is None:
@@ -139,14 +139,14 @@ def read_header(path: Path, tags: Set[Tag]) -> Header | None:
 
 
 def read_elements(path: Path, tags: Collection[Tag]) -> dict[Tag, bytes] | None:
-    """Return the values of those ``tags`` that a file has, outside of sequences; None for a file that is no DICOM.
+    """Return the file's values of ``tags`` outside sequences, or None if the file is no DICOM.
 
-    Nothing behind the last of them is looked at.
+    Elements behind the last of the tags are not read.
 
     Raises
     ------
     ReaderError
-        An element before it is longer than the file.
+        If an element before it is longer than the file.
     """
     with _opened(path) as begun:
         if begun is None:
@@ -170,7 +170,7 @@ class _Opened(NamedTuple):
 
 @contextmanager
 def _opened(path: Path, wanted: Set[Tag] = frozenset()) -> Iterator[_Opened | None]:
-    """Give the elements of a file behind its file information; None for a file that is no DICOM."""
+    """Yield the elements of a file behind its file information, or None if the file is no DICOM."""
     if require_regular(path) == 0:
         yield None
         return
@@ -178,7 +178,7 @@ def _opened(path: Path, wanted: Set[Tag] = frozenset()) -> Iterator[_Opened | No
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         has_preamble = content[128:132] == b"DICM"
         if not has_preamble and content[:2] not in (b"\x02\x00", b"\x08\x00"):
-            yield None  # what neither says that it is DICOM nor begins as a data set does, GDCM leaves alone
+            yield None  # GDCM ignores a file without the preamble and without the beginning of a data set
             return
         information = Item("little")
         begin = 132 if has_preamble else 0
@@ -195,42 +195,42 @@ def _opened(path: Path, wanted: Set[Tag] = frozenset()) -> Iterator[_Opened | No
         if syntax == DEFLATED:
             raise ReaderError(f"{path} is deflated DICOM, which is not read; convert it to another transfer syntax")
         order: Order = "big" if syntax == BIG_ENDIAN else "little"
-        # Some writers say implicit and write explicit. A bare data set has no file information: it is little-endian,
-        # and each element shows whether it is implicit.
+        # Some writers declare implicit and write explicit. A bare data set has no file information: it is
+        # little-endian, and each element shows whether it is implicit.
         is_implicit = syntax == IMPLICIT and content[begin + 4 : begin + 6] not in KINDS
         yield _Opened(_Walk(content, path, order, is_implicit, wanted), begin, syntax or IMPLICIT)
 
 
 class _Head(NamedTuple):
-    """What stands before an element's value."""
+    """Head of an element, before its value."""
 
     tag: Tag
     kind: bytes
-    """Value representation; b"" where the element names none."""
+    """Value representation; b"" if the element names none."""
     value: int
     length: int
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """Steps from element to element; each returns the byte after what it passed."""
+    """Steps from element to element; each returns the first byte after the passed part."""
 
     content: mmap.mmap
     path: Path
     order: Order
     is_implicit: bool
-    """Whether no element names its value representation; else those that name none are taken for such."""
+    """Whether no element names its value representation; else only elements without a valid one count as implicit."""
     wanted: Set[Tag] = frozenset()
-    """Tags to keep, wherever `into` is given."""
+    """Tags to keep, if `into` is given."""
     pixels: list[Pixels] = field(default_factory=list)
-    """``PixelData`` of the file itself, once it was passed."""
+    """``PixelData`` of the file itself, once it has been passed."""
     kept: list[Item] = field(default_factory=list)
-    """Every item that was kept, to count them."""
+    """Every kept item, to count them."""
 
     def pass_elements(
         self, begin: int, end: int, depth: int, closing: Tag | None = None, into: Item | None = None
     ) -> int:
-        """Pass elements up to ``end``, or to the tag that closes them."""
+        """Pass elements up to ``end``, or to their closing tag."""
         while begin + 8 <= end:
             tag = self._tag(begin)
             if tag == closing:
@@ -241,7 +241,7 @@ class _Walk:
         return end
 
     def read_head(self, begin: int) -> _Head:
-        """Return tag, kind, and where the value begins and how long it claims to be."""
+        """Return tag, kind, first byte of the value, and claimed length."""
         tag, kind = self._tag(begin), self.content[begin + 4 : begin + 6]
         if self.is_implicit or kind not in KINDS:
             return _Head(tag, b"", begin + 8, self._number(begin + 4, 4))
@@ -250,7 +250,7 @@ class _Walk:
         return _Head(tag, kind, begin + 8, self._number(begin + 6, 2))
 
     def pass_element(self, begin: int, end: int, depth: int, into: Item | None = None) -> int:
-        """Pass an element with everything in it; keep it in ``into`` if it is wanted."""
+        """Pass an element with its content; keep it in ``into`` if it is wanted."""
         tag, kind, value, length = self.read_head(begin)
         into = into if tag in self.wanted else None
         if length == UNDEFINED:

@@ -55,7 +55,7 @@ def list_frames(header: Header) -> list[Frame]:
     Raises
     ------
     ReaderError
-        There is none, one has no place in the patient, or its values are no grey values on a line.
+        If there is no image, an image has no place in the patient, or its values are no linear grey values.
     """
     stored = describe_stored(header)
     described, shared = (header.top.items(TAGS[f"{kind}FunctionalGroupsSequence"]) for kind in ("PerFrame", "Shared"))
@@ -123,7 +123,7 @@ class _Elements:
             for item in self.groups:
                 if (found := item.items(group)) and (value := found[0].value(tag)):
                     return value
-            if self.groups and keyword == "ImagePositionPatient":  # the file's own would be that of every frame
+            if self.groups and keyword == "ImagePositionPatient":  # the file's own would apply to every frame
                 return b""
         return self.header.top.value(tag)
 
@@ -143,7 +143,7 @@ class _Elements:
         return self.numbers(keyword, 1, "by which stored values become values")[0] if self.find(keyword) else default
 
     def explain_spacing(self) -> str:
-        """Say why a frame needs ``PixelSpacing``."""
+        """Return why a frame needs ``PixelSpacing``."""
         if self.find("ImagerPixelSpacing"):
             return "and the ImagerPixelSpacing of the file is measured at the detector, not in the patient"
         return "without it a voxel has no size"

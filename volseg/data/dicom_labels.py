@@ -1,10 +1,10 @@
-"""Label maps in DICOM: segmentations (SEG) and structure sets (RTSTRUCT), put onto the voxels of their image.
+"""Read label maps in DICOM, segmentations (SEG) and structure sets (RTSTRUCT), onto the voxels of their image.
 
-Neither says which voxels an image has: a segmentation may leave out empty slices, a structure set holds contours in mm.
-Both are therefore read on the grid of the image. Names of segments decide the values of labels, as the task declares
-them, for numbers of segments differ between files. Segments that the task does not declare are left out.
+Neither defines the voxels of its image: a segmentation may leave out empty slices, a structure set has contours in mm.
+Both are therefore read on the grid of the image. The names of segments decide the values of labels, as declared by the
+task, since numbers of segments differ between files. Undeclared segments are left out.
 
-highdicom is optional (``pip install highdicom``), brings pydicom, and is imported when such a label is opened.
+highdicom is optional (``pip install highdicom``), includes pydicom, and is imported when such a label is opened.
 """
 
 from collections import defaultdict
@@ -40,7 +40,7 @@ SERIES_OF = {
     "SEG": ("ReferencedSeriesSequence",),
     "RTSTRUCT": ("ReferencedFrameOfReferenceSequence", "RTReferencedStudySequence", "RTReferencedSeriesSequence"),
 }
-"""Sequences, each in the one before, that lead to the UID of the series."""
+"""Nested sequences that lead to the UID of the series."""
 
 NAMED_IN = {
     "SEG": ("SegmentSequence", "SegmentNumber", "SegmentLabel"),
@@ -53,7 +53,7 @@ OTHERS = (".gz", ".nii", ".mha", ".mhd", ".nrrd", ".nhdr")
 
 CLOSED = ("CLOSED_PLANAR", "CLOSEDPLANAR_XOR")
 DECIMALS = 3
-"""Of a voxel, to which contours are rounded: a point that was exported at a voxel's centre lies there again."""
+"""Decimals of a voxel to which contours are rounded: a point exported at a voxel's centre returns there."""
 
 Voxels = tuple[np.ndarray, ...]
 """Indices along the three axes."""
@@ -65,10 +65,10 @@ def import_highdicom() -> Any:
     Raises
     ------
     ConfigError
-        It is not installed.
+        If it is not installed.
     """
     try:
-        import highdicom  # an extra, and half a second
+        import highdicom  # optional, and takes half a second
         import highdicom.seg
     except ImportError as fault:
         raise ConfigError(
@@ -86,7 +86,7 @@ def find_dicom_label(path: Path) -> Path | None:
 
 
 def read_image_text(path: Path, tag: tuple[int, int] = SERIES_UID) -> str:
-    """Return the UID of an image's series, or another text of its first file; "" for what is no DICOM image."""
+    """Return the UID of an image's series, or another text of its first file; "" if it is no DICOM image."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return next((text for file in files if find_dicom_label(file) is None and (text := _read_text(file, tag))), "")
 
@@ -96,7 +96,7 @@ def _read_text(path: Path, tag: tuple[int, int]) -> str:
         return ""
     try:
         return decode_text((read_elements(path, [tag]) or {}).get(tag, b""))
-    except ReaderError:  # the reader says what is wrong with it, if it is asked to read it
+    except ReaderError:  # its reader reports the fault
         return ""
 
 
@@ -106,28 +106,28 @@ class DicomLabel:
 
     path: Path
     dataset: Any
-    """As pydicom reads it."""
+    """Data set of pydicom."""
 
     @classmethod
     def open(cls, path: Path) -> "DicomLabel | None":
-        """Return the label of a path; None where `find_dicom_label` finds none.
+        """Return the label of a path, or None if `find_dicom_label` finds none.
 
         Raises
         ------
         ReaderError
-            The file is damaged.
+            If the file is damaged.
         """
         if (file := find_dicom_label(path)) is None:
             return None
         import_highdicom()
         import pydicom  # highdicom brings it
 
-        read_header(file, frozenset())  # refuses files that were cut off, of which pydicom reads what there is
+        read_header(file, frozenset())  # refuses truncated files, which pydicom reads in part
         return cls(path=file, dataset=pydicom.dcmread(file))
 
     @property
     def series(self) -> str:
-        """UID of the series that was segmented; "" where the file names none."""
+        """UID of the segmented series; "" if the file names none."""
         item = self.dataset
         for keyword in SERIES_OF[self.dataset.Modality]:
             item = next(iter(item.get(keyword) or ()), {})
@@ -144,14 +144,14 @@ class DicomLabel:
         return f"{KINDS[self.dataset.Modality]} of series {self.series or 'unknown'}, {count}"
 
     def read(self, grid: Grid, task: Task) -> MetaTensor:
-        """Return the label map ``(1, D, H, W)`` on an image's grid, with the values that the task gives the names.
+        """Return the label map ``(1, D, H, W)`` on an image's grid, with the task's values for the names.
 
-        Of a task with regions, regions are painted in their order, and labels over them.
+        With regions, the regions are painted in their order, and labels over them.
 
         Raises
         ------
         ReaderError
-            No segment has a declared name, two overlap in a task without regions, or one does not lie on the voxels.
+            If no segment has a declared name, two overlap in a task without regions, or one is not on the voxels.
         """
         path = self.path
         require_memory(8 * int(np.prod(grid.shape)), path)
@@ -234,9 +234,9 @@ def _simplify(name: str) -> str:
 
 
 def fill_contours(contours: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
-    """Return which voxels of a plane have their centre inside of closed contours, by the even-odd rule.
+    """Return a mask of a plane's voxels with their centre inside closed contours, by the even-odd rule.
 
-    A contour in another one is a hole. Where a contour crosses a row, all voxels from there on change sides. A centre
+    A contour inside another is a hole. Where a contour crosses a row, all voxels from there on change sides. A centre
     on a contour belongs to the side of larger indices.
 
     Parameters
@@ -266,13 +266,13 @@ def fill_contours(contours: Sequence[np.ndarray], shape: tuple[int, int]) -> np.
 
 
 SIDES = (((-1, 0), (0, 0), (0, 1)), ((0, 1), (0, 1), (1, 1)), ((1, 0), (1, 1), (1, 0)), ((0, -1), (1, 0), (0, 0)))
-"""Of a voxel: the neighbour beyond, and the corners where the side begins and ends, clockwise."""
+"""Sides of a voxel: the neighbour beyond, and the first and last corner of the side, clockwise."""
 
 
 def trace_contours(mask: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield closed contours ``(N, 2)`` along the sides of the voxels of a plane; `fill_contours` gives them back.
+    """Yield closed contours ``(N, 2)`` along the sides of the voxels of a plane, which `fill_contours` inverts.
 
-    The contours lie half a voxel from all centres, so that rounding decides nothing.
+    The contours are half a voxel from all centres, so that rounding has no effect.
     """
     following: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     padded = np.pad(mask, 1)

@@ -1,7 +1,7 @@
 """Read the stored values of a DICOM file, without rescaling or geometry.
 
 Uncompressed pixels are read here. SimpleITK (GDCM) gets a compressed stream in a file of its own, without the other
-elements: from the whole file, GDCM would rescale all frames alike, invert MONOCHROME1 and clip values to one type.
+elements: from the whole file, GDCM would rescale all frames in one way, invert MONOCHROME1 and clip values to one type.
 """
 
 import re
@@ -25,20 +25,20 @@ PLAIN = (IMPLICIT, "1.2.840.10008.1.2.1", BIG_ENDIAN)
 
 SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
 UID = "1.2.826.0.1.3680043.2.1125.1"
-"""Of the file for GDCM."""
+"""UID of the file for GDCM."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """How a file stores its voxels."""
+    """Storage of a file's voxels."""
 
     frames: int
     rows: int
     columns: int
     allocated: int
-    """Bits that a voxel takes: 8, 16 or 32."""
+    """Bits of a voxel: 8, 16 or 32."""
     bits: int
-    """The lowest of these bits, which hold its value."""
+    """Number of the lowest of these bits, which hold the value."""
     is_signed: bool
     overlays: int
     """Mask of the bits that hold overlays, not values."""
@@ -52,17 +52,17 @@ class Stored:
 
     @property
     def voxels(self) -> int:
-        """Of all frames."""
+        """Voxels of all frames."""
         return self.frames * self.rows * self.columns
 
 
 def describe_stored(header: Header) -> Stored:
-    """Return how a file stores its voxels.
+    """Return the storage of a file's voxels.
 
     Raises
     ------
     ReaderError
-        They are not integer grey values.
+        If the voxels are not integer grey values.
     """
     if header.pixels is None:
         raise ReaderError(
@@ -133,9 +133,9 @@ def read_stored(header: Header, stored: Stored) -> np.ndarray:
     Raises
     ------
     DamagedFileError
-        The number of pixels is not that of the header, or the pixels cannot be decompressed.
+        If the number of pixels differs from the header, or the pixels cannot be decompressed.
     ReaderError
-        A value takes more bits than the header says.
+        If a value takes more bits than the header declares.
     """
     read = (_read_plain if header.syntax in PLAIN else _decompress)(header, stored)
     raw = read.view(f"u{stored.allocated // 8}")
@@ -157,13 +157,13 @@ def _read_plain(header: Header, stored: Stored) -> np.ndarray:
     needed = stored.voxels * size
     held = 0 if pixels.is_encapsulated else pixels.end - pixels.begin
     require_held(needed, held, header.path)
-    # Padding is shorter than a row or column, or is one of zeros: values there are a row that the header leaves out.
+    # Padding is shorter than a row or column, or one of these with zeros: other values are a row that the header omits.
     shortest, longest = sorted((stored.rows * size, stored.columns * size))
     padding = held - needed
     with header.path.open("rb") as file:
         file.seek(pixels.begin)
         content = file.read(needed + min(padding, longest))
-    require_held(needed, len(content), header.path)  # it may have been cut since the header was read
+    require_held(needed, len(content), header.path)  # the file may have been truncated since the header was read
     if padding >= max(2, shortest) and (padding > longest or any(content[needed:])):
         raise DamagedFileError(
             f"{header.path} holds {held} bytes of pixels, and {stored.frames} frame(s) of {stored.rows} rows of "
@@ -204,7 +204,7 @@ def _decompress(header: Header, stored: Stored) -> np.ndarray:
 
 
 def _strip(header: Header, stored: Stored) -> bytes:
-    """Return a DICOM file with the compressed pixels, and only the elements that are needed to decompress them."""
+    """Return a DICOM file with the compressed pixels, and only the elements for their decompression."""
     with header.path.open("rb") as file:
         file.seek(stored.pixels.begin)
         stream = file.read(stored.pixels.end - stored.pixels.begin)
@@ -244,7 +244,7 @@ def _strip(header: Header, stored: Stored) -> bytes:
 
 
 def _read_count(header: Header, keyword: str, default: int | None = None) -> int:
-    """Return a number that is stored in two bytes."""
+    """Return a number of two bytes."""
     tag = TAGS[keyword]
     value = header.top.value(tag)
     if not value and default is not None:

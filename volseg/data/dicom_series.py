@@ -1,8 +1,8 @@
-"""Which DICOM series lie in and below a folder, what they are called, and which of them are images to segment.
+"""Find the DICOM series in and below a folder, their names, and the images among them.
 
-A series is named by one of its files, its first: several may share a folder, as they do where a PACS exported them.
-Scouts, structure sets, segmentations, reports and captured screens are told apart by what their headers say, and are
-left out unless one is asked for.
+A series is represented by one of its files, the first: several series may share a folder, as in exports of a PACS.
+Headers identify scouts, structure sets, segmentations, reports and captured screens, which are left out unless
+requested.
 """
 
 import os
@@ -35,7 +35,7 @@ TAGS = {
 }
 
 Header = Mapping[str, bytes]
-"""The values of the elements of `TAGS` that a file has, by keyword."""
+"""Values of the elements of `TAGS` in a file, by keyword."""
 
 DERIVED = {
     "SEG": "a segmentation",
@@ -49,12 +49,12 @@ DERIVED = {
     "KO": "a note",
     "REG": "a registration",
 }
-"""Modalities of what was made from images."""
+"""Modalities of objects derived from images."""
 
 SCOUT = re.compile(r"\b(scout|locali[sz]er|topogram|surview|survey|scanogram)s?\b", re.IGNORECASE)
 UTF_8 = "ISO_IR 192"
 LONGEST_PART = 40
-"""Letters of each part of a name."""
+"""Most letters of each part of a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,24 +63,24 @@ class Series:
 
     uid: str
     files: tuple[Path, ...]
-    """Sorted by name, which need not be the order of the slices."""
+    """Sorted by name, which may differ from the order of the slices."""
     patient: str
     date: str
-    """Of the study, as YYYYMMDD."""
+    """Date of the study, as YYYYMMDD."""
     number: str
     description: str
     modality: str
     left_out: str = ""
-    """What it is, if it is no image to segment."""
+    """Description of the object, if it is no image to segment."""
 
     @property
     def first(self) -> Path:
-        """What stands for the series where a path is asked for."""
+        """Path that represents the series."""
         return self.files[0]
 
     @property
     def folder(self) -> Path:
-        """Where its files lie."""
+        """Folder of the files."""
         return self.files[0].parent
 
     def __str__(self) -> str:
@@ -90,17 +90,17 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundSeries:
-    """What DICOM lies somewhere."""
+    """DICOM series of some files."""
 
     images: tuple[Series, ...]
     others: tuple[Series, ...]
-    """Each says in ``left_out`` what it is."""
+    """Series with a description in ``left_out``."""
     damaged: tuple[Path, ...]
-    """Files called ``.dcm`` that are none."""
+    """Files with the suffix ``.dcm`` that are no DICOM."""
 
 
 def search_series(folder: Path) -> FoundSeries:
-    """Return the series in and below a folder, in the order of their folders; hidden files and folders are passed over.
+    """Return the series in and below a folder, in the order of their folders; hidden files and folders are skipped.
 
     Only the first elements of each file are read.
     """
@@ -112,19 +112,19 @@ def search_series(folder: Path) -> FoundSeries:
 
 
 def gather_series(files: Iterable[Path]) -> FoundSeries:
-    """Return the series that files belong to; what is no DICOM is passed over.
+    """Return the series of files; files that are no DICOM are skipped.
 
     Raises
     ------
     DataError
-        The files of a series lie in several folders.
+        If the files of a series are in several folders.
     """
     headers: dict[tuple[Path, str], dict[Path, Header]] = defaultdict(dict)
     damaged = []
     for file in files:
         try:
             found = read_elements(file, TAGS.values())
-        except ReaderError:  # the reader says what is wrong with it, if it is asked to read its series
+        except ReaderError:  # its reader reports the fault
             found = None
         if found is not None and TAGS["SeriesInstanceUID"] in found:
             header = {keyword: found[tag] for keyword, tag in TAGS.items() if tag in found}
@@ -146,12 +146,12 @@ def gather_series(files: Iterable[Path]) -> FoundSeries:
 
 
 def choose_series(found: FoundSeries, wanted: Sequence[str], where: Path | str) -> tuple[Series, ...]:
-    """Return the images, or what is ``wanted`` by UID or by a part of the description, in whatever case.
+    """Return the images, or the series that match ``wanted`` by UID or by a part of the description, in any case.
 
     Raises
     ------
     DataError
-        There is none; names what there is.
+        If there is none; names the existing series.
     """
     everything = (*found.images, *found.others)
     if wanted:
@@ -173,9 +173,9 @@ def choose_series(found: FoundSeries, wanted: Sequence[str], where: Path | str) 
 
 
 def name_series(chosen: Sequence[Series]) -> dict[str, Series]:
-    """Return each series under a name that a file can have: patient, date of the study, number and description.
+    """Return each series under a valid file name: patient, date of the study, number and description.
 
-    Where two would be called alike, each gets eight digits of its UID's digest besides.
+    Equal names get eight more digits, of the digest of the UID.
     """
     names = [_name(series) for series in chosen]
     doubled = set(find_doubled(names))
@@ -212,12 +212,12 @@ def _describe(uid: str, headers: Mapping[Path, Header]) -> Series:
 def _describe_label(file: Path) -> str:
     try:
         return f"a {label}" if (label := DicomLabel.open(file)) else ""
-    except ReaderError:  # it is left out all the same
+    except ReaderError:  # the series is left out anyway
         return ""
 
 
 def _classify(headers: Sequence[Header], modality: str, description: str) -> str:
-    """Return what a series is if it is no image to segment."""
+    """Return the kind of a series, if it is no image to segment."""
     if modality in DERIVED:
         return DERIVED[modality]
     if not any("Rows" in header for header in headers):

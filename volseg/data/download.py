@@ -1,8 +1,8 @@
 """Fetch a large file over HTTP, resume an earlier attempt, and accept the file only if its checksum is right.
 
 urllib sends the requests: it follows the environment's proxies and checks certificates. This module adds the rest. It
-asks for the missing bytes by ``Range``, on the condition (``If-Range``) that the server still has the same file. It
-asks again if a server ignores ranges, changes the file, ends early, stalls, or is busy. pooch and MONAI's
+requests the missing bytes by ``Range``, on the condition (``If-Range``) that the server still has the same file. It
+repeats the request if a server ignores ranges, changes the file, ends early, stalls, or is busy. pooch and MONAI's
 ``download_url`` start over each time.
 """
 
@@ -191,7 +191,7 @@ class _Download:
         self._num_parts = 0
         self._num_changes = 0
         self._opener = urllib.request.build_opener(_SafeRedirects())
-        if self._begun == _Begun(url=url):  # nothing says where the bytes come from
+        if self._begun == _Begun(url=url):  # the source of the bytes is unknown
             self.forget()
 
     @property

@@ -1,4 +1,4 @@
-"""Fetch a public task: its archive, whole and checked, then its folder, which is there whole or not at all."""
+"""Fetch a public task: its archive with a check, then its folder, which appears only when complete."""
 
 import logging
 import os
@@ -32,22 +32,22 @@ def fetch_task(
     persistence: Persistence = PATIENT,
     show: ShowBytes | None = None,
 ) -> Path:
-    """Fetch a task into a folder of its name; one that is there already stays.
+    """Fetch a task into a folder of its name; an existing folder stays.
 
-    Whatever ends this, ``NAME.tar.part`` keeps what has come, and the same call goes on from there.
+    After any interruption ``NAME.tar.part`` keeps the bytes so far, and the same call continues from there.
 
     Parameters
     ----------
     task : PublicTask
         See `volseg.config.catalogue.find_public_task`.
     folder : str or Path
-        In which the task's folder is made.
+        Folder for the task's folder.
     url : str, optional
-        Of a mirror, whose file must have the same checksum.
+        URL of a mirror; its file must have the same checksum.
     persistence : Persistence
-        With a server that does not answer as it should.
+        Retries of a server that fails.
     show : callable, optional
-        Is told of the progress.
+        Called with the progress.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def fetch_task(
     Raises
     ------
     DataError
-        It cannot be fetched, or another process does so; the message says what to do.
+        If the task cannot be fetched, or another process fetches it; the message gives the remedy.
     """
     url = url or task.url
     require_web(url)
@@ -69,8 +69,8 @@ def fetch_task(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{task.name}.tar.part"
     with _only_fetch(path) as part:
-        if not target.exists():  # else somebody has just fetched it
-            # What is unpacked is about as large: the images in it are packed already.
+        if not target.exists():  # else another process has just fetched it
+            # The unpacked files are about as large: the images in the archive are compressed.
             download(url, part, path, md5=task.md5, spare=1.0, persistence=persistence, show=show)
             _unpack_whole(path, target, show)
     _remove(path)  # closed before, as Windows removes no open file
@@ -78,7 +78,7 @@ def fetch_task(
 
 
 def _require_whole(target: Path) -> Path:
-    """Return a folder that is there already, if it holds a task."""
+    """Return an existing folder, if it holds a task."""
     try:
         load_task(target)
     except DataError as fault:
@@ -89,9 +89,9 @@ def _require_whole(target: Path) -> Path:
 
 
 def _unpack_whole(archive: Path, target: Path, show: ShowBytes | None) -> None:
-    """Unpack beside the target, and give it its name once it is a whole task."""
+    """Unpack beside the target, and rename the result once it is a complete task."""
     beside = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed: the lock is ours
+    shutil.rmtree(beside, ignore_errors=True)  # left by a killed process: this process has the lock
     try:
         unpack(archive, beside, show=show)
         found = find_task(beside)
@@ -108,18 +108,18 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _only_fetch(path: Path) -> Iterator[BinaryIO]:
-    """Hold the part file open and locked; the system gives the lock up however its holder ends.
+    """Hold the part file open and locked; the system releases the lock after any end of its holder.
 
     Raises
     ------
     DataError
-        Another process holds it.
+        If another process holds it.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        with open(descriptor, "r+b", buffering=0) as part:  # the write that fills the disk raises
+        with open(descriptor, "r+b", buffering=0) as part:  # a write to a full disk raises
             _lock(part, path)
-            if not _is_at(part, path):  # its last holder removed it between our opening and locking it
+            if not _is_at(part, path):  # its last holder removed it between the opening and the lock
                 continue
             try:
                 yield part

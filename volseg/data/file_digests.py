@@ -1,7 +1,7 @@
-"""What files hold, as a SHA-256 that is remembered until somebody touches them.
+"""SHA-256 digests of files, remembered until the files change.
 
-A file is taken for untouched while its size, inode, modification time and change time (``ctime``) are what they were.
-Who restores a file's date sets the modification time; nobody can set the change time.
+A file counts as unchanged while its size, inode, modification time and change time (``ctime``) are the same. Restoring
+a file's date sets the modification time; the change time cannot be set.
 """
 
 import ast
@@ -32,20 +32,20 @@ __all__ = ["FileDigests", "digest_modules", "find_files"]
 logger = logging.getLogger(__name__)
 
 YOUNG_NS = 3 * 10**9
-"""A file that was touched so shortly before it is digested may be touched again within one tick of its file system's
-clock (2 s on FAT), unseen."""
+"""A file that was changed this shortly before its digest may be changed again within one tick of its file system's
+clock (2 s on FAT), unnoticed."""
 
 DETACHED = (".mhd", ".nhdr", ".mha", ".nrrd")
 """Suffixes of headers that may name another file."""
 
 
 def find_files(path: Path) -> list[Path]:
-    """Return all files on which reading an image depends: itself, the data file of its header, a series' files.
+    """Return all files that an image depends on: itself, the data file of its header, a series' files.
 
     Raises
     ------
     OSError, ReaderError
-        If they cannot be found out.
+        If they cannot be found.
     """
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.is_file())
@@ -60,14 +60,14 @@ class FileDigests:
     Parameters
     ----------
     folder : Path
-        Where they are remembered. One that cannot be written to only costs time.
+        Folder of the remembered digests. A read-only folder only costs time.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def of_images(self, paths: Sequence[Path]) -> list[list[str]]:
-        """Return name and digest of each file on which reading the images depends.
+        """Return name and digest of each file that the images depend on.
 
         Raises
         ------
@@ -75,7 +75,7 @@ class FileDigests:
             If a file cannot be read.
         """
         files = [file for path in paths for file in find_files(path)]
-        if missing := [path for path in paths if not path.exists()]:  # an empty folder is what it is
+        if missing := [path for path in paths if not path.exists()]:  # an empty folder is valid here
             raise ReaderError(f"{missing[0]} does not exist")
         return [[file.name, self.of(file)] for file in files]
 
@@ -85,20 +85,20 @@ class FileDigests:
         Raises
         ------
         OSError, ReaderError
-            If it cannot be read; a pipe would be waited for without end.
+            If the file cannot be read; a pipe, which could block forever, is refused.
         """
         require_regular(path)
         path = Path(os.path.abspath(path))
         known = self.folder / f"{sha256(os.fsencode(path)).hexdigest()}.json"
         with path.open("rb") as file:
-            seen = _read_state(file)  # of the open file: a network file system asks its server when one is opened
+            seen = _read_state(file)  # of the open file: a network file system checks with its server at each opening
             remembered = _recall(known)
             if isinstance(remembered, dict) and remembered.get("seen") == seen:
                 return str(remembered["digest"])
             begun = time.time_ns()
             digest = file_digest(file, "sha256").hexdigest()
             is_settled = _read_state(file) == seen and begun - max(seen[2:4]) > YOUNG_NS
-        if is_settled and os.name != "nt":  # where ctime is the time of creation
+        if is_settled and os.name != "nt":  # there ctime is the time of creation
             with (
                 suppress(OSError),
                 replacing(known, flush=False) as partial,
@@ -121,11 +121,11 @@ def _recall(known: Path) -> Any:
 
 
 INSTALLED = {"site-packages", "dist-packages"}
-"""Folders whose code belongs to a distribution with a version; one that is installed to be edited lies elsewhere."""
+"""Folders of code from a distribution with a version; an editable installation is elsewhere."""
 
 
 def digest_modules(modules: Collection[str], libraries: Collection[str]) -> str:
-    """Return the digest of modules and of what they import, ``libraries`` and Python's own aside.
+    """Return the digest of modules and of their imports, except ``libraries`` and Python's own modules.
 
     Raises
     ------
@@ -151,7 +151,7 @@ def digest_modules(modules: Collection[str], libraries: Collection[str]) -> str:
 
 
 def _list_sources(name: str) -> Iterator[tuple[str, bytes]]:
-    """Yield names and contents of a module's code: all of its package, whose other modules it may call."""
+    """Yield names and contents of a module's code: its whole package, whose other modules it may call."""
     module = sys.modules.get(name)
     executed = getattr(module, EXECUTED, None)
     if executed is not None:
@@ -175,7 +175,7 @@ def _list_imports(content: bytes) -> set[str]:
     """Return the top-level packages that a source imports."""
     try:
         nodes = list(ast.walk(ast.parse(content)))
-    except (SyntaxError, ValueError):  # compiled code, or a file of the package that nobody can run
+    except (SyntaxError, ValueError):  # compiled code, or a file that is no valid Python
         return set()
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module]
@@ -183,7 +183,7 @@ def _list_imports(content: bytes) -> set[str]:
 
 
 def _read_version(package: str) -> str | None:
-    """Return the version of the distribution that a package is installed from, if it is."""
+    """Return the version of a package's installed distribution, or None."""
     spec = _load_spec(package)
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     if not any(INSTALLED & set(Path(place).parts) for place in places if place is not None):
@@ -195,7 +195,7 @@ def _read_version(package: str) -> str | None:
 def _load_spec(package: str) -> ModuleSpec | None:
     try:
         return find_spec(package)
-    except ValueError:  # it was put into sys.modules by hand
+    except ValueError:  # it was put into sys.modules manually
         return None
 
 

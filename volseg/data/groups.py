@@ -29,7 +29,7 @@ PATIENT_COLUMN = re.compile(r"(?:patients?|subject|subj|participant)(?:id|no|num
 """Names of columns that hold patients, as `_simplify` returns them."""
 
 NOBODY = re.compile("|anon(?:ymous|ymi[sz]ed)?|unknown|none|nan?|null")
-"""Values that stand for a removed patient, as `_simplify` returns them."""
+"""Values that mean a removed patient, as `_simplify` returns them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +55,9 @@ def find_groups(task: Task, group: str | None) -> dict[str, str] | None:
     Raises
     ------
     ConfigError
-        There is no such column, or the regular expression is invalid or does not have one group in parentheses.
+        If there is no such column, or the regular expression is invalid or does not have one group in parentheses.
     DataError
-        A case has no patient.
+        If a case has no patient.
     """
     if group is None or group == "none":
         return None
@@ -80,10 +80,10 @@ def find_groups(task: Task, group: str | None) -> dict[str, str] | None:
 
 
 def propose_groups(task: Task) -> GroupProposal | None:
-    """Return how the training cases seem to be grouped by patient; None if nothing suggests groups.
+    """Return the proposed groups of the training cases by patient, or None if nothing suggests groups.
 
-    A column of patients comes before DICOM's ``PatientID``, and both come before names: if they say that each case is
-    of another patient, names do not count.
+    A column of patients comes before DICOM's ``PatientID``, and both come before names: if they give each case a
+    different patient, names do not count.
     """
     names = _list_names(task)
     for column, patients in task.columns.items():
@@ -129,12 +129,12 @@ def _simplify(text: str) -> str:
 
 
 def _knows_all(patients: Mapping[str, str], names: Iterable[str]) -> bool:
-    """Say whether each case has a patient who was not removed."""
+    """Return whether each case has a patient who was not removed."""
     return not any(NOBODY.fullmatch(_simplify(patients.get(name, ""))) for name in names)
 
 
 def _is_dicom(task: Task) -> bool:
-    """Say whether the first case's image is a DICOM file or a folder of them."""
+    """Return whether the first case's image is a DICOM file or a folder of DICOM files."""
     first = list_files(task.training[0]["image"])[0]
     return first.is_dir() or (find_suffix(first) or "").lower() in (".dcm", ".dicom")
 

@@ -1,7 +1,7 @@
-"""Read MHA, MHD and NRRD files by SimpleITK, which is imported only when one is read.
+"""Read MHA, MHD and NRRD files by SimpleITK, which is imported at the first such file.
 
-ITK's world axes point to the patient's left and back (LPS), ours to the right and front (RAS+); the first two rows of
-every affine change sign here and nowhere else.
+ITK's world axes point to the patient's left and back (LPS), those of this package to the right and front (RAS+). Only
+here the first two rows of every affine change sign.
 """
 
 from functools import cache
@@ -21,11 +21,11 @@ __all__ = ["image_affine", "image_voxels", "lps_to_ras", "read_itk", "simpleitk"
 
 @cache
 def simpleitk() -> ModuleType:
-    """Import SimpleITK without its C++ warnings: what they warn of is an error of ours, with the file's name.
+    """Import SimpleITK without its C++ warnings: their causes are errors here, with the file's name.
 
-    Kept for the life of the process, as `import` keeps every module.
+    The module is kept for the life of the process, like any import.
     """
-    import SimpleITK  # large, and needed for some formats only
+    import SimpleITK  # large, and needed only for some formats
 
     SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)
     return SimpleITK
@@ -39,12 +39,12 @@ def read_itk(path: Path) -> MetaTensor:
     Raises
     ------
     ReaderError
-        The file is truncated, damaged or of another format, or has other axes.
+        If the file is truncated, damaged or of another format, or has other axes.
     """
     is_nrrd = path.suffix.lower() in (".nrrd", ".nhdr")
     (require_sound_nrrd if is_nrrd else require_sound_meta)(path)
     try:
-        # Named, for ITK would else look for a parser by content, and has twenty.
+        # Named, since ITK would otherwise search for a parser by content, among twenty.
         image = simpleitk().ReadImage(str(path), imageIO="NrrdImageIO" if is_nrrd else "MetaImageIO")
     except RuntimeError as fault:
         raise DamagedFileError(

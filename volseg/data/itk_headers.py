@@ -1,8 +1,8 @@
-"""What the headers of NRRD and MetaImage files claim, found out before ITK sees them.
+"""Check the claims of NRRD and MetaImage headers before ITK reads them.
 
-ITK formats its errors into buffers of about a thousand characters, and allocates what a header claims: a damaged line
-ends the process, a damaged size takes its memory. So a header must be of the kind that is written in practice, short
-lines of known fields, and the file must hold the voxels. What is not understood here is refused.
+ITK formats its errors into buffers of about a thousand characters, and allocates the claimed sizes: a damaged line
+kills the process, a damaged size exhausts its memory. So a header must be of the usual kind, with short lines of known
+fields, and the file must hold the voxels. Unknown content is refused.
 """
 
 import io
@@ -20,7 +20,7 @@ __all__ = ["find_voxels", "require_sound_meta", "require_sound_nrrd"]
 
 LONGEST_HEADER = 1 << 20
 LONGEST_LINE = 500
-"""Characters of a field and of the file's path; ITK's errors may name a text twice in a buffer of 1024."""
+"""Most characters of a field and of the file's path; ITK's errors may name a text twice in a buffer of 1024."""
 
 LONGEST_NAME = 200
 LONGEST_NUMBER = 40
@@ -31,7 +31,7 @@ NRRD_FIELD = re.compile(
     "number|datafile|lineskip|byteskip|min|max|oldmin|oldmax|axismins|axismaxs|sampleunits|spacedimension|spaceunits|"
     "spacedirections|spaceorigin|measurementframe"
 )
-"""Names without their blanks, which some have in two spellings. ``block size`` is that of a type that is refused."""
+"""Names without blanks, which some names have in two spellings. ``block size`` is a field of a refused type."""
 
 NRRD_BYTES = {
     **dict.fromkeys(("signed char", "int8", "int8_t", "uchar", "unsigned char", "uint8", "uint8_t"), 1),
@@ -46,7 +46,7 @@ NRRD_BYTES = {
 }
 NRRD_PACKINGS: Mapping[str, Packing] = {"raw": "plain", "gzip": "gzip", "gz": "gzip"}
 NRRD_TEXTS = {"text": 1, "txt": 1, "ascii": 1, "hex": 2}
-"""Encodings as text, and the fewest characters of a value of one byte."""
+"""Encodings as text, and the fewest characters for a value of one byte."""
 
 META_BYTES = {
     **dict.fromkeys(("met_char", "met_uchar"), 1),
@@ -54,60 +54,60 @@ META_BYTES = {
     **dict.fromkeys(("met_int", "met_uint", "met_float"), 4),
     **dict.fromkeys(("met_long_long", "met_ulong_long", "met_double"), 8),
 }
-"""``MET_LONG`` has 4 or 8 bytes, by the machine: it is refused."""
+"""``MET_LONG`` has 4 or 8 bytes, depending on the machine: it is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Claim:
-    """Voxels that a header describes, and where they should be."""
+    """Voxels that a header describes, and their place."""
 
     voxels: int
-    """Values, of all channels."""
+    """Values of all channels."""
     bytes_each: int
     file: Path
     begins: int
     """First byte of the data in ``file``."""
     packing: Packing
     skips: int = 0
-    """Bytes before the voxels, once unpacked."""
+    """Bytes before the voxels, after decompression."""
     packed_bytes: int | None = None
-    """How many bytes ITK unpacks; None: as many as there are."""
+    """Bytes that ITK decompresses; None: all bytes."""
 
 
 def require_sound_nrrd(path: Path) -> None:
-    """Raise unless a NRRD file (attached or detached) holds what its header claims.
+    """Raise unless a NRRD file (attached or detached) holds the data that its header claims.
 
     Raises
     ------
     ReaderError
-        Says what is wrong with the header or the data.
+        If not; the message describes the fault of the header or the data.
     """
     _require_room(_read_nrrd(path), path)
 
 
 def require_sound_meta(path: Path) -> None:
-    """Raise unless a MetaImage (MHA or MHD) holds what its header claims.
+    """Raise unless a MetaImage (MHA or MHD) holds the data that its header claims.
 
     Raises
     ------
     ReaderError
-        Says what is wrong with the header or the data.
+        If not; the message describes the fault of the header or the data.
     """
     claim = _read_meta(path)
-    if claim.packing == "zlib":  # ITK allocates this as well
+    if claim.packing == "zlib":  # ITK allocates this too
         require_held(claim.packed_bytes or 0, require_regular(claim.file) - claim.begins, claim.file)
-        if claim.file == path and claim.packed_bytes is None:  # ITK would return what was in its memory, without error
+        if claim.file == path and claim.packed_bytes is None:  # ITK would silently return uninitialised memory
             raise _damaged(path, "its voxels are packed, but its header has no CompressedDataSize")
     _require_room(claim, path)
 
 
 def find_voxels(path: Path) -> Path:
-    """Return the file that holds the voxels of a NRRD or MetaImage file: itself, or the one that its header names.
+    """Return the file with the voxels of a NRRD or MetaImage file: itself, or the file that its header names.
 
     Raises
     ------
     ReaderError
-        If its header is not understood.
+        If its header is invalid.
     """
     return (_read_nrrd(path) if path.suffix.lower() in (".nrrd", ".nhdr") else _read_meta(path)).file
 
@@ -149,7 +149,7 @@ def _read_meta(path: Path) -> _Claim:
     fields: dict[str, str] = {}
     for line in filter(None, map(str.strip, lines)):
         name, sign, value = line.partition("=")
-        if not sign or not 1 <= len(key := name.strip()) <= LONGEST_NAME:  # fields of one's own are allowed
+        if not sign or not 1 <= len(key := name.strip()) <= LONGEST_NAME:  # custom fields are allowed
             raise _damaged(path, f"its header holds the line {line[:40]!r}, which is no field of a MetaImage")
         _add_field(fields, key, value.strip(), path)
     if "ElementDataFile" not in fields:
@@ -177,9 +177,9 @@ def _read_meta(path: Path) -> _Claim:
 
 
 def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:
-    """Return the lines of a header to that which begins with ``end`` (an empty one for b""), and where the data begin.
+    """Return the lines of a header up to the line that begins with ``end`` (empty for b""), and the data's offset.
 
-    That line is part of the header, unless it is empty. Without it the whole file is the header.
+    The last line is part of the header, unless it is empty. Without such a line the whole file is the header.
     """
     if len(str(path)) > LONGEST_LINE:
         raise ReaderError(f"{path} has a path of over {LONGEST_LINE} characters; move it to a shorter one")
@@ -209,7 +209,7 @@ def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:
 
 
 def _add_field(fields: dict[str, str], key: str, value: str, path: Path) -> None:
-    if key in fields and key != "Comment":  # which of them ITK would take is nobody's guess
+    if key in fields and key != "Comment":  # ITK's choice among them is undefined
         raise _damaged(path, f"its header has the field {key} twice")
     longest = max(map(len, re.findall(r"[-+.\w]+", value) if re.match(r"[-+.\d(]", value) else ()), default=0)
     if longest > LONGEST_NUMBER and key not in ("datafile", "ElementDataFile", "content", "Name", "Comment"):
@@ -218,7 +218,7 @@ def _add_field(fields: dict[str, str], key: str, value: str, path: Path) -> None
 
 
 def _read_shape(fields: Mapping[str, str], dimension: str, sizes: str, path: Path) -> tuple[int, ...]:
-    """Return the sizes, as many as there are dimensions."""
+    """Return the sizes; raise unless there is one per dimension."""
     count, shape = fields.get(dimension, ""), fields.get(sizes, "").split()
     if not re.fullmatch(r"\d", count) or not 1 <= int(count) <= MOST_DIMENSIONS:
         raise _damaged(path, f"its {dimension} is {count[:40]!r}; needed: 1 to {MOST_DIMENSIONS}")
@@ -244,27 +244,27 @@ def _is_true(fields: Mapping[str, str], key: str, path: Path, *, default: bool =
 
 
 def _locate_data(path: Path, name: str) -> Path:
-    """Return the one data file of a detached header; ITK puts patterns of several through C's printf."""
+    """Return the one data file of a detached header; ITK formats patterns of several files by C's printf."""
     if not name or name.upper().split()[0] == "LIST" or "%" in name:
         raise ReaderError(f"{path} spreads its voxels over several files ({name[:40]!r}); convert it into one")
     return path.parent / os.fsdecode(name.encode("latin-1"))
 
 
 def _require_room(claim: _Claim, path: Path) -> None:
-    """Raise unless the data are there to their end, counted without keeping them, and fit into memory."""
+    """Raise unless the data are complete, counted without keeping them, and fit into memory."""
     size = require_regular(claim.file)
     with claim.file.open("rb") as file:
         require_packing(file, claim.file)
     needed = claim.voxels * claim.bytes_each + claim.skips
     held = size - claim.begins
     require_held(needed, held, claim.file, claim.packing)
-    # Once as ITK holds them, once as an array, once as float32; what is text becomes 8 bytes at most.
+    # Once in ITK, once as an array, once as float32; text becomes at most 8 bytes.
     require_memory(claim.voxels * (2 * max(claim.bytes_each, 8) + 4), path)
     if claim.packing == "plain":
         return
     with claim.file.open("rb") as file:
         file.seek(claim.begins)
-        # What ITK unpacks and no more: of a size too small it returns what was in its memory, without an error.
+        # The bytes that ITK decompresses: for too small a size it silently returns uninitialised memory.
         packed = file if claim.packed_bytes is None else io.BytesIO(file.read(claim.packed_bytes))
         content = Content(packed, claim.file, claim.packing)
         require_held(needed, content.count(needed), claim.file)

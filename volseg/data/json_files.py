@@ -1,7 +1,7 @@
 """Read JSON from other programs within bounds.
 
-Python's reader accepts two equal keys, ``NaN``, integers of thousands of digits, and lists that are nested as deeply as
-its stack. Each of these leads to a wrong value or to an untyped exception later.
+Python's reader accepts duplicate keys, ``NaN``, integers of thousands of digits, and lists nested as deeply as its
+stack. Each of these leads to a wrong value or to an untyped exception later.
 """
 
 import json

@@ -1,14 +1,14 @@
-"""From the values of label files to the numbers that a label map has in memory, and back.
+"""Map the values of label files to the numbers of label maps in memory, and back.
 
-In memory a label map is uint8, whatever the values in files are::
+In memory a label map is uint8, for any values in files::
 
     0 ... K-1        the class: the place of the file's value among the task's K, in order
-    K                nobody annotated this voxel, in a task with a value to ``ignore``
-    from there on    background of a partially labelled case: it may be any class that was not looked for there
+    K                no annotation of this voxel, in a task with a value to ``ignore``
+    from there on    background of a partially labelled case: any class that was not annotated in the case
 
-There is one of the last kind for each set of values that cases were looked through for. So a label map says by itself
-what is known of each voxel, and whoever cuts, moves or stores it needs to know no more than how many numbers there are
-(`num_indices`). What each number says about each output of a network is in `volseg.losses.Targets`.
+There is one number of the last kind for each set of values that cases were annotated with. So a label map by itself
+gives the knowledge about each voxel. Code that cuts, moves or stores it needs only the count of numbers
+(`num_indices`). `volseg.losses.Targets` gives the meaning of each number for each output of a network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MOST_INDICES = 256
-"""Of uint8."""
+"""Values of uint8."""
 
 LABEL_COLOURS = (
     (230, 80, 60), (60, 150, 230), (90, 200, 110), (240, 190, 60), (170, 110, 220), (80, 210, 210), (240, 130, 180),
@@ -50,14 +50,15 @@ def to_classes(label_map: Tensor, task: Task, case: Case | None = None) -> Tenso
     label_map : Tensor
         Values of files: those of ``task.labels``, and ``task.ignore``. A MetaTensor keeps its metadata.
     task : Task
-        Whose values they are.
+        Task of the values.
     case : Case, optional
-        Whose label it is: with ``labelled``, background may hide what was not looked for. Without it, all was.
+        Case of the label: with ``labelled``, background may hide classes without annotation. Without it, none is
+        hidden.
 
     Raises
     ------
     DataError
-        For other values, or a case that was looked through for values that nobody knows.
+        For other values, or a case with a set of annotated values that no training case has.
     """
     known = [*task.class_values, *(() if task.ignore is None else (task.ignore,))]
     numbers = list(range(len(known)))
@@ -84,14 +85,14 @@ def to_values(classes: Tensor, task: Task) -> Tensor:
     Parameters
     ----------
     classes : Tensor
-        Class indices, as `to_classes` makes them. What may be several classes becomes background.
+        Class indices from `to_classes`. Voxels of several possible classes become background.
     task : Task
-        Whose values they become.
+        Task of the values.
 
     Raises
     ------
     DataError
-        For an index that stands for nothing.
+        For an index without a meaning.
     """
     values = [*task.class_values, *([0] * (MOST_INDICES - task.num_classes))]
     if task.ignore is not None:
@@ -105,18 +106,18 @@ def to_values(classes: Tensor, task: Task) -> Tensor:
 
 
 def num_indices(task: Task) -> int:
-    """Return how many numbers a label map of the task may hold in memory.
+    """Return the count of the numbers that a label map of the task may hold in memory.
 
     Raises
     ------
     DataError
-        More than a byte tells apart.
+        If there are more than one byte holds.
     """
     return targets_of(task).num_indices
 
 
 def targets_of(task: Task) -> Targets:
-    """Return what the numbers of the task's label maps say about the outputs of its networks."""
+    """Return the meaning of the label maps' numbers for the outputs of the task's networks."""
     index = {value: place for place, value in enumerate(task.class_values)}
     hidden = tuple(
         tuple(place for value, place in index.items() if value not in looked_for) for looked_for in _list_labelled(task)
@@ -136,7 +137,7 @@ def targets_of(task: Task) -> Targets:
 
 
 def _list_labelled(task: Task) -> Sequence[tuple[int, ...]]:
-    """Return the sets of values, less than all, that training cases were looked through for, in one order."""
+    """Return the incomplete sets of values that training cases were annotated with, in a fixed order."""
     return sorted({labelled for case in task.training if (labelled := task.labelled(case)) is not None})
 
 
@@ -151,7 +152,7 @@ def _place_labelled(labelled: tuple[int, ...], case: Case, task: Task) -> int:
 
 
 def _with_metadata(voxels: Tensor, label_map: Tensor) -> Tensor:
-    """Return ``voxels`` with the place in the patient that ``label_map`` has, if it has one."""
+    """Return ``voxels`` with the place in the patient of ``label_map``, if it has one."""
     return MetaTensor(voxels).copy_meta_from(label_map) if isinstance(label_map, MetaTensor) else voxels
 
 
@@ -182,7 +183,7 @@ def format_colour_tables(names: Mapping[int, str]) -> dict[str, str]:
 
 
 def format_label_table(names: Mapping[int, str]) -> bytes:
-    """Return the names and colours of labels as the XML of a NIfTI header extension, as TotalSegmentator writes it.
+    """Return the names and colours of labels as the XML of a NIfTI header extension, in TotalSegmentator's form.
 
     It is the label table of Caret and Connectome Workbench.
 

@@ -1,9 +1,9 @@
 """Synthetic mocks of the Decathlon's tasks: their channels, labels, units and grids, with fewer voxels.
 
-A mock is for trying a config in seconds where the task itself takes gigabytes and hours. What it takes from the task
-stands in the task's manifest: channels, labels, the spacing of the stored cases and how it varies, the proportions of
-the field of view. What is not known of a task is drawn about what is, and said here: how its files are oriented (known
-of Task04 only: RAS), and how its spacings vary where the manifest has no range.
+A mock tries a config in seconds, instead of the task's gigabytes and hours. From the task's manifest come channels,
+labels, the spacing of the stored cases and its variation, and the proportions of the field of view. Two properties are
+guesses: the orientation of the files (known only for Task04: RAS), and the variation of spacings if the manifest has no
+range.
 """
 
 from collections.abc import Mapping
@@ -22,22 +22,22 @@ from volseg.errors import DataError
 __all__ = ["make_mock_task"]
 
 LONGEST_SIDE = 48
-"""Voxels of a mock's longest side, unless a scale is given."""
+"""Voxels of a mock's longest side, without a given scale."""
 
 SHORTEST_SIDE = 16
-"""Voxels that a side keeps, if the task's has as many: thin volumes would lose all their planes."""
+"""Fewest voxels of a side, if the task's has as many: thin volumes would lose all their planes."""
 
 VARIATION = 0.1
-"""By which a side of a voxel differs between cases, as a fraction, where nobody says how."""
+"""Relative variation of voxel sides between cases, if it is unknown."""
 
 SHARE_OF_FINE = 0.25
-"""Of the cases, those whose slices lie as close as the task's target spacing, where that is less than the median."""
+"""Share of the cases with slices as close as the task's target spacing, if that is below the median."""
 
 STORED = [(1, 1), (-1, 1), (-1, -1)]
 """Signs of the first two axes in files: RAS, LAS, LPS."""
 
 NOISE = 12.0
-"""Hounsfield units."""
+"""Standard deviation of the noise, in Hounsfield units."""
 
 
 def make_mock_task(
@@ -52,7 +52,7 @@ def make_mock_task(
     like : str
         The task, such as ``Task09_Spleen`` or ``9``.
     scale : float, optional
-        Of the sides in voxels, those of the task's median case being 1; by default 48 voxels along the longest side.
+        Scale of the sides in voxels, relative to the task's median case; by default 48 voxels along the longest side.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def make_mock_task(
     Raises
     ------
     DataError
-        There is no such task, the scale is out of range, or ``root`` holds something else.
+        If there is no such task, the scale is out of range, or ``root`` has other content.
     """
     manifest = find_public_task(like).manifest
     shape = _read_shape(manifest)
@@ -81,7 +81,7 @@ def make_mock_task(
 
 
 def _read_shape(manifest: Mapping[str, Any]) -> list[int]:
-    """Return the median shape of the stored files; where nobody says, of the box in them that is not 0."""
+    """Return the median shape of the stored files or, if unknown, that of the box of voxels that are not 0."""
     return manifest["stored"]["shape"][1] if "stored" in manifest else manifest["nnunet"]["fingerprint"]["median_shape"]
 
 
@@ -102,7 +102,7 @@ def _draw_case(
 
 
 def _draw_grid(manifest: Mapping[str, Any], sides: np.ndarray, rng: np.random.Generator) -> SyntheticGrid:
-    """Lay voxels with the sides of a stored case around the origin; the field of view is what ``sides`` are of."""
+    """Lay voxels with the sides of a stored case around the origin; ``sides`` gives the field of view."""
     median = np.array(manifest["nnunet"]["fingerprint"]["median_spacing"], dtype=np.float64)
     fine = np.array(manifest["nnunet"]["spacing"], dtype=np.float64)
     spacing = np.where(rng.random() < SHARE_OF_FINE, np.minimum(fine, median), median)
@@ -127,5 +127,5 @@ def _scan(
     if manifest["modalities"] == ["CT"]:
         return np.clip(clean + rng.normal(0, NOISE, clean.shape), -1024, 3071)
     unit = clean.max()
-    # What was cut away, or never imaged, is exactly 0.
+    # Voxels that were cut away, or never imaged, are exactly 0.
     return np.where(clean == 0, 0, np.minimum(unit * scan(clean / unit, positions, rng), np.iinfo(np.int16).max))

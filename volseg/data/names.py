@@ -1,4 +1,4 @@
-"""Names in messages: those that stand twice, and the first few of many."""
+"""Names in messages: duplicates, and the first few of many."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ __all__ = ["find_doubled", "list_some"]
 
 
 def find_doubled(names: Iterable[str]) -> list[str]:
-    """Return the names that stand more than once, in the order of their first place.
+    """Return the names that occur more than once, in the order of their first place.
 
     >>> find_doubled(["b", "a", "c", "a", "b"])
     ['b', 'a']

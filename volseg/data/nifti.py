@@ -1,8 +1,8 @@
 """Read NIfTI-1 and NIfTI-2 files by nibabel.
 
-The header is compared with the bytes that are there before nibabel sees them: it would allocate whatever is claimed. A
-compressed file is decompressed to its end, because only there does gzip check that no bit has flipped; nibabel alone
-stops at the last voxel and returns damaged voxels without a word.
+The header is compared with the file's bytes before nibabel sees them: nibabel would allocate any claimed size. A
+compressed file is decompressed to its end, since gzip checks for flipped bits only there. nibabel by itself stops at
+the last voxel and silently returns damaged voxels.
 """
 
 import io
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 KINDS = (nibabel.Nifti1Image, nibabel.Nifti2Image)
 LONGEST_HEADER = 540
-"""Bytes of NIfTI-2's; NIfTI-1's is shorter."""
+"""Bytes of NIfTI-2's header; NIfTI-1's is shorter."""
 
 LABEL_ROW = re.compile(r'<Label Key="(\d+)"[^>]*><!\[CDATA\[(.*?)\]\]></Label>', re.DOTALL)
 
 FARTHEST_VOXELS = 1 << 26
-"""Byte before which the voxels must begin: extensions of the header lie between."""
+"""Latest first byte of the voxels: extensions of the header come before."""
 
 MILLIMETRES = {0: 1.0, 1: 1e3, 2: 1.0, 3: 1e-3}
 """Size of NIfTI's spatial units: unknown (taken as mm), metre, millimetre, micrometre."""
@@ -44,13 +44,13 @@ MILLIMETRES = {0: 1.0, 1: 1e3, 2: 1.0, 3: 1e-3}
 def read_nifti(path: Path) -> MetaTensor:
     """Read a NIfTI file as ``(C, D, H, W)`` float32 with its affine in mm.
 
-    A fourth axis (or a fifth, where the fourth is 1: NIfTI's vectors) becomes the channels. The affine is the sform,
-    else the qform; a file with neither is placed by its spacing alone, as nibabel does, and a warning is logged.
+    A fourth axis (or a fifth, if the fourth is 1: NIfTI's vectors) becomes the channels. The affine is the sform, else
+    the qform. A file with neither is placed only by its spacing, as in nibabel, and a warning is logged.
 
     Raises
     ------
     ReaderError
-        The file is truncated, damaged or not NIfTI, or has other axes.
+        If the file is truncated, damaged or not NIfTI, or has other axes.
     """
     image, content = _parse(path)
     voxels = _read_voxels(image, content, path)
@@ -59,7 +59,7 @@ def read_nifti(path: Path) -> MetaTensor:
 
 
 def convert_nifti(image: nibabel.Nifti1Image, path: Path) -> MetaTensor:
-    """Return an image of nibabel as `read_nifti` would return its file; ``path`` names it in messages.
+    """Return an image of nibabel in the form that `read_nifti` returns for its file; ``path`` serves messages.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def convert_nifti(image: nibabel.Nifti1Image, path: Path) -> MetaTensor:
 
 
 def _as_volume(image: nibabel.Nifti1Image, stored: np.ndarray, path: Path) -> MetaTensor:
-    """Bind voxels to the place that the header gives them."""
+    """Bind voxels to the place in their header."""
     header = image.header
     sform_code, qform_code = int(header["sform_code"]), int(header["qform_code"])
     if sform_code == qform_code == 0:
@@ -84,19 +84,19 @@ def _as_volume(image: nibabel.Nifti1Image, stored: np.ndarray, path: Path) -> Me
     codes = {"sform_code": sform_code, "qform_code": qform_code}
     volume = as_volume(voxels, affine, path, stored=image.get_data_dtype(), **codes)
     if sform_code and qform_code:
-        # A prediction keeps both places: ITK-SNAP and others go by the qform.
+        # A prediction keeps both places: ITK-SNAP and other viewers use the qform.
         with suppress(ValueError, HeaderDataError):  # a damaged quaternion that the sform overrules
             volume.meta["qform_affine"] = torch.from_numpy(np.diag([scale, scale, scale, 1.0]) @ image.get_qform())
     return volume
 
 
 def read_nifti_affine(path: Path) -> np.ndarray:
-    """Return the affine of a NIfTI file in mm, as `read_nifti` would, by the file's first bytes alone.
+    """Return the affine of a NIfTI file in mm, as `read_nifti` does, but read only the file's first bytes.
 
     Raises
     ------
     ReaderError
-        The header is truncated, damaged or not NIfTI's.
+        If the header is truncated, damaged or not NIfTI's.
     """
     require_regular(path)
     with path.open("rb") as file:
@@ -112,7 +112,7 @@ def read_nifti_affine(path: Path) -> np.ndarray:
 
 
 def read_label_table(path: Path) -> dict[int, str]:
-    """Return the names of labels in a NIfTI header extension (`volseg.data.labels.format_label_table`); often none.
+    """Return the label names in a NIfTI header extension (`volseg.data.labels.format_label_table`); often none.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def read_label_table(path: Path) -> dict[int, str]:
 
 
 def _in_millimetres(affine: np.ndarray, header: nibabel.Nifti1Header) -> tuple[np.ndarray, float]:
-    """Return an affine in mm, and how many of them the file's unit is."""
+    """Return an affine in mm, and the file's unit in mm."""
     scale = MILLIMETRES.get(int(header["xyzt_units"]) & 7, 1.0)
     return np.diag([scale, scale, scale, 1.0]) @ np.array(affine, dtype=np.float64), scale
 
@@ -165,7 +165,7 @@ def _parse(path: Path) -> tuple[nibabel.Nifti1Image, np.ndarray]:
 
 
 def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[int, int]:
-    """Return where the voxels begin and how many bytes they take, by a header that nothing has been allocated for."""
+    """Return offset and size of the voxels from a header, before any allocation."""
     try:
         header = kind.header_class(head[: kind.header_class.sizeof_hdr], check=False)
         stored = header.get_data_dtype()
@@ -179,7 +179,7 @@ def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[
     if not 0 <= offset <= FARTHEST_VOXELS:
         raise DamagedFileError(f"{path} is truncated or damaged (its voxels begin at byte {offset}); fetch it again")
     voxels = math.prod(shape)
-    # The file's bytes, once more where they are scaled, and these twice as float32: scaled, and in our order.
+    # The file's bytes, once more if they are scaled, and two float32 copies: scaled, and in this package's order.
     require_memory(2 * voxels * stored.itemsize + 8 * voxels, path)
     return offset, voxels * stored.itemsize
 
@@ -187,7 +187,7 @@ def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[
 def _read_voxels(image: nibabel.Nifti1Image, content: np.ndarray, path: Path) -> np.ndarray:
     try:
         stored = image.dataobj
-        if (stored.slope, stored.inter) == (1, 0):  # as stored: `as_volume` makes it float32 while it puts it in order
+        if (stored.slope, stored.inter) == (1, 0):  # as stored: `as_volume` converts to float32 while it reorders
             return np.ndarray(stored.shape, stored.dtype, content.data, stored.offset, order="F")
         with np.errstate(over="ignore", invalid="ignore"):
             whole = type(image).from_stream(io.BytesIO(content.data))

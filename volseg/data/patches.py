@@ -1,7 +1,7 @@
 """Training patches: planned for a whole epoch by a pure function, then cut out batch by batch.
 
-A plan depends on (seed, epoch) alone and a batch on its place in the plan, so a training resumed at any iteration sees
-the batches that it would have seen, with no state to save.
+A plan depends only on (seed, epoch) and a batch only on its place in the plan. So a training resumed at any iteration
+sees the same batches, with no state to save.
 """
 
 import time
@@ -23,17 +23,17 @@ __all__ = ["EpochPlaces", "EpochPlan", "PatchBatches", "mix_seed", "num_foregrou
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """Which patches an epoch shows."""
+    """The patches of an epoch."""
 
     cases: Tensor
     """Index of each patch's case, (iterations, B)."""
     corners: Tensor
-    """First voxel of each patch in its case, (iterations, B, 3); negative where the case is smaller than the patch."""
+    """First voxel of each patch in its case, (iterations, B, 3); negative if the case is smaller than the patch."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpochPlaces:
-    """Where the source patches of an epoch lie, as far as one process needs them."""
+    """Places of an epoch's source patches, as far as one process needs them."""
 
     cases: Tensor
     """Index of each patch's case, (iterations, R), on the CPU."""
@@ -42,7 +42,7 @@ class EpochPlaces:
     names: list[list[str]]
     """Ids of the cases."""
     on_device: tuple[Tensor, Tensor, Tensor]
-    """What `VolumeCache.locate` says of them, on the cache's device: one copy per epoch, and a batch costs no wait."""
+    """Result of `VolumeCache.locate`, on the cache's device: one copy per epoch, and no wait per batch."""
 
     def at(self, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return begins, shapes and corners of one batch."""
@@ -51,7 +51,7 @@ class EpochPlaces:
 
 
 def num_foreground(batch_size: int, share: float) -> int:
-    """Return how many patches of a batch surely hold foreground, by nnU-Net's rounding.
+    """Return the number of patches of a batch that surely hold foreground, by nnU-Net's rounding.
 
     >>> [num_foreground(size, 0.33) for size in (1, 2, 4, 9)]
     [0, 1, 1, 3]
@@ -73,12 +73,11 @@ def plan_epoch(
 ) -> EpochPlan:
     """Choose case and place of every patch of an epoch.
 
-    Cases come in shuffled rounds, each once per round (nnU-Net draws them with replacement); cases with weights are
-    drawn with replacement, and the number of batches stays the same. A patch lies anywhere
-    within its case, and centred on it along an axis where the case is the smaller one. The last patches of each batch
-    are moved so that they hold a random voxel of a random class that the case has, as near to their centre as the
-    case's border allows. Where voxels may lack an annotation, the other patches are moved likewise to a random voxel
-    that has one, as nnU-Net does.
+    Cases come in shuffled rounds, each once per round (nnU-Net draws them with replacement). Cases with weights are
+    drawn with replacement; the number of batches stays the same. A patch is anywhere within its case, and centred along
+    an axis where the case is smaller. The last patches of each batch are moved so that they hold a random voxel of a
+    random class of the case, as near to their centre as the case's border allows. If voxels may lack an annotation, the
+    other patches are moved likewise to a random annotated voxel, as in nnU-Net.
 
     Parameters
     ----------
@@ -91,11 +90,11 @@ def plan_epoch(
     batch_size, iterations : int
         Patches per batch, batches per epoch.
     share : float
-        Of the batch that surely holds foreground, see `num_foreground`.
+        Share of the batch that surely holds foreground, see `num_foreground`.
     generator : torch.Generator
-        On the CPU.
+        Generator on the CPU.
     annotated : ForegroundVoxels, optional
-        Annotated voxels as one class; None where all are. A case without any gets ordinary patches.
+        Annotated voxels as one class; None if all are annotated. A case without any gets ordinary patches.
     weights : Tensor, optional
         Relative probability of each case, (N,) in float64, finite and not negative; a case of 0 is never drawn.
     """
@@ -123,7 +122,7 @@ def _draw_cases(num_cases: int, count: int, weights: Tensor | None, generator: t
         rounds = -(-count // num_cases)
         order = torch.rand(rounds, num_cases, generator=generator, dtype=torch.float64).argsort(1)
         return order.flatten()[:count]
-    ends = (weights / weights.max()).cumsum(0)  # by the largest first: the sum of finite weights may not be finite
+    ends = (weights / weights.max()).cumsum(0)  # relative to the largest: the sum of finite weights may not be finite
     lots = torch.rand(count, generator=generator, dtype=torch.float64)
     # The last end is 1 exactly and lots are below 1, so that no round-off draws a case of weight 0.
     return torch.searchsorted(ends / ends[-1], lots, right=True)
@@ -154,28 +153,28 @@ class PatchBatches:
     cache : VolumeCache
         The cases.
     patch_size : sequence of int
-        D, H, W of what the network will see; places are chosen for it.
+        D, H, W of the network's input; places are chosen for it.
     batch_size, iterations : int
         Patches per batch, batches per epoch.
     foreground : float
-        Share of a batch that surely holds foreground, nnU-Net's 0.33 by default.
+        Share of a batch that surely holds foreground; nnU-Net's 0.33 by default.
     source_size : sequence of int, optional
-        D, H, W of what is cut out around each patch, with the margin that augmentation needs; the patch by default.
+        D, H, W of the box around each patch, with the margin for augmentation; the patch by default.
     seed : int
-        Of the experiment.
+        Seed of the experiment.
     prefetch : int, optional
-        Batches prepared ahead, each by a thread, where cases lie in main memory or are mapped, be it some of them; by
-        default 3 when training on a GPU, and none on a CPU, whose cores the network needs itself.
+        Batches prepared ahead, each by a thread, if some cases are in main memory or mapped; by default 3 for training
+        on a GPU, and none on a CPU, whose cores the network needs.
 
     Attributes
     ----------
     seconds_waited : float
-        What the loop has waited for fetched patches since the current epoch began.
+        Seconds that the loop has waited for fetched patches since the current epoch began.
 
     Raises
     ------
     ConfigError
-        For sizes or a share that make no sense.
+        For invalid sizes or an invalid share.
     """
 
     def __init__(
@@ -221,12 +220,12 @@ class PatchBatches:
         )
 
     def places(self, number: int, rows: Sequence[slice] = (slice(None),)) -> EpochPlaces:
-        """Return where the source patches of an epoch lie, or those of some rows of each batch.
+        """Return the places of an epoch's source patches, or those of some rows of each batch.
 
         Raises
         ------
         DataError
-            If a file that a case is mapped from was cut off meanwhile.
+            If the file of a mapped case was truncated meanwhile.
         """
         self.cache.require_files()
         plan = self.plan(number)
@@ -240,7 +239,7 @@ class PatchBatches:
         return EpochPlaces(cases, corners, names, (begins, shapes, firsts))
 
     def fetch(self, places: EpochPlaces, start: int = 0) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield what `VolumeCache.fetch` makes of each batch from batch ``start`` on, made ahead by threads."""
+        """Yield the result of `VolumeCache.fetch` for each batch from ``start`` on, prepared ahead by threads."""
         self.seconds_waited = 0.0
 
         def make(iteration: int) -> tuple[Tensor, Tensor]:
@@ -255,8 +254,8 @@ class PatchBatches:
     def epoch(self, number: int, start: int = 0, rows: Sequence[slice] = (slice(None),)) -> Iterator[Batch]:
         """Yield the batches of epoch ``number`` from batch ``start`` on, or some rows of each.
 
-        Each has ``image`` (B, C, *source_size) in float32 and ``label`` (B, 1, *source_size) in uint8, both on the
-        cache's device, and ``case``, the ids. The rows that are not asked for are not cut out.
+        Each batch has ``image`` (B, C, *source_size) in float32 and ``label`` (B, 1, *source_size) in uint8, both on
+        the cache's device, and ``case``, the ids. Only the requested rows are cut out.
         """
         places = self.places(number, rows)
         for iteration, boxes in enumerate(self.fetch(places, start), start):
@@ -282,9 +281,9 @@ class PatchBatches:
 def _make_ahead(
     make: Callable[[int], tuple[Tensor, Tensor]], indices: Sequence[int], depth: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ``make(i)`` for every index, in order, made by as many threads as items ahead of the caller: ``depth``.
+    """Yield ``make(i)`` for every index, in order, with ``depth`` items and threads ahead of the caller.
 
-    Several, because one that waits for a page of a mapped file does nothing else meanwhile.
+    Several threads, because a thread that waits for a page of a mapped file does nothing else.
     """
     if depth == 0:
         yield from map(make, indices)
@@ -304,7 +303,7 @@ def _make_ahead(
 
 
 def mix_seed(*numbers: int) -> int:
-    """Return the seed for torch that belongs to some numbers: an experiment's seed, an epoch, a position.
+    """Return torch's seed for some numbers: an experiment's seed, an epoch, a position.
 
     >>> mix_seed(0, 1, 2) == mix_seed(0, 1, 2) != mix_seed(0, 2, 1)
     True

@@ -1,10 +1,10 @@
-"""What the synthetic mocks of the Decathlon's tasks show: each a scene, drawn in the patient and not on voxels.
+"""Scenes of the synthetic mocks of the Decathlon's tasks, drawn in the patient and not on voxels.
 
 Positions are fractions of the field of view, -1 to 1 along the patient's right, front and head. A scene returns clean
-intensities ``(C, D, H, W)`` and the label map. CT is in Hounsfield units with those of air, fat, muscle, organs and
-bone. MR is in units of its own. Structures have the proportions of anatomy, not its shapes: a tumour lies in its organ,
-vessels are thin, the liver is on the right, the spleen on the left, and what tells a structure from its surroundings
-is grey value, place, or both.
+intensities ``(C, D, H, W)`` and the label map. CT is in Hounsfield units of air, fat, muscle, organs and bone; MR is in
+arbitrary units. Structures have the proportions of anatomy, not its shapes: a tumour is in its organ, vessels are thin,
+the liver is on the right, the spleen on the left. Grey value, place, or both distinguish a structure from its
+surroundings.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ def draw_brain_tumour(at: Floats, rng: np.random.Generator) -> tuple[Floats, Lab
         at.shape[:3], 3, rng
     )
     label = np.zeros(at.shape[:3], np.uint8)
-    for value, depth in ((1, 0.0), (3, 0.4), (2, 0.65)):  # the core lies in the rim, the rim in the oedema
+    for value, depth in ((1, 0.0), (3, 0.4), (2, 0.65)):  # the core is in the rim, the rim in the oedema
         label[(tumour > depth) & (head > 0.05)] = value
     ventricle = np.maximum(*(depth_in_ellipsoid(at, (side * 0.1, 0, 0.1), (0.06, 0.35, 0.12)) for side in (-1, 1)))
     tissue = 1 + 0.1 * np.clip(draw_texture(at.shape[:3], 2, rng), -2, 2)
@@ -136,7 +136,7 @@ def draw_hepatic_vessel(at: Floats, rng: np.random.Generator) -> tuple[Floats, L
 
 
 def draw_spleen(at: Floats, rng: np.random.Generator) -> tuple[Floats, Labels]:
-    """Draw a spleen at the left, at the back, opposite to the liver."""
+    """Draw a spleen at the left back, opposite to the liver."""
     image, liver = draw_abdomen_with_liver(at, rng)
     image[liver > 0] = 108
     centre = np.array([-0.5, -0.2, 0.15]) + rng.uniform(-0.06, 0.06, 3)
@@ -146,7 +146,7 @@ def draw_spleen(at: Floats, rng: np.random.Generator) -> tuple[Floats, Labels]:
 
 
 def draw_colon(at: Floats, rng: np.random.Generator) -> tuple[Floats, Labels]:
-    """Draw a colon around the abdomen, air in it, and a cancer that thickens its wall at one place."""
+    """Draw a colon around the abdomen, with air inside and a cancer that thickens its wall at one place."""
     image = draw_trunk(at, rng)
     corners = [(0.5, -0.5), (0.52, 0.4), (0, 0.5), (-0.52, 0.45), (-0.5, -0.4), (-0.1, -0.75)]
     points = np.array([[x, 0.15, z] for x, z in corners]) + rng.uniform(-0.05, 0.05, (len(corners), 3))
@@ -172,10 +172,10 @@ SCENES: Mapping[str, Scene] = {
     "Task09_Spleen": draw_spleen,
     "Task10_Colon": draw_colon,
 }
-"""By task; the hippocampus is that of `volseg.data.synthetic`, in mm."""
+"""Scene of each task; the hippocampus is that of `volseg.data.synthetic`, in mm."""
 
 LIVER = np.array([0.35, 0.05, 0.1])
-"""Its centre."""
+"""Centre of the liver."""
 
 
 def draw_trunk(at: Floats, rng: np.random.Generator) -> Floats:
@@ -190,7 +190,7 @@ def draw_trunk(at: Floats, rng: np.random.Generator) -> Floats:
 
 
 def draw_abdomen_with_liver(at: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """Return a trunk, and how deep each voxel lies in its liver, which is not painted yet."""
+    """Return a trunk, and each voxel's depth in its liver, which is not painted yet."""
     image = draw_trunk(at, rng)
     fat = depth_in_ellipsoid(at, (-0.2, 0.25, -0.3), (0.35, 0.2, 0.4)) > 0
     image[fat] = FAT
@@ -198,12 +198,12 @@ def draw_abdomen_with_liver(at: Floats, rng: np.random.Generator) -> tuple[Float
 
 
 def lungs(at: Floats) -> Floats:
-    """Return how deep each voxel lies in one of the lungs."""
+    """Return each voxel's depth in one of the lungs."""
     return np.maximum(*(depth_in_ellipsoid(at, (side * 0.42, 0, 0), (0.32, 0.5, 0.9)) for side in (-1, 1)))
 
 
 def paint(image: Floats, label: Labels, values: Mapping[int, float]) -> Floats:
-    """Return the image with the intensity of each structure, which keeps a little of what lay there."""
+    """Return the image with the intensity of each structure, which keeps a little of the texture below."""
     for value, intensity in values.items():
         here = label == value
         image = np.where(here, intensity + 0.1 * (image - image[here].mean() if here.any() else image), image)
@@ -211,7 +211,7 @@ def paint(image: Floats, label: Labels, values: Mapping[int, float]) -> Floats:
 
 
 def shift(point: Floats, right: float, front: float, up: float) -> Floats:
-    """Return the place that lies so far from a point."""
+    """Return a point moved by some distances."""
     return point + np.array([right, front, up])
 
 
@@ -221,7 +221,7 @@ def depth_in_ellipsoid(at: Floats, centre: Sequence[float] | Floats, radii: Sequ
 
 
 def depth_in_tube(at: Floats, points: Sequence[Floats] | Floats, radius: float) -> Floats:
-    """Return how deep each voxel lies in a tube along straight lines between points, as a fraction of the radius."""
+    """Return each voxel's depth in a tube along straight lines between points, as a fraction of the radius."""
     depths = []
     for start, end in pairwise(points):
         along = np.clip((at - start) @ (end - start) / ((end - start) ** 2).sum(), 0, 1)

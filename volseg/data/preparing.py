@@ -1,4 +1,4 @@
-"""The cases of a training from paths to what the network sees: each checked and prepared once, by all who need it."""
+"""Check and prepare the cases of a training once, by all processes together."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -37,39 +37,39 @@ __all__ = ["PreparedCases", "prepare_together"]
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedCases:
-    """Cases of a training as the network sees them."""
+    """Cases of a training, prepared for the network."""
 
     training: Sequence[Case] = ()
     validation: Sequence[Case] = ()
-    """Each with its ``reference``; see `prepare`. Of several processes, those that this one holds."""
+    """Each with its ``reference``; see `prepare`. With several processes, the share of this process."""
     order: Sequence[str] = ()
-    """The ids of all cases that validate, whoever holds them."""
+    """The ids of the validation cases of all processes."""
     problems: Sequence[Problem] = ()
-    """Of cases that were left out, by any process."""
+    """Problems of cases that any process left out."""
     fingerprints: Mapping[str, str | None] = field(default_factory=dict)
-    """`CheckedCase.fingerprint` of every case, whoever read it; None of one that was left out."""
+    """`CheckedCase.fingerprint` of every case of any process; None for a case that was left out."""
     remarks: Sequence[Remark] = ()
-    """What should be looked at, of all cases, whoever read them."""
+    """Remarks on all cases of all processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CaseReport:
-    """What one process found in a case, as it reports it to the others."""
+    """Findings of one process about a case, as reported to the others."""
 
     problems: Sequence[Problem] = ()
     remarks: Sequence[Remark] = ()
     digest: str | None = None
     fingerprint: str = ""
     fault: Sequence[str] | None = None
-    """Type and text of the error because of which a case without problems could not be preprocessed."""
+    """Type and text of the error that prevented the preprocessing of a case without problems."""
     stored: Mapping[str, Any] | None = None
-    """Where the other processes of the machine find the case: ``places`` in shared memory, field by field, or a
-    ``file`` of the cache."""
+    """Storage of the case for the machine's other processes: ``places`` in shared memory, field by field, or a ``file``
+    of the cache."""
     reader: int = 0
     """Number in the group of the process that read the case."""
 
     def describe_sound(self, case: Case) -> dict[str, Any]:
-        """Return what is kept with a stored case. A file is named by its place: it may lie elsewhere next time."""
+        """Return the facts for a stored case. A file is named by its index: its path may change."""
         files = _list_all_files(case)
         remarks = [
             [files.index(one.file) if one.file in files else None, one.message, one.kind] for one in self.remarks
@@ -78,7 +78,7 @@ class _CaseReport:
 
     @classmethod
     def of_stored(cls, stored: StoredCase, case: Case) -> "_CaseReport":
-        """Return the report that ``describe_sound`` described, about the files where the case lies now."""
+        """Return the report from the output of ``describe_sound``, for the present paths of the case."""
         found, files = stored.about["found"], _list_all_files(case)
         return cls(
             remarks=[
@@ -106,44 +106,46 @@ def prepare_together(
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> PreparedCases:
-    """Check cases while preparing them: every file is decompressed once on each machine that needs it.
+    """Check cases while preparing them: each machine decompresses every file that it needs once.
 
-    Every case is checked whatever was wrong with others, so that all bad ones are named at once, in every process.
+    Every case is checked, even after problems with others, so that all bad cases are named at once, in every process.
 
     Parameters
     ----------
     training, validation : sequence of Case
-        With paths; no case stands in both. The same in every process.
+        Cases with paths; no case is in both. The same in every process.
     task : Task
         Declares the channels and labels that the files must have.
     preprocessing : callable
         See `volseg.transforms.build_preprocessing`.
     readers : Readers
-        Who shares the work; all processes of its group call this. Training case i is read by reader i mod n of each
-        machine. Cases that validate are read by the one reader that keeps them, and dealt by the size of their files.
+        Processes that share the work; all of their group call this function. Training case i is read by reader i mod n
+        of each machine. Validation cases are read by the one reader that keeps them, and dealt by the size of their
+        files.
     skip_bad : bool
         Leave bad cases out instead of raising.
     cache : CaseCache, optional
-        Of the same task and preprocessing: where sound cases are looked for, and kept.
+        Cache of the same task and preprocessing, which provides and stores sound cases.
     workers : int, optional
         Threads of each process; see `map_in_threads`.
     progress : callable, optional
-        Called once for every case, whoever read it; from a thread where there are several processes.
+        Called once for every case of any process; from a thread if there are several processes.
 
     Returns
     -------
     PreparedCases
-        In a process that reads: all training cases, and its own of those that validate. Where readers share a machine,
-        the training cases hold ``image`` (float32) and ``label`` (uint8) without metadata, in memory that they share;
-        from a cache they are mapped. `PreparedCases.order` and `PreparedCases.problems` are the same in every process.
+        In a reading process: all training cases, and its share of the validation cases. If readers share a machine, the
+        training cases have ``image`` (float32) and ``label`` (uint8) without metadata, in shared memory; cases from a
+        cache are mapped. `PreparedCases.order` and `PreparedCases.problems` are the same in every process.
 
     Raises
     ------
     DataError
         If a case is bad and ``skip_bad`` is off: all bad cases at once.
     Exception
-        If no case is bad, or bad ones are left out, and one cannot be preprocessed: what the first such case raised. In
-        a process that did not read it, a `ParallelError` that names it unless the error is one of volseg's.
+        If no case is bad, or bad cases are left out, and one cannot be preprocessed: the error of the first such case.
+        A process that did not read the case raises a `ParallelError` that names it, unless the error is one of
+        volseg's.
     """
     sides = [*((case, False) for case in training), *((case, True) for case in validation)]  # whether it validates
     shares = len(readers.local) > 1 and readers.number is not None
@@ -176,7 +178,7 @@ def prepare_together(
 
 
 class _Reading:
-    """The part of the reading that this process does."""
+    """The share of this process in the reading."""
 
     def __init__(
         self,
@@ -196,11 +198,11 @@ class _Reading:
         self._skip_bad = skip_bad
         self._store = store
         self._cache = cache
-        self._is_refused = Event()  # from then on cases are checked and not prepared any more: nothing comes of them
+        self._is_refused = Event()  # after that, cases are checked and not prepared: they are not needed
 
     def run(self, rounds: Rounds, workers: int | None) -> Any:
-        """Read this process's cases; return what the other processes are told."""
-        # Trainings that begin together with one cache begin at different cases, and find each other's.
+        """Read this process's cases; return the message to the other processes."""
+        # Trainings that start together with one cache begin at different cases, and find each other's.
         begin = 0 if self._cache is None else randbelow(max(1, len(self._own)))
         order = [*self._own[begin:], *self._own[:begin]]
         reports = []
@@ -245,18 +247,18 @@ class _Reading:
         try:
             prepared = preprocess(checked.case, case, self._preprocessing, keep_reference=True, task=self._task)
             return report, prepared
-        except Exception as fault:  # whatever a step may raise is reported, unless there are bad cases
+        except Exception as fault:  # any error of a step is reported, unless there are bad cases
             return self._note_fault(index, report, fault), None
 
     def _keep(self, index: int, report: _CaseReport, prepared: Case | None) -> _CaseReport:
-        """Hold what was prepared in memory; return the report that says where."""
+        """Hold a prepared case in memory; return the report with its storage."""
         _, validates = self._sides[index]
         if prepared is not None and not validates:
             prepared = {name: value for name, value in prepared.items() if name not in ("reference", "reference_file")}
             if self._store is not None:
                 try:
                     return replace(report, stored={"places": _put(prepared, self._store)})
-                except Exception as fault:  # reported as those of the steps are
+                except Exception as fault:  # reported like those of the steps
                     return self._note_fault(index, report, fault)
         if prepared is not None:
             self.prepared[index] = prepared
@@ -267,7 +269,7 @@ class _Reading:
         return replace(report, fault=describe_error(fault))
 
     def require_prepared(self, reports: Mapping[int, _CaseReport], readers: Readers) -> None:
-        """Raise the error that kept the first case from being preprocessed, if there is one in any process."""
+        """Raise the error that prevented preprocessing of the first such case, in any process."""
         for index, report in reports.items():
             if report.fault is not None and not report.problems:
                 if index in self._faults:
@@ -280,9 +282,9 @@ def _list_all_files(case: Case) -> list[Path]:
 
 
 def _merge_reports(messages: Sequence[Mapping[str, Any]], sides: Sequence[tuple[Case, bool]]) -> dict[int, _CaseReport]:
-    """Return the report of every case, in order. Where several machines read it, that of the first with a fault.
+    """Return the report of every case, in order. If several machines read it, the first report with a fault wins.
 
-    A training case whose image validates as well has a problem besides.
+    A training case whose image also validates gets a further problem.
     """
     reports: dict[int, _CaseReport] = {}
     for reader, message in enumerate(messages):
@@ -301,14 +303,14 @@ def _merge_reports(messages: Sequence[Mapping[str, Any]], sides: Sequence[tuple[
 
 
 def _list_digests(reports: Mapping[int, _CaseReport], sides: Sequence[tuple[Case, bool]]) -> list[tuple[Case, str]]:
-    """Return the cases that can be used, with their paths, and the digest of each one's voxels."""
+    """Return the usable cases, with their paths, and the digest of each one's voxels."""
     return [(sides[i][0], report.digest) for i, report in reports.items() if report.digest and not report.problems]
 
 
 def _choose_own(sides: Sequence[tuple[Case, bool]], readers: Readers) -> list[int]:
-    """Return which cases this process reads."""
+    """Return the indices of the cases that this process reads."""
     validation = [index for index, (_, validates) in enumerate(sides) if validates]
-    # The first process looks at the files for all: two machines may hold them in other forms.
+    # The first process reads the files' sizes for all: machines may hold them in different forms.
     sizes = [_file_size(sides[index][0]) for index in validation] if readers.own == 0 else None
     owners = deal_by_size(exchange(sizes, readers.group)[0], readers.count)
     if readers.number is None:
@@ -322,12 +324,12 @@ def _file_size(case: Case) -> int:
     try:
         paths = list_files(case["image"])
         return sum(file.stat().st_size for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
-    except OSError:  # what is wrong with it is told by who reads it
+    except OSError:  # its reader reports the fault
         return 0
 
 
 def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[list[list[int]]], None]:
-    """Return what calls ``progress`` once for every case that has been read somewhere."""
+    """Return a callback that calls ``progress`` once for every case that any process has read."""
     heard = 0
 
     def hear(counts: list[list[int]]) -> None:
@@ -344,7 +346,7 @@ def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[
 
 
 def _put(case: Case, store: SharedTensors) -> dict[str, Any]:
-    """Copy what training needs of a case into shared memory, in the types in which a `VolumeCache` keeps it."""
+    """Copy a case's image and label into shared memory, in the types of a `VolumeCache`."""
     image, label = case["image"], case["label"]
     require_fit(str(case["case"]), image, label, len(image))
     return {

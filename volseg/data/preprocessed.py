@@ -1,4 +1,4 @@
-"""Cases from paths to what the network sees: read, preprocess, and keep the label on its own grid for validation."""
+"""Read and preprocess cases, and keep the label on its own grid for validation."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,19 +19,19 @@ Preprocessing = Callable[[Case], Case]
 def prepare(
     case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False, task: Task | None = None
 ) -> Case:
-    """Read ``image`` and, where the case has one, ``label``, and preprocess them.
+    """Read ``image`` and, if the case has one, ``label``, and preprocess them.
 
     Parameters
     ----------
     case : Case
-        With paths.
+        The case with paths.
     preprocessing : callable
         See `volseg.transforms.build_preprocessing`.
     keep_reference : bool
-        Add the fields ``reference``, the label ``(1, D, H, W)`` as it was read (a prediction is compared with it), and
+        Add the fields ``reference``, the label ``(1, D, H, W)`` as read (for comparison with a prediction), and
         ``reference_file``.
     task : Task, optional
-        Whose values the label holds: it becomes one of class indices (`volseg.data.labels`), as a training needs it.
+        Task of the label's values: the label becomes class indices (`volseg.data.labels`), as a training needs it.
     """
     fields = [field for field in ("image", "label") if field in case]
     return preprocess(Read(fields, task)(case), case, preprocessing, keep_reference, task)
@@ -40,9 +40,9 @@ def prepare(
 def preprocess(
     read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool, task: Task | None = None
 ) -> Case:
-    """Preprocess a case that was read already; ``paths`` is the case as it was before, the rest as for `prepare`.
+    """Preprocess a case that has been read; ``paths`` is the case with paths, the rest as for `prepare`.
 
-    A `volseg.transforms.Preprocessing` empties ``read``: a large volume is not held beside what is made of it.
+    A `volseg.transforms.Preprocessing` empties ``read``, so that a large volume is not held beside its results.
     """
     label = read.get("label") if keep_reference else None
     if isinstance(read.get("stage"), str | Path):
@@ -52,7 +52,7 @@ def preprocess(
     if task is not None and "label" in prepared:
         prepared["label"] = to_classes(prepared["label"], task, paths)
     if label is not None:
-        # As StoreVoxels keeps labels: a quarter of what was read.
+        # As StoreVoxels keeps labels: a quarter of the bytes read.
         prepared["reference"] = label.to(choose_label_dtype(label))
         prepared["reference_file"] = Path(paths["label"])
     return prepared

@@ -76,10 +76,10 @@ PLACES = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupProposal:
-    """How cases seem to be grouped by patient."""
+    """Proposed groups of cases by patient."""
 
     group: str
-    """For ``split.group``."""
+    """Value for ``split.group``."""
     reason: str
     evident: bool
     """Whether the groups are used by default; else they are a guess, for the user to judge."""
@@ -201,7 +201,7 @@ def _spell_ending(ending: str) -> str:
 
 
 def _propose_numbered(names: Sequence[str]) -> GroupProposal | None:
-    """Return the groups of names with two numbers, the second of which may count the cases of a patient."""
+    """Return the groups of names with two numbers; the second may count a patient's cases."""
     stems = [match[1] for name in names if (match := re.search(NUMBERED, name))]
     num_patients = len(set(stems))
     numbers = {name[len(stem) :] for name, stem in zip(names, stems, strict=False)}

@@ -1,8 +1,8 @@
-"""Readers: from the path in a field of a case to voxels and their place in the patient.
+"""Read files into voxels and their place in the patient, from the path in a field of a case.
 
-The path decides the format: a folder is a DICOM series, a suffix names NIfTI, MHA or NRRD, and a file of DICOM stands
-for its whole series. Voxels keep the order of the file; turning them to RAS+ axes is a transform, so that it can be
-inverted. Where a field has several paths, each is one channel, and all lie on one grid: nothing is resampled here.
+The path decides the format: a folder is a DICOM series, a suffix names NIfTI, MHA or NRRD, and a DICOM file represents
+its whole series. Voxels keep the order of the file; turning them to RAS+ axes is a transform, so that it can be
+inverted. If a field has several paths, each is one channel, and all are on one grid: this module resamples nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Files = str | Path | Sequence[str | Path]
-"""What a field of a case says of its voxels: a path, or one per channel."""
+"""A field of a case for voxels: a path, or a path per channel."""
 
 SUFFIXES = Registry(
     "reader",
@@ -54,19 +54,19 @@ SUFFIXES = Registry(
     },
     group="volseg.readers",
 )
-"""The reader of each kind of file, by suffix in lower case; a folder is read as a DICOM series. One of the user's own
-takes a path and returns what `volseg.data.as_volume` makes."""
+"""The reader of each kind of file, by suffix in lower case; a folder is read as a DICOM series. A reader of the user
+takes a path and returns the result of `volseg.data.as_volume`."""
 
 
 class Read:
-    """Replace the paths in some fields of a case by what they hold.
+    """Replace the paths in some fields of a case by volumes.
 
     Parameters
     ----------
     fields
-        The fields to read; every case must have them. For prediction that is ``["image"]``.
+        The fields to read; every case must have them. For prediction, ``["image"]``.
     task
-        Whose names decide the values of labels in DICOM; see `read_label`.
+        Task whose names decide the values of labels in DICOM; see `read_label`.
 
     Examples
     --------
@@ -87,9 +87,9 @@ class Read:
         Raises
         ------
         BatchFieldError
-            The case lacks a field.
+            If the case lacks a field.
         ReaderError
-            A file cannot be read; the message names case and file.
+            If a file cannot be read; the message names case and file.
         """
         name = case.get("case", "(without id)")
         if missing := [field for field in self.fields if field not in case]:
@@ -114,13 +114,13 @@ def read_volume(files: Files) -> MetaTensor:
     """Read a file, a folder with one DICOM series, or one of these per channel, as ``(C, D, H, W)`` float32.
 
     ``affine`` maps voxel indices to RAS+ mm (float64). ``meta`` holds ``filename_or_obj``, ``original_affine``,
-    ``spatial_shape``, ``original_dtype``, ``sform_code``, ``qform_code`` and ``space``; of several files, the first's.
+    ``spatial_shape``, ``original_dtype``, ``sform_code``, ``qform_code`` and ``space``; for several files, the first's.
 
     Raises
     ------
     ReaderError
-        A path does not exist, or its content cannot be read as a volume; or of several files one has more than one
-        channel, or another grid than the first.
+        If a path does not exist, or its content cannot be read as a volume; or if one of several files has several
+        channels, or another grid than the first.
     """
     first, *others = list_files(files)
     volume = _read_file(first)
@@ -141,16 +141,16 @@ def read_label(files: Files, image: MetaTensor | Files | None = None, task: Task
     Parameters
     ----------
     files : path
-        Of the label map.
+        Path of the label map.
     image : MetaTensor or path, optional
         The label's image; of another format, only its grid counts.
     task : Task, optional
-        Whose names of labels and regions decide the values.
+        Task whose names of labels and regions decide the values.
 
     Raises
     ------
     ReaderError
-        As `read_volume`; or the label is one in DICOM, and its image is unknown or another series.
+        As `read_volume`; or if the label is in DICOM, and its image is unknown or another series.
     """
     label = DicomLabel.open(list_files(files)[0])
     if label is None:
@@ -168,7 +168,7 @@ def read_label(files: Files, image: MetaTensor | Files | None = None, task: Task
 
 
 def list_files(files: Files) -> tuple[Path, ...]:
-    """Return the paths of a field, whether it has one or one per channel.
+    """Return the paths of a field that has one path, or one per channel.
 
     >>> [path.name for path in list_files(["scan_0000.nii.gz", "scan_0001.nii.gz"])]
     ['scan_0000.nii.gz', 'scan_0001.nii.gz']
@@ -176,7 +176,7 @@ def list_files(files: Files) -> tuple[Path, ...]:
     Raises
     ------
     ReaderError
-        There is none.
+        If there is no path.
     """
     paths = (files,) if isinstance(files, (str, Path)) else tuple(files)
     if not paths:
@@ -185,7 +185,7 @@ def list_files(files: Files) -> tuple[Path, ...]:
 
 
 def name_files(files: Files) -> str:
-    """Return the paths of a field as a message names them.
+    """Return the paths of a field in the form for messages.
 
     >>> name_files(("scan_0000.nii.gz", "scan_0001.nii.gz"))
     'scan_0000.nii.gz, scan_0001.nii.gz'
@@ -210,18 +210,18 @@ def _read_file(path: Path, read: Callable[[Path], MetaTensor] | None = None) -> 
         raise
     except MemoryError as fault:
         raise LargeVolumeError(f"{path} needs more memory to be read than there is; crop or resample it") from fault
-    except Exception as fault:  # nobody can list what a parser raises for damaged bytes, and other cases must be told
+    except Exception as fault:  # a parser may raise anything for damaged bytes, and other cases must still be reported
         reason = f"{type(fault).__name__}: {fault}".partition("\n")[0]
         raise ReaderError(f"{path} cannot be read ({reason}); it is damaged, or no image: fetch it again") from fault
 
 
 def choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
-    """Return what reads a path.
+    """Return the reader of a path.
 
     Raises
     ------
     ReaderError
-        The path does not exist, nothing reads files of its kind, or its name is no UTF-8.
+        If the path does not exist, no reader takes its kind, or its name is no UTF-8.
     """
     require_text(path, "a file to read", ReaderError)  # ITK would end the process
     if not path.exists():
@@ -241,7 +241,7 @@ def choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
 
 
 def _require_volume(volume: MetaTensor, path: Path) -> MetaTensor:
-    """Raise unless a reader, which may be the user's own, gave what everything after it relies on."""
+    """Raise unless a reader, which may be the user's own, returned a valid volume."""
     if isinstance(volume, MetaTensor) and volume.ndim == 4 and "spatial_shape" in volume.meta:
         return volume
     shape = tuple(getattr(volume, "shape", ()))
@@ -252,7 +252,7 @@ def _require_volume(volume: MetaTensor, path: Path) -> MetaTensor:
 
 
 def find_suffix(path: str | Path) -> str | None:
-    """Return the suffix that names a file's reader, the longest where several do; None for any other file.
+    """Return the suffix of a file's reader, the longest of several, or None for any other file.
 
     >>> find_suffix("imagesTr/Hippocampus_001.NII.gz")
     '.nii.gz'
@@ -273,12 +273,12 @@ def stem(path: str | Path) -> str:
 
 
 def read_affine(path: str | Path) -> np.ndarray:
-    """Return the affine of an image, 4 x 4, voxel index to RAS+ position in mm; of NIfTI only the header is read.
+    """Return the affine of an image, 4 x 4, voxel index to RAS+ position in mm; only the header of NIfTI is read.
 
     Raises
     ------
     ReaderError
-        The path does not exist, or cannot be read as far as needed.
+        If the path does not exist, or cannot be read as far as needed.
     """
     path = Path(path)
     if _is_nifti(path):
@@ -287,19 +287,19 @@ def read_affine(path: str | Path) -> np.ndarray:
 
 
 def require_header(path: str | Path) -> None:
-    """Raise unless there is a file that something reads, which begins as its kind does where that is NIfTI.
+    """Raise unless a reader takes an existing file and, for NIfTI, its first bytes are valid.
 
     Raises
     ------
     ReaderError
-        It cannot be an image, whatever its voxels are.
+        If the file cannot be an image, whatever its voxels are.
     """
     path = Path(path)
     choose_reader(path)
     try:
         if _is_nifti(path):
             read_nifti_affine(path)
-    except OSError as fault:  # no right to read it, a share that is gone
+    except OSError as fault:  # no permission, or a share that is gone
         raise ReaderError(
             f"{path} cannot be read ({fault.strerror or fault}); fix that, or leave the file out"
         ) from fault

@@ -1,4 +1,4 @@
-"""Which processes read a training's cases, and which of them share a machine's memory."""
+"""Find the processes that read a training's cases, and those that share a machine's memory."""
 
 import logging
 import os
@@ -20,41 +20,41 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where one process stands among the readers."""
+    """Position of one process among the readers."""
 
     machine: int
     number: int | None
-    """Among all readers; None for a process that reads nothing."""
+    """Number among all readers; None for a process that reads nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Readers:
-    """The processes that prepare cases together, as one of them sees them.
+    """The processes that prepare cases together, from the view of one of them.
 
     Each reader of a machine reads its share of the training's files, and all of a machine's readers hold all training
-    cases, in memory that they share. The cases that validate are dealt over the readers of all machines.
+    cases, in shared memory. The validation cases are dealt over the readers of all machines.
     """
 
     group: dist.ProcessGroup | None = None
-    """On gloo, for messages; None: one process alone."""
+    """Gloo group for messages; None for a single process."""
     places: Sequence[Place] = (Place(machine=0, number=0),)
-    """Of every process of the group."""
+    """Place of every process of the group."""
     own: int = 0
-    """This process's number in the group."""
+    """Number of this process in the group."""
 
     @property
     def number(self) -> int | None:
-        """Its number among the readers; None if it reads nothing."""
+        """Number of this process among the readers; None if it reads nothing."""
         return self.places[self.own].number
 
     @property
     def count(self) -> int:
-        """How many processes read."""
+        """Number of reading processes."""
         return sum(place.number is not None for place in self.places)
 
     @property
     def local(self) -> list[int]:
-        """The group's numbers of the readers on this machine, in their order."""
+        """Numbers in the group of the readers on this machine, in their order."""
         machine = self.places[self.own].machine
         return [
             other for other, place in enumerate(self.places) if place.machine == machine and place.number is not None
@@ -70,17 +70,17 @@ ALONE = Readers()
 
 
 def meet_readers(group: dist.ProcessGroup | None, *, reads: bool = True) -> Readers:
-    """Find out who reads and who shares memory with whom; all processes of the group call this.
+    """Find the readers and the processes that share memory; all processes of the group call this function.
 
-    Processes share memory where they run on one machine, in one container, and one can open the other's memory: that is
-    tried. Those that cannot share count as machines of their own: each reads all, and says so once.
+    Processes share memory if they run on one machine, in one container, and one can open the other's memory, which is
+    tried. Processes that cannot share count as separate machines: each reads all cases, and a warning is logged once.
 
     Parameters
     ----------
     group : ProcessGroup or None
-        On gloo; None: this process alone.
+        Gloo group; None for a single process.
     reads : bool
-        Whether this process reads; one that does not is told of problems all the same.
+        Whether this process reads; others receive the problems too.
     """
     if group is None:
         return ALONE
@@ -109,14 +109,14 @@ def meet_readers(group: dist.ProcessGroup | None, *, reads: bool = True) -> Read
 
 
 def deal_by_size(sizes: Sequence[int], count: int) -> list[int]:
-    """Return who of ``count`` gets each item, so that the sums are even: the largest first, to who has least.
+    """Return the owner of each item among ``count``, so that sums are even: the largest first, to the smallest sum.
 
     >>> deal_by_size([5, 3, 3, 1], 2)
     [0, 1, 1, 0]
     """
     loads = [0] * count
     owners = [0] * len(sizes)
-    # One more each, so that items without a size are dealt in turn.
+    # Plus one, so that items without a size are dealt in turn.
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         owners[item] = loads.index(min(loads))
         loads[owners[item]] += sizes[item] + 1
@@ -124,7 +124,7 @@ def deal_by_size(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _is_reached(address: list[int] | None, place: list | None) -> bool:
-    """Say whether another reader's memory can be mapped, and is its own."""
+    """Return whether another reader's memory can be mapped, and is its own."""
     if address is None or place is None:
         return False
     try:

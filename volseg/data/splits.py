@@ -1,10 +1,10 @@
-"""Which cases train and which validate.
+"""Split cases into training and validation.
 
 The folds are nnU-Net's: scikit-learn's ``KFold(5, shuffle=True, random_state=12345)`` over the sorted case ids, so that
-a Dice can be compared with published ones fold by fold. scikit-learn itself is not needed for ten lines of it.
+a Dice can be compared with published ones fold by fold. Ten lines replace scikit-learn.
 
-Where several cases are of one patient, patients are dealt and not cases: shuffled by the same generator, the one with
-the most cases first, each to the fold that has the fewest cases so far. Folds differ by no more cases than the largest
+If several cases are of one patient, patients are dealt instead of cases: shuffled by the same generator, the patient
+with the most cases first, each to the fold with the fewest cases so far. Folds differ by no more cases than the largest
 patient has.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["Split", "folds", "read_splits", "write_splits"]
 
 @dataclass(frozen=True)
 class Split:
-    """Case ids to train on and case ids to validate on; there may be none of the latter."""
+    """Case ids to train on and case ids to validate on; the latter may be empty."""
 
     training: tuple[str, ...]
     validation: tuple[str, ...]
@@ -53,13 +53,13 @@ def folds(
     ids
         Case ids in any order: they are sorted first, as nnU-Net does.
     groups
-        The patient of each case; all cases of one validate in the same fold. Where each has one case, the folds are
-        nnU-Net's.
+        The patient of each case; all cases of a patient validate in the same fold. If each patient has one case, the
+        folds are nnU-Net's.
 
     Raises
     ------
     DataError
-        Fewer cases or patients than folds, fewer than two folds, or an id twice.
+        For fewer cases or patients than folds, fewer than two folds, or a duplicate id.
 
     References
     ----------
@@ -96,13 +96,13 @@ def folds(
 
 def _shuffle(count: int, seed: int) -> list[int]:
     order = np.arange(count)
-    # The legacy generator on purpose: scikit-learn's folds are defined by it.
+    # The legacy generator on purpose: it defines scikit-learn's folds.
     np.random.RandomState(seed).shuffle(order)
     return [int(index) for index in order]
 
 
 def _gather_patients(names: Sequence[str], groups: Mapping[str, str]) -> list[list[str]]:
-    """Return the cases of each patient, in the order of their first cases; patients may be called in any way."""
+    """Return the cases of each patient, in the order of their first cases; patients may have any names."""
     if missing := [name for name in names if name not in groups]:
         raise DataError(f"folds by patient need the patient of each case; {_list_ids(missing)} have none")
     cases: dict[str, list[str]] = defaultdict(list)
@@ -112,7 +112,7 @@ def _gather_patients(names: Sequence[str], groups: Mapping[str, str]) -> list[li
 
 
 def _deal_patients(patients: Sequence[Sequence[str]], num_folds: int, seed: int) -> list[set[str]]:
-    """Return the cases that validate in each fold."""
+    """Return the validation cases of each fold."""
     if len(patients) < num_folds:
         num_cases = sum(map(len, patients))
         remedy = f"set split.num_folds to {len(patients)}" if len(patients) > 1 else "set split.validation to none"
@@ -142,12 +142,12 @@ def read_splits(path: str | Path, ids: Iterable[str] | None = None) -> list[Spli
     Parameters
     ----------
     ids
-        The cases there are; an id beyond them is refused. A split need not use all of them.
+        The existing cases; other ids are refused. A split need not use all of them.
 
     Raises
     ------
     DataError
-        The file has another shape, or a split overlaps, repeats an id or names an unknown one.
+        If the file has another shape, or a split overlaps, repeats an id or names an unknown one.
     """
     path = Path(path)
     content = read_json(path, "a split file")

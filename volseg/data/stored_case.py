@@ -4,14 +4,14 @@
 
     volumes, each from a multiple of 64 bytes on | description (JSON) | its place, its SHA-256, a mark
 
-The description stands at the end, where it is written last, so a file that is cut off anywhere has none. Nothing is
-executed by opening such a file. Volumes are mapped copy-on-write: the system keeps their pages once for all processes
-and drops them when memory is short, and who writes to such a tensor changes a copy of his own.
+The description is at the end and written last, so a truncated file has none. Opening such a file executes no code.
+Volumes are mapped copy-on-write: the system keeps their pages once for all processes and drops them when memory is
+short. A process that writes to such a tensor changes its own copy.
 
-`SharedTensors` are the same in memory: tensors that lie there once per machine; one process writes them, the others map
-the same pages. The memory is a file without a name (``memfd_create``), which another process opens by way of
-``/proc/PID/fd`` while its writer lives. It belongs to those who map it, and goes with the last of them, whatever ends
-it: there is nothing to remove. It is no part of ``/dev/shm``, which is 64 MB in a container.
+`SharedTensors` do the same in memory: each tensor exists once per machine. One process writes it, the others map the
+same pages. The memory is a file without a name (``memfd_create``), which other processes open through ``/proc/PID/fd``
+while its writer lives. The memory is freed with its last mapping, after any kind of exit: there is nothing to remove.
+It is no part of ``/dev/shm``, which has 64 MB in a container.
 """
 
 import copy
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 MARK = b"volsegC1"
-"""Ends the file; its number is that of this layout."""
+"""Last bytes of the file; the number is that of this layout."""
 
 END = struct.Struct("<QQ32s8s")
 """First byte and length of the description, its SHA-256, and `MARK`."""
@@ -57,22 +57,22 @@ TENSOR, TUPLE = "__tensor__", "__tuple__"
 
 
 class DamagedCaseError(Exception):
-    """A file that is not, or no longer, a stored case; it is made again and nobody is told."""
+    """A file that is no valid stored case; it is silently made again."""
 
 
 def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Write the tensors of a prepared case, and what is said about them.
+    """Write the tensors of a prepared case, and facts about them.
 
     Raises
     ------
     TypeError
-        If metadata or ``about`` holds what JSON cannot say.
+        If metadata or ``about`` has values that JSON lacks.
     OSError
-        As of any writing.
+        As for any writing.
     """
     volumes: dict[str, Any] = {}
     for name, tensor in case.items():
-        if not isinstance(tensor, Tensor):  # an id, a path: whoever opens the case has them
+        if not isinstance(tensor, Tensor):  # an id, a path: the reader of the case has them
             continue
         values = tensor.as_subclass(Tensor).detach().cpu().contiguous()
         content = view_bytes(values)
@@ -90,7 +90,7 @@ def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCase:
-    """A stored case that has been opened.
+    """An open stored case.
 
     Raises
     ------
@@ -103,22 +103,22 @@ class StoredCase:
     path: Path
     size: int
     identity: tuple[int, int]
-    """Device and inode of the file that is mapped, whatever is called like it later."""
+    """Device and inode of the mapped file, which tell it from a later file of the same name."""
     about: Mapping[str, Any]
     _volumes: Mapping[str, Mapping[str, Any]]
     _mapped: torch.UntypedStorage = field(repr=False)
     _changed: dict[str, int] = field(repr=False)
-    """``at``: when the file was last changed (``ctime``, ns), as far as that is known to have kept its content."""
+    """``at``: last change of the file (``ctime``, ns) that is known to have kept its content."""
 
     @classmethod
     def open(cls, path: Path) -> "StoredCase":
-        """Map a file whose description is whole and fits its size; its volumes are not looked at."""
+        """Map a file whose description is valid and fits its size; its volumes are not checked."""
         with path.open("rb") as file:
             told_of_file = os.fstat(file.fileno())
             size, identity = told_of_file.st_size, (told_of_file.st_dev, told_of_file.st_ino)
             changed = {"at": told_of_file.st_ctime_ns}
             begin, length, digest, mark = END.unpack(_read_at(file, size - END.size, END.size))
-            if mark != MARK or begin + length + END.size != size:  # a page behind the file's end cannot be touched
+            if mark != MARK or begin + length + END.size != size:  # reading behind the end would kill the process
                 raise DamagedCaseError(f"{path} is cut off or of another layout")
             description = _read_at(file, begin, length)
             if sha256(description).digest() != digest:
@@ -136,30 +136,30 @@ class StoredCase:
         )
 
     def mark_used(self) -> None:
-        """Set the file's dates, by which the cases that were used longest ago are removed first."""
-        with suppress(OSError):  # where only reading is allowed
+        """Set the file's dates: the least recently used cases are removed first."""
+        with suppress(OSError):  # for a read-only folder
             os.utime(self.path)
             self._changed["at"] = self.path.stat().st_ctime_ns
 
     def require_unchanged(self) -> None:
-        """Look whether the mapped file was changed; if so, compare its volumes with their checksums.
+        """Check whether the mapped file was changed; if so, compare its volumes with their checksums.
 
-        Nobody can set ``ctime``, so a file that was overwritten and got its old date back is noticed too. Another
-        training that takes the case changes the date and nothing else.
+        ``ctime`` cannot be set, so a file that was overwritten and given its old date is noticed too. Another training
+        that uses the case changes only the date.
 
         Raises
         ------
         DataError
-            If the file was cut off or overwritten.
+            If the file was truncated or overwritten.
         """
         try:
             told = self.path.stat()
-        except OSError:  # removed, or not to be seen now: what is mapped lives on
+        except OSError:  # removed, or not visible now: the mapping stays valid
             return
         if (told.st_dev, told.st_ino) != self.identity:  # another file of that name
             return
         named = f"{self.path}, the prepared case of {self.about.get('case')},"
-        if told.st_size < self.size:  # touching a page behind its end would end the process
+        if told.st_size < self.size:  # reading a page behind its end would kill the process
             raise DataError(
                 f"{named} was cut off while it was used: it had {self.size} bytes and has {told.st_size}; go on with "
                 "--resume, which prepares the case again"
@@ -186,7 +186,7 @@ class StoredCase:
         return view_tensor(self._mapped, self._volumes[name]["place"])
 
     def volumes(self) -> Case:
-        """Return all volumes, with the metadata that they came with."""
+        """Return all volumes, with their metadata."""
         metas = {name: told["meta"] for name, told in self._volumes.items()}
         return {
             name: self.tensor(name) if meta is None else MetaTensor(self.tensor(name), meta=copy.deepcopy(meta))
@@ -205,10 +205,10 @@ def _read_at(file: BinaryIO, begin: int, count: int) -> bytes:
 
 
 def _encode(value: Any) -> Any:
-    """Return metadata as JSON can say it; numbers keep every bit."""
+    """Return metadata as values for JSON; numbers keep every bit."""
     if value is None or isinstance(value, bool | int | float):
         return value
-    if isinstance(value, str):  # an enumeration of strings too
+    if isinstance(value, str):  # also an enumeration of strings
         return str(value)
     if isinstance(value, np.generic):
         return _encode(value.item())
@@ -225,7 +225,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(content: dict[str, Any]) -> Any:
-    """Return what an object of JSON stands for; those inside it are decoded already."""
+    """Return the value of a JSON object, whose inner objects are decoded."""
     if TUPLE in content:
         return tuple(content[TUPLE])
     if TENSOR in content:
@@ -236,22 +236,22 @@ def _decode(content: dict[str, Any]) -> Any:
 
 
 Place = list[Any]
-"""Where a tensor lies: its first byte, type and shape. JSON."""
+"""Place of a tensor: its first byte, type and shape. JSON."""
 
 ALIGNMENT = 64
-"""Bytes; as torch aligns its own memory."""
+"""Bytes; the alignment of torch's own memory."""
 
 
 def can_share() -> bool:
-    """Say whether this platform has what sharing takes."""
+    """Return whether this platform supports sharing."""
     return hasattr(os, "memfd_create") and os.path.isdir(f"/proc/{os.getpid()}/fd")
 
 
 class SharedTensors:
-    """Memory that this process fills, for the processes of its machine to map.
+    """Memory that this process fills, and the processes of its machine map.
 
-    Only one file is open however many tensors it holds. It stays open until ``close``; the others must have mapped it
-    by then.
+    Only one file is open for any number of tensors. It stays open until ``close``; the other processes must have mapped
+    it by then.
     """
 
     def __init__(self) -> None:
@@ -261,11 +261,11 @@ class SharedTensors:
 
     @property
     def address(self) -> list[int]:
-        """Where other processes find the memory: this process's number and the file's."""
+        """Address of the memory for other processes: the numbers of this process and of the file."""
         return [os.getpid(), self._file]
 
     def add(self, tensor: Tensor) -> Place:
-        """Copy a tensor's values into the memory; return their place. From any thread."""
+        """Copy a tensor's values into the memory; return their place. Thread-safe."""
         values = tensor.detach().cpu().contiguous()
         content = view_bytes(values)
         with self._lock:
@@ -278,14 +278,14 @@ class SharedTensors:
         return place_of(values, begin)
 
     def close(self) -> None:
-        """Close the file; what is mapped stays."""
+        """Close the file; mappings stay valid."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 def view_bytes(values: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, which are not copied."""
+    """Return the bytes of a contiguous tensor, without a copy."""
     return memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -295,12 +295,12 @@ def place_of(values: Tensor, begin: int) -> Place:
 
 
 def map_tensors(address: list[int]) -> torch.UntypedStorage | None:
-    """Map what a process of this machine has filled; None where it holds nothing.
+    """Map the memory that a process of this machine has filled, or return None if it is empty.
 
     Raises
     ------
     OSError
-        If the process has ended, or may not be looked into.
+        If the process has ended, or denies access.
     """
     path = "/proc/{}/fd/{}".format(*address)
     size = os.stat(path).st_size
@@ -313,10 +313,10 @@ def map_file(path: str, size: int) -> torch.UntypedStorage:
     Raises
     ------
     OSError
-        If the file is gone or may not be read, or the system allows no more address space.
+        If the file is gone or unreadable, or the address space is exhausted.
     """
     try:
-        # Not Python's mmap, each of which keeps a descriptor: a process may have a thousand of them.
+        # Not Python's mmap, which keeps a descriptor for each: a process may have a thousand of them.
         mapped: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
     except RuntimeError as fault:
         raise OSError(errno.ENOMEM, str(fault).partition("\n")[0]) from fault

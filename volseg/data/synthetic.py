@@ -1,8 +1,8 @@
 """A data set that needs no download: two touching structures in noisy, tilted, unevenly scaled volumes.
 
-The anatomy is drawn in the patient's millimetres and then looked at through a grid, so that spacing, orientation and
-tilt change the voxels but never the anatomy. It follows the hippocampus of MSD Task04: a bent tube, thick in front
-(``Anterior``) and thin behind (``Posterior``), of one grey value, beside a dark ventricle and other grey matter; the
+The anatomy is drawn in the patient's millimetres and then sampled on a grid, so that spacing, orientation and tilt
+change the voxels but never the anatomy. It follows the hippocampus of MSD Task04: a bent tube, thick in front
+(``Anterior``) and thin behind (``Posterior``), of one grey value, beside a dark ventricle and other grey matter. The
 border between the two labels shows only in the shape and in a faint change of intensity.
 """
 
@@ -52,9 +52,9 @@ def make_task(root: str | Path, *, num_cases: int = 24, num_test: int = 4, seed:
     Parameters
     ----------
     root
-        A folder that is new, empty, or this function's own earlier output, which is then replaced.
+        A folder that is new, empty, or an earlier output of this function, which is then replaced.
     num_cases, num_test
-        Cases with and without labels. Case ``n`` depends on ``seed`` and ``n`` only.
+        Cases with and without labels. Case ``n`` depends only on ``seed`` and ``n``.
 
     Returns
     -------
@@ -64,7 +64,7 @@ def make_task(root: str | Path, *, num_cases: int = 24, num_test: int = 4, seed:
     Raises
     ------
     DataError
-        ``root`` holds something else, or a count is out of range.
+        If ``root`` has other content, or a count is out of range.
     """
     described = {
         "name": "Synthetic",
@@ -92,7 +92,7 @@ def write_task(
     root, num_cases, num_test, seed
         As for `make_task`.
     described
-        Of ``dataset.json``: ``name``, ``description``, ``tensorImageSize``, ``modality``, ``labels``.
+        Values for ``dataset.json``: ``name``, ``description``, ``tensorImageSize``, ``modality``, ``labels``.
     draw_case
         Returns image and label map of a case.
     """
@@ -103,7 +103,7 @@ def write_task(
     for folder in FOLDERS:
         (root / folder).mkdir(parents=True, exist_ok=True)
     names = [f"synthetic_{number:03d}" for number in range(1, num_cases + num_test + 1)]
-    # The manifest comes first: it marks a folder as ours, should the writing be interrupted.
+    # The manifest comes first: it marks the folder as an output of this function after an interruption.
     _write_manifest(root, described, names[:num_cases], names[num_cases:])
     for number, name in enumerate(names):
         image, label = draw_case(np.random.default_rng([seed, number]))
@@ -116,7 +116,7 @@ def write_task(
 
 
 def _clear(root: Path) -> None:
-    """Remove an earlier output of ours, and nothing else."""
+    """Remove an earlier output of this module, and nothing else."""
     if root.exists() and not root.is_dir():
         raise DataError(f"{root} is a file; name a new or an empty folder")
     if not root.exists() or not any(root.iterdir()):
@@ -150,7 +150,7 @@ def _write_manifest(root: Path, described: Mapping[str, Any], training: list[str
 
 
 def _draw_case(rng: np.random.Generator) -> tuple[nibabel.Nifti1Image, nibabel.Nifti1Image]:
-    """Draw one patient: anatomy, then the scanner's grid, then what the scanner adds."""
+    """Draw one patient: anatomy, then the scanner's grid, then the scanner's artefacts."""
     grid = _draw_grid(rng)
     positions = grid.positions()
     clean, label = draw_hippocampus(positions, rng)
@@ -202,7 +202,7 @@ def draw_hippocampus(positions: np.ndarray, rng: np.random.Generator) -> tuple[n
 
 
 def _measure_depth(positions: np.ndarray, curve: np.ndarray, radius: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how deep each voxel lies in a tube (mm, negative outside) and the point of the curve that decides."""
+    """Return each voxel's depth in a tube (mm, negative outside), and the nearest point of the curve."""
     squares = (positions**2).sum(axis=-1)[..., None] - 2 * positions @ curve.T + (curve**2).sum(axis=-1)
     inside = radius - np.sqrt(np.maximum(squares, 0))
     nearest = inside.argmax(axis=-1)
@@ -235,7 +235,7 @@ def _digitise(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def as_nifti(voxels: np.ndarray, affine: np.ndarray) -> nibabel.Nifti1Image:
-    """Return voxels and their place (mm) as an image that says the same in sform and qform."""
+    """Return voxels and their place (mm) as an image with equal sform and qform."""
     image = nibabel.Nifti1Image(voxels, affine)
     image.header.set_xyzt_units("mm")
     image.set_sform(affine, code="scanner")

@@ -22,7 +22,7 @@ def map_in_threads(
     """Yield ``function(item)`` for every item, in order, computed by threads.
 
     By default there is a thread per core, at most 8, since each holds a case in memory. Closing the generator early
-    cancels what has not begun. Each thread computes by itself; see `compute_in_one_thread`.
+    cancels waiting work. Each thread computes by itself; see `compute_in_one_thread`.
     """
     own = partial(torch.set_num_threads, 1)
     with (
@@ -34,9 +34,9 @@ def map_in_threads(
 
 @contextmanager
 def compute_in_one_thread() -> Iterator[None]:
-    """Let torch sum in one order, whatever the number of cores: of several threads each sums a part.
+    """Let torch sum in one order on any number of cores: with several threads each sums a part.
 
-    A case is then prepared to the same bits in a process that has one core and in one that has sixteen.
+    So a case is prepared to the same bits by a process with one core and by one with sixteen.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -47,12 +47,12 @@ def compute_in_one_thread() -> Iterator[None]:
 
 
 class Allowance:
-    """An amount that pieces of work share: one waits while those that run leave it too little.
+    """An amount that pieces of work share: a piece waits while the running ones leave too little.
 
     Parameters
     ----------
     most
-        Taken together at most; a piece that needs more runs alone.
+        Total amount; a piece that needs more runs by itself.
     """
 
     def __init__(self, most: int) -> None:
@@ -62,7 +62,7 @@ class Allowance:
 
     @contextmanager
     def taken(self, amount: int) -> Iterator[None]:
-        """Take an amount for as long as the block runs, once there is so much left or nothing else runs."""
+        """Take an amount during the block, once enough is left or nothing else runs."""
         with self._changed:
             self._changed.wait_for(lambda: not self._in_use or self._in_use + amount <= self._most)
             self._in_use += amount

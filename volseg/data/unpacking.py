@@ -34,7 +34,7 @@ def unpack(archive: Path, folder: Path, *, show: ShowBytes | None = None) -> Non
     Parameters
     ----------
     archive : Path
-        Uncompressed.
+        An uncompressed archive.
     folder : Path
         Must not exist.
     show : callable, optional
@@ -43,8 +43,8 @@ def unpack(archive: Path, folder: Path, *, show: ShowBytes | None = None) -> Non
     Raises
     ------
     DataError
-        If the archive is damaged, holds anything but files and folders, or a name outside ``folder``, or if the disk
-        is full. Files that were written before stay.
+        If the archive is damaged, holds anything but files and folders, or a name outside ``folder``, or if the disk is
+        full. Files that were written before stay.
     """
     try:
         with tarfile.open(archive, "r:", encoding="utf-8") as opened:

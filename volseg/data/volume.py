@@ -1,7 +1,7 @@
 """Voxels and the map that places them in the patient, as every reader returns them.
 
-MONAI's MetaTensor carries both, so its transforms can be used and inverted. Beside MONAI's own keys, ``meta`` holds
-what a writer needs to put a prediction back beside the file that was read.
+MONAI's MetaTensor carries both, so its transforms can be used and inverted. Beside MONAI's own keys, ``meta`` has the
+values that a writer needs to save a prediction in the form of the image's file.
 """
 
 from pathlib import Path
@@ -17,10 +17,10 @@ from volseg.transforms.slabs import run_over_slabs
 __all__ = ["SCANNER_ANATOMICAL", "as_volume", "require_numbers"]
 
 SCANNER_ANATOMICAL = 1
-"""NIfTI's ``NIFTI_XFORM_SCANNER_ANAT``: a position in the scanner, which is what DICOM, MHA and NRRD give."""
+"""NIfTI's ``NIFTI_XFORM_SCANNER_ANAT``: a position in the scanner, as in DICOM, MHA and NRRD."""
 
 BLOCK_SIDE = 32
-"""Voxels along two axes that are put in order together."""
+"""Voxels along two axes that are reordered together."""
 
 
 def require_numbers(stored: np.dtype, path: str | Path) -> None:
@@ -54,7 +54,7 @@ def as_volume(
     Raises
     ------
     ReaderError
-        The voxels are no numbers, there are none, or the affine does not place them in three dimensions.
+        If the voxels are no numbers, there are none, or the affine does not place them in three dimensions.
     """
     require_numbers(stored, path)
     if voxels.ndim != 4 or 0 in voxels.shape:

@@ -1,12 +1,11 @@
-"""The preprocessed training cases, kept where patches can be cut out of them at once.
+"""Keep the preprocessed training cases in a form from which patches are cut quickly.
 
-On an accelerator lie as many cases as fit, one behind the other without padding, and the patches of a batch are read
-there by index tensors: no Python per case and nothing that waits for the host. The others stay as they are in main
-memory, or mapped from files, and a patch of theirs is fetched: a box of the host's, copied to the device. Both give the
-same bits.
+On an accelerator are as many cases as fit, one behind the other without padding. The patches of a batch are read there
+by index tensors: no Python per case and no wait for the host. The other cases stay in main memory, or mapped from
+files. Their patches are fetched: cut to boxes on the host, and copied to the device. Both ways give the same bits.
 
-What lies outside of a case is 0: after normalisation that is the mean of a z-scored image, what nnU-Net pads with, and
-what `volseg.models.FitGrid` pads with, so a network sees one kind of outside in training and in prediction.
+Outside a case the value is 0. After normalisation 0 is the mean of a z-scored image, and the padding of nnU-Net and of
+`volseg.models.FitGrid`, so a network sees the same outside in training and in prediction.
 """
 
 import logging
@@ -33,23 +32,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ForegroundVoxels:
-    """Voxels of each foreground class of each case, at most some thousands of them."""
+    """Voxels of each foreground class of each case, at most some thousands."""
 
     voxels: Tensor
     """Positions (M, 3), those of one case and class together; in the smallest type that holds them."""
     first: Tensor
-    """Row of ``voxels`` where case n's class k + 1 begins, (N, K)."""
+    """First row of case n's class k + 1 in ``voxels``, (N, K)."""
     count: Tensor
-    """Rows of it, (N, K)."""
+    """Number of these rows, (N, K)."""
 
     @classmethod
     def find(
         cls, labels: Sequence[Tensor], most: int, seed: int = 0, num_classes: int | None = None
     ) -> "ForegroundVoxels":
-        """Collect up to ``most`` voxels per class of each label map (1, D, H, W), drawn where there are more.
+        """Collect up to ``most`` voxels per class of each label map (1, D, H, W), drawn if there are more.
 
-        Foreground classes are 1 to ``num_classes`` - 1, or to the largest number in a label map; larger numbers are of
-        voxels whose class is not known. What is drawn of a case does not depend on the others.
+        Foreground classes are 1 to ``num_classes`` - 1, or to the largest number in a label map; larger numbers mean
+        voxels of unknown class. The draw for a case does not depend on the others.
         """
         return cls.join([cls._draw_one(label[0], most, seed, num_classes) for label in labels])
 
@@ -70,7 +69,7 @@ class ForegroundVoxels:
 
     @classmethod
     def one(cls, voxels: Tensor, count: Tensor) -> "ForegroundVoxels":
-        """Return those of one case, from its voxels in the order of the classes and their number (1, K)."""
+        """Return the voxels of one case, from its voxels in the order of the classes and their number (1, K)."""
         return cls(voxels, count.cumsum(1) - count, count)
 
     @classmethod
@@ -87,7 +86,7 @@ class ForegroundVoxels:
 def list_voxels(
     label: Tensor, num_classes: int | None = None, *, is_sparse: bool = False
 ) -> dict[str, ForegroundVoxels]:
-    """Return where the classes of a label map lie, ``foreground``, and of a sparse one where any does, ``annotated``.
+    """Return the places of a label map's classes, ``foreground``, and of a sparse map's labels, ``annotated``.
 
     See `VolumeCache` for the parameters.
     """
@@ -103,23 +102,23 @@ class VolumeCache:
     Parameters
     ----------
     cases : sequence of mapping
-        Each with ``case`` (id), ``image`` (C, D, H, W) and ``label`` (1, D, H, W) on one grid. One that comes from a
-        cache has ``voxels`` as well, what `list_voxels` gives; then its voxels are not looked at here, which would read
-        them from a disk; and ``mapped``, a `StoredCase`. One without ``weight`` has 1.
+        Each with ``case`` (id), ``image`` (C, D, H, W) and ``label`` (1, D, H, W) on one grid. A case from a cache also
+        has ``voxels``, the result of `list_voxels`, so that its voxels are not read from the disk here; and ``mapped``,
+        a `StoredCase`. The default ``weight`` is 1.
     device : torch.device or str
-        Where training happens.
+        Device of the training.
     keep : {"auto", "device", "memory"}
         ``device`` puts all cases on ``device``; ``memory`` leaves them in main memory; ``auto`` puts as many on the
         device as ``budget_bytes`` holds, the smallest ones.
     budget_bytes : int, optional
-        What ``auto`` may take of the device, at most what is free there; by default 30 % of that on a GPU, and nothing
-        on a CPU.
+        Bytes that ``auto`` may take on the device, at most the free memory; by default 30 % of the free memory on a
+        GPU, and nothing on a CPU.
     image_dtype : torch.dtype
-        How images are stored; float16 halves the memory. Patches are float32 in any case.
+        Type of stored images; float16 halves the memory. Patches are always float32.
     num_classes : int, optional
-        Classes of the labels, background included, where these may hold larger numbers; see `volseg.data.labels`.
+        Classes of the labels, background included, if the labels may hold larger numbers; see `volseg.data.labels`.
     is_sparse : bool
-        Whether the number ``num_classes`` stands for voxels that nobody annotated.
+        Whether the number ``num_classes`` means voxels without annotation.
 
     Attributes
     ----------
@@ -128,22 +127,22 @@ class VolumeCache:
     shapes : Tensor
         D, H, W of each case, (N, 3), on the CPU.
     foreground : ForegroundVoxels
-        Where each class lies, on the CPU.
+        Voxels of each class, on the CPU.
     annotated : ForegroundVoxels or None
-        Where voxels are annotated at all, the background too, in place of classes; None where all are.
+        Annotated voxels, including the background, in place of classes; None if all voxels are annotated.
     weights : Tensor or None
         How often each case is drawn, (N,) in float64; None where all are drawn equally often.
     is_resident : Tensor
-        Which cases lie on ``device``, (N,) bool, on the CPU.
+        Whether each case is on ``device``, (N,) bool, on the CPU.
     num_on_device : int
-        How many do.
+        Number of cases on ``device``.
     stored : tuple of Tensor
-        Their images and labels; see `PatchSources`.
+        Images and labels of these cases; see `PatchSources`.
 
     Raises
     ------
     DataError
-        For no cases, or one whose image and label do not fit together or the other cases.
+        For no cases, or a case whose image and label do not fit together or the other cases.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class VolumeCache:
         self.annotated = ForegroundVoxels.join([of["annotated"] for of in found]) if is_sparse else None
         self._place(images, labels, keep, budget_bytes)
         mapped: list[StoredCase | None] = [case.get("mapped") for case in cases]
-        for stored in filter(None, mapped):  # once for those that were copied to the device
+        for stored in filter(None, mapped):  # checked once for cases that were copied to the device
             stored.require_unchanged()
         self._mapped = [
             None if lies_there else stored for stored, lies_there in zip(mapped, self.is_resident, strict=True)
@@ -190,36 +189,37 @@ class VolumeCache:
 
     @property
     def on_device(self) -> bool:
-        """Whether all cases lie on ``device``."""
+        """Whether all cases are on ``device``."""
         return self.num_on_device == len(self)
 
     def require_files(self) -> None:
-        """Look whether the files that cases are mapped from are what they were.
+        """Check that the files of mapped cases are unchanged.
 
         Raises
         ------
         DataError
-            If one was overwritten or cut off: reading behind its end would end the process with no message (SIGBUS).
+            If a file was overwritten or truncated: reading behind its end would kill the process silently (SIGBUS).
         """
         for stored in filter(None, self._mapped):
             stored.require_unchanged()
 
     def locate(self, cases: Tensor, corners: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where patches of ``size`` voxels are read: begins, shapes and corners, as `PatchSources` has them.
+        """Return the places of patches of ``size`` voxels: begins, shapes and corners, as for `PatchSources`.
 
         Parameters
         ----------
         cases : Tensor
             Index of each patch's case, (..., B), on the CPU.
         corners : Tensor
-            First voxel of each patch in its case, (..., B, 3), which may lie outside.
+            First voxel of each patch in its case, (..., B, 3), which may be outside.
         size : sequence of int
             D, H, W of every patch.
 
         Returns
         -------
         tuple of Tensor
-            On the CPU. Of the patches that `fetch` makes of a batch (the last dim of ``cases``), patch s is box s.
+            Tensors on the CPU. For the patches that `fetch` returns for a batch (the last dim of ``cases``), patch s is
+            box s.
         """
         there = self.is_resident[cases]
         box = (~there).cumsum(-1) - 1
@@ -228,24 +228,24 @@ class VolumeCache:
         return begins, shapes, torch.where(there[..., None], corners, 0)
 
     def fetch(self, cases: Tensor, corners: Tensor, size: Sequence[int], *, pin: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the patches of the cases that do not lie on the device, as boxes on the host.
+        """Return the patches of the cases that are not on the device, as boxes on the host.
 
         Parameters
         ----------
         cases, corners, size
-            Of a batch; see `locate`. Patches of cases on the device are passed over.
+            Those of a batch; see `locate`. Patches of cases on the device are skipped.
         pin : bool
             Whether boxes are page-locked, for an asynchronous copy to a GPU.
 
         Returns
         -------
         tuple of Tensor
-            Images (S, C, *size) in the type in which they are stored and labels (S, 1, *size) in uint8.
+            Images (S, C, *size) in their stored type and labels (S, 1, *size) in uint8.
 
         Raises
         ------
         DataError
-            If the file that a case is mapped from was overwritten or cut off: no step is made of its voxels.
+            If the file of a mapped case was overwritten or truncated: its voxels are not used.
         """
         away = ~self.is_resident[cases]
         images, labels = self.make_boxes(int(away.sum()), size, pin=pin)
@@ -261,7 +261,7 @@ class VolumeCache:
     def make_boxes(
         self, count: int, size: Sequence[int], *, device: torch.device | str = "cpu", pin: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return room for the images and labels of so many fetched patches, zeros."""
+        """Return zeroed boxes for the images and labels of ``count`` fetched patches."""
         images, labels = (
             torch.empty(count, channels, *size, dtype=stored.dtype, device=device, pin_memory=pin and count > 0).zero_()
             for channels, stored in zip((self.num_channels, 1), self.stored, strict=True)
@@ -269,7 +269,7 @@ class VolumeCache:
         return images, labels
 
     def gather(self, cases: Tensor, corners: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return patches wherever their cases lie: images (B, C, *size) in float32, labels (B, 1, *size) in uint8.
+        """Return patches of cases in any place: images (B, C, *size) in float32, labels (B, 1, *size) in uint8.
 
         They are on ``device``; see `locate` for the parameters.
         """
@@ -279,9 +279,9 @@ class VolumeCache:
     def join(
         self, boxes: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor, Tensor], size: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Return the patches of a batch, those that were fetched and those on the device; see `gather`.
+        """Return the patches of a batch, from fetched boxes and from the device; see `gather`.
 
-        The ``places`` are what `locate` gave, wherever they lie: on the device, nothing waits for it.
+        The ``places`` are the result of `locate`, on any device: on the device, no wait is needed.
         """
         image, label = (box.to(self.device, non_blocking=True) for box in boxes)
         if not self.num_on_device:
@@ -290,7 +290,7 @@ class VolumeCache:
         return PatchSources(self.stored, (image, label), begins, shapes, corners).cut(size)
 
     def _place(self, images: Sequence[Tensor], labels: Sequence[Tensor], keep: str, budget_bytes: int | None) -> None:
-        """Put onto the device what is to lie there, keep the rest as it is, and say how many lie where."""
+        """Copy the chosen cases to the device, keep the rest in place, and log their numbers."""
         sizes = self.shapes.prod(1) * (self.num_channels * images[0].element_size() + 1)
         self.is_resident = torch.tensor(self._choose(keep, budget_bytes, sizes.tolist()))
         self.num_on_device = int(self.is_resident.sum())
@@ -306,7 +306,7 @@ class VolumeCache:
             logger.info("%d of %d training cases lie on %s (%s)", self.num_on_device, len(self), self.device, kept)
 
     def _store(self, volumes: Sequence[Tensor]) -> Tensor:
-        """Return the volumes of the cases that lie on the device, one behind the other."""
+        """Return the volumes of the cases on the device, one behind the other."""
         there = [volume for volume, is_there in zip(volumes, self.is_resident, strict=True) if is_there]
         stored = torch.empty(sum(volume.numel() for volume in there), dtype=volumes[0].dtype, device=self.device)
         end = 0
@@ -316,7 +316,7 @@ class VolumeCache:
         return stored
 
     def _choose(self, keep: str, budget_bytes: int | None, sizes: Sequence[int]) -> list[bool]:
-        """Return which cases lie on the device."""
+        """Return whether each case goes to the device."""
         if self.device.type != "cuda":
             budget = budget_bytes or 0
             return [True] * len(self) if keep == "device" else choose_resident(sizes, budget if keep == "auto" else 0)
@@ -331,7 +331,7 @@ class VolumeCache:
 
 
 def _copy_overlap(volume: Tensor, corner: Sequence[int], box: Tensor) -> None:
-    """Copy the part of ``volume`` that lies in the box which begins at ``corner``."""
+    """Copy the part of ``volume`` in the box that begins at ``corner``."""
     within_volume, within_box = [], []
     for first, side, length in zip(corner, box.shape[1:], volume.shape[1:], strict=True):
         begin, end = max(first, 0), min(first + side, length)
@@ -343,12 +343,12 @@ def _copy_overlap(volume: Tensor, corner: Sequence[int], box: Tensor) -> None:
 
 
 def _drop_metadata(volume: Tensor) -> Tensor:
-    """Return the values without MONAI's metadata, which every slice would otherwise copy."""
+    """Return the values without MONAI's metadata, which every slice would copy."""
     return volume.as_subclass(Tensor).detach()
 
 
 def require_fit(name: str, image: Tensor, label: Tensor, num_channels: int, *, values: bool = True) -> None:
-    """Raise a DataError that names a case whose volumes cannot be kept in a cache; without ``values``, by shapes."""
+    """Raise a DataError with the case's name if its volumes do not fit a cache; without ``values``, by shapes."""
     if image.ndim != 4 or label.ndim != 4 or label.shape[0] != 1 or image.shape[1:] != label.shape[1:]:
         raise DataError(
             f"case {name}: need an image (C, D, H, W) and a label (1, D, H, W) on one grid, "
@@ -374,11 +374,11 @@ def require_fit(name: str, image: Tensor, label: Tensor, num_channels: int, *, v
 
 
 SHARE_OF_MEMORY = 0.3
-"""Of a device's free memory, what cases take by themselves; the rest is for training."""
+"""Share of a device's free memory for cases; the rest is for training."""
 
 
 def choose_budget(free_bytes: int, limit_bytes: int | None = None) -> int:
-    """Return how many bytes cases may take of a device that has ``free_bytes``; a limit counts in place of the share.
+    """Return the bytes that cases may take of ``free_bytes`` on a device; a limit replaces the default share.
 
     >>> choose_budget(100), choose_budget(100, limit_bytes=80), choose_budget(100, limit_bytes=120)
     (30, 80, 100)

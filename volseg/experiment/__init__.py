@@ -1,6 +1,6 @@
-"""Whole experiments: what the command line does, as functions.
+"""Whole experiments: the functions behind the command line.
 
-The names are loaded when they are first used: who starts the processes of a training imports nothing that trains.
+Names are loaded at first use: the process that launches a training imports nothing that trains.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,7 @@ _MODULES = {
     "parallel.devices": "is_main_process",
     "parallel.processes.group": "leave_processes",
 }
-"""Names by the module that has them."""
+"""Names by their module."""
 
 _HOMES = {name: f"volseg.{module}" for module, names in _MODULES.items() for name in names.split()}
 

@@ -1,7 +1,7 @@
-"""Other ways to run a training, as settings of its config: what takes less memory, and how a user asks for it.
+"""Alternatives for a training that need less memory, as settings of its config.
 
-Pure, on a config and on forecasts. Where nobody could forecast, the order of `list_smaller` stands in: by what each is
-known to do to any network.
+Pure, on a config and on estimates. Without estimates, `list_smaller` gives the order, by the known effect of each
+setting on any network.
 """
 
 import json
@@ -27,18 +27,18 @@ __all__ = [
 ]
 
 CLEARLY_LESS = 0.97
-"""Of the bytes of tensors of what has failed: forecasts that are closer are about the same."""
+"""Factor of the failed candidate's tensor bytes; estimates above it count as no smaller."""
 
 
 def find_candidate(config: ExperimentConfig, plan: MeshPlan, num_devices: int) -> Candidate:
-    """Return what a training with a settled config does.
+    """Return the candidate that a settled config runs.
 
     Parameters
     ----------
     config : ExperimentConfig
-        With what its processes came to.
+        The config, with the mesh of its processes.
     plan : MeshPlan
-        Who does what.
+        The mesh of the processes.
     num_devices : int
         Devices of one process.
     """
@@ -64,7 +64,7 @@ def take_candidate(config: ExperimentConfig, candidate: Candidate, num_processes
     Raises
     ------
     ConfigError
-        If its other values do not go with that.
+        If its other values do not fit the candidate.
     """
     recomputes_alone = candidate.checkpoint is not None and candidate.spatial == candidate.pipeline == 1
     is_alone = candidate.data * candidate.spatial == 1
@@ -74,7 +74,7 @@ def take_candidate(config: ExperimentConfig, candidate: Candidate, num_processes
         "spatial": None if is_alone or candidate.pipeline > 1 else candidate.spatial,
         "pipeline": candidate.pipeline if candidate.pipeline > 1 else None,
         "split_size": candidate.split_size,
-        # Recomputation belongs to the strategy that cuts, on one device too.
+        # Recomputation is part of the strategy that cuts, on one device too.
         "strategy": "spatial" if recomputes_alone else "none",
         "devices": 1 if recomputes_alone and num_processes == 1 else None,
         "checkpoint": candidate.checkpoint,
@@ -88,7 +88,7 @@ def take_candidate(config: ExperimentConfig, candidate: Candidate, num_processes
 
 
 def list_overrides(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
-    """Return what makes one config the other, as ``--set`` takes it.
+    """Return the ``--set`` overrides that turn one config into the other.
 
     >>> from volseg.config.schema import DataConfig, PatchConfig
     >>> config = ExperimentConfig(
@@ -111,10 +111,10 @@ def _as_yaml(value: Any) -> str:
 
 
 def list_smaller(tried: Candidate, batch_size: int) -> list[Candidate]:
-    """Return what takes less memory on as many devices whatever the network is, least trouble first.
+    """Return candidates that take less memory on as many devices for any network, the simplest first.
 
-    Fewer replicas that are cut more, and each mesh with its activations computed again. A pipeline is cut by layers,
-    whose sizes the network says: of it only smaller micro-batches are known to be less.
+    They have fewer replicas that are cut more, and each mesh also with recomputed activations. A pipeline is cut by
+    layers, whose sizes depend on the network: for it, only smaller micro-batches are known to take less.
 
     Examples
     --------
@@ -140,9 +140,9 @@ def _list_cuts(tried: Candidate) -> Iterator[Candidate]:
 
 
 def rank_smaller(tried: Candidate, forecasts: Sequence[Estimate]) -> list[Estimate]:
-    """Return the forecasts that run and need clearly less than what was tried, fastest first."""
+    """Return the estimates that run and need clearly less memory than ``tried``, fastest first."""
     failed = find_estimate(tried, forecasts)
-    # Torch has given back what it had cached before it failed: tensors say what needs less.
+    # Compare the bytes of tensors: torch has emptied its cache before it failed.
     most = None if failed is None or failed.memory is None else CLEARLY_LESS * failed.memory.used
     fitting = [
         each
@@ -156,7 +156,7 @@ def rank_smaller(tried: Candidate, forecasts: Sequence[Estimate]) -> list[Estima
 
 
 def find_estimate(candidate: Candidate, forecasts: Sequence[Estimate]) -> Estimate | None:
-    """Return the forecast of a candidate, whichever kernels one GPU takes for it; None where there is none."""
+    """Return the estimate of a candidate, with any kernels on one GPU, or None."""
     same = [each for each in forecasts if _is_same(each.candidate, candidate)]
     return next((each for each in same if each.candidate.kernels == candidate.kernels), same[0] if same else None)
 
@@ -166,7 +166,7 @@ def _is_same(one: Candidate, other: Candidate) -> bool:
 
 
 def describe_estimate(forecast: Estimate) -> str:
-    """Return the numbers of a forecast."""
+    """Return the numbers of an estimate."""
     if forecast.memory is None:
         return forecast.refused or "no forecast"
     speed = "" if forecast.seconds is None else f", {forecast.seconds:.3g} s per step"
@@ -175,13 +175,13 @@ def describe_estimate(forecast: Estimate) -> str:
 
 
 def list_lines(config: ExperimentConfig, forecasts: Sequence[Estimate], num_processes: int) -> list[str]:
-    """Return what to paste for each forecast, with its numbers; what the config does not allow is left out."""
+    """Return a line to paste for each estimate, with its numbers; skip those that the config does not allow."""
     lines = []
     for forecast in forecasts:
         count = forecast.candidate.data * forecast.candidate.spatial
         try:
             overrides = list_overrides(config, take_candidate(config, forecast.candidate, count))
-        except ConfigError:  # kernels that were asked for, say
+        except ConfigError:  # for example, kernels that the config names
             continue
         gpus = f"--gpus {forecast.candidate.num_gpus} " if forecast.candidate.num_gpus != num_processes else ""
         lines.append(f"  {gpus}{' '.join(f'--set {each}' for each in overrides)}   {describe_estimate(forecast)}")

@@ -1,4 +1,4 @@
-"""From a config to the objects it describes but the network: every function here makes one of them."""
+"""Build the objects of a config, except the network: one function for each."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,18 +57,18 @@ __all__ = [
 
 
 CASE_FIELDS = ("image", "label", "pred", "spacing")
-"""What a metric of the validation can read."""
+"""Fields of a case that a metric of the validation can read."""
 
 
 def check_components(config: ExperimentConfig) -> None:
-    """Raise for a component that cannot be built, before anything is read.
+    """Raise for a component that cannot be built, before any data is read.
 
-    Of the network only name and parameters are looked at: it takes channels and classes from the data.
+    For the network, only name and parameters are checked: its channels and classes follow from the data.
 
     Raises
     ------
     ConfigError
-        With the nearest known names, or what the component refused.
+        With the nearest known names, or the error of the component.
     """
     NETWORKS.check(config.network.spec())
     SCHEDULES.check(config.schedule.spec())
@@ -90,12 +90,12 @@ def check_components(config: ExperimentConfig) -> None:
 
 
 def build_objective(config: ExperimentConfig, task: Task | None = None) -> Objective:
-    """Return what the training minimises, on the label maps of ``task``; without it, on those of classes.
+    """Return the losses of the training, for the label maps of ``task``, or for plain classes without it.
 
     Raises
     ------
     ConfigError
-        For a loss that does not know what the task's label maps hold: regions, ignored voxels, hidden classes.
+        For a loss that does not support the task's label maps: regions, ignored voxels, hidden classes.
     """
     targets = None if task is None else targets_of(task)
     losses = [
@@ -110,7 +110,7 @@ def choose_channel(config: ExperimentConfig, task: Task) -> int:
     Raises
     ------
     ConfigError
-        If the task's images have none of this name or number.
+        If the task's images have no channel of this name or number.
     """
     wanted, names = config.logging.channel, task.modalities
     if isinstance(wanted, str) and names.count(wanted) == 1:
@@ -143,7 +143,7 @@ def build_batches(
     rows: Sequence[slice] | None = None,
     spacing: Sequence[float] = (1.0, 1.0, 1.0),
 ) -> AugmentedBatches | GrowingBatches:
-    """Return augmented training batches of prepared cases with ``spacing`` mm, or some rows of each."""
+    """Return augmented training batches of prepared cases with ``spacing`` mm, or some rows of each batch."""
     bank = VolumeCache(
         cases,
         device=device,
@@ -197,22 +197,22 @@ def build_predictor(
     exclusive: bool = False,
     kind: type[Predictor] = Predictor,
 ) -> Predictor:
-    """Return how the model, or the average of several, is applied to whole volumes.
+    """Return the predictor that applies a model, or the average of several, to whole volumes.
 
     Parameters
     ----------
     config : ExperimentConfig
         Window, overlap and precision.
     task : Task
-        Of the models.
+        Task of the models.
     models : sequence of nn.Module
-        As `build_model` made them.
+        The models from `build_model`.
     mirror : bool or sequence of int
-        Whether to average over mirrorings, or the axes along which.
+        Whether to average over mirrorings, or the axes of the mirrorings.
     exclusive : bool
-        Whether nothing is trained beside it: the device's memory is then for recordings and batches of windows.
+        Whether no training shares the device: its memory is then available for captures and batches of windows.
     kind : type
-        By whose rules windows lie and are averaged.
+        Class with the rules for positions and averages of windows.
     """
     device, outputs, settings = next(models[0].parameters()).device, config.network.outputs, config.inference
     dtype = Precision.choose(config.training.precision, device).dtype
@@ -248,7 +248,7 @@ def build_step(
     *,
     record: bool,
 ) -> TrainingStep:
-    """Return the step of the training by itself, which looks at no loss."""
+    """Return the training step by itself, without a check of its loss."""
     return TrainingStep(
         Named(model, inputs=["image"], outputs=config.network.outputs),
         build_objective(config, task).to(next(model.parameters()).device),
@@ -278,7 +278,7 @@ def build_validation(
     folder: Path | None,
     show: bool,
 ) -> Validation:
-    """Return a validation of prepared cases, written to ``folder``; ``show`` asks for a bar that counts them."""
+    """Return a validation of prepared cases, written to ``folder``; ``show`` adds a progress bar."""
     return Validation(
         predictor,
         cases,
@@ -309,15 +309,15 @@ def build_training(
     config : ExperimentConfig
         Losses, optimizer, schedule and loop.
     model : nn.Module
-        As `build_model` made it.
+        The model from `build_model`.
     batches : EpochBatches
-        What it trains on.
+        Training batches.
     validation : callable or None
-        Called when one is due.
+        Called for each validation.
     hooks : sequence of Hook
         Called in this order.
     task : Task, optional
-        Whose label maps the batches hold; see `build_objective`.
+        Task of the label maps; see `build_objective`.
     """
     settings, objective = config.training, build_objective(config, task)
     on_gpu = next(model.parameters()).device.type == "cuda"
@@ -342,12 +342,12 @@ def build_training(
 
 
 def build_scoring(config: ExperimentConfig, task: Task) -> Scoring:
-    """Return what is measured of the task's structures.
+    """Return the scores to compute for the task's structures.
 
     Raises
     ------
     ConfigError
-        If the config names a label that is none.
+        If the config names an unknown label.
     """
     asked = config.evaluation
     return choose_scoring(

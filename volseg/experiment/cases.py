@@ -1,4 +1,4 @@
-"""Which cases an experiment trains and validates on, and these cases as the network sees them."""
+"""Choose the cases that an experiment trains and validates on, and prepare them for the network."""
 
 import logging
 import math
@@ -62,7 +62,7 @@ class ChosenCases:
     training: tuple[Case, ...]
     validation: tuple[Case, ...]
     patients: PatientReport = field(default_factory=PatientReport)
-    """What is said of the patients on both sides."""
+    """Report on the patients of both sides."""
 
 
 def read_task(config: ExperimentConfig) -> Task:
@@ -73,14 +73,14 @@ def read_task(config: ExperimentConfig) -> Task:
 def choose_cases(config: ExperimentConfig) -> ChosenCases:
     """Read the task's description and return the cases to use; no image is read.
 
-    A training case of weight 0 is in the split, and is not used.
+    A training case of weight 0 is in the split, but is not used.
 
     Raises
     ------
     ConfigError
-        If weights are given of what is no case.
+        If a weight's name matches no case.
     DataError
-        If there is no task, too few cases for the folds, a weight that is none, or no training case of one above 0.
+        If there is no task, too few cases for the folds, an invalid weight, or no training case with a weight above 0.
     """
     task = read_task(config)
     task = replace(task, training=_weigh(task, config.data.weights))
@@ -113,12 +113,12 @@ def find_previous_stage(config: ExperimentConfig) -> Path | None:
 def add_stage(config: ExperimentConfig, cases: Sequence[Case]) -> tuple[Case, ...]:
     """Return cases with their label maps of the previous stage.
 
-    Each is of the fold that validates the case: a network labels cases better that it was trained on.
+    Each label map is from the fold that validates the case: a network scores higher on cases that it was trained on.
 
     Raises
     ------
     DataError
-        Names the cases that have none.
+        If cases have no label map; names these cases.
     """
     folder = config.data.previous_stage
     if folder is None:
@@ -136,7 +136,7 @@ def add_stage(config: ExperimentConfig, cases: Sequence[Case]) -> tuple[Case, ..
 
 
 def _weigh(task: Task, weights: Mapping[str, float]) -> tuple[Case, ...]:
-    """Return the training cases with the weights that ``data.weights`` or the data set's column ``weight`` gives."""
+    """Return the training cases with the weights of ``data.weights`` or of the data set's column ``weight``."""
     names = [case["case"] for case in task.training]
     fitting = {key: [key] if key in names else [name for name in names if fnmatchcase(name, key)] for key in weights}
     if unknown := [key for key, found in fitting.items() if not found]:
@@ -166,7 +166,7 @@ def _read_weight(text: str, name: str, task: Task) -> float:
 
 
 def _choose_drawn(training: Sequence[Case]) -> tuple[Case, ...]:
-    """Return the training cases that are drawn at all, and log how often."""
+    """Return the training cases with a weight above 0, and log the weights."""
     drawn = tuple(case for case in training if case.get("weight", 1.0) > 0)
     if training and not drawn:
         shown = list_some([case["case"] for case in training])
@@ -179,12 +179,12 @@ def _choose_drawn(training: Sequence[Case]) -> tuple[Case, ...]:
 
 
 def open_cache(config: ExperimentConfig, task: Task, preprocessing: Preprocessing) -> CaseCache | None:
-    """Return where the config keeps prepared cases; None for nowhere.
+    """Return the cache of prepared cases that the config names, or None.
 
     Raises
     ------
     ConfigError
-        If the folder that the config names cannot be used; one that it leaves open is done without, and that is said.
+        If the folder that the config names cannot be used. Without a named folder, a warning replaces the error.
     """
     folder = choose_cache_folder(config.data.cache)
     if folder is None:
@@ -206,19 +206,19 @@ def prepare_chosen(
     readers: Readers = ALONE,
     cache: CaseCache | None = None,
 ) -> PreparedCases:
-    """Read every chosen case once per machine; return those that can be used, as the network sees them.
+    """Read every chosen case once per machine; return the usable cases, prepared for the network.
 
-    All processes of the readers' group call this, those that read nothing too.
+    All processes of the readers' group call this function, including those that read nothing.
 
-    The split was made before bad cases are left out, so a fold holds the same cases whatever was wrong with others.
+    The split precedes the removal of bad cases, so a fold keeps its cases whatever other cases are bad.
 
     Raises
     ------
     DataError
-        If a case is bad and ``skip_bad`` is off (all bad cases at once), or none is left.
+        If a case is bad and ``skip_bad`` is off (all bad cases at once), or no case remains.
     """
     num_chosen = len(chosen.training) + len(chosen.validation)
-    leads = is_main_process()  # every process is told of all cases
+    leads = is_main_process()  # every process receives the facts of all cases
     with count_up(num_chosen, "checking and preparing") if leads else nullcontext() as count:
         prepared = prepare_together(
             chosen.training,
@@ -244,9 +244,9 @@ def prepare_chosen(
 
 
 def choose_split(config: ExperimentConfig, task: Task) -> Split:
-    """Return the split that the config asks for: of its file, else of the data set itself, else nnU-Net's.
+    """Return the split that the config names: from its file, else from the data set, else nnU-Net's.
 
-    Given splits are taken as they are; `ChosenCases.patients` says whether they cut a patient.
+    Given splits are used unchanged; `ChosenCases.patients` says whether they cut a patient.
 
     Raises
     ------
@@ -257,7 +257,7 @@ def choose_split(config: ExperimentConfig, task: Task) -> Split:
     """
     wanted = config.split
     ids = [case["case"] for case in task.training]
-    groups = find_groups(task, wanted.group)  # a wrong one is refused, whatever the split
+    groups = find_groups(task, wanted.group)  # an invalid group is refused for any split
     if wanted.validation == "none":
         return Split(training=tuple(sorted(ids)), validation=())
     if (splits := list_given_splits(config, task)) is None:
@@ -269,7 +269,7 @@ def choose_split(config: ExperimentConfig, task: Task) -> Split:
 
 
 def list_given_splits(config: ExperimentConfig, task: Task) -> Sequence[Split] | None:
-    """Return the splits that somebody wrote down, in a file or with the data; None where they are computed."""
+    """Return the splits from a file or from the data set, or None if they are computed."""
     if config.split.file is not None:
         return read_splits(config.split.file, [case["case"] for case in task.training])
     return task.splits or None
@@ -278,14 +278,14 @@ def list_given_splits(config: ExperimentConfig, task: Task) -> Sequence[Split] |
 def describe_patients(task: Task, group: str | None, split: Split, *, is_given: bool) -> PatientReport:
     """Return what to report about the patients of a training.
 
-    A split that cuts a patient is used nevertheless: published folds do so, and results on them are compared.
+    A split that cuts a patient is still used: published folds do so, and results on them are compared.
 
     Parameters
     ----------
     group : str or None
         As ``split.group``; with None, evident patients count.
     split : Split
-        Of the training.
+        The split of the training.
     is_given : bool
         Whether the split comes from a file; else it was computed.
 

@@ -1,10 +1,10 @@
-"""The kernels of a training, compiled before it needs them, where no GPU needs to be.
+"""Compile the kernels of a training before it needs them, on a machine with or without a GPU.
 
-The training step is followed on a GPU of a kind (`tracing`), by the strategy that will run it, and every kernel that
-it asks for is compiled (`volseg.device.compiling`) into Triton's cache, where the step finds it. What was compiled is
-noted beside the kernels. A training starts a worker for it (`kernel_worker`), unless it finds a note; an
-image, say, is filled before there is a GPU (`compile_beforehand`). Nothing depends on it: what was not compiled, Triton
-compiles when it is run.
+The training step is traced (`tracing`) for a kind of GPU, with the strategy that will run it. Every kernel that it
+launches is compiled (`volseg.device.compiling`) into Triton's cache, where the step finds it. A note beside the kernels
+lists them. A training starts a worker for this (`kernel_worker`), unless it finds a note. A container image, for
+example, is filled before there is a GPU (`compile_beforehand`). This step is optional: Triton compiles missing kernels
+at their first launch.
 """
 
 import hashlib
@@ -53,17 +53,17 @@ logger = logging.getLogger(__name__)
 
 
 OTHER = {"name", "output", "seed", "device", "data", "split", "logging", "evaluation", "hooks", "metrics"}
-"""Sections of a config on which no kernel of the step depends."""
+"""Sections of a config that do not affect the kernels of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledKernels:
-    """What was compiled for a training."""
+    """Result of compiling for a training."""
 
     kernels: int = 0
     """Kernels, each for one kind of arguments."""
     seconds: float = 0.0
-    """From beginning to end."""
+    """Duration."""
     problem: str = ""
     """Why some, or all, were not compiled."""
 
@@ -79,34 +79,33 @@ def compile_kernels(
     facts: DataFacts | None = None,
     ready: Callable[[], object] | None = None,
 ) -> CompiledKernels:
-    """Compile what the training step of a config runs, into Triton's cache; needs no GPU.
+    """Compile the kernels of a config's training step into Triton's cache; needs no GPU.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training.
+        Config of the training.
     gpu : GpuLike
-        What it is to run on.
+        The GPU to compile for.
     candidate : Candidate, optional
-        On how many of them, and how these share the step; one GPU by default. Which kernels it takes there the config
-        says.
+        Number of GPUs, and how they share the step; one GPU by default. The config determines the kernels.
     one_process : bool
         See `trace_candidate`.
     processes : int, optional
-        That compile; one per core by default.
+        Compiling processes; one per core by default.
     runs_here : bool
         See `Compiling`.
     facts : DataFacts, optional
-        Of its data set, where they are known already.
+        Facts of its data set, if they are known.
     ready : callable, optional
-        Called when the kernels of the first size's steps are there; those of other sizes, and of validations, are not.
+        Called when the kernels of the first size's steps exist; those of other sizes and of validations may be missing.
 
     Raises
     ------
     ConfigError, DataError
         If the config cannot be run.
     ParallelError
-        If the training cannot be followed, or Triton is not installed.
+        If the training cannot be traced, or Triton is not installed.
     """
     begin = time.perf_counter()
     dtype = choose_dtype(config.training.precision, gpu.capability)
@@ -115,10 +114,10 @@ def compile_kernels(
     )
     described = describe_training(config, dtype, find_facts(config) if facts is None else facts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Not recorded, which is followed for longer: a recording runs the kernels of the steps before it, but for one that
-    # exchanges planes of slabs.
+    # Not captured, since tracing a capture takes longer. A capture runs the kernels of the steps before it, except for
+    # one that exchanges planes of slabs.
     candidate = replace(candidate or Candidate(), kernels="fast" if is_fast else "torch", recorded=False)
-    # One that is killed would be waited for, for ever, to ask for more.
+    # A killed process would block further requests forever.
     bind = partial(bind_copy, os.getpid())
     compiling = Compiling(gpu.capability, processes or cores, runs_here=runs_here, begin=bind)
     first: list[int] = []
@@ -142,7 +141,7 @@ def compile_kernels(
 
 
 def _follow_rehearsal(work: Work, candidate: Candidate, gpu: GpuLike) -> None:
-    """Follow what `with_fast_kernels` runs of a network first, by itself, where replicas exchange nothing yet."""
+    """Trace the rehearsal of `with_fast_kernels` by itself, before replicas exchange anything."""
     with tracing(gpu) as followed:
         (device,) = followed.devices
         with host_values():
@@ -154,7 +153,7 @@ def _follow_rehearsal(work: Work, candidate: Candidate, gpu: GpuLike) -> None:
 
 
 def _counting(work: Work, count: Callable[[], object]) -> Work:
-    """Return what is followed, which counts before it validates."""
+    """Return the traced work, which counts before it validates."""
     validate = work.validate
     if validate is None:
         return work
@@ -169,26 +168,26 @@ def _counting(work: Work, count: Callable[[], object]) -> Work:
 def compile_beforehand(
     config: ExperimentConfig, gpu: GpuLike, *, channels: int | None = None, classes: int | None = None
 ) -> CompiledKernels:
-    """Compile what a training runs on one GPU of a kind, and note it, so that on such a GPU it compiles nothing.
+    """Compile the kernels of a training for one GPU of a kind, and write a note, so that such a GPU compiles nothing.
 
-    Needs no GPU. Triton's cache (``TRITON_CACHE_DIR``) holds it; the training must run with the same versions of this
-    package, of torch and of Triton, and with the same config but for its data and its name.
+    Needs no GPU. The kernels are in Triton's cache (``TRITON_CACHE_DIR``). The training must use the same versions of
+    this package, of torch and of Triton, and the same config except for its data and its name.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training.
+        Config of the training.
     gpu : GpuLike
-        The kind; its name is the one that the driver gives such a GPU.
+        The kind, with the name that the driver gives such a GPU.
     channels, classes : int, optional
-        Of images and label maps, where the data set is not there and not known.
+        Channels of images and classes of label maps, for an unknown data set that is absent.
 
     Raises
     ------
     ConfigError, DataError
         If the config cannot be run.
     ParallelError
-        If kernels cannot be compiled, or this process has begun to use CUDA.
+        If kernels cannot be compiled, or this process has initialised CUDA.
     """
     if uses_gpus():
         raise ParallelError(
@@ -197,7 +196,7 @@ def compile_beforehand(
         )
     facts = find_facts(config, channels, classes)
     has_driver, visible = count_gpus() > 0, os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd would begin to use each that is visible
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd would initialise each visible GPU
     try:
         compiled = compile_kernels(config, gpu, runs_here=has_driver, facts=facts)
     finally:
@@ -206,22 +205,22 @@ def compile_beforehand(
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
     if compiled.problem:
         raise ParallelError(f"kernels for {gpu.name} were not compiled: {compiled.problem}")
-    if has_driver or not starts_by_compiler():  # else a training's worker has those functions made, and notes it
+    if has_driver or not starts_by_compiler():  # else a training's worker makes those functions, and writes the note
         write_note(note_path(config, [gpu.name]), config, gpu, compiled)
     return compiled
 
 
 def note_path(config: ExperimentConfig, gpus: Sequence[str], processes: int = 1) -> Path:
-    """Return the file that says that the kernels of such a training, on GPUs of these names, are in the cache.
+    """Return the file that notes that the cache has the kernels of such a training, on GPUs of these names.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training.
+        Config of the training.
     gpus : sequence of str
-        As the driver tells them; one twice counts once.
+        Names from the driver; duplicates count once.
     processes : int
-        Of its job.
+        Processes of its job.
     """
     from triton import __version__ as triton_version  # Triton may not be installed
     from triton import knobs
@@ -237,16 +236,16 @@ def note_path(config: ExperimentConfig, gpus: Sequence[str], processes: int = 1)
 
 
 def write_note(note: Path, config: ExperimentConfig, gpu: GpuLike, compiled: CompiledKernels) -> None:
-    """Note what was compiled, where `note_path` says."""
+    """Write the note about compiled kernels, at a path from `note_path`."""
     note.parent.mkdir(parents=True, exist_ok=True)
     with replacing(note) as file:
         file.write_text(json.dumps({"name": config.name, "gpu": gpu.name, **asdict(compiled)}), encoding="utf-8")
 
 
 def _digest_sources() -> str:
-    """Return what changes with this package's sources, which an editable installation does without a new version.
+    """Return a digest of this package's sources, which change without a new version in an editable installation.
 
-    By what they hold: files that came with an image have the times of its layers, in whole seconds.
+    It covers contents: files from a container image have the times of its layers, in whole seconds.
     """
     folder, digest = Path(volseg.__file__).parent, hashlib.sha256()
     for source in sorted(folder.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""From a folder of cases to a config, and to the config of a training that was given a folder only."""
+"""Plan a config from a folder of cases, or the config of a training that gets only a data set."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 PLANNED = "planned.yaml"
-"""In the run folder: the config that was planned for a training that was given a data set only."""
+"""File in the run folder: the planned config of a training that got only a data set."""
 
 
 def configure(
@@ -67,26 +67,26 @@ def configure(
     skip_bad: bool = False,
     like: str | Path | None = None,
 ) -> Plan:
-    """Look at every case of a data set, unless it was done before and nothing has changed, and plan its training.
+    """Read every case of a data set, unless a valid fingerprint exists, and plan its training.
 
     Parameters
     ----------
     folder : path
-        Of the data set.
+        Folder of the data set.
     preset, gpu_memory, name
         As for `volseg.planning.plan`.
     skip_bad : bool
-        Leave bad cases out, of the plan and of the training.
+        Leave bad cases out of the plan and of the training.
     like : path, optional
-        A source (see `volseg.experiment.sources.open_source`), with whose weights the training begins: spacing, patch
-        and network are taken over from it.
+        A source of initial weights (see `volseg.experiment.sources.open_source`): spacing, patch and network are taken
+        from it.
 
     Raises
     ------
     ConfigError
-        If nothing fits the memory, or ``like`` says of no network how it was trained.
+        If nothing fits the memory, or ``like`` does not say how its network was trained.
     DataError
-        If there is no data set, or a case is bad: all of them at once.
+        If there is no data set, or if cases are bad: all of them at once.
     """
     source = None if like is None else open_one(like).as_like()  # before minutes of reading
     task = load_task(folder, require_files=False)
@@ -120,9 +120,9 @@ def _find_fingerprint(task: Task, skip_bad: bool) -> Fingerprint:
 
 
 def format_plan(planned: Plan, path: str | Path, *, trains: bool = False, is_short: bool = False) -> str:
-    """Return what was planned, in a few lines, and what to type next unless the training begins now.
+    """Return a summary of a plan in a few lines, and the next command unless the training starts now.
 
-    Without a GPU it offers a small plan, unless the training ``is_short``.
+    Without a GPU, the summary offers a small plan, unless the training ``is_short``.
     """
     geometry, fingerprint = planned.geometry, planned.fingerprint
     size = " x ".join(f"{side:g}" for side in geometry.median_shape)
@@ -147,7 +147,7 @@ def format_plan(planned: Plan, path: str | Path, *, trains: bool = False, is_sho
 
 
 def is_data_set(path: str | Path) -> bool:
-    """Tell whether what stands in a config's place is a data set: a folder, or a table of paths.
+    """Return whether a path in place of a config is a data set: a folder, or a table of paths.
 
     Raises
     ------
@@ -171,25 +171,25 @@ def plan_run(
     overrides: Sequence[str] = (),
     resume: bool = False,
 ) -> Path:
-    """Return the planned config of a training that is given a data set, written into its run folder.
+    """Return the planned config of a training that gets a data set, written into its run folder.
 
-    A run that goes on keeps its plan, whatever cases have come since.
+    A resumed run keeps its plan, even if cases have been added since.
 
     Parameters
     ----------
     folder : path
-        Of the data set.
+        Folder of the data set.
     preset, gpu_memory
         As for `volseg.planning.plan`.
     overrides : sequence of str
-        Such as ``training.epochs=5``; those of ``name``, ``output`` and ``data.skip_bad`` count here.
+        Such as ``training.epochs=5``; ``name``, ``output`` and ``data.skip_bad`` have an effect here.
     resume : bool
-        Whether a run that was begun is to go on.
+        Whether to resume a run.
 
     Raises
     ------
     ConfigError
-        If a run was begun in the folder and ``resume`` is off, it was planned otherwise, or no config takes an
+        If the folder has a run and ``resume`` is off, if the run was planned differently, or if no config takes an
         override.
     DataError
         As `configure`.
@@ -225,7 +225,7 @@ def plan_run(
     return file
 
 
-# A config to begin with, written out with all that can be said of it; and the schema with every component's name.
+# A config to start with, written out with all comments; and the schema with every component's name.
 
 
 PLAIN: dict[str, Any] = {
@@ -235,7 +235,7 @@ PLAIN: dict[str, Any] = {
     "network": {"name": "DynUNet", "deep_supervision": True},
     "optimizer": {"name": "AdamW", "lr": 3e-3, "weight_decay": 1e-2},
 }
-"""What has no default."""
+"""Values without a default."""
 
 
 def init_config(
@@ -246,25 +246,25 @@ def init_config(
     minimal: bool = False,
     overwrite: bool = False,
 ) -> ExperimentConfig:
-    """Write a config to begin with: every value, its meaning, its bounds and its alternatives.
+    """Write a config to start with: every value, its meaning, its bounds and its alternatives.
 
     Parameters
     ----------
     output
-        The file.
+        Path of the file.
     data
-        Of the data set, in place of a word to be replaced.
+        Folder of the data set, in place of a placeholder.
     like
-        Name of a config that comes with volseg, whose values are taken.
+        Name of a config shipped with volseg, to copy values from.
     minimal
-        Write only what differs from the defaults.
+        Write only values that differ from the defaults.
     overwrite
-        Replace a file that is there.
+        Replace an existing file.
 
     Raises
     ------
     ConfigError
-        If there is a file and ``overwrite`` is off, or nothing like ``like``.
+        If the file exists and ``overwrite`` is off, or no config is called ``like``.
     """
     output = Path(output)
     require_new(output, overwrite=overwrite)
@@ -291,6 +291,6 @@ def _list_components() -> dict[str, list[str]]:
 
 
 def write_schema(output: str | Path) -> None:
-    """Write the schema, whole or not at all; a file that is there is replaced."""
+    """Write the schema, whole or not at all; replace an existing file."""
     with replacing(output) as partial:
         partial.write_text(json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

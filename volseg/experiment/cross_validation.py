@@ -4,10 +4,10 @@
 
     runs/task04_unet/
         fold_0/ ... fold_4/      run folders; validation/ in each holds the out-of-fold predictions
-        fold_0.yaml, fold_0.log  with --gpus: what its process was given, and what it said
+        fold_0.yaml, fold_0.log  with --gpus: config and log of its process
         summary.json             all cases, in nnU-Net's shape
         cross_validation.json    folds, times, means with intervals, published results, config, environment
-        report.html, report.md   the same for reading
+        report.html, report.md   the same as pages
 """
 
 import logging
@@ -73,38 +73,38 @@ class LabelResult:
 
     @property
     def over_folds(self) -> float:
-        """Mean of the folds' means, which is what is published as a rule; NaN if it is in one of them."""
+        """Mean of the folds' means, which is usually published; NaN if one of them is NaN."""
         return fmean(self.of_folds)
 
 
 @dataclass(frozen=True)
 class CrossValidated:
-    """Every finished fold of a cross-validation, together."""
+    """All finished folds of a cross-validation."""
 
     config: ExperimentConfig
     task: Task
     num_folds: int
-    """That there are to be; ``folds`` may be fewer."""
+    """Number of planned folds; ``folds`` may be fewer."""
     folds: tuple[FoldResult, ...]
     seconds: Mapping[int, float]
-    """Fold to wall-clock seconds, all included, where a fold was trained in one go."""
+    """Total wall-clock seconds of each fold that was trained in one go."""
     failures: Mapping[int, str]
-    """Fold to what went wrong in it, in this call."""
+    """Error of each fold that failed in this call."""
 
     @property
     def folder(self) -> Path:
-        """Where everything is."""
+        """Folder of the results."""
         return self.config.folder
 
     @cached_property
     def summary(self) -> Summary:
-        """Of all validated cases, by case id, in nnU-Net's shape."""
+        """Summary of all validated cases, by case id, in nnU-Net's shape."""
         cases = [read_evaluated(case) for fold in self.folds for case in fold.summary["metric_per_case"]]
         return summarise(sorted(cases, key=lambda case: Path(case.prediction_file or "").name))
 
     @cached_property
     def labels(self) -> tuple[LabelResult, ...]:
-        """Dice of every foreground label; last, called ``mean``, of the mean over them."""
+        """Dice of every foreground label; the last row, ``mean``, is their mean."""
         values = [label for label in self.summary["mean"] if label != "0"]
         scores = [[case["metrics"][label]["Dice"] for label in values] for case in self.summary["metric_per_case"]]
         per_label, overall = mean_intervals(scores)
@@ -128,12 +128,12 @@ class CrossValidated:
 
     @cached_property
     def published(self) -> tuple[PublishedResult, ...]:
-        """What others reached on this task."""
+        """Published results on this task."""
         return published_results(self.task)
 
 
 def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything as plain values for JSON; what is not a number is null."""
+    """Return all results as plain values for JSON; NaN becomes null."""
     told = {
         "name": crossed.config.name,
         "task": crossed.task.name,
@@ -156,7 +156,7 @@ def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str
 
 
 def _describe_scores(crossed: CrossValidated) -> dict[str, dict[str, Any]]:
-    """Return each metric of every structure: mean over cases, interval, median, cases without one, means of folds."""
+    """Return each metric of every structure: mean over cases, interval, median, undefined cases, means of folds."""
     full = complete_summary(crossed.summary)
     described: dict[str, dict[str, Any]] = {}
     for key, means in full["mean"].items():
@@ -176,7 +176,7 @@ def _describe_scores(crossed: CrossValidated) -> dict[str, dict[str, Any]]:
 
 
 def format_cross_validation(crossed: CrossValidated) -> str:
-    """Return what a cross-validation ends by saying: its report in short, of which the page and report.md have more."""
+    """Return the final message of a cross-validation: a summary of the longer report page and report.md."""
     told = write_brief(crossed.folder, sections=("Look at this", "Folds", "Published results"))
     return f"\n{told}\nAll of it is in {crossed.folder}; report: {crossed.folder / NAME} and report.md"
 
@@ -202,18 +202,18 @@ def _describe_fold(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
 def train_in_processes(
     folds: Sequence[Fold], gpus: Sequence[str | None], on_finished: Callable[[Fold, float], None]
 ) -> dict[int, ParallelError]:
-    """Train folds, as many at a time as there are GPUs; those that were begun go on from their checkpoints.
+    """Train folds, as many at a time as there are GPUs; resume started folds from their checkpoints.
 
     Ctrl-C and SIGTERM are passed on: each process stops after its batch with a checkpoint.
 
     Parameters
     ----------
     folds
-        In the order in which they are begun.
+        Folds in the order of their start.
     gpus
         See `choose_gpus`.
     on_finished
-        Called with a fold that has ended well, and its seconds from the start of its process.
+        Called with a fold that has succeeded, and the seconds since the start of its process.
 
     Returns
     -------
@@ -238,27 +238,27 @@ def cross_validate(
 ) -> CrossValidated:
     """Train the folds of a config's split, gather their out-of-fold results, and write them.
 
-    A fold that is finished is not trained again. The results are those of every finished fold in the folder, also of
-    those that other calls trained, and are written anew after each.
+    A finished fold is not trained again. The results cover every finished fold in the folder, including folds of other
+    calls, and are rewritten after each fold.
 
     Parameters
     ----------
     config : ExperimentConfig or path
-        Of one fold, whichever, or its YAML file; ``split.fold`` and ``output`` are set for each (``OUTPUT/fold_K``).
+        Config of any fold, or its YAML file; ``split.fold`` and ``output`` are set for each (``OUTPUT/fold_K``).
     folds : sequence of int, optional
-        Which to train; all by default.
+        Folds to train; all by default.
     gpus : int
         With 1, one fold after another in this process. With more, a process for each fold, that many at a time.
     resume : bool
-        Let folds that were begun go on.
+        Resume started folds.
 
     Raises
     ------
     ConfigError, DataError
-        Before anything is trained, if the config cannot be run, or a fold in the folder is of another config or of
-        other cases, or is unfinished and ``resume`` is off.
+        Before any training, if the config cannot be run, or if a fold in the folder has another config or other cases,
+        or is unfinished and ``resume`` is off.
     ParallelError, NonFiniteLossError, NonFinitePredictionError
-        If folds failed and none is finished. As long as one is, failures are in the result.
+        If folds failed and none is finished. Otherwise failures are part of the result.
     """
     config = require_config(config)
     check_components(config)
@@ -281,8 +281,8 @@ def cross_validate(
         result = fold.result()
         assert result is not None, f"{fold.folder.path} ended well and is not finished"
         results[fold.number] = result
-        RunFolder(config.folder).postprocessing_file.unlink(missing_ok=True)  # was measured without this fold
-        # Of a fold trained in several sittings, only the last would be known.
+        RunFolder(config.folder).postprocessing_file.unlink(missing_ok=True)  # it was measured without this fold
+        # For a fold trained in several sessions, only the last would count.
         seconds.pop(fold.number, None)
         if fold.number not in begun_before:
             seconds[fold.number] = fold_seconds
@@ -293,7 +293,7 @@ def cross_validate(
     places: Sequence[str | None] | None = None
     if gpus > 1:
         places = choose_gpus(config, gpus)
-    elif count_workers(config) > 1:  # a fold on several GPUs starts processes of its own
+    elif count_workers(config) > 1:  # a fold on several GPUs starts its own processes
         places = [None]
     failures = _train_folds(waiting, places, keep_result)
     if not results:
@@ -306,7 +306,7 @@ def cross_validate(
 def _train_folds(
     waiting: Sequence[Fold], gpus: Sequence[str | None] | None, on_finished: Callable[[Fold, float], None]
 ) -> dict[int, VolsegError]:
-    """Train folds; return the faults of those that failed by themselves and not all for the same reason."""
+    """Train folds; return the errors of single folds, and raise an error that stops all of them."""
     if gpus is not None:
         return dict(train_in_processes(waiting, gpus, on_finished))
     failures: dict[int, VolsegError] = {}
@@ -324,7 +324,7 @@ def _train_folds(
 
 
 def _tell(number: int, fault: VolsegError) -> str:
-    # The fault of a process names its fold already.
+    # The error of a process names its fold.
     return str(fault) if isinstance(fault, ParallelError) else f"fold {number} failed: {fault}"
 
 
@@ -374,7 +374,7 @@ def _require_may_begin(waiting: Sequence[Fold], resume: bool) -> None:
 
 
 def _read_seconds(folder: Path) -> dict[int, float]:
-    """Return the seconds of folds that earlier calls wrote down."""
+    """Return the seconds of folds from earlier calls."""
     path = folder / RESULTS
     if not path.exists():
         return {}

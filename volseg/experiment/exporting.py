@@ -1,4 +1,4 @@
-"""A run, or a cross-validation, as one file that predicts; a run's network as TorchScript, ONNX or MONAI bundle."""
+"""Export a run or a cross-validation as one file that predicts, or one network as TorchScript, ONNX or MONAI bundle."""
 
 import logging
 import os
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 SUFFIXES = {"torchscript": (".pt", ".ts"), "onnx": (".onnx",)}
 
 PLAIN = ("device=cpu", "parallel={}", "training.kernels=torch", "training.memory_format=contiguous")
-"""How a network is computed here while it is followed: by torch's own operators, on one device."""
+"""Settings to trace a network: torch's own operators, on one device."""
 
 
 class Logits(nn.Module):
@@ -48,9 +48,9 @@ class Logits(nn.Module):
     Parameters
     ----------
     network : nn.Module
-        May give several outputs, or several heads.
+        It may return several outputs, or several heads.
     index : int, optional
-        Of the logits among the outputs; None where there is one.
+        Index of the logits among the outputs; None for a single output.
     """
 
     def __init__(self, network: nn.Module, index: int | None) -> None:
@@ -100,7 +100,7 @@ def _refuse_cascade(config: ExperimentConfig, source: Path) -> None:
 
 
 def _list_shapes(rule: GridRule, channels: int, sides: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return what a network is compared on: its window, several of them, and a larger volume where it takes one."""
+    """Return the shapes for comparison: its window, several windows, and a larger volume if the network takes one."""
     shapes = [(1, channels, *sides), (2, channels, *sides)]
     larger = tuple(side + step for side, step in zip(sides, rule.divisors, strict=True))
     return shapes if rule.fixed or not rule.takes(larger) else [*shapes, (1, channels, *larger)]
@@ -154,12 +154,12 @@ def _export_bundle(
 
 
 def _require_same(folder: Path, network: nn.Module, shapes: list[tuple[int, ...]]) -> None:
-    """Raise unless the network that MONAI builds of the bundle gives the same logits."""
+    """Raise unless the network that MONAI builds from the bundle gives the same logits."""
     parser = ConfigParser()
     parser.read_config(str(folder / "configs" / "inference.json"))
     parser["bundle_root"], parser["device"] = str(folder), "$torch.device('cpu')"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch about TorchScript, which bundles are made of
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of TorchScript, which bundles use
         built: Any = parser.get_parsed_content("network")
     require_same_logits(network, lambda image: full_logits(built(image)), shapes, "MONAI bundle")
 
@@ -181,23 +181,23 @@ def export(
     Parameters
     ----------
     source : path
-        A run folder, or that of a cross-validation, whose finished folds become an ensemble.
+        A run folder, or the folder of a cross-validation, whose finished folds become an ensemble.
     output : path
-        Of the file, replaced only as a whole; with ``monai-bundle`` a folder, which is new.
+        Path of the file, replaced only as a whole; for ``monai-bundle`` a new folder.
     to : str
-        One of `FORMATS`. But for an archive: one network, run and compared with the file before that is kept.
+        One of `FORMATS`. All but ``archive`` take one network, which is compared with the file before the file is kept.
     checkpoint : str
         ``latest``, ``best`` or ``previous``.
     licence : str
-        Under which the weights may be used, such as ``CC-BY-4.0``.
+        Licence of the weights, such as ``CC-BY-4.0``.
     overwrite : bool
-        Whether a file that is there is replaced.
+        Whether to replace an existing file.
 
     Raises
     ------
     ConfigError
-        If the network cannot be written in this format, says why; if there is such a file, and ``overwrite`` is off,
-        or ``source`` is no run and no cross-validation.
+        If the network cannot be written in this format, if the file exists and ``overwrite`` is off, or if ``source``
+        is no run and no cross-validation.
     CheckpointError
         If a checkpoint cannot be used.
     """
@@ -213,8 +213,8 @@ def export(
 def _export_archive(source: Path, output: Path, checkpoint: str, licence: str) -> Path:
     """Write a run, or the finished folds of a cross-validation, as one file.
 
-    The weights are those that a prediction takes (averaged ones where the training kept them). What tells of people or
-    machines stays behind: the cases' names, paths, the environment.
+    The weights are those of a prediction (averaged weights if the training kept them). Data about people or machines
+    are left out: the cases' names, paths, the environment.
     """
     if output.is_dir() or output.suffix != ".zip":
         raise ConfigError(f"a run is exported to a file such as model.zip, got {output}")
@@ -235,13 +235,13 @@ def _export_archive(source: Path, output: Path, checkpoint: str, licence: str) -
         "data": [_digest_cases(run) for run in runs],
     }
     order = RunFolder(source).postprocessing_file
-    if order.is_file() and checkpoint == "latest":  # whose label maps it was measured with
+    if order.is_file() and checkpoint == "latest":  # it was measured with these label maps
         members[POSTPROCESSING] = order.read_bytes()
     return write_archive(output, about, members)
 
 
 def _list_members(run: RunFolder, checkpoint: str) -> dict[str, bytes]:
-    network = open_run(run, checkpoint, PLAIN).build().models[0]  # what cannot be predicted with is not exported
+    network = open_run(run, checkpoint, PLAIN).build().models[0]  # only a network that can predict is exported
     members = {name: (run.path / name).read_bytes() for name in MEMBERS if (run.path / name).is_file()}
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
@@ -252,7 +252,7 @@ def _list_members(run: RunFolder, checkpoint: str) -> dict[str, bytes]:
 
 
 def _without_places(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config without where things lay on the machine of the training."""
+    """Return the config without paths of the machine that trained it."""
     config = config.model_copy(update={"output": None})
     return config.with_values(
         data={"root": Path(), "cache": "auto"}, split={"file": None}, training={"start_from": None}
@@ -260,7 +260,7 @@ def _without_places(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _read_scores(run: RunFolder) -> dict[str, Any] | None:
-    """Return means of the validation, without its cases; None of a run that was never validated."""
+    """Return means of the validation, without its cases, or None if the run was never validated."""
     file = run.validation / "summary.json"
     if not file.is_file():
         return None
@@ -275,9 +275,9 @@ def _read_scores(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _digest_cases(run: RunFolder) -> str | None:
-    """Return a digest of the voxels that were trained on, which says nothing else of them."""
+    """Return a digest of the training voxels, which reveals nothing else about them."""
     file = run.path / "cases.json"
     if not file.is_file():
         return None
-    read_json(file)  # a damaged one is no fingerprint
+    read_json(file)  # a damaged file is no fingerprint
     return digest_file(file)

@@ -1,7 +1,7 @@
-"""The folds of a cross-validation: which runs there are to be, and which of them are done.
+"""Plan the folds of a cross-validation, and find the finished ones.
 
-Each is an ordinary run in a folder of its own. Nothing but these folders says what is done, so a cross-validation can
-be stopped anywhere, its folds trained on several machines, or one of them by `volseg train`.
+Each fold is an ordinary run in its own folder. Only these folders record progress. So a cross-validation can be stopped
+at any time, its folds can be trained on several machines, or one fold by `volseg train`.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ __all__ = ["Fold", "FoldResult", "load_final_state", "plan_folds"]
 
 @dataclass(frozen=True, kw_only=True)
 class FoldResult:
-    """What a finished fold left in its folder."""
+    """Results of a finished fold, read from its folder."""
 
     number: int
     split: Split
     folder: RunFolder
     summary: Summary
-    """Of the fold's validation cases, on their original grids."""
+    """Summary of the fold's validation cases, on their original grids."""
     history: tuple[EpochRecord, ...]
 
     @property
@@ -49,20 +49,20 @@ class FoldResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fold(PlannedRun):
-    """One run that a cross-validation consists of."""
+    """One run of a cross-validation."""
 
     number: int
     split: Split
 
     def require_same(self) -> None:
-        """Raise if the run was begun with another config or other cases.
+        """Raise if the run was started with another config or other cases.
 
         Raises
         ------
         ConfigError
-            Names every key that differs.
+            If keys differ; names each of them.
         DataError
-            If the task's cases are others than when the run was begun.
+            If the task's cases have changed since the start of the run.
         """
         if not self.folder.exists:
             return
@@ -70,12 +70,12 @@ class Fold(PlannedRun):
         require_same_split(self.folder, self.split)
 
     def result(self) -> FoldResult | None:
-        """Return what the run left; None unless it was trained to its end and validated.
+        """Return the results of the run, or None unless its training and validation are finished.
 
         Raises
         ------
         DataError
-            If the run's summary is about other cases than the fold's.
+            If the run's summary has other cases than the fold.
         """
         if (state := load_final_state(self.folder, self.config)) is None:
             return None
@@ -108,7 +108,7 @@ def plan_folds(config: ExperimentConfig, task: Task) -> list[Fold]:
     ------
     ConfigError
         If the folds are no cross-validation: one validates nothing, or two validate the same case, which would count
-        it twice.
+        twice.
     """
     wanted = config.split
     if wanted.validation == "none":
@@ -117,7 +117,7 @@ def plan_folds(config: ExperimentConfig, task: Task) -> list[Fold]:
     count = wanted.num_folds if given is None else len(given)
     plan = []
     for number in range(count):
-        # A table may have more folds than the config counts, which is read again from each run's folder.
+        # A table may have more folds than the config counts; each run's folder records its own count.
         own = config.with_values(split={"fold": number, "num_folds": max(wanted.num_folds, count)})
         own = own.model_copy(update={"output": config.folder / f"fold_{number}"})
         plan.append(Fold(name=f"fold {number}", number=number, split=choose_split(own, task), config=own))
@@ -141,19 +141,19 @@ def _require_disjoint(plan: Sequence[Fold]) -> None:
 
 
 def load_final_state(folder: RunFolder, config: ExperimentConfig) -> TrainingState | None:
-    """Return the last state of a run that was validated after all epochs, or after its patience ran out; else None.
+    """Return the last state of a run that was validated after all epochs or its patience; else None.
 
     Raises
     ------
     ConfigError
-        If it has more epochs than the config asks for.
+        If the run has more epochs than the config.
     """
     if not (folder.exists and (folder.validation / "summary.json").exists()):
         return None
     try:
         state = load_checkpoint(folder.checkpoints / LATEST)
     except CheckpointError:
-        return None  # what is left of the run may still be resumed
+        return None  # the rest of the run may still be resumed
     epochs, patience = config.training.epochs, config.training.patience
     if state.epoch > epochs:
         raise ConfigError(

@@ -149,11 +149,11 @@ def open_archive(
     Parameters
     ----------
     file : path
-        Of the archive.
+        Path of the archive.
     overrides : sequence of str
         Such as ``inference.mirror=false``.
     checkpoint : str
-        Which is wanted; ``latest`` means the one that was exported.
+        Checkpoint to take; ``latest`` means the exported one.
     fold : str, optional
         Such as ``fold_2``: only this one.
 
@@ -217,7 +217,7 @@ def _name_folds(named: Any, count: int) -> list[str]:
 
 
 SUFFIXES = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".ts", ".safetensors")
-"""Of files that hold weights; a file of ``torch.save`` may have another one."""
+"""Suffixes of files with weights; a file of ``torch.save`` may have another suffix."""
 
 CONTAINERS = ("state_dict", "network_weights", "model", "model_state_dict")
 """Keys under which others keep a ``state_dict``: Lightning, nnU-Net, and many scripts."""

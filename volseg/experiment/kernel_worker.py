@@ -1,12 +1,12 @@
 """Compile the kernels of a training in a worker process while the training reads its cases.
 
-Each machine of a job has one, started by the process with local rank 0 once the job knows how it shares a step. The
-training waits for the kernels of its first steps; those of its other sizes and of its validation follow beside it, at
-a lower priority. A training like one whose kernels are noted starts no worker. Nothing depends on the worker: the
-step compiles what the worker does not bring.
+Each machine of a job has one worker. The process with local rank 0 starts it once the job knows how it shares a step.
+The training waits for the kernels of its first steps; those of its other sizes and of its validation follow in
+parallel, at a lower priority. A training whose kernels are noted starts no worker. The worker is optional: the step
+compiles missing kernels.
 
-Why not a fork of the training: CUDA and the threads of a process group do not survive one, so that it would have to
-be made before a training knows its mesh. A worker imports everything anew, which takes some seconds of another core.
+Why not a fork of the training: CUDA and the threads of a process group do not survive a fork, so that it would precede
+the choice of the mesh. A worker imports everything anew, which takes some seconds of another core.
 """
 
 import logging
@@ -38,10 +38,10 @@ __all__ = ["KernelWorker", "OwnGpu", "compile_for_training", "make_order", "serv
 logger = logging.getLogger(__name__)
 
 LONGEST_SECONDS = 30.0
-"""That a training waits for its kernels; then it compiles what it needs itself, in some 7 s for Task04 on an H200."""
+"""Longest wait of a training for its kernels; then it compiles them itself, in some 7 s for Task04 on an H200."""
 
 BESIDE_TRAINING = 10
-"""Niceness of what compiles while the training runs."""
+"""Niceness of compiling processes during the training."""
 
 NAME = "the process that compiles kernels"
 
@@ -50,7 +50,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True, kw_only=True)
 class OwnGpu:
-    """What kernels are compiled for."""
+    """The GPU to compile kernels for."""
 
     name: str
     processors: int
@@ -59,7 +59,7 @@ class OwnGpu:
 
     @classmethod
     def find(cls, device: torch.device) -> "OwnGpu":
-        """Return what a GPU of this process is."""
+        """Return the properties of a GPU of this process."""
         found = torch.cuda.get_device_properties(device)
         return cls(
             name=found.name,
@@ -70,41 +70,41 @@ class OwnGpu:
 
 
 class KernelWorker:
-    """A worker that compiles what a training will run; none where there is no order.
+    """A worker that compiles a training's kernels; without an order there is none.
 
     Parameters
     ----------
     order : mapping, optional
-        What `serve_kernels` gets.
+        Input of `serve_kernels`.
     command : sequence of str, optional
-        What the worker runs, by default the verb that calls `serve_kernels`.
+        Command of the worker, by default the verb that calls `serve_kernels`.
     """
 
     def __init__(self, order: Mapping[str, Any] | None = None, command: Sequence[str] | None = None) -> None:
         self.is_compiling = False
-        """Whether there is something to wait for."""
+        """Whether there are kernels to wait for."""
         self._held, self._pool = ExitStack(), WorkerPool()
         if order is None:
             return
         try:
             folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="volseg_kernels_")))
-            self._held.callback(self._pool.stop_workers, at_once=True)  # it holds nothing
+            self._held.callback(self._pool.stop_workers, at_once=True)  # the worker holds no data
             config = dump_config(order["config"].located(), folder / "config.yaml")
             command = command or run_module("volseg", "compile-kernels", *components_arguments())
-            # It sees no GPU: autograd would begin a thread for each.
+            # The worker sees no GPU: autograd would start a thread for each.
             worker = self._pool.start(NAME, command, folder / "log", gpu="", talks=True, variables=ONE_THREAD)
             worker.send({**order, "config": str(config)})
             self.is_compiling = True
-        except (OSError, VolsegError) as fault:  # no more processes, or components that only this process knows
+        except (OSError, VolsegError) as fault:  # no more processes, or components known only to this process
             logger.info("kernels are not compiled beforehand: %s", fault)
-        except BaseException:  # Ctrl-C in between: nobody has this object to close it
+        except BaseException:  # Ctrl-C in between: no caller has this object to close it
             self.close()
             raise
 
     def wait(self, seconds: float = LONGEST_SECONDS) -> CompiledKernels | None:
-        """Wait until the kernels of the first steps are there, or none come; return what was compiled, if that is all.
+        """Wait until the kernels of the first steps exist or the worker ends; return its result, None while it runs.
 
-        The worker goes on meanwhile, until it is done or closed.
+        The worker continues until it ends or is closed.
         """
         end, compiled = time.monotonic() + seconds, None
         while self.is_compiling:
@@ -125,37 +125,37 @@ class KernelWorker:
         return compiled
 
     def close(self) -> None:
-        """End the worker and all that compile for it, if they still run."""
+        """End the worker and its compiling processes, if they still run."""
         self.is_compiling = False
         self._held.close()
 
 
 def compile_for_training(config: ExperimentConfig, candidate: Candidate, device: torch.device) -> KernelWorker:
-    """Return the worker that compiles for a training on this machine, which the first of its processes starts.
+    """Return the worker that compiles for a training on this machine; only its first process starts a worker.
 
-    Layers in stages run torch's kernels: those of the loss, which are ours, are compiled in the time that such a step
-    takes to be followed. What the strategy ``auto`` chooses at the first batch is not known yet.
+    Layers in stages run torch's kernels. Only the loss has kernels of this package, which compile in the time that
+    tracing such a step takes. The choice of the strategy ``auto`` at the first batch is not known yet.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training, as it was given.
+        Config of the training, as given.
     candidate : Candidate
-        How its processes and devices share a step.
+        How the processes and devices share a step.
     device : torch.device
-        Of this process.
+        Device of this process.
     """
     if device.type != "cuda" or not can_compile() or find_local_rank() != 0:
         return KernelWorker()
     try:
         return KernelWorker(make_order(config, candidate, OwnGpu.find(device), count_processes()))
-    except OSError as fault:  # a cache that may not be looked into
+    except OSError as fault:  # a cache that cannot be read
         logger.info("kernels are not compiled beforehand: %s", fault)
         return KernelWorker()
 
 
 def make_order(config: ExperimentConfig, candidate: Candidate, gpu: OwnGpu, processes: int) -> dict[str, Any] | None:
-    """Return what the worker of a job is to do; None where there is nothing, or nobody could follow the step."""
+    """Return the order for the worker of a job, or None if nothing is to compile or the step cannot be traced."""
     is_alone = processes == 1
     in_turns = candidate.data * (1 if is_alone else candidate.spatial) != processes  # one computes several replicas
     if candidate.pipeline > 1 or in_turns or (is_alone and config.parallel.model_strategy == "auto"):
@@ -173,16 +173,16 @@ def make_order(config: ExperimentConfig, candidate: Candidate, gpu: OwnGpu, proc
 
 
 def serve_kernels(compile_each: Callable[..., CompiledKernels] = compile_kernels) -> None:
-    """Be the worker: compile what the training that started this process orders, note it, and say so."""
+    """Run as the worker: compile the order of the training that started this process, write the note, and report."""
     channel = open_channel()
     order = channel.receive()
     if order is None:  # the training has ended
         return
 
     def say_ready() -> None:
-        """Let the training go on, and have the rest compiled where that leaves it a core."""
+        """Let the training continue, and compile the rest at a lower priority."""
         own = os.getpriority(os.PRIO_PROCESS, 0)
-        os.setpriority(os.PRIO_PGRP, 0, max(own, BESIDE_TRAINING))  # this worker, and those that compile for it
+        os.setpriority(os.PRIO_PGRP, 0, max(own, BESIDE_TRAINING))  # this worker, and its compiling processes
         channel.send({"ready": True})
 
     gpu = OwnGpu(**{**order["gpu"], "capability": tuple(order["gpu"]["capability"])})
@@ -198,7 +198,7 @@ def serve_kernels(compile_each: Callable[..., CompiledKernels] = compile_kernels
         )
         if not compiled.problem:
             write_note(Path(order["note"]), config, gpu, compiled)
-    except Exception as fault:  # whatever a network of the user's own runs into; its training will tell
+    except Exception as fault:  # errors of the user's own network; the training will report them
         kind = "" if isinstance(fault, VolsegError) else f"{type(fault).__name__}: "
         compiled = CompiledKernels(problem=kind + str(fault).strip().partition("\n")[0])
     channel.send(asdict(compiled))

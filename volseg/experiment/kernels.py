@@ -31,28 +31,28 @@ LAUNCHED = "launched one by one they take longer than torch's"
 def with_fast_kernels(
     network: FitGrid, config: ExperimentConfig, num_channels: int, device: torch.device, *, trains: bool
 ) -> FastKernels | None:
-    """Return the network on its device with the fast kernels, or None where it is to run with torch's.
+    """Return the network on its device with the fast kernels, or None if it should run with torch's.
 
     Parameters
     ----------
     network : FitGrid
-        Any network; it is run once on an empty batch, of which no trace is left.
+        Any network; it runs once on an empty batch, which leaves no trace.
     config : ExperimentConfig
-        ``training.kernels`` and what decides whether the fast kernels pay.
+        ``training.kernels``, and the settings that decide whether the fast kernels pay.
     num_channels : int
-        Of the image.
+        Channels of the image.
     device : torch.device
-        Where the network will run.
+        Device of the network.
     trains : bool
-        Whether it will be trained. Otherwise windows of ``inference.window`` are what may be recorded.
+        Whether it will be trained. Otherwise windows of ``inference.window`` may be captured.
 
     Raises
     ------
     ConfigError
-        If ``training.kernels`` is ``fast`` and they cannot be had.
+        If ``training.kernels`` is ``fast`` and they are not available.
     """
     wanted = config.training.kernels
-    if wanted == "measured":  # of a training that was measured, what it came to stands here
+    if wanted == "measured":  # a measured training has its result here
         wanted = "auto"
     is_open = wanted == "auto"
     if wanted in ("torch", "compiled") or (is_open and device.type == "cpu"):
@@ -75,7 +75,7 @@ def with_fast_kernels(
 
 
 def _rehearse(network: FitGrid, shape: Sequence[int], config: ExperimentConfig, device: torch.device) -> FastKernels:
-    """Return the network, which has called no function without a form among the fast kernels."""
+    """Return the network; raise if it calls a function that the fast kernels do not support."""
     model = FastKernels(network, device)
     with Precision.choose(config.training.precision, device).autocast():
         model.rehearse(torch.zeros(*shape, device=device))
@@ -89,32 +89,32 @@ def with_compiled_kernels(
     device: torch.device,
     lay_out: Callable[[nn.Module], nn.Module],
 ) -> FitGrid:
-    """Return the network on its device, with its training pass as torch.compile makes it, compiled for the first patch.
+    """Return the network on its device with a training pass by torch.compile, compiled for the first patch.
 
     Parameters
     ----------
     network : FitGrid
-        Any network; it is run on an empty batch, forward and backward, of which no trace is left.
+        Any network; it runs on an empty batch, forward and backward, which leaves no trace.
     config : ExperimentConfig
         Patch, batch and precision.
     num_channels : int
-        Of the image.
+        Channels of the image.
     device : torch.device
-        Where the network will run.
+        Device of the network.
     lay_out : callable
-        Brings the network into the memory layout that it is to have; it may run it.
+        Brings the network into its memory layout; it may run the network.
 
     Raises
     ------
     ConfigError
-        If it cannot be compiled.
+        If the network cannot be compiled.
     """
     reason = explain_no_compiler(device)
     if reason is None:
         shape = (config.patch.batch, num_channels, *config.patch.sizes[0])
         network.to(device).run_by(CompiledNetwork)
         try:
-            with refusing(config.network.name):  # a backward pass raises what the compiler does
+            with refusing(config.network.name):  # the backward pass may raise the compiler's errors
                 lay_out(network)
             _rehearse_training(network, torch.zeros(shape, device=device), config)
         except ParallelError as fault:
@@ -125,7 +125,7 @@ def with_compiled_kernels(
 
 
 def _rehearse_training(network: FitGrid, image: Tensor, config: ExperimentConfig) -> None:
-    """Run forward and backward once, and leave no trace of it but what was compiled."""
+    """Run forward and backward once, and leave no trace except the compiled code."""
     before, mode = remember(network), network.training
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     try:
@@ -144,7 +144,7 @@ def _rehearse_training(network: FitGrid, image: Tensor, config: ExperimentConfig
 
 
 def explain_eager(config: ExperimentConfig, dtype: torch.dtype) -> str | None:
-    """Return the setting with which a training step in ``dtype`` is not recorded as a whole; None where it can be."""
+    """Return the setting that prevents capturing a training step in ``dtype`` as a whole, or None."""
     settings = config.training
     if not settings.record:
         return "training.record: false"
@@ -152,12 +152,12 @@ def explain_eager(config: ExperimentConfig, dtype: torch.dtype) -> str | None:
         return f"training.accumulate: {settings.accumulate}"
     if not is_fused_on_gpu(config.optimizer.spec()):
         return f"optimizer {config.optimizer.name}, which is not fused"
-    # float16 scales its loss, and looks at the values of the gradients in each step.
+    # float16 scales its loss, and reads the values of the gradients in each step.
     return "training.precision: fp16" if dtype is torch.float16 else None
 
 
 def explain_slowness(config: ExperimentConfig, dtype: torch.dtype) -> str | None:
-    """Return why the fast kernels would not pay in a training that computes in ``dtype``; None where they do."""
+    """Return why the fast kernels would not pay in a training that computes in ``dtype``, or None."""
     if dtype is not torch.bfloat16:
         return PAY_IN_BFLOAT16
     reason = explain_eager(config, dtype)
@@ -165,7 +165,7 @@ def explain_slowness(config: ExperimentConfig, dtype: torch.dtype) -> str | None
 
 
 def _explain_slow_predictions(config: ExperimentConfig, dtype: torch.dtype) -> str | None:
-    """Return why the fast kernels would not pay in predictions; None where they do."""
+    """Return why the fast kernels would not pay in predictions, or None."""
     if dtype is not torch.bfloat16:
         return PAY_IN_BFLOAT16
     if not config.inference.record:

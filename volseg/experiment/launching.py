@@ -1,8 +1,8 @@
 """Train in several processes, started by torch's own elastic launcher.
 
-The process that starts them imports as little as it can: they begin when it has, import all that trains, and find what
-is wrong with a config by themselves. Only where one of them has failed is the config looked at here, for its own fault
-is told as that and not as a process's.
+The launching process imports as little as possible: the training processes start after it, import all that trains, and
+check the config themselves. Only after a failure of a process is the config checked here, so that its own error is
+reported, not a process's.
 """
 
 import json
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def count_workers(config: ExperimentConfig, num_gpus: int | None = None) -> int:
-    """Return how many processes ``volseg train`` starts for a config, on ``num_gpus`` GPUs of this machine in all.
+    """Return the number of processes that ``volseg train`` starts for a config, on ``num_gpus`` local GPUs in all.
 
     Raises
     ------
     ConfigError
-        If the config cannot be run so, or there are fewer GPUs.
+        If the config cannot run on them, or there are fewer GPUs.
     """
     visible = None if config.device == "cpu" else count_gpus()
     if is_launched():  # the launcher of this process has chosen their number
@@ -47,21 +47,21 @@ def choose_gpus(
 ) -> Sequence[str | None]:
     """Return ``count`` values of CUDA_VISIBLE_DEVICES, one per process; None for processes that share the CPU.
 
-    That is what ``device: cpu`` means, and for trying things out.
+    Processes share the CPU with ``device: cpu``, for tests.
 
     Parameters
     ----------
     config : ExperimentConfig
         Its device and parallel strategy.
     count : int
-        Processes.
+        Number of processes.
     words : (str, str)
-        What each of them does, and what is done without them, for messages.
+        Description of each process's work, and of the work without processes, for messages.
 
     Raises
     ------
     ConfigError
-        If there are fewer GPUs, or the config has each fold use several.
+        If there are fewer GPUs, or the config uses several for each fold.
     """
     parallel = config.parallel
     several = parallel.strategy in ("spatial", "pipeline") or parallel.devices is not None
@@ -80,7 +80,7 @@ def choose_gpus(
         )
     if visible < count:
         raise ConfigError(f"--gpus {count} asks for more than the {visible} GPU(s) that are visible")
-    # Within what the user has made visible, which may be names (MIG slices) and need not begin at 0.
+    # Within the visible GPUs of the user, which may be names (MIG slices) and need not start at 0.
     named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(visible)))
     return [name.strip() for name in named.split(",")][:count]
 
@@ -93,33 +93,33 @@ def train_on(
     resume: bool = False,
     max_restarts: int = 0,
 ) -> None:
-    """Run ``volseg train`` in processes of its own, one per GPU, or one for the GPUs of a pipeline.
+    """Run ``volseg train`` in separate processes, one per GPU, or one for the GPUs of a pipeline.
 
-    If one fails, all are started again ``max_restarts`` times, and go on from the last checkpoint.
-    ``torchrun --nproc-per-node N -m volseg train CONFIG`` does the same. With ``device: cpu`` the processes share the
-    CPU, which is for trying things out.
+    If a process fails, all processes restart from the last checkpoint, at most ``max_restarts`` times. ``torchrun
+    --nproc-per-node N -m volseg train CONFIG`` does the same. With ``device: cpu`` the processes share the CPU, for
+    tests.
 
     Parameters
     ----------
     num_gpus : int or None
-        GPUs in all; None for as many as the config's mesh has.
+        GPUs in all; None for those of the config's mesh.
     config : path
         YAML file of the experiment.
     overrides : sequence of str
         Such as ``training.epochs=5``.
     resume : bool
-        Go on from the run folder's newest checkpoint.
+        Resume from the run folder's newest checkpoint.
     max_restarts : int
-        How often all processes are started again after one has failed.
+        Restarts of all processes after a failure.
 
     Raises
     ------
     ConfigError
-        If the config cannot be run so, or there are fewer GPUs.
+        If the config cannot run on them, or there are fewer GPUs.
     ParallelError
         If a process fails.
     KeyboardInterrupt, SystemExit
-        After Ctrl-C or SIGTERM, when the processes have saved and ended.
+        After Ctrl-C or SIGTERM, once the processes have saved and ended.
     """
     loaded = load_config(config, overrides)
     if loaded.parallel.strategy == "auto" and loaded.parallel.num_gpus == 1 and (num_gpus or 1) > 1:
@@ -143,15 +143,15 @@ def train_on(
 
 
 def _list_components() -> list[str]:
-    """Return the options by which the processes know the same components of one's own."""
-    # Who has loaded none has not imported this either, which imports what trains.
+    """Return the options that load the user's components in the processes."""
+    # Without loaded components this module is not imported either, since it imports what trains.
     own = sys.modules.get("volseg.experiment.own_components")
     return [] if own is None else list(own.components_arguments())
 
 
 def _require_sound(loaded: ExperimentConfig, resume: bool) -> None:
-    """Raise what is wrong with a config itself: it is told by one process and not by each."""
-    # They import what trains, which nobody waits for any more.
+    """Raise an error of the config itself, so that one process reports it instead of each."""
+    # These modules import what trains; startup time no longer matters here.
     from volseg.checkpointing.components import require_components
     from volseg.experiment.building import check_components
 
@@ -161,11 +161,11 @@ def _require_sound(loaded: ExperimentConfig, resume: bool) -> None:
 
 
 def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -> tuple[list[str], int]:
-    """Return the settings by which ``parallel: auto`` is trained on GPUs of this machine, and how many these take.
+    """Return the settings that train ``parallel: auto`` on GPUs of this machine, and the number of these GPUs.
 
-    Those with which the run was begun, where it goes on with as many GPUs, or with as many as were chosen among then:
-    others would take sums in another order. Else those that are forecast to be fastest. Without GPUs, and where nothing
-    can be forecast, nothing is set.
+    A resumed run keeps its settings if it has as many GPUs as at its start, or as many as were chosen then: other
+    settings would change the order of sums. Otherwise the settings with the fastest estimate are taken. Without GPUs or
+    estimates, nothing is set.
     """
     if resume:
         from volseg.checkpointing.compatible import load_mesh  # imports what trains
@@ -176,11 +176,11 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
             return [f"parallel={parallel}"], begun.num_gpus
     if loaded.device == "cpu" or not count_gpus():
         return [], num_gpus
-    # They import what trains, as following it does.
+    # These modules import what trains; so does tracing.
     from volseg.estimate.candidate import name_candidate
     from volseg.experiment.plan_command import find_machine, list_settings, plan_training
 
-    # Here, where all is imported already. Copies of this process ask CUDA, and follow steps: this one lives as long as
+    # In this process, which has imported all modules. Forks query CUDA and trace steps: this process lives as long as
     # the training, and would hold memory of a GPU.
     try:
         plan = plan_training(loaded, find_machine(num_gpus=num_gpus, here=True), numbers=False, forks=True)

@@ -29,32 +29,32 @@ __all__ = ["LoadedModel", "Segmentation", "load"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segmentation:
-    """What a model says about one image."""
+    """Result of a model for one image."""
 
     labels: Any
-    """Label map on the image's grid, of the kind that was given; see `LoadedModel`."""
+    """Label map on the image's grid, of the image's kind; see `LoadedModel`."""
     names: dict[int, str]
     """Name of each value, without the background."""
     volumes: dict[str, float]
     """Volume of each label or region (ml)."""
     probabilities: MetaTensor | None = None
-    """(K, D, H, W) float32 on the image's grid, if they were asked for."""
+    """(K, D, H, W) float32 on the image's grid, if requested."""
     outputs: tuple[str, ...] = ()
-    """Names of the K."""
+    """Names of the K outputs."""
 
 
 class LoadedModel:
     """Networks that stay on their device; called with an image, they return its `Segmentation`.
 
-    The numbers are those of ``volseg predict``, to the bit. Several threads may call one model: a lock lets one call
+    The numbers equal those of ``volseg predict``, to the bit. Several threads may call one model: a lock lets one call
     compute at a time.
 
     Parameters
     ----------
     trained : Trained
-        The networks, and what a prediction needs besides.
+        The networks, and the other parts of a prediction.
     postprocessing : bool
-        Apply what `volseg postprocess` measured to help, if it was measured.
+        Apply the measured steps of `volseg postprocess`, if there are any.
     """
 
     def __init__(self, trained: Trained, *, postprocessing: bool = True) -> None:
@@ -67,12 +67,12 @@ class LoadedModel:
 
     @property
     def task(self) -> Task:
-        """Channels that an image must have, labels and regions."""
+        """Required channels of an image, labels and regions."""
         return self._trained.task
 
     @property
     def device(self) -> torch.device:
-        """Where the networks are."""
+        """Device of the networks."""
         return torch.device(self._predictor.device or "cpu")
 
     def __call__(self, volume: Any, affine: Any = None, *, probabilities: bool = False) -> Segmentation:
@@ -83,14 +83,14 @@ class LoadedModel:
         volume : path, sequence of paths, MetaTensor, array, Tensor, or image of nibabel or SimpleITK
             The image; see `volseg.inference.in_memory.to_volume`.
         affine : array, optional
-            Of an array or a tensor: 4 x 4, voxel index to RAS+ position (mm).
+            Affine of an array or a tensor: 4 x 4, voxel index to RAS+ position (mm).
         probabilities : bool
-            Return these as well, K times the image's voxels in float32.
+            Also return probabilities, K times the image's voxels in float32.
 
         Raises
         ------
         DataError
-            If the image cannot be read, or has other channels than the task or values that are not finite.
+            If the image cannot be read, has other channels than the task, or has values that are not finite.
         OutOfMemoryError
             If the image does not fit the device.
         """
@@ -117,7 +117,7 @@ class LoadedModel:
         )
 
     def _require_sound(self, image: MetaTensor) -> None:
-        """Raise for what ``volseg predict`` refuses in an image, all of it at once; warn of the rest."""
+        """Raise all faults for which ``volseg predict`` refuses an image; warn of the rest."""
         faults = [*find_grid_faults(image), *find_image_faults(image, self.task)]
         name = image.meta.get("filename_or_obj", "the image")
         if bad := [fault.text for fault in faults if KINDS[fault.kind].severity == "bad"]:
@@ -145,22 +145,22 @@ def load(
         A run, a cross-validation, ``model.zip``, a model folder of nnU-Net 2 or a checkpoint from it; see
         `volseg.experiment.sources.open_source`. The probabilities of several networks are averaged.
     device : str or torch.device, optional
-        ``auto``, ``cpu``, ``cuda``, or one GPU: ``cuda:1``; as the training's config says by default.
+        ``auto``, ``cpu``, ``cuda``, or one GPU: ``cuda:1``; the training config's device by default.
     mirror : bool, optional
-        Average over mirrorings; as the training's config says by default.
+        Average over mirrorings; the training config's setting by default.
     folds : sequence of int, optional
-        Of a cross-validation, an archive or a model folder: only these.
+        Folds of a cross-validation, an archive or a model folder to use.
     checkpoint : str
         ``latest``, ``best`` or ``previous``.
     overrides : sequence of str
         Further settings, such as ``inference.overlap=0.25``.
     postprocessing : bool
-        Apply what `volseg postprocess` measured to help, if it was measured.
+        Apply the measured steps of `volseg postprocess`, if there are any.
 
     Returns
     -------
     LoadedModel
-        Called with an image, it returns the image's `Segmentation`.
+        Callable with an image; returns the image's `Segmentation`.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def load(
 
 
 def _choose_gpu(device: str | None) -> Any:
-    """Return a block in which networks are placed on the GPU that was named."""
+    """Return a context in which networks are placed on the named GPU."""
     if device is None or ":" not in device:
         return nullcontext()
     number, count = device.partition(":")[2], len(list_gpus())

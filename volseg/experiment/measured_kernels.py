@@ -1,10 +1,10 @@
-"""``training.kernels: measured``: which kernels are fastest for this network and patch, timed before the training.
+"""``training.kernels: measured``: time the kinds of kernels for this network and patch before the training.
 
-Each kind trains a network of its own for some steps, on random batches of the training's shape, and of that nothing is
-left but the times: no weights, no memory, no random number drawn. What was chosen is written into the run folder, and a
-run that goes on takes it from there: it must not go on with other round-off because a machine was busy.
+Each kind trains its own network for some steps, on random batches of the training's shape. Only the times remain: no
+weights, no memory, no change of random numbers. The choice is written into the run folder, and a resumed run reads it
+there: its round-off must not change because a machine was busy.
 
-Of several processes the leader measures, by itself, and tells the others.
+With several processes, only the leader measures, and broadcasts the result.
 """
 
 import gc
@@ -42,53 +42,53 @@ __all__ = ["KERNELS", "MeasuredKernels", "choose_fastest", "resolve_kernels"]
 logger = logging.getLogger(__name__)
 
 KERNELS = "kernels.json"
-"""File of the run folder that says which kernels were measured, and which are taken."""
+"""File of the run folder with the measured and the chosen kernels."""
 
 KINDS = ("fast", "torch", "compiled")
-"""In the order in which they are taken where they are about as fast: what needs least time at the start comes first."""
+"""Order of preference for about equal speed: the kind with the shortest start comes first."""
 
 MARGIN = 0.03
-"""By which another kind must be faster than one before it: medians of the same step differ by less."""
+"""Margin by which a later kind must be faster: medians of the same step differ by less."""
 
 WARM_UP, TIMED = 6, 11
-"""Steps before those that are timed, in which kernels are compiled and the step is recorded; and these."""
+"""Steps before the timed ones, which compile kernels and capture the step; and timed steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredKernels:
-    """What was measured, and chosen."""
+    """Measured times, and the choice."""
 
     chosen: str
     milliseconds: Mapping[str, float]
     """Median of a training step with each kind."""
     refused: Mapping[str, str]
-    """Why others could not be had."""
+    """Why other kinds are not available."""
     shape: tuple[int, ...]
-    """Of the batch (B, C, D, H, W) that one process computes."""
+    """Shape of the batch (B, C, D, H, W) that one process computes."""
     device: str
     torch: str
-    """Its version."""
+    """Version of torch."""
 
     def __post_init__(self) -> None:
         if self.chosen not in KINDS or self.chosen not in self.milliseconds:
             raise ValueError(f"chosen must be one of {', '.join(self.milliseconds)}, got {self.chosen!r}")
 
     def apply(self, config: ExperimentConfig) -> ExperimentConfig:
-        """Return the config with the kernels that were chosen."""
+        """Return the config with the chosen kernels."""
         return config.with_values(training={"kernels": self.chosen})
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values; `read` takes them back."""
+        """Return plain values, which `read` takes."""
         return asdict(self)
 
     @classmethod
     def read(cls, content: Any, source: object) -> "MeasuredKernels":
-        """Return what was written down.
+        """Return a record from plain values.
 
         Raises
         ------
         CheckpointError
-            If that is something else.
+            If the content is no such record.
         """
         try:
             return read_record(cls, content)
@@ -105,19 +105,19 @@ class MeasuredKernels:
 
 
 def choose_fastest(milliseconds: Mapping[str, float], refused: Mapping[str, str] | None = None) -> str:
-    """Return the kind of kernels to take, the first of `KINDS` than which no later one is clearly faster.
+    """Return the kind of kernels to take: the first of `KINDS` that no later kind clearly beats.
 
     Parameters
     ----------
     milliseconds : Mapping of str to float
-        Of a training step with each kind.
+        Time of a training step with each kind.
     refused : Mapping of str to str, optional
-        Why others could not be had.
+        Why other kinds are not available.
 
     Raises
     ------
     ConfigError
-        If there is none, with all that was refused.
+        If no kind is available, with the reason for each.
 
     Examples
     --------
@@ -139,22 +139,22 @@ def choose_fastest(milliseconds: Mapping[str, float], refused: Mapping[str, str]
 def resolve_kernels(
     folder: RunFolder, config: ExperimentConfig, mesh: TrainingMesh, task: Task, device: torch.device, *, resume: bool
 ) -> tuple[ExperimentConfig, MeasuredKernels | None]:
-    """Return the config with the kernels to train with, and how they were chosen; every process calls this.
+    """Return the config with the kernels to train with, and their record; every process calls this function.
 
     Parameters
     ----------
     folder : RunFolder
-        Of the run; keeps what was chosen, for a run that goes on.
+        Folder of the run; keeps the choice for a resumed run.
     config : ExperimentConfig
-        Of the training; one that names its kernels is returned as it is.
+        Config of the training; a config that names its kernels is returned unchanged.
     mesh : TrainingMesh
-        Who computes what.
+        The processes and their shares.
     task : Task
         Channels and labels.
     device : torch.device
-        Of this process.
+        Device of this process.
     resume : bool
-        Whether the run goes on.
+        Whether the run is resumed.
 
     Raises
     ------
@@ -181,7 +181,7 @@ def resolve_kernels(
 def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, device: torch.device) -> MeasuredKernels:
     """Time a training step with each kind of kernels, in this process only."""
     rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
-    # The size that most steps have: earlier ones of a growing patch are smaller.
+    # The size of most steps: earlier sizes of a growing patch are smaller.
     config = config.with_values(patch={"batch": rows, "growth": ()})
     milliseconds: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -192,7 +192,7 @@ def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, de
             milliseconds[kind] = time_steps(config.with_values(training={"kernels": kind}), task, device, shares=shares)
         except (ConfigError, ParallelError) as fault:
             refused[kind] = str(fault).partition("\n")[0]
-        except RuntimeError as fault:  # that of torch, cuDNN or Triton
+        except RuntimeError as fault:  # from torch, cuDNN or Triton
             if not is_out_of_memory(fault):
                 raise
             refused[kind] = "its step was out of memory"
@@ -208,22 +208,22 @@ def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, de
 
 
 def time_steps(config: ExperimentConfig, task: Task, device: torch.device, *, shares: bool) -> float:
-    """Return the median milliseconds of a training step on random voxels, with a network of its own.
+    """Return the median milliseconds of a training step on random voxels, with a new network.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of one process, with the kernels to try.
+        Config of one process, with the kernels to try.
     task : Task
         Channels and labels.
     device : torch.device
-        Where to train.
+        Device of the training.
     shares : bool
         Whether several replicas share each batch: then compiled norms over a whole batch are refused.
     """
     settings = config.training
     model = build_model(config, task, device)
-    if is_distributed():  # a step that nobody else runs is recorded only of what says so
+    if is_distributed():  # a step that only this process runs is captured only with one replica
         model = DataParallel(model, Replicas(1, None, False))
     optimizer = build_optimizer(
         config.optimizer.spec(), model, on_gpu=device.type == "cuda", parts=config.optimizer.parts
@@ -260,7 +260,7 @@ def get_compiled(model: torch.nn.Module) -> CompiledNetwork | None:
 
 
 def _free(device: torch.device) -> None:
-    """Give back what a network that was timed has held: modules and graphs of autograd are full of circles."""
+    """Free the memory of a timed network: modules and autograd graphs have many reference cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

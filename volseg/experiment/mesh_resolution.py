@@ -1,8 +1,8 @@
 """Resolve the mesh of a training, before its model is built: which processes compute which rows and slabs.
 
-Where the config leaves open whether samples are dealt to replicas or cut, the forecast of a training step decides.
-Near the limit, and of a network that cannot be followed, one training pass on each GPU does: beside as many bytes as
-the cases and the batches on their way will hold there.
+If the config does not say whether samples are dealt to replicas or cut, the estimate of a training step decides. Near
+the limit, or if a network cannot be traced, a training pass on each GPU decides. It runs beside as many allocated bytes
+as the cases and prefetched batches will take there.
 """
 
 import logging
@@ -42,13 +42,13 @@ __all__ = ["choose_by_estimate", "choose_mesh", "join_processes", "resolve_mesh"
 logger = logging.getLogger(__name__)
 
 NEAR = 0.1
-"""Part of a forecast by which it may be wrong; what is closer to the limit is tried."""
+"""Relative error of an estimate; closer to the limit, a step is tried."""
 
 LEAST_FOR_CASES = 2**26
-"""Bytes of a GPU that batches on their way take, and a few cases."""
+"""Bytes of a GPU for prefetched batches and a few cases."""
 
 HALO = 8
-"""Planes that a slab is tried with on each side besides its own: those of its neighbours that convolutions need."""
+"""Planes on each side of a trial slab: the halo that convolutions need from its neighbours."""
 
 
 def join_processes(config: ExperimentConfig) -> None:
@@ -57,16 +57,16 @@ def join_processes(config: ExperimentConfig) -> None:
     Raises
     ------
     ConfigError
-        If so many processes cannot run the config.
+        If this number of processes cannot run the config.
     """
     count = count_launched()
-    config.mesh(count)  # before anybody waits for anybody
+    config.mesh(count)  # before any process waits for another
     if count > 1:
         start_group(config.parallel.timeout, on_cpu=config.device == "cpu")
 
 
 def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:
-    """Return the config with what it left open about the mesh, and the mesh; every process calls it.
+    """Return the config with its mesh resolved, and the mesh; every process calls this function.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
             outputs=_count_channels(config, task),
         )
     settled = config.with_mesh(plan) if count > 1 else config
-    settled.mesh(count)  # what was open may not go with the rest
+    settled.mesh(count)  # the resolved mesh may not fit other settings
     if is_main_process() and plan.data * plan.spatial * plan.pipeline > 1:
         logger.info("%s", describe_mesh(plan, config, reason))
     mesh = join_mesh(plan.data_processes, plan.spatial_processes)
@@ -106,7 +106,7 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
     if estimate is not None:
         estimate = estimate.of_steps()
     readers, judges = ALONE, None
-    if count > 1:  # groups of their own: a thread sends in them beside other work
+    if count > 1:  # separate groups: a thread communicates in them beside other work
         readers = meet_readers(make_group(backend="gloo"), reads=mesh.shard == 0)
         judges = make_group(list(range(0, count, mesh.spatial)), "gloo") if mesh.data > 1 else None
     return settled, TrainingMesh(
@@ -120,7 +120,7 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
 
 
 def _count_channels(config: ExperimentConfig, task: Task) -> dict[str, int]:
-    """Return the channels of the network's further outputs, which its losses are tried with."""
+    """Return the channels of the network's further outputs, for a trial of the losses."""
     if len(config.network.outputs) == 1:
         return {}
     with own_random_numbers([]):
@@ -135,14 +135,14 @@ def _has_memory_of_its_own(device: torch.device) -> bool:
 def _can_train(
     config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device
 ) -> tuple[bool, ExperimentConfig, MemoryUse | None]:
-    """Tell whether every process has the memory for a training step on its own part of a batch.
+    """Return whether every process has the memory for a training step on its own part of a batch.
 
-    The forecast is asked first. Where it is close to what there is, or there is none, the step is tried.
+    The estimate is used first. If it is close to the free memory, or there is none, the step is tried.
 
     Returns
     -------
     bool, ExperimentConfig, MemoryUse or None
-        And the config, with so few cases on the GPU that the step has its room, and the estimate of it.
+        The other results are the config, with few enough cases on the GPU for the step, and its estimate.
     """
     needed = _estimate_step(config, plan, device)
     memory = None if needed is None else needed.memory
@@ -158,7 +158,7 @@ def _can_train(
             held = torch.empty(beside, dtype=torch.uint8, device=device)
             _rehearse(config, plan, task, device)
             del held
-    except RuntimeError as fault:  # that of torch, cuDNN or Triton
+    except RuntimeError as fault:  # from torch, cuDNN or Triton
         if not is_out_of_memory(fault):
             raise
         fits = False
@@ -168,17 +168,17 @@ def _can_train(
 
 @dataclass(frozen=True, kw_only=True)
 class Needed:
-    """What a GPU must have for a training, in bytes."""
+    """Memory of a GPU that a training needs, in bytes."""
 
     step: int
     beside: int
-    """For cases and batches."""
+    """Bytes for cases and batches."""
     memory: MemoryUse | None = None
-    """The estimate itself, in the leader."""
+    """The estimate, on the leader only."""
 
 
 def judge(needed: Needed, free: int) -> bool | None:
-    """Tell whether what is needed fits into what is free; None where that is too close to be told.
+    """Return whether the needed memory fits the free memory, or None if it is too close to tell.
 
     >>> [judge(Needed(step=needed, beside=10), 110) for needed in (50, 95, 105, 150)]
     [True, None, None, False]
@@ -190,7 +190,7 @@ def judge(needed: Needed, free: int) -> bool | None:
 
 
 def make_room(config: ExperimentConfig, needed: Needed, free: int) -> tuple[ExperimentConfig, Needed]:
-    """Let cases lie in main memory where a step would lack the room that they take; cases are fetched from there too.
+    """Keep cases in main memory if a step lacks the room on the GPU; return the config and the needed memory.
 
     >>> from volseg.config.schema import DataConfig, PatchConfig
     >>> config = ExperimentConfig(
@@ -207,7 +207,7 @@ def make_room(config: ExperimentConfig, needed: Needed, free: int) -> tuple[Expe
 
 
 def _estimate_step(config: ExperimentConfig, plan: MeshPlan, device: torch.device) -> Needed | None:
-    """Return what is forecast of a step, the same in all processes; None where nobody knows."""
+    """Return the estimate of a step, the same in all processes, or None."""
     memory: list[MemoryUse] = []
     count = plan.num_processes * plan.pipeline
     gpus = Gpus.find(device, count) if config.training.can_be_followed else None
@@ -231,16 +231,16 @@ def _estimate_step(config: ExperimentConfig, plan: MeshPlan, device: torch.devic
 
 
 def _find_free_bytes(device: torch.device) -> int:
-    """Return what is free of the GPU of which least is, of all processes' ones."""
+    """Return the free bytes of the GPU with the least free memory, over all processes."""
     free, total = torch.cuda.mem_get_info(device)
     return total - largest_over_processes(total - free, device)
 
 
 def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device) -> None:
-    """Do a training step on random voxels with a network of its own, of which nothing is left.
+    """Run a training step on random voxels with a temporary network.
 
-    Of a volume that is cut one slab is taken, with its halo, in this process only: one that runs out of memory must
-    not leave others waiting for it.
+    Of a cut volume, one slab with its halo is taken, in this process only: a process that runs out of memory must not
+    leave others waiting.
     """
     rows = -(-config.patch.batch // plan.data)
     depth, *others = config.patch.size
@@ -263,32 +263,32 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
         torch.cuda.synchronize(device)
 
 
-# Which replicas and slabs the processes of a job take, by a forecast.
+# Choose replicas and slabs for the processes of a job, by estimates.
 
 
 def choose_by_estimate(
     config: ExperimentConfig, device: torch.device
 ) -> tuple[ExperimentConfig, str, MemoryUse | None] | None:
-    """Return the config with the mesh that is forecast to be fastest on this job's processes, and why.
+    """Return the config with the mesh of the fastest estimate on this job's processes, and the reason.
 
-    The third result is the memory of its step, in the leader. Every process calls it, and gets what the leader found: a
-    process per GPU, so that a pipeline is not among it. None on a CPU, where nothing fits for sure, and where nothing
-    can be forecast: then it is tried.
+    The third result is the memory of its step, on the leader. Every process calls this function and gets the leader's
+    choice. Each process has one GPU, so that a pipeline is no candidate. On a CPU, where memory is uncertain, and
+    without estimates, return None; then the step is tried.
 
     Parameters
     ----------
     config : ExperimentConfig
-        With the network as it is planned.
+        The config, with its planned network.
     device : torch.device
-        Of this process.
+        Device of this process.
     """
     gpus = Gpus.find(device, count_processes())
-    if gpus is None:  # in all processes of a job, or in none
+    if gpus is None:  # the same in all processes of a job
         return None
     forecasts: list[Estimate] = []
 
     def decide() -> Mapping[str, Any] | None:
-        # No pipeline could be taken, and its micro-batches take long to follow.
+        # A pipeline is no candidate, and its micro-batches take long to trace.
         answer = run_plan(config.with_values(parallel={"pipeline": 1}), gpus)
         forecasts.extend(answer.forecasts)
         if answer.problem:
@@ -304,16 +304,16 @@ def choose_by_estimate(
 
 
 def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int) -> Mapping[str, Any] | None:
-    """Return the fastest candidate of a process per GPU that surely fits, and why, as plain values.
+    """Return the fastest candidate with one process per GPU that surely fits, and the reason, as plain values.
 
     Parameters
     ----------
     forecasts : sequence of Estimate
-        Of whatever was followed.
+        Estimates of the traced candidates.
     num_processes : int
-        All of which it must use.
+        Processes; the candidate must use all of them.
     capacity : int
-        Bytes of a GPU that it may take.
+        Bytes of a GPU that the candidate may take.
     """
     suited = [
         each

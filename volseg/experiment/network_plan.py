@@ -1,8 +1,8 @@
-"""What a run takes from the geometry of its data: the voxel sides that its network and its augmentation are made for.
+"""Plan a run's network for the geometry of its data: the voxel sides for network and augmentation.
 
-Both stand in the run folder from its beginning (``network.json``). A run that goes on, validates or predicts builds its
-network by that file and never by data or rules, which may have changed since. A run of an older volseg has none: its
-network was planned, and its batches were augmented, as if voxels were cubes.
+The run folder keeps both from the start (``network.json``). A run that is resumed, validates or predicts builds its
+network from that file and never from data or rules, which may have changed since. A run of an older volseg has no such
+file: its network and augmentation assumed cubic voxels.
 """
 
 import json
@@ -31,36 +31,36 @@ __all__ = ["DataFacts", "NetworkPlan", "find_facts", "plan_for_spacing", "plan_n
 logger = logging.getLogger(__name__)
 
 VARIES = 2.0
-"""Times the median side, or its inverse, from which on a case is remarked on: nnU-Net's rules tell axes apart by it."""
+"""Ratio to the median side, or its inverse, from which a case is reported: nnU-Net's rules for axes differ there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPlan:
-    """What is decided once for a run."""
+    """Values that are decided once for a run."""
 
     spacing: Sides = ISOTROPIC
     """Voxel sides along D, H, W in mm, after preprocessing."""
     network: Mapping[str, Any] = field(default_factory=dict)
-    """The network's spec with all that followed from patch and spacing; empty where nobody wrote it down."""
+    """The network's spec with the values that follow from patch and spacing; empty if none was recorded."""
 
     def complete(self, config: ExperimentConfig) -> ExperimentConfig:
-        """Return ``config`` with the network as it was planned."""
+        """Return ``config`` with the planned network."""
         if not self.network:
             return config
         return config.model_copy(update={"network": NetworkConfig(**self.network, outputs=config.network.outputs)})
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the run folder keeps."""
+        """Return the content for the run folder."""
         return {"spacing": list(self.spacing), "network": dict(self.network)}
 
     @classmethod
     def from_json(cls, content: object, file: Path) -> Self:
-        """Return the plan that `as_json` gave.
+        """Return the plan from the output of `as_json`.
 
         Raises
         ------
         DataError
-            If ``content`` is something else.
+            If ``content`` is no plan.
         """
         match content:
             case {"spacing": [int() | float() as d, int() | float() as h, int() | float() as w], "network": dict(spec)}:
@@ -70,30 +70,30 @@ class NetworkPlan:
 
 
 def plan_network(config: ExperimentConfig, task: Task) -> NetworkPlan:
-    """Decide for a new run; every process of a job calls it, and all take what the first one finds.
+    """Plan the network of a new run; every process of a job calls this function and gets the first one's plan.
 
     Raises
     ------
     ConfigError
         If the network cannot be planned for the patch.
     DataError
-        If no case says how large its voxels are, and the preprocessing does not either.
+        If neither a case nor the preprocessing gives the size of voxels.
     """
-    # Of two machines one may hold the files in another form.
+    # Machines may hold the files in different forms.
     d, h, w = json.loads(gather_over_processes([json.dumps(find_spacing(config, task))])[0])
     return plan_for_spacing(config, (d, h, w))
 
 
 def plan_for_spacing(config: ExperimentConfig, spacing: Sides) -> NetworkPlan:
-    """Return the plan for voxels of such sides; see `plan_network`."""
+    """Return the plan for voxels with these sides; see `plan_network`."""
     spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=spacing)
-    return NetworkPlan(spacing=spacing, network=json.loads(json.dumps(spec)))  # as it will be read again
+    return NetworkPlan(spacing=spacing, network=json.loads(json.dumps(spec)))  # as a later read returns it
 
 
 def find_spacing(config: ExperimentConfig, task: Task) -> Sides:
-    """Return the voxel sides after preprocessing: those it resamples to, else the median of all cases with labels.
+    """Return the voxel sides after preprocessing: its target spacing, else the median of all cases with labels.
 
-    All of them, whichever fold they are in, so that the folds of a cross-validation train one network.
+    The median covers the cases of all folds, so that the folds of a cross-validation train one network.
     """
     steps = [component.spec() for component in config.preprocessing]
     if not depends_on_case(steps):
@@ -115,11 +115,11 @@ def _read_sides(case: Case, steps: Sequence[Mapping[str, Any]]) -> Sides | None:
     try:
         return spacing_after(steps, read_affine(image[0] if isinstance(image, tuple) else image))
     except ReaderError:
-        return None  # the check of the cases tells what is wrong with it, and with all the others at once
+        return None  # the check of the cases reports its faults, with all others at once
 
 
 def _remark(known: Mapping[str, Sides], median: Sides) -> None:
-    """Say which cases the plan does not fit."""
+    """Warn of the cases that the plan does not fit."""
     off = {name: np.maximum(np.divide(sides, median), np.divide(median, sides)).max() for name, sides in known.items()}
     if far := sorted((name for name in off if off[name] > VARIES), key=lambda name: -off[name]):
         logger.warning(
@@ -133,46 +133,46 @@ def _join(sides: Sides) -> str:
     return " x ".join(f"{side:.4g}" for side in sides)
 
 
-# What a forecast must know of a data set, without a volume being read: by its description, or by what is published.
+# Facts of a data set for an estimate, without reading a volume: from its description, or from published numbers.
 #
 # A network takes as many channels as the images have, and gives as many as there are labels. Where the data set is not
 # there, the Decathlon's ten are known by their names (`volseg.config.catalogue`), and of any other the user says it.
 
 
 FLOAT_BYTES, LABEL_BYTES = 4, 1
-"""Of a voxel of a prepared case: float32 for each channel, and a class."""
+"""Bytes per voxel of a prepared case: float32 for each channel, and a class."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """Of a data set."""
+    """Facts of a data set."""
 
     task: Task
-    """Its channels and labels; without cases where these were not looked at."""
+    """Its channels and labels; without cases if none were read."""
     spacing: Sides
     """Voxel sides after preprocessing, in mm."""
     case_bytes: int | None = None
-    """Of all prepared training cases together; None where their sizes are not known."""
+    """Bytes of all prepared training cases together; None if their sizes are unknown."""
     largest: tuple[int, int, int] | None = None
     """Sides of the largest case after preprocessing, in voxels."""
     source: str
-    """Where all this is from."""
+    """Source of these facts."""
 
 
 def find_facts(config: ExperimentConfig, channels: int | None = None, classes: int | None = None) -> DataFacts:
-    """Return what is known of a config's data set.
+    """Return the known facts of a config's data set.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Its data and preprocessing.
+        Config with its data and preprocessing.
     channels, classes : int, optional
-        Of images, and of label maps with the background, in place of what a data set says.
+        Channels of images, and classes of label maps with the background, in place of those of a data set.
 
     Raises
     ------
     DataError
-        If they follow from a data set that is not there and not known.
+        If the facts follow from a data set that is absent and unknown.
     """
     root = config.data.root
     if channels is not None and classes is not None:
@@ -209,14 +209,14 @@ def _find_public(name: str) -> PublicTask | None:
 
 
 def _spacing_without_cases(config: ExperimentConfig, median: Sequence[float] = ISOTROPIC) -> Sides:
-    """Return the voxel sides that the preprocessing names, else those of cases with the ``median`` ones."""
+    """Return the voxel sides that the preprocessing names, else those of cases with sides ``median``."""
     steps = [component.spec() for component in config.preprocessing]
     affine = np.diag([*median, 1.0]) if depends_on_case(steps) else np.eye(4)
     return spacing_after(steps, affine)
 
 
 def _with_sizes(task: Task, spacing: Sides, known: PublicTask | None, source: str) -> DataFacts:
-    """Return the facts with the sizes of the cases, where these are published."""
+    """Return the facts with the sizes of the cases, if they are published."""
     if known is None:
         return DataFacts(task=task, spacing=spacing, source=source)
     nnunet = known.manifest["nnunet"]

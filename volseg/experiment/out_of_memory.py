@@ -1,4 +1,4 @@
-"""What does not fit into memory: told before it is tried where sizes alone tell it, else in words that help."""
+"""Report what does not fit into memory: before a trial if sizes suffice, else with remedies."""
 
 import math
 import re
@@ -29,20 +29,20 @@ SAYS_MEMORY = re.compile(
     r"|Storage size calculation overflowed",
     re.DOTALL,
 )
-"""In messages of torch's allocators and libraries, where their exceptions have no class of their own: of main memory,
-of CUDA's driver and of libraries. A message of somebody else's that speaks of memory is not one of these."""
+"""Messages of allocators and libraries whose exceptions have no class of their own: of main memory, of CUDA's driver
+and of libraries. Other messages that mention memory do not match."""
 
 FLOAT_BYTES = 4
 
 
 @contextmanager
 def explaining_memory(config: ExperimentConfig) -> Iterator[None]:
-    """Turn an allocator's refusal within the block into one error that says what was tried and what takes less.
+    """Turn an allocator's refusal within the block into one error with the attempted sizes and the remedies.
 
     Raises
     ------
     OutOfMemoryError
-        With the sizes of the config, and the remedies in the order in which they cost least.
+        With the sizes of the config, and the remedies, the cheapest first.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def explaining_memory(config: ExperimentConfig) -> Iterator[None]:
 
 
 def require_plausible_sizes(config: ExperimentConfig, task: Task, device: torch.device) -> None:
-    """Raise where a batch or a window alone, as a network's input and output, exceeds the memory of all devices.
+    """Raise if a batch or a window, only as a network's input and output, exceeds the memory of all devices.
 
     Raises
     ------
@@ -79,14 +79,14 @@ def require_plausible_sizes(config: ExperimentConfig, task: Task, device: torch.
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
-    """Tell whether an allocator of torch or of one of its libraries raised it."""
+    """Return whether an allocator of torch or of one of its libraries raised an exception."""
     if isinstance(fault, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(fault, RuntimeError) and SAYS_MEMORY.search(str(fault)) is not None
 
 
 def describe_attempt(config: ExperimentConfig, device: torch.device, fault: BaseException) -> str:
-    """Return what was tried, and what the allocator said to it."""
+    """Return the attempted sizes, and the message of the allocator."""
     window = config.inference.window
     reason = str(fault).partition("\n")[0].rstrip(".") or type(fault).__name__
     return (
@@ -97,7 +97,7 @@ def describe_attempt(config: ExperimentConfig, device: torch.device, fault: Base
 
 
 def describe_remedies(config: ExperimentConfig) -> str:
-    """Return what takes less memory whatever is done, in the order in which it costs least."""
+    """Return remedies that always take less memory, the cheapest first."""
     recomputed = {"all": ", parallel.checkpoint: tiled (and by tiles)", "tiled": ""}
     checkpoint = recomputed.get(str(config.parallel.checkpoint), ", parallel.checkpoint: all (recomputes activations)")
     return (

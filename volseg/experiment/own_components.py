@@ -1,6 +1,6 @@
-"""Components of the user's own: registered by a call, or by a file that the command line names.
+"""Components of the user: registered by a call, or by a file on the command line.
 
-One table says which kinds there are; a third way, entry points of installed packages, is the registries' own
+One table lists the kinds. A third way, entry points of installed packages, is in the registries
 (`volseg.config.registry`). A config never names files of code: only the command line does.
 """
 
@@ -43,16 +43,16 @@ REGISTRIES: Mapping[str, Registry] = {
     "reader": SUFFIXES,
     "logger": LOGGERS,
 }
-"""The kinds of component, and what is known of each."""
+"""The kinds of component, and the registry of each."""
 
 _files: dict[Path, Source] = {}
-"""Files that were run in this process, in their order; processes that it starts are given them too."""
+"""Files that this process has run, in order; its child processes run them too."""
 
 _contents: dict[str, bytes] = {}
-"""What was run, by its sha256: the file itself may be edited meanwhile."""
+"""Content of these files, by its sha256: the files may be edited meanwhile."""
 
 _running: list[Source] = []
-"""The file that is being run, to which a registration belongs."""
+"""The running file, to which a registration belongs."""
 
 
 @overload
@@ -64,7 +64,7 @@ def register(kind: str, name: str, component: Component) -> Component: ...
 
 
 def register(kind: str, name: str, component: Component | None = None) -> Any:
-    """Let configs name a component of one's own; as a call, or as a decorator.
+    """Let configs name a component of the user; as a call, or as a decorator.
 
     Parameters
     ----------
@@ -72,15 +72,15 @@ def register(kind: str, name: str, component: Component | None = None) -> Any:
         ``network``, ``loss``, ``transform``, ``augmentation``, ``metric``, ``hook``, ``optimizer``, ``schedule``,
         ``reader`` or ``logger``.
     name : str
-        By which configs call it; of a reader the suffix of its files. No other component of the kind has it.
+        Name in configs; for a reader the suffix of its files. No other component of the kind has it.
     component : callable, optional
-        Class or function that makes the component from the parameters in the config; docs/own-components.md says what
-        each kind is called with. Left out, a decorator is returned.
+        Class or function that makes the component from the parameters in the config; docs/own-components.md lists the
+        arguments of each kind. Without it, a decorator is returned.
 
     Returns
     -------
     callable
-        The component, as it came.
+        The component, unchanged.
 
     Raises
     ------
@@ -111,12 +111,12 @@ def load_components(files: str | Path | Sequence[str | Path]) -> None:
     Parameters
     ----------
     files : sequence of path
-        Each is self-contained: it imports installed packages only, as the run does not record files beside it.
+        Each file is self-contained: it imports only installed packages, as the run does not record other files.
 
     Raises
     ------
     ConfigError
-        If a file cannot be read or run, or was changed since this process ran it; names the line.
+        If a file cannot be read or run, or has changed since this process ran it; names the line.
     """
     for path in map(Path, [files] if isinstance(files, str | Path) else files):
         try:
@@ -139,12 +139,12 @@ def load_content(source: Source) -> bytes:
 
 
 def components_arguments() -> list[str]:
-    """Return the options by which a process that this one starts knows the same components.
+    """Return the options that load the same components in a child process.
 
     Raises
     ------
     ConfigError
-        If one was registered by a plain call, of which another process cannot know.
+        If a component was registered by a plain call, which another process does not see.
     """
     for kind, registry in REGISTRIES.items():
         for name in sorted(registry.registered):
@@ -158,7 +158,7 @@ def components_arguments() -> list[str]:
 
 
 def list_components(kind: str | None = None) -> list[str]:
-    """Return a line for each component that a config may name: its kind, its name, and where it came from.
+    """Return a line for each component that a config may name: its kind, its name, and its source.
 
     Raises
     ------
@@ -181,7 +181,7 @@ def _describe_home(registry: Registry, name: str) -> str:
 
 
 def _run_as(source: Source, path: Path, content: bytes) -> None:
-    """Run a file whose registrations come from a source; leave the registries as they were if it fails."""
+    """Run a file whose registrations come from ``source``; if it fails, restore the registries."""
     before = {kind: registry.registered for kind, registry in REGISTRIES.items()}
     _running.append(source)
     try:
@@ -196,10 +196,10 @@ def _run_as(source: Source, path: Path, content: bytes) -> None:
 
 
 def _run(path: Path, content: bytes) -> None:
-    """Run a file's content as a module of its own, of which pickles and tracebacks know.
+    """Run a file's content as a separate module, which pickles and tracebacks can name.
 
-    Not by torch's or Python's import: these may take a stale cache of the file, and the bytes that are run are to be
-    those whose sum is written down.
+    It is not imported by torch or Python: an import may use a stale cache, but the recorded checksum must be that of
+    the executed bytes.
     """
     module = ModuleType(f"volseg_components_{hashlib.sha256(content).hexdigest()[:12]}")
     module.__file__ = str(path)
@@ -209,7 +209,7 @@ def _run(path: Path, content: bytes) -> None:
         exec(compile(content, str(path), "exec"), module.__dict__)  # noqa: S102 - what the command line names is run
     except VolsegError as fault:
         raise ConfigError(f"--components {path}{_line_of(fault, path)}: {fault}") from fault
-    except Exception as fault:  # whatever the user's own code raises
+    except Exception as fault:  # any error of the user's code
         told = f"--components {path} cannot be run{_line_of(fault, path)}"
         raise ConfigError(f"{told}: {type(fault).__name__}: {fault}") from fault
 

@@ -1,4 +1,4 @@
-"""The network that a config describes, on the device or devices that it trains or predicts on."""
+"""Build the network of a config, on the device or devices that it trains or predicts on."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,12 +37,12 @@ __all__ = ["build_model", "build_plain_network", "choose_device", "count_devices
 
 
 def choose_device(config: ExperimentConfig) -> torch.device:
-    """Return where to train: the first GPU if there is one.
+    """Return the device of the training: the first GPU if there is one.
 
     Raises
     ------
     ConfigError
-        If the config insists on a GPU and there is none.
+        If the config requires a GPU and there is none.
     """
     if config.device == "cpu":
         return torch.device("cpu")
@@ -53,7 +53,7 @@ def choose_device(config: ExperimentConfig) -> torch.device:
 
 
 def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
-    """Return the network as it is initialised, on the CPU; it takes any volume size."""
+    """Return the network with its initial weights, on the CPU; it takes any volume size."""
     network = build_network(
         config.network.spec(),
         in_channels=task.num_inputs,
@@ -62,12 +62,12 @@ def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
     )
     try:
         return FitGrid(network, divisors=getattr(network, "divisors", None))
-    except ImportError as fault:  # its forward was asked which sizes it takes
+    except ImportError as fault:  # FitGrid has called its forward to find the sizes that it takes
         raise ConfigError(f"network {config.network.name} {explain_import(fault)}") from fault
 
 
 def _require_room(config: ExperimentConfig, task: Task) -> None:
-    """Raise for a patch or a window that no memory of this machine holds with its logits and its weight."""
+    """Raise for a patch or a window that exceeds this machine's memory together with its logits and its weight."""
     channels = task.num_inputs + task.num_outputs + 4
     for key, sides in (("patch.size", config.patch.size), ("inference.window", config.inference.window)):
         needed, total = 4 * channels * math.prod(sides or ()), total_bytes()
@@ -87,28 +87,28 @@ def build_model(
     mesh: TrainingMesh | None = None,
     begin: Callable[[FitGrid], object] | None = None,
 ) -> nn.Module:
-    """Return the network on its device or devices; it takes any volume size and gives logits.
+    """Return the network on its device or devices; it takes any volume size and returns logits.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Its network, kernels, memory layout and parallel strategy. The network as it was planned for the run's spacing
-        (`NetworkPlan.complete`); what its spec leaves open is planned for cubic voxels.
+        Network, kernels, memory layout and parallel strategy. The network is planned for the run's spacing
+        (`NetworkPlan.complete`); values that its spec leaves open are planned for cubic voxels.
     task : Task
         Channels and classes.
     device : torch.device
-        Of this process; a strategy may take others besides.
+        Device of this process; a strategy may use others too.
     trains : bool
-        Whether the network will be trained, or only predict, which one process does by itself.
+        Whether the network will be trained; otherwise one process predicts by itself.
     mesh : TrainingMesh, optional
         The processes that train together; only this process by default.
     begin : callable, optional
-        Gives the network, still on the CPU, its first weights.
+        Initialises the network's weights, still on the CPU.
 
     Raises
     ------
     ConfigError
-        If the network cannot be built or run, or gives no logits of the task's labels.
+        If the network cannot be built or run, or returns no logits of the task's labels.
     """
     network = build_plain_network(config, task)
     require_window(network, config)
@@ -136,8 +136,8 @@ def _place_on_one(
     trains: bool,
     mesh: TrainingMesh | None,
 ) -> nn.Module:
-    """Return the network on one device, with the kernels and in the layout that suit it."""
-    if mesh is not None:  # what is rehearsed and measured is what this process computes
+    """Return the network on one device, with suitable kernels and layout."""
+    if mesh is not None:  # rehearsals and measurements use the share of this process
         rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
         config = config.with_values(patch={"batch": rows})
     agree = mesh is not None and mesh.replicas is not None
@@ -145,7 +145,7 @@ def _place_on_one(
         lay_out = partial(_laid_out, config=config, task=task, agree=agree)
         return with_compiled_kernels(network, config, task.num_inputs, device, lay_out)
     fast = with_fast_kernels(network, config, task.num_inputs, device, trains=trains)
-    # Gradients are summed as they lie in memory: what each process found must not differ.
+    # Gradients are summed in memory order: the layout must be the same in all processes.
     if agree and largest_over_processes(int(fast is None), device):
         fast = None
     return fast or _laid_out(network.to(device), config, task, agree=agree)
@@ -176,10 +176,10 @@ def _place_on_several(
 
 
 def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task, *, agree: bool) -> nn.Module:
-    """Return the network in the memory layout that the config asks for, in all processes the same if they ``agree``."""
+    """Return the network in the config's memory layout, the same in all processes if they ``agree``."""
     layouts = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last_3d}
     wanted = config.training.memory_format
-    if wanted == "auto" and config.training.deterministic:  # what is measured may differ next time
+    if wanted == "auto" and config.training.deterministic:  # measurements may differ next time
         wanted = "contiguous"
     if wanted == "auto":
         device = next(network.parameters()).device
@@ -193,7 +193,7 @@ def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task, *, agree
 def _devices(
     config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: TrainingMesh | None
 ) -> Sequence[str | torch.device] | None:
-    """Return the devices of this process; None for the strategy's own choice."""
+    """Return the devices of this process, or None for the strategy's own choice."""
     parallel = config.parallel
     if mesh is not None and mesh.plan.is_cut_in_process:
         return [device] * mesh.plan.spatial
@@ -205,7 +205,7 @@ def _devices(
     if parallel.pipeline is not None or parallel.spatial is not None:
         wanted = parallel.pipeline or parallel.spatial
         assert wanted is not None
-        if not trains:  # where a network only predicts, its layers and slabs lie on what there is
+        if not trains:  # for predictions, layers and slabs use the available devices
             wanted = min(wanted, len(list_devices()))
     try:
         return None if wanted is None else require_devices(wanted, device.type)
@@ -214,7 +214,7 @@ def _devices(
 
 
 def count_devices(config: ExperimentConfig, device: torch.device) -> int:
-    """Return how many devices this process trains on, where its strategy takes several."""
+    """Return the number of devices that this process trains on, if its strategy takes several."""
     if config.parallel.model_strategy == "none":
         return 1
     named = _devices(config, device, trains=True, mesh=None)
@@ -222,7 +222,7 @@ def count_devices(config: ExperimentConfig, device: torch.device) -> int:
 
 
 def _deal_devices(count: int, own: torch.device) -> Sequence[str | torch.device]:
-    """Return the devices of this process, its own first; a machine's are dealt to its processes as cards are."""
+    """Return the devices of this process, its own first; a machine's devices are dealt round-robin to its processes."""
     if own.type == "cpu":
         return [own] * count
     gpus, step = list_gpus(), count_gpus() // count

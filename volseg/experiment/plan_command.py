@@ -1,4 +1,4 @@
-"""What of a machine a config's training takes, and how it is best shared: the verb ``volseg plan`` as functions."""
+"""Estimate a config's training on a machine, and the best way to share it: the verb ``volseg plan`` as functions."""
 
 import math
 import shlex
@@ -58,28 +58,28 @@ def plan_training(
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training.
+        Config of the training.
     machine : Machine
-        Where it is to run.
+        Machine to plan for.
     channels, classes : int, optional
         See `find_facts`.
     facts : DataFacts, optional
-        Of its data set, where they are known already.
+        Facts of its data set, if they are known.
     only : callable, optional
-        Which candidates may be taken; by default all that the config leaves open.
+        Selects candidates; by default all that the config leaves open.
     thorough : bool
-        Whether to follow candidates too that cannot win.
+        Whether to trace candidates that cannot win too.
     numbers : bool
-        Whether what does not fit is followed to its end; see `plan_work`.
+        Whether candidates that do not fit are traced to the end; see `plan_work`.
     forks : bool
-        Whether to follow several at a time, in forked copies of this process.
+        Whether to trace several candidates at a time, in forks of this process.
 
     Raises
     ------
     ConfigError, DataError
-        If the config cannot be run, or channels and classes are not known.
+        If the config cannot be run, or channels and classes are unknown.
     ParallelError
-        If the training cannot be followed.
+        If the training cannot be traced.
     """
     planned, notes = _describe(config, machine, channels, classes, facts)
     steps = math.ceil(config.training.iterations / config.training.accumulate)
@@ -98,7 +98,7 @@ def plan_training(
 
 
 def _describe_growth(config: ExperimentConfig, planned: Planned, chosen: Estimate, steps: int) -> str:
-    """Return how long the epochs of each size of the patches take, and all of them."""
+    """Return the durations of the epochs of each patch size, and of all epochs."""
     epochs = config.training.epochs
     counts = Counter(config.patch.size_in(epoch, epochs) for epoch in range(epochs))
     assert planned.resize is not None
@@ -124,7 +124,7 @@ def _describe(
     classes: int | None,
     facts: DataFacts | None = None,
 ) -> tuple[Planned, list[str]]:
-    """Return what is followed, and what the reader must know."""
+    """Return the planned work, and notes for the reader."""
     check_components(config)
     gpu = machine.gpu
     dtype = choose_dtype(config.training.precision, gpu.capability)
@@ -145,7 +145,7 @@ def _describe(
 
 
 def _resize(described: Described, machine: Machine, sides: tuple[int, int, int]) -> tuple[Work, int]:
-    """Return the step on patches of other sides, and what of a GPU is taken besides then."""
+    """Return the step on patches of other sides, and the reserved bytes of a GPU for them."""
     resized = at_size(described, sides)
     return resized.work, find_reserve(resized, machine.gpu_bytes)[0]
 
@@ -153,16 +153,16 @@ def _resize(described: Described, machine: Machine, sides: tuple[int, int, int])
 def plan_words(
     plan: StepPlan, config: str | Path, overrides: Sequence[str] = (), components: Sequence[str | Path] = ()
 ) -> str:
-    """Return a plan for people: the table, the choice and how to take it.
+    """Return a plan as text: the table, the choice and its command.
 
     Parameters
     ----------
     plan : StepPlan
-        As `plan_training` made it.
+        The plan from `plan_training`.
     config : path
-        File that was planned for.
+        File of the planned config.
     overrides, components : sequence
-        Values of the config and files of components with which it was: the command to train has them too.
+        Overrides and component files of the plan; the training command includes them.
     """
     machine = plan.machine
     where = f"{machine.num_gpus} x {machine.gpu.name} of {machine.gpu_bytes / GIB:.1f} GiB"
@@ -199,7 +199,7 @@ def plan_words(
 def _list_command(
     candidate: Candidate, config: str | Path, overrides: Sequence[str], components: Sequence[str | Path]
 ) -> list[str]:
-    """Return the command that trains what was planned in the way of a candidate."""
+    """Return the command that trains the planned config with a candidate."""
     gpus = ["--gpus", str(candidate.num_gpus)] if candidate.num_gpus > 1 else []
     settings = [part for each in (*overrides, *list_settings(candidate)) for part in ("--set", each)]
     files = [part for file in components for part in ("--components", str(file))]
@@ -207,13 +207,13 @@ def _list_command(
 
 
 def list_settings(candidate: Candidate) -> list[str]:
-    """Return the overrides of a config by which a candidate is taken."""
+    """Return the config overrides that select a candidate."""
     mesh = {"data": candidate.data, "spatial": candidate.spatial, "pipeline": candidate.pipeline}
     settings = [f"parallel.{name}={count}" for name, count in mesh.items() if count > 1]
     if candidate.split_size is not None:
         settings.append(f"parallel.split_size={candidate.split_size}")
     if candidate.checkpoint is not None:
-        # Recomputation belongs to the strategy that cuts, where nothing is cut too.
+        # Recomputation is part of the strategy that cuts, even without a cut.
         settings += ["parallel.strategy=spatial"] if candidate.spatial == 1 else []
         whole = "parallel.devices=1" if candidate.num_gpus == 1 else "parallel.spatial=1"
         settings += [whole] if candidate.spatial == 1 else []
@@ -255,11 +255,11 @@ def plan_volumes(
     )
 
 
-# On which machine a training is to run: named by an instance, by its GPUs, or the one that this is.
+# Find the machine of a plan: named by an instance or by its GPUs, or the local machine.
 
 
 NEAR = 0.12
-"""By how much of the memory that is sold CUDA may tell less."""
+"""Share of the sold memory by which CUDA may report less."""
 
 
 def find_machine(
@@ -270,25 +270,25 @@ def find_machine(
     instance: str | None = None,
     here: bool = False,
 ) -> Machine:
-    """Return the machine that is meant; without a word about it, this one, if it has GPUs.
+    """Return the named machine; by default the local one, if it has GPUs.
 
     Parameters
     ----------
     num_gpus : int, optional
-        GPUs; 1 by default, or all that an instance or this machine has, of which fewer may be taken.
+        Number of GPUs: 1 by default, or at most (and by default) those of an instance or of this machine.
     gpu_memory : str
-        Of one, such as ``16GiB``.
+        Memory of one GPU, such as ``16GiB``.
     kind : str
-        Of GPU; by default the one with that memory.
+        Kind of GPU; by default the kind with that memory.
     instance : str
-        A machine that can be rented.
+        A machine for rent.
     here : bool
-        This machine.
+        Whether to plan for this machine.
 
     Raises
     ------
     ConfigError
-        If several machines are meant, none is, or one is not known.
+        If several machines are named, no machine is found, or a name is unknown.
     """
     described = gpu_memory is not None or kind is not None
     if sum([described, instance is not None, here]) > 1:
@@ -322,18 +322,18 @@ def _describe_machine(num_gpus: int, gpu_memory: str | None, kind: str | None) -
         assert size is not None
         sold = size  # the generator must not see None
         gpu = min(KINDS.values(), key=lambda each: abs(each.memory / sold - 1))
-    if size is None or 0 <= 1 - gpu.memory / size <= NEAR:  # CUDA tells less than is sold
+    if size is None or 0 <= 1 - gpu.memory / size <= NEAR:  # CUDA reports less than is sold
         size = gpu.memory
     return Machine(gpu=gpu, num_gpus=num_gpus, links=find_links(gpu), gpu_bytes=size)
 
 
 def find_kind_here(device: torch.device) -> GpuKind:
-    """Return what a GPU of this machine is: as it was measured here, else as its kind is known.
+    """Return the kind of this machine's GPU: with its measured calibration, else from the table of kinds.
 
     Raises
     ------
     ConfigError
-        If it is of no known kind and was not measured.
+        If its kind is unknown and it has no calibration.
     """
     machine = describe_machine(device)
     stored = read_calibration(find_file(machine["gpu"], machine["torch"]), machine)
@@ -349,7 +349,7 @@ def find_kind_here(device: torch.device) -> GpuKind:
 def _find_own_machine(num_gpus: int | None) -> Machine:
     if not count_gpus():
         raise ConfigError("--here plans for the GPUs of this machine, and none is visible; name others by --instance")
-    gpu = ask_copy(_ask_kind)  # which keeps this process fit for copies that follow the steps
+    gpu = ask_copy(_ask_kind)  # in a fork, so that this process can still fork to trace steps
     count = _take(num_gpus, count_gpus(), "this machine")
     return Machine(gpu=gpu, num_gpus=count, links=find_links(gpu), gpu_bytes=gpu.memory)
 
@@ -359,12 +359,12 @@ def _ask_kind() -> GpuKind:
 
 
 def calibrate_words() -> str:
-    """Measure the GPUs of this machine, once, and say what was found.
+    """Measure the GPUs of this machine once, and return the result as text.
 
     Raises
     ------
     ConfigError
-        If there is none.
+        If there is no GPU.
     """
     kind = calibrate(find_current_device())
     return f"{kind.name}: {kind.source}; --here and parallel: auto forecast by it"

@@ -26,29 +26,29 @@ from volseg.parallel.processes.progress import report_progress
 __all__ = ["LONGEST_SECONDS", "Answer", "Gpus", "read_plan", "run_plan"]
 
 NOTHING_FITS = 3
-"""Exit status of ``volseg plan`` where it has an answer all the same."""
+"""Exit status of ``volseg plan`` if nothing fits; the output is still an answer."""
 
 LONGEST_SECONDS = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """GPUs of one kind, which are planned for."""
+    """GPUs of one kind to plan for."""
 
     name: str
-    """As torch calls them."""
+    """Name in torch."""
     memory: int
-    """Bytes that this process can take of one."""
+    """Bytes of one GPU that this process can use."""
     count: int = 1
 
     @property
     def told_memory(self) -> str:
-        """Its memory as an option of ``volseg plan``."""
+        """Memory as an option of ``volseg plan``."""
         return f"{self.memory / 2**30:.3f}GiB"
 
     @classmethod
     def find(cls, device: torch.device, count: int) -> "Gpus | None":
-        """Return what a device is; None where it is no GPU."""
+        """Return the description of a device, or None if it is no GPU."""
         if device.type != "cuda":
             return None
         free, total = torch.cuda.mem_get_info(device)
@@ -59,45 +59,45 @@ class Gpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came back."""
+    """Answer of the plan's process."""
 
     forecasts: tuple[Estimate, ...] = ()
     reserve: int = 0
-    """Bytes of a GPU that something else holds: cases, and batches on their way."""
+    """Bytes of a GPU for other uses: cases, and prefetched batches."""
     problem: str = ""
-    """Why there are none."""
+    """Reason for the lack of estimates."""
     remedies: tuple[str, ...] = ()
-    """Where nothing fits, what would: larger GPUs, more of them, a smaller patch, with numbers."""
+    """Remedies if nothing fits, with numbers: larger GPUs, more of them, a smaller patch."""
 
 
 def run_plan(
     config: ExperimentConfig, gpus: Gpus, *, thorough: bool = False, seconds: float = LONGEST_SECONDS
 ) -> Answer:
-    """Return what a config's training needs of some GPUs, or that the plan took too long.
+    """Return the estimates of a config's training on some GPUs, or the problem, such as a timeout.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training; what it leaves open is tried in every way.
+        Config of the training; every value that it leaves open is tried.
     gpus : Gpus
-        What is planned for.
+        GPUs to plan for.
     thorough : bool
-        Whether those ways are looked at too that cannot be the fastest.
+        Whether to trace candidates too that cannot be the fastest.
     seconds : float
-        For the answer.
+        Time limit for the answer.
     """
     with tempfile.TemporaryDirectory(prefix="volseg_plan_") as name:
         folder = Path(name)
         try:
             file = dump_config(config.located(), folder / "config.yaml")
             command = run_module("volseg", "plan", str(file), "--json", "--gpu", gpus.name)
-            command += ["--all"] if thorough else ["--numbers"]  # what runs here may be estimated not to fit
+            command += ["--all"] if thorough else ["--numbers"]  # its estimate may exceed the memory
             command += ["--gpus", str(gpus.count), "--gpu-memory", gpus.told_memory, *components_arguments()]
             with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
                 process = subprocess.Popen(  # noqa: S603
                     command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=_make_environment()
                 )
-        except (ConfigError, OSError) as fault:  # components of this process only, or no process to be had
+        except (ConfigError, OSError) as fault:  # components known only to this process, or no process available
             return Answer(problem=_first_line(str(fault)))
         try:
             if not _wait(process, seconds):
@@ -109,12 +109,12 @@ def run_plan(
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Say whether a process has ended within so many seconds."""
+    """Return whether a process ends within ``seconds``."""
     end = time.monotonic() + seconds
     while process.poll() is None:
         if time.monotonic() > end:
             return False
-        report_progress("forecast")  # others may wait for this process meanwhile
+        report_progress("forecast")  # other processes may wait for this one meanwhile
         time.sleep(0.05)
     return True
 
@@ -131,16 +131,16 @@ def _read(status: int, folder: Path) -> Answer:
 
 
 def read_plan(said: str) -> Answer:
-    """Return the answer that a plan as JSON is."""
+    """Return the answer from a plan as JSON."""
     report = PlanReport.model_validate_json(said)
     forecasts = tuple(row.estimate for row in report.candidates)
     return Answer(forecasts=forecasts, reserve=report.reserve_bytes, remedies=report.remedies)
 
 
 def _make_environment() -> dict[str, str]:
-    """Return the environment of a process that is none of the job, and computes on the CPU."""
+    """Return the environment of a process outside the job that computes on the CPU."""
     kept = {name: value for name, value in os.environ.items() if name not in OF_JOB}
-    # The environment may name any encoding; what is read here is UTF-8.
+    # The environment may name any encoding; this process reads UTF-8.
     own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"}
     return {**kept, **own, OWN_LAUNCHER: str(os.getpid())}
 

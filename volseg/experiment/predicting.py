@@ -38,7 +38,7 @@ __all__ = ["predict", "resolve_images", "serve_predictions"]
 logger = logging.getLogger(__name__)
 
 PREDICTING = ("predicts each case", "predict one case after another")
-"""What processes do and what is done without them, for messages."""
+"""Description of the work with and without several processes, for messages."""
 
 
 def predict(
@@ -62,12 +62,12 @@ def predict(
 ) -> Predicted:
     """Predict images and write each label map as ``CASE.nii.gz`` on its image's own grid.
 
-    A case that fails (a damaged file, a volume that does not fit) is named, and the others go on.
+    A case that fails (a damaged file, a volume that does not fit) is reported, and the others go on.
 
     Parameters
     ----------
     source : path, RunFolder, or sequence of them
-        What predicts; see `load_trained`.
+        Trained networks; see `load_trained`.
     images : path, or sequence of them
         Files, folders of files, DICOM folders and folders above them, or tables; see `resolve_images`.
     output : path, optional
@@ -77,31 +77,31 @@ def predict(
     overrides : sequence of str
         Such as ``inference.mirror=false``.
     series : sequence of str
-        Which DICOM series, by UID or by a part of their description; see `resolve_images`.
+        DICOM series to predict, by UID or by a part of their description; see `resolve_images`.
     resume : bool
-        Go on with a prediction that was interrupted: label maps that it left whole are not made again.
+        Resume an interrupted prediction: complete label maps are kept.
     skip_existing : bool
-        Make no label map of whose name there is a file, whatever it holds.
+        Skip cases whose label map file exists, whatever it holds.
     overwrite : bool
-        Replace label maps that are there. One of these three is needed where there are any.
+        Replace existing label maps. If there are any, one of these three is required.
     strict : bool
-        Read every image before the first is predicted, and raise for what cannot be used; then for the first failure.
+        Read every image before the first prediction, and raise for unusable ones; then raise at the first failure.
     gpus : int, optional
-        Predict on so many GPUs (with ``device=cpu`` among the overrides, as if on so many, on the CPU): in a process
-        for each, or, of fewer cases than GPUs, each case cut over all of them.
+        Number of GPUs to predict on (with ``device=cpu`` among the overrides, that many processes on the CPU): one
+        process for each, or, with fewer cases than GPUs, each case cut over all of them.
     postprocessing : bool
-        Apply what `determine_postprocessing` measured to help, where it did.
+        Apply the measured steps of `determine_postprocessing`, if there are any.
     probabilities, uncertainty : bool
-        Write these as well; see `volseg.experiment.prediction_files`.
+        Also write these; see `volseg.experiment.prediction_files`.
     label_format : str
-        Of label maps: ``nifti`` or ``dicom-seg``.
+        Format of label maps: ``nifti`` or ``dicom-seg``.
     colour_tables : bool
         Write names and colours of the labels beside the label maps; see `format_colour_tables`.
 
     Raises
     ------
     DataError
-        For images that are not there or share a name; if ``strict``, for bad ones, all of them at once.
+        For images that are absent or share a name; if ``strict``, for all bad images at once.
     ConfigError
         If the source cannot predict, label maps cannot be written or exist, or those of a resumed prediction were
         made otherwise.
@@ -164,8 +164,8 @@ def predict(
 
 
 def _load(order: Mapping[str, Any]) -> tuple[Trained, PredictionFiles, PredictionRecord]:
-    """Return what predicts, what is written, and the record of it."""
-    trained = load_trained(order["source"], order["checkpoint"], order["overrides"])  # first: its errors say most
+    """Return the trained networks, the files to write, and their record."""
+    trained = load_trained(order["source"], order["checkpoint"], order["overrides"])  # first: its errors help most
     files = PredictionFiles(
         folder=_choose_folder(order["source"], order["output"]),
         postprocessing=trained.postprocessing if order["postprocessing"] else None,
@@ -175,7 +175,7 @@ def _load(order: Mapping[str, Any]) -> tuple[Trained, PredictionFiles, Predictio
 
 
 def _choose_devices(gpus: Sequence[str | None], waiting: Sequence[Case], trained: Trained) -> tuple[torch.device, ...]:
-    """Return the devices over which each case is cut: of fewer cases than GPUs all, otherwise none."""
+    """Return the devices over which each case is cut: all if there are fewer cases than GPUs, otherwise none."""
     if not 1 <= len(waiting) < len(gpus) or trained.config.inference.window is None:
         return ()
     logger.info("%d case(s) on %d GPUs: each is cut over all of them", len(waiting), len(gpus))
@@ -184,7 +184,7 @@ def _choose_devices(gpus: Sequence[str | None], waiting: Sequence[Case], trained
 
 
 def serve_predictions() -> None:
-    """Predict the cases that the process which started this one names; see `prediction_queue`."""
+    """Predict the cases that the parent process sends; see `prediction_queue`."""
     channel = open_channel()
     order = channel.receive()
     try:
@@ -206,7 +206,7 @@ def _ask_for_cases(channel: Channel) -> Iterator[Case]:
 
 
 def _choose_folder(named: Sequence[Source], output: str | Path | None) -> Path:
-    """Return where label maps are written."""
+    """Return the folder for label maps."""
     if output is not None:
         return Path(output)
     path = path_of(named[0])
@@ -246,7 +246,7 @@ def _refuse_own_images(cases: Sequence[Case], files: PredictionFiles) -> None:
         )
 
 
-# Which images are meant by the paths of a command line.
+# Resolve the images that the paths of a command line name.
 
 
 def resolve_images(
@@ -259,17 +259,17 @@ def resolve_images(
     paths : path, or sequence of them
         Files, folders of files, DICOM folders and folders above them, or tables; see `volseg.data.layouts.table`.
     modalities : sequence of str
-        Names of the channels. Of several, a file holds all, or the channels of a case lie in files beside each other:
+        Names of the channels. With several, a file holds all of them, or each channel is in its own file in one folder:
         ``CASE_0000``, ``CASE_0001`` ..., or ``CASE_NAME``.
     series : sequence of str
-        Of DICOM only the series with one of these UIDs, or one of these texts in their description. By default all but
-        scouts and what is no image.
+        UIDs of DICOM series, or texts in their description, to select. By default all series except scouts and those
+        without an image.
 
     Raises
     ------
     DataError
-        For a path that is absent or a folder with nothing in it, channels that are not all there, a series that is not
-        there, or two images of one name, whose predictions would overwrite each other.
+        For a path that is absent or an empty folder, missing channels, a missing series, or two images with one name,
+        whose predictions would overwrite each other.
     """
     cases: list[Case] = []
     loose: list[Path] = []
@@ -296,7 +296,7 @@ def resolve_images(
         raise DataError(
             f"{list_some(list(map(str, paths)))}: no DICOM among them to choose series of; leave out --series"
         )
-    if dicom:  # of which several may be of one series
+    if dicom:  # several may be of one series
         cases.extend(_list_series(gather_series(dicom), series, dicom[0].parent))
     cases.extend(group_channels(loose, modalities))
     for case in cases:
@@ -326,19 +326,19 @@ def _list_images(path: Path) -> list[Path]:
 
 
 def _is_alone(found: FoundSeries, folder: Path) -> bool:
-    """Return whether a folder is one series and nothing else, or no DICOM, of which the reader says what it is."""
+    """Return whether a folder is exactly one series, or no DICOM, which its reader will report."""
     return {series.folder for series in (*found.images, *found.others)} <= {folder} and (
         len(found.images) + len(found.others) <= 1
     )
 
 
 def _list_series(found: FoundSeries, wanted: Sequence[str], where: Path) -> list[Case]:
-    """Return a case per series that is to be predicted, and say which are not."""
+    """Return a case per series to predict, and log the others."""
     chosen = choose_series(found, wanted, where)
     if left := [series for series in found.others if series not in chosen]:
         logger.info("%s: %d series left out: %s", where, len(left), "; ".join(f"{one}: {one.left_out}" for one in left))
     with_series = {one.folder for one in (*found.images, *found.others)}
-    # Of a folder of damaged files alone the reader says so; beside a series it refuses that.
+    # If a folder has only damaged files, its reader reports it; beside a series the folder is refused.
     unread = sorted({file.parent for file in found.damaged} - with_series)
     is_only = len(chosen) == 1 and chosen[0].folder == where
     named = {name_image(where): chosen[0]} if is_only else name_series(chosen)

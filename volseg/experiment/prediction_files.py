@@ -1,8 +1,8 @@
-"""Which files a prediction leaves for each case, and what is done to its label map before.
+"""Name and write the files of a prediction for each case, after postprocessing its label map.
 
 ::
 
-    FOLDER/CASE.nii.gz                  label map; CASE.dcm where DICOM segmentations are asked for
+    FOLDER/CASE.nii.gz                  label map; CASE.dcm for DICOM segmentations
     FOLDER/probabilities/CASE.nii.gz    of every class or region
     FOLDER/uncertainty/CASE.nii.gz      entropy of the probabilities
     FOLDER/previous_stage/CASE.nii.gz   label map of a cascade's first stage
@@ -30,7 +30,7 @@ __all__ = ["SUFFIXES", "CaseResult", "Predicted", "PredictionFiles"]
 
 
 SUFFIXES = {"nifti": ".nii.gz", "dicom-seg": ".dcm", "dicom-rtstruct": ".dcm"}
-"""Of label maps, by the format that is asked for."""
+"""Suffixes of label maps, by format."""
 
 HELD = 3
 """Predictions in memory at once: computed, waiting, written."""
@@ -38,12 +38,12 @@ HELD = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionFiles:
-    """What is written for each case, and where.
+    """Files to write for each case, and their names.
 
     Raises
     ------
     ConfigError
-        For a format that is not known.
+        For an unknown format.
     """
 
     folder: Path
@@ -60,12 +60,12 @@ class PredictionFiles:
 
     @property
     def also(self) -> tuple[Literal["entropy", "probabilities"], ...]:
-        """What a predictor is asked for besides label maps."""
+        """Further outputs that the predictor must compute."""
         return (*(("entropy",) if self.uncertainty else ()), *(("probabilities",) if self.probabilities else ()))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the files follow from, beside the networks: nothing where they are label maps as predicted."""
+        """Settings that the files depend on, beside the networks; empty for plain label maps."""
         asked = {"format": self.label_format, "also": list(self.also)}
         steps = [] if self.postprocessing is None else self.postprocessing.steps
         plain = {"format": "nifti", "also": []}
@@ -94,14 +94,14 @@ class PredictionFiles:
         return (*names, self.name_label_map(case))
 
     def require_possible(self, case: Case) -> None:
-        """Raise where the files of a case cannot be written, judged by its paths only.
+        """Raise if the files of a case cannot be written, judged only by its paths.
 
         Raises
         ------
         ConfigError
-            If a package is needed that is not installed.
+            If a required package is not installed.
         DataError
-            If a DICOM segmentation is asked for of something else.
+            If a DICOM segmentation is requested for an image of another kind.
         """
         if self.label_format != "nifti":
             image, *others = list_files(case["image"])
@@ -113,25 +113,25 @@ class PredictionFiles:
             require_dicom_source(image, case["case"])
 
     def require_room(self, prepared: Case, trained: Trained) -> None:
-        """Raise where the probabilities of a prepared case would not fit into memory."""
+        """Raise if the probabilities of a prepared case would not fit into memory."""
         if self.probabilities:
             require_room(prepared["image"], trained.task.num_outputs, held=HELD)
 
     def write(
         self, given: Case, prepared: Mapping[str, Any], prediction: Prediction, trained: Trained
     ) -> tuple[Path, dict[str, float]]:
-        """Write the files of a case, its label map last; return that one, and the volumes of its labels (ml).
+        """Write the files of a case, its label map last; return the label map's path, and its labels' volumes (ml).
 
         Parameters
         ----------
         given : Case
-            With paths.
+            The case with paths.
         prepared : Case
-            With the preprocessed image, on whose original grid everything is written.
+            The case with the preprocessed image; all files are on its original grid.
         prediction : Prediction
-            With what `also` asked for.
+            The prediction, with the outputs of `also`.
         trained : Trained
-            What predicted.
+            The trained networks.
         """
         image, name = prepared["image"], f"{given['case']}.nii.gz"
         if self.probabilities:
@@ -158,30 +158,30 @@ class PredictionFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """What became of one case."""
+    """Result of one case."""
 
     case: str
     state: Literal["predicted", "there before", "failed"]
     file: Path | None = None
-    """The label map; None where the case failed."""
+    """The label map; None if the case failed."""
     error: str = ""
-    """Class of what went wrong."""
+    """Class of the error."""
     message: str = ""
-    """What went wrong, with its remedy."""
+    """Message of the error, with its remedy."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """See `volseg.inference.prefetching.CaseOutcome`; of a case that was there before, none."""
+    """See `volseg.inference.prefetching.CaseOutcome`; empty for a case that was there before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What became of all cases, in the order in which they were named."""
+    """Results of all cases, in the order of the input."""
 
     folder: Path
     cases: tuple[CaseResult, ...]
 
     @property
     def label_maps(self) -> dict[str, Path]:
-        """Case id to the file of its label map, written now or before."""
+        """Case id to the file of its label map, new or existing."""
         return {case.case: case.file for case in self.cases if case.file is not None}
 
     @property
@@ -195,7 +195,7 @@ class Predicted:
         Raises
         ------
         DataError
-            Names every case that failed, and why.
+            If cases failed; names each of them with the reason.
         """
         if self.failures:
             lines = "\n".join(f"  {case.case}: {case.message}" for case in self.failures)
@@ -203,7 +203,7 @@ class Predicted:
         return self.label_maps
 
     def table(self) -> str:
-        """Return a line per case, and one that counts them."""
+        """Return a table with a line per case, and their counts."""
         rows = [
             (
                 case.case,
@@ -224,7 +224,7 @@ class Predicted:
         return "\n".join([head, rule, *body, "", f"{len(self.cases)} case(s) in {self.folder}: {told}"])
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON has it."""
+        """Return all results as plain values for JSON."""
         cases = [{**asdict(case), "file": case.file and str(case.file)} for case in self.cases]
         return {"folder": str(self.folder), "counts": self._count(), "cases": cases}
 

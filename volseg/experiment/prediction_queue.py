@@ -1,4 +1,4 @@
-"""The cases of a prediction on their way to label maps: each is a result, whatever goes wrong with it."""
+"""Predict a queue of cases; each case has a result, also if it fails."""
 
 import logging
 from collections import deque
@@ -47,16 +47,16 @@ __all__ = ["FoundInCases", "PredictionQueue", "predict_in_processes"]
 logger = logging.getLogger(__name__)
 
 
-# Spread the cases of a prediction over GPUs: a worker per GPU, which asks for the next case when it has room for one.
+# Spread the cases of a prediction over GPUs: a worker per GPU requests the next case when it has room.
 #
 # ::
 #
 #     worker                this process
 #     {"asks": true}   ->
 #                      <-   {"case": "ct_7", "image": ["ct_7.nii.gz"]}, or null: there are no more
-#     {"case": ...}    ->   what became of one
-#     {"remarks": ...} ->   what was found in all that it had
-#     {"ends": ...}    ->   what would keep any case from being predicted, such as a full disk
+#     {"case": ...}    ->   result of one case
+#     {"remarks": ...} ->   remarks on all its cases
+#     {"ends": ...}    ->   error that prevents any prediction, such as a full disk
 #
 # A slow case delays no other one. Each worker loads the network and writes label maps by itself. The results name a
 # worker that fails with the cases that it had; the other workers predict the rest.
@@ -64,11 +64,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class FoundInCases:
-    """What was found in images, beside what was predicted of them."""
+    """Remarks on images, beside their predictions."""
 
     remarks: tuple[Remark, ...]
     digests: tuple[tuple[str, str], ...]
-    """Of cases, by which images are found that stand under several names."""
+    """Digests of cases, which reveal images with several names."""
 
 
 def predict_in_processes(
@@ -77,25 +77,25 @@ def predict_in_processes(
     order: Mapping[str, Any],
     command: Sequence[str] | None = None,
 ) -> Iterator[CaseResult | FoundInCases]:
-    """Yield what became of each case, in the order in which they end, and what each worker found in its cases.
+    """Yield the result of each case, in the order of completion, and the remarks of each worker.
 
-    Closing the generator, Ctrl-C and errors end the workers; what they are writing is whole or not there.
+    Closing the generator, Ctrl-C and errors end the workers; the files that they are writing are whole or absent.
 
     Parameters
     ----------
     cases : sequence of Case
-        With paths.
+        Cases with paths.
     gpus : sequence of str or None
-        Values of CUDA_VISIBLE_DEVICES, a worker each; None where they share the CPU. See `choose_gpus`.
+        Values of CUDA_VISIBLE_DEVICES, one per worker; None for workers that share the CPU. See `choose_gpus`.
     order : mapping
-        What the workers are to predict with; `serve_predictions` gets it.
+        Input of `serve_predictions`, with the settings of the workers.
     command : sequence of str, optional
-        What each of them runs, by default the verb that calls `serve_predictions`.
+        Command of a worker, by default the verb that calls `serve_predictions`.
 
     Raises
     ------
     ConfigError
-        What would keep every case from being predicted, as soon as one worker has met it.
+        For an error that prevents every prediction, as soon as one worker meets it.
     """
     command = command or run_module("volseg", "predict-cases", *components_arguments())
     waiting = deque(cases)
@@ -130,7 +130,7 @@ def predict_in_processes(
 
 
 def _fail(worker: Worker, held: Mapping[str, Case], failures: list[str]) -> Iterator[CaseResult]:
-    """Yield the cases that a worker had when it ended; note its end where it had none."""
+    """Yield the cases of a worker that has ended as failures; record a failure without cases."""
     message = worker.describe_end()
     for name in held:
         yield CaseResult(case=name, state="failed", error="ParallelError", message=message)
@@ -140,12 +140,12 @@ def _fail(worker: Worker, held: Mapping[str, Case], failures: list[str]) -> Iter
 
 
 def _decode(answer: Mapping[str, Any]) -> CaseResult | FoundInCases:
-    """Return what a worker says of a case, or of all its cases.
+    """Return the result of a case, or the remarks on all cases of a worker.
 
     Raises
     ------
     ConfigError
-        If it says what would keep any case from being predicted.
+        If the worker reports an error that prevents any prediction.
     """
     if "ends" in answer:
         raise ConfigError(answer["ends"])
@@ -153,26 +153,26 @@ def _decode(answer: Mapping[str, Any]) -> CaseResult | FoundInCases:
 
 
 ENDS = (ConfigError, ParallelError, StopRequested, torch.AcceleratorError)
-"""What is no case's own fault, and would keep the others from being predicted as well."""
+"""Errors that are not specific to a case, and would fail the others too."""
 
 
 class PredictionQueue:
-    """The cases of a prediction that are not there yet.
+    """The cases of a prediction that still need a label map.
 
     Parameters
     ----------
     trained : Trained
-        What predicts.
+        Networks that predict.
     files : PredictionFiles
-        What is written.
+        Files to write.
     record : PredictionRecord
-        Of their folder.
+        Record of their folder.
     cases : sequence of Case
-        With paths.
+        Cases with paths.
     strict : bool
         Whether the first failure ends everything.
     devices : sequence of torch.device
-        Over which every case is cut; none, or one: each is predicted whole where the networks lie.
+        Devices over which every case is cut; with none or one, a case is predicted whole on the networks' device.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class PredictionQueue:
         self._digesting = ThreadPoolExecutor(1, "digest")
 
     def require_sound(self) -> None:
-        """Read every file to its end: once here and once when it is predicted, as not all fit into memory.
+        """Read every file fully: once here and once for the prediction, as not all fit into memory.
 
         Raises
         ------
@@ -211,7 +211,7 @@ class PredictionQueue:
         require_sound(problems, "fix them, or leave them out")
 
     def leave_out_unusable(self) -> None:
-        """Set aside, before anything is predicted, what its paths or first bytes show to be of no use."""
+        """Set aside the cases whose paths or first bytes show that they are unusable, before any prediction."""
         unusable: dict[str, DataError] = dict(list_unusable(list(self._cases.values())))
         for name, case in self._cases.items():
             try:
@@ -226,14 +226,14 @@ class PredictionQueue:
     def run(
         self, count: Callable[[], object], gpus: Sequence[str | None], order: Mapping[str, Any]
     ) -> dict[str, CaseResult]:
-        """Predict and write the cases; return what became of each.
+        """Predict and write the cases; return their results.
 
         Parameters
         ----------
         count : callable
             Called after each case.
         gpus, order
-            A worker for each predicts, as `predict_in_processes` says; without GPUs this process does.
+            GPUs with a worker each, and its order (see `predict_in_processes`); without GPUs this process predicts.
         """
         for _ in self._results:
             count()
@@ -251,7 +251,7 @@ class PredictionQueue:
         return self._results
 
     def predict_each(self, cases: Iterable[Case]) -> Iterator[CaseResult | FoundInCases]:
-        """Predict and write cases as they come; yield what became of each, and at the end what was found in all."""
+        """Predict and write cases as they come; yield the result of each, and finally the remarks on all."""
         config = self._trained.config
         predictor: Predictor | SharedPredictor = (
             self._trained.build_shared_predictor(self._devices)
@@ -271,7 +271,7 @@ class PredictionQueue:
         yield FoundInCases(remarks=tuple(self._remarks), digests=digests)
 
     def _report_remarks(self, remarks: Iterable[Remark], digests: Iterable[tuple[str, str]]) -> None:
-        """Log what is to be looked at, in the order of the cases: processes end them in any."""
+        """Log the remarks in the order of the cases; processes end in any order."""
         number = {name: number for number, name in enumerate(self._cases)}
         of_same = [(self._cases[name], digest) for name, digest in sorted(digests, key=lambda pair: number[pair[0]])]
         own = sorted(remarks, key=lambda remark: number[remark.case])
@@ -279,7 +279,7 @@ class PredictionQueue:
             logger.warning("look at %s", line)
 
     def _note_of_worker(self, result: CaseResult) -> CaseResult:
-        """Log the failure of a case, and record one that its process could not record any more."""
+        """Log the failure of a case, and record a failure that its process could not record."""
         if result.state != "failed":
             return result
         is_lost = result.error == "ParallelError"
@@ -304,7 +304,7 @@ class PredictionQueue:
         self._remarks.extend(checked.remarks)
         if checked.problems:
             raise DataError("; ".join(problem.message for problem in checked.problems))
-        # Beside what follows: of a large image it takes as long as reading it.
+        # In parallel: for a large image the digest takes as long as reading.
         self._digests.append((case, self._digesting.submit(digest_voxels, checked.case["image"])))
         stage = {"stage": self._files.name_stage(case)} if self._trained.task.stage_labels else {}
         return {**checked.case, **stage}
@@ -322,7 +322,7 @@ class PredictionQueue:
         return prepared
 
     def _write(self, case: Case, prediction: Prediction) -> Path:
-        """Write the files of a case, and record it: here, so that it is done before another one is begun."""
+        """Write the files of a case, and record it here, before the next case begins."""
         given = self._cases[case["case"]]
         try:
             path, volumes = self._files.write(given, case, prediction, self._trained)
@@ -344,16 +344,16 @@ class PredictionQueue:
             self._fail(name, _explain(outcome.fault, config))
 
     def _fail(self, name: str, fault: Exception) -> None:
-        """Note that a case failed, and say so at once.
+        """Record and log the failure of a case.
 
         Raises
         ------
         Exception
-            The fault, if strict.
+            The error, if strict.
         """
         if self._strict:
             raise fault
-        # What volseg did not raise on purpose may be a fault of its own, which its place helps to find.
+        # An exception of another class may be a bug of volseg: its traceback helps.
         trace = None if isinstance(fault, VolsegError) else fault
         error, message = type(fault).__name__, f"{str(fault) or repr(fault)}{self._describe_earlier(name)}"
         logger.error("%s: %s", name, message, exc_info=trace)
@@ -361,13 +361,13 @@ class PredictionQueue:
         self._record.add_failure(self._cases[name], error, message)
 
     def _describe_earlier(self, name: str) -> str:
-        """Return what to add to the words of a failure where another prediction's label map stays in its place."""
+        """Return a note for a failure if another prediction's label map stays in its place."""
         earlier = self._files.name_label_map(self._cases[name])
         return f"; {earlier} is there, of an earlier prediction" if earlier.is_file() else ""
 
 
 def _explain(fault: Exception, config: ExperimentConfig) -> Exception:
-    """Return the fault of a case in words that help, where it is an allocator's."""
+    """Return an explained error for an allocator's failure, else the error itself."""
     try:
         with explaining_memory(config):
             raise fault
@@ -378,7 +378,7 @@ def _explain(fault: Exception, config: ExperimentConfig) -> Exception:
 
 
 def list_unusable(cases: Sequence[Case]) -> dict[str, ReaderError]:
-    """Return the cases whose files are absent or do not begin as images do, with the reason; no voxel is read."""
+    """Return the cases whose files are absent or no images by their first bytes, with the reason; no voxel is read."""
     faults = zip(cases, map_in_threads(_look_at, cases), strict=True)
     return {case["case"]: fault for case, fault in faults if fault is not None}
 

@@ -1,7 +1,7 @@
-"""Run a config's training for some steps, and have torch's profiler watch the last of them.
+"""Run some steps of a config's training, the last of them under torch's profiler.
 
 The training is the real one: its loop, network, losses, optimizer, augmentation and strategy. Its cases are random
-voxels, since a step takes as long on any: nothing is read, so where the data are does not matter.
+voxels, since the duration of a step does not depend on them. No data are read.
 """
 
 import gzip
@@ -42,20 +42,20 @@ from volseg.workflow.training import Training
 __all__ = ["BuiltTraining", "WatchedSteps", "build_profiled", "find_network", "watch_steps"]
 
 WARM_UP = 5
-"""Steps before any is timed: three run as they are, the fourth is recorded, the fifth is the first replay."""
+"""Steps before the timed ones: three run eagerly, the fourth is captured, the fifth is the first replay."""
 
 NOTED = 1
-"""Steps behind those that are watched, whose operators are noted."""
+"""Steps after the profiled ones whose operators are recorded."""
 
 NUM_CASES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltTraining:
-    """What runs."""
+    """A training that is ready to run."""
 
     config: ExperimentConfig
-    """As it was settled: its network planned, its mesh decided."""
+    """The settled config: its network planned, its mesh resolved."""
     task: Task
     model: nn.Module
     batches: EpochBatches
@@ -64,18 +64,18 @@ class BuiltTraining:
 
 @dataclass(kw_only=True)
 class WatchedSteps:
-    """What was seen of some steps."""
+    """Measurements of some steps."""
 
     seconds: float = 0.0
-    """Of one, while nobody watched."""
+    """Duration of a step without the profiler."""
     watched_seconds: float = 0.0
-    """Of one, while the profiler did."""
+    """Duration of a step under the profiler."""
     batch_seconds: float = 0.0
-    """Of it, how long the training waited for its batch."""
+    """Time of a step that the training waits for its batch."""
     events: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    """Of the trace."""
+    """Events of the trace."""
     file: bytes = b""
-    """The trace, as it is written: gzip."""
+    """The trace file, compressed by gzip."""
     is_recorded: bool = False
     not_recorded: str | None = None
     precision: str = ""
@@ -83,23 +83,23 @@ class WatchedSteps:
 
 
 def find_network(module: nn.Module) -> nn.Module | None:
-    """Return the network that a module runs, with its own modules' names, if it is what a training calls."""
+    """Return the network inside a training's module, with the names of its own modules, or None."""
     while isinstance(module, ModelParallel | DataParallel):
         module = module.module
     return module if isinstance(module, FitGrid) else None
 
 
 def build_profiled(config: ExperimentConfig, facts: DataFacts, steps: int) -> BuiltTraining:
-    """Return the training that a config describes, on random cases.
+    """Return the training of a config, on random cases.
 
     Parameters
     ----------
     config : ExperimentConfig
-        With its network as it is planned for the spacing.
+        The config, with its network planned for the spacing.
     facts : DataFacts
-        Of its data set.
+        Facts of its data set.
     steps : int
-        That are watched: an epoch is as long as that takes.
+        Profiled steps, which determine the length of the epoch.
     """
     device = choose_device(config)
     length = (WARM_UP + 2 * steps + NOTED) * config.training.accumulate
@@ -131,20 +131,20 @@ def watch_steps(
     built: BuiltTraining, steps: int, *, watch: PlaceWatch | None = None, runs: PlacedRuns | None = None,
     record: bool = True,
 ) -> WatchedSteps:  # fmt: skip
-    """Train for some steps; return what was seen of them.
+    """Train for some steps; return their measurements.
 
     Parameters
     ----------
     built : BuiltTraining
-        What trains.
+        The training.
     steps : int
-        That are timed without the profiler, and then as many with it.
+        Steps to time without the profiler, and then with it.
     watch : PlaceWatch, optional
-        Puts the layers into the trace. It ends a recording: see ``record``.
+        Marks the layers in the trace. It prevents a capture: see ``record``.
     runs : PlacedRuns, optional
-        Notes the operators of one more step.
+        Records the operators of one more step.
     record : bool
-        Whether the step may be recorded.
+        Whether the step may be captured.
     """
     settings = built.config.training
     devices = {parameter.device for parameter in built.model.parameters()}
@@ -162,19 +162,19 @@ def watch_steps(
 
 
 class _Batches:
-    """The batches of a training, each made in a range of the trace."""
+    """The batches of a training, each prepared within a range of the trace."""
 
     def __init__(self, batches: EpochBatches) -> None:
         self._batches = batches
         self.batch_size = getattr(batches, "batch_size", None)
         self.seconds = 0.0
-        """That the training has waited for them."""
+        """Seconds that the training has waited for batches."""
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """Make them."""
+        """Yield the batches of an epoch."""
         made = self._batches.epoch(number, start=start)
         while True:
             begin = time.perf_counter()
@@ -187,7 +187,7 @@ class _Batches:
 
 
 class _Watching(Hook):
-    """Times steps, then lets the profiler watch as many, then notes the operators of one more."""
+    """Times steps, then profiles as many steps, then records the operators of one more."""
 
     def __init__(
         self, devices: set[torch.device], steps: int, accumulate: int, watch: PlaceWatch | None, runs: PlacedRuns | None
@@ -210,7 +210,7 @@ class _Watching(Hook):
         self.seen.shape = tuple(batch["image"].shape)
 
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:  # noqa: ARG002 (a hook's signature)
-        """Go on to what is next, where the batch was the last of a step."""
+        """Switch to the next phase after the last batch of a step."""
         if training.position % self._accumulate:
             return
         self._marks.close()
@@ -232,7 +232,7 @@ class _Watching(Hook):
             self._stop()
 
     def on_training_end(self, training: Training) -> None:  # noqa: ARG002 (a hook's signature)
-        """Leave nothing behind, whatever happened."""
+        """Close all contexts, also after an error."""
         self._marks.close()
         self._around.close()
 
@@ -246,8 +246,8 @@ class _Watching(Hook):
         if self._watch is not None:
             self._around.enter_context(self._watch.watching())
         with warnings.catch_warnings():
-            # There is one cycle; torch 2.11 warns that it forgets others. To have it keep them (acc_events) is no way
-            # out: it then sorts all events into a tree, for a minute where there are ten steps of a V-Net.
+            # There is one cycle; torch 2.11 warns that it discards others. Keeping them (acc_events) is no remedy:
+            # torch then sorts all events into a tree, which takes a minute for ten steps of a V-Net.
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
             self._profiler = self._around.enter_context(profile(activities=activities))
 

@@ -1,9 +1,9 @@
-"""Where a training step's time goes: the verb ``volseg profile`` as functions.
+"""Show how the time of a training step is spent: the verb ``volseg profile`` as functions.
 
-On this machine the step runs, and torch's profiler says what ran when. A recorded step has no Python that could say for
-which layer: it is run eagerly first, and the replay's kernels are those of the eager one. What each layer has to
-compute and to move is known from a followed step on a GPU, and from the operators that run on a CPU. For a GPU that is
-not here the step is only followed, and timed by the table of measured kernels.
+On this machine the step runs under torch's profiler. A replayed step has no Python calls that name a layer: it runs
+eagerly first, and the replay's kernels are matched with the eager ones. The computation and traffic of each layer
+follow from a traced step on a GPU, and from the executed operators on a CPU. For a GPU of another machine the step is
+only traced, and timed by the table of measured kernels.
 """
 
 import math
@@ -61,11 +61,11 @@ BY_STRATEGY = "its strategy records in parts, or not at all"
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """A profile, and the trace that it was read from."""
+    """A profile, and its trace."""
 
     report: ProfileReport
     trace: bytes | None = None
-    """Of a step that ran: Chrome's format, gzip."""
+    """Trace of a step that ran: Chrome's format, gzip."""
 
     def to_json(self) -> str:
         """Return the report as JSON."""
@@ -84,7 +84,7 @@ class Profiled:
 
 @dataclass(frozen=True, kw_only=True)
 class _Followed:
-    """What a step would be asked of a kind of GPU."""
+    """Work of a step on a kind of GPU."""
 
     candidate: Candidate
     work: list[PlacedWork]
@@ -102,27 +102,27 @@ def profile_training(
     channels: int | None = None,
     classes: int | None = None,
 ) -> Profiled:
-    """Say where the time of a config's training step goes.
+    """Profile a config's training step.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training.
+        Config of the training.
     steps : int
-        That are watched, after as many that are timed.
+        Profiled steps, after as many timed ones.
     gpu : str, optional
-        A kind of GPU that is not here, for which the step is forecast; by default it runs here.
+        A kind of GPU to estimate the step for; by default the step runs on this machine.
     num_gpus : int, optional
-        Of that kind; by default as many as the config asks for.
+        Number of those GPUs; the config's number by default.
     channels, classes : int, optional
         See `find_facts`.
 
     Raises
     ------
     ConfigError, DataError
-        If the config cannot be run, or channels and classes are not known.
+        If the config cannot be run, or channels and classes are unknown.
     ParallelError
-        If the training cannot be followed for another GPU.
+        If the training cannot be traced for another GPU.
     """
     if steps < 1:
         raise ConfigError(f"a profile needs at least one step, got {steps}")
@@ -145,7 +145,7 @@ def profile_training(
 
 
 def _follow(config: ExperimentConfig, facts: DataFacts, machine: Machine, num_gpus: int) -> _Followed:
-    """Follow the step as the config would have it run, kernel by kernel."""
+    """Trace the config's step, kernel by kernel."""
     gpu = machine.gpu
     dtype = choose_dtype(config.training.precision, gpu.capability)
     described = describe_training(config, dtype, facts)
@@ -160,7 +160,7 @@ def _follow(config: ExperimentConfig, facts: DataFacts, machine: Machine, num_gp
         runs.note(run)
         return gpu.seconds(run)
 
-    # Not recorded: hooks that say which layer runs would be refused there, and the kernels are the same.
+    # Not captured: the hooks that mark layers would be refused there, and the kernels are the same.
     with watch.watching():
         traces = trace_candidate(described.work, replace(candidate, recorded=False), gpu, time_kernel=time_kernel)
     work = [each for trace in traces for each in list_work(trace, runs, gpu, machine.links)]
@@ -170,12 +170,12 @@ def _follow(config: ExperimentConfig, facts: DataFacts, machine: Machine, num_gp
 
 
 def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> Profiled:
-    """Return the profile of a step that was followed."""
+    """Return the profile of a traced step."""
     followed = _follow(config, facts, machine, machine.num_gpus)
     gpu, stages = machine.gpu, followed.candidate.pipeline > 1
     pieces = max(1, config.patch.batch // (followed.candidate.split_size or 1)) if stages else 1
     dtype = choose_dtype(config.training.precision, gpu.capability)
-    # What messages add to a step is what it would lose if they took no time: streams run beside each other.
+    # The cost of messages is the difference to a step with free messages: streams overlap.
     free = replace(machine.links, points={}, latency_s=0.0, bandwidth=math.inf)
     step, without = (
         find_times(followed.traces, gpu, links, recorded=followed.recorded, stages=stages, micro_batches=pieces).seconds
@@ -205,8 +205,8 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
 
 
 def _profile_here(config: ExperimentConfig, facts: DataFacts, steps: int, *, on_gpu: bool) -> Profiled:
-    """Run the step on this machine: on GPUs eagerly for the layers, then as it is; on a CPU operators are kernels."""
-    # Followed before CUDA is begun, and a group of processes.
+    """Run the step on this machine: on GPUs eagerly for the layers, then unchanged; on a CPU by operators."""
+    # Traced before CUDA and a process group are initialised.
     followed, machine, notes = _follow_here(config, facts) if on_gpu else (None, None, [CPU_HAS_NO_BOUNDS])
     join_processes(config)
     built = build_profiled(config, facts, steps)
@@ -214,7 +214,7 @@ def _profile_here(config: ExperimentConfig, facts: DataFacts, steps: int, *, on_
     if on_gpu:
         seen, kernels, matched, layer_classes = watch_replays(built, steps)
         work = [] if followed is None else followed.work
-        if followed is not None and followed.candidate.pipeline == 1:  # one device, whatever its number in the trace
+        if followed is not None and followed.candidate.pipeline == 1:  # one device, with any number in the trace
             first = followed.traces[0].device
             work = [replace(each, device=built.device.index or 0) for each in work if each.device == first]
         not_recorded = (
@@ -227,7 +227,7 @@ def _profile_here(config: ExperimentConfig, facts: DataFacts, steps: int, *, on_
         built.config,
         kernels,
         work,
-        # Operators take longer where they are watched, and so does all that is between.
+        # Operators take longer under the profiler, and so does the time between them.
         step=seen.seconds if on_gpu else seen.watched_seconds,
         steps=steps,
         peaks=None if machine is None else compute_peaks(machine.gpu, dtype),
@@ -250,7 +250,7 @@ def _profile_here(config: ExperimentConfig, facts: DataFacts, steps: int, *, on_
 def _watch_operators(
     built: BuiltTraining, steps: int
 ) -> tuple[WatchedSteps, list[TimedKernel], list[PlacedWork], dict[str, str]]:
-    """Return what was seen of steps on a CPU, its operators as kernels, their work, and the classes of the layers."""
+    """Return the measurements of steps on a CPU, its operators as kernels, their work, and the layers' classes."""
     watch = PlaceWatch(find_network, annotates=True)
     runs = PlacedRuns(watch)
     seen = watch_steps(built, steps, watch=watch, runs=runs)
@@ -259,7 +259,7 @@ def _watch_operators(
 
 
 def _follow_here(config: ExperimentConfig, facts: DataFacts) -> tuple[_Followed | None, Machine | None, list[str]]:
-    """Return what the step is asked of this machine's GPUs; where nobody knows, None, and why."""
+    """Return the work of a step on this machine's GPUs, or None with the reason."""
     machine = None
     try:
         machine = find_machine(here=True)
@@ -270,14 +270,14 @@ def _follow_here(config: ExperimentConfig, facts: DataFacts) -> tuple[_Followed 
 
 
 def watch_replays(built: BuiltTraining, steps: int) -> tuple[WatchedSteps, list[TimedKernel], float, dict[str, str]]:
-    """Return what was seen of steps as they really run, their kernels, and which part of these was matched.
+    """Return the measurements of steps without marks, their kernels, and the matched share of the kernels.
 
     Parameters
     ----------
     built : BuiltTraining
-        What trains.
+        The training.
     steps : int
-        That are watched.
+        Profiled steps.
     """
     watch = PlaceWatch(find_network, annotates=True)
     eager = watch_steps(built, steps, watch=watch, record=False)
@@ -288,7 +288,7 @@ def watch_replays(built: BuiltTraining, steps: int) -> tuple[WatchedSteps, list[
 
 
 def compute_peaks(gpu: GpuKind, dtype: torch.dtype) -> DevicePeaks:
-    """Return what a kind of GPU can do at best in a precision."""
+    """Return the peak rates of a kind of GPU in a precision."""
     flops = gpu.peaks.full if dtype is torch.float32 else gpu.peaks.half
     return DevicePeaks(bytes_per_second=gpu.peaks.bandwidth, flops_per_second=flops, source=gpu.source)
 
@@ -314,12 +314,13 @@ def _put_together(
     batch_seconds: float | None = None,
     **told: Any,
 ) -> Profiled:
-    """Return the report of kernels and work: shares are of ``step``; ``told`` are further fields of it.
+    """Return the report of kernels and work; shares are relative to ``step``, and ``told`` are further fields.
 
-    ``messages`` are the seconds of a forecast step in which nothing hides them; kernels that exchange are their own.
+    ``messages`` are the seconds of an estimated step's messages that nothing hides; communication kernels count
+    separately.
     """
     numbers = sorted({kernel.device for kernel in kernels})
-    # Kernels that exchange, and no message.
+    # Communication kernels, without messages.
     sending = [each for each in work if each.place.direction == "communication" and "_kernel" in each.name]
     exchanging = {number: sum(each.forecast or 0.0 for each in sending if each.device == number) for number in numbers}
     devices = tuple(
@@ -332,7 +333,7 @@ def _put_together(
         )
         for number in numbers
     )
-    # Kernels that are watched may take longer than a step that nobody watches.
+    # Profiled kernels may take longer than a step without the profiler.
     length = max(each.step for each in devices)
     layers = sum_layers(kernels, work, step=length, steps=steps, peaks=peaks, classes=classes)
     kinds = sum_kinds(kernels, work, step=length, steps=steps, peaks=peaks)

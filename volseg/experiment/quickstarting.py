@@ -1,4 +1,4 @@
-"""The first thing to try: synthetic data, a small network, its Dice, and what to type next; no data, no GPU needed."""
+"""Train a small network on synthetic data, and show its Dice and the next commands; needs no data and no GPU."""
 
 import logging
 from collections.abc import Sequence
@@ -22,25 +22,25 @@ logger = logging.getLogger(__name__)
 
 
 def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) -> str:
-    """Make data, train, validate on unseen cases, predict cases without labels.
+    """Make data, train, validate on unseen cases, and predict cases without labels.
 
     Parameters
     ----------
     output : path, optional
-        Folder for the run; data are made in its folder ``data``. By default ``runs/quickstart``, or
-        ``runs/quickstart-2`` and so on where that holds a run.
+        Folder of the run; its subfolder ``data`` gets the data. By default ``runs/quickstart``, or
+        ``runs/quickstart-2`` and so on if that has a run.
     overrides : sequence of str
-        Of its config, such as ``training.epochs=1``.
+        Overrides of its config, such as ``training.epochs=1``.
 
     Returns
     -------
     str
-        Dice per label, the folder of the run, and the commands to type next.
+        Dice per label, the folder of the run, and the next commands.
 
     Raises
     ------
     ConfigError
-        If ``output`` holds a run already.
+        If ``output`` has a run.
     """
     folder = RunFolder(_free_folder() if output is None else Path(output))
     folder.require_free()
@@ -52,7 +52,7 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
     config = load_config(find_shipped("quickstart"), [*overrides, *places])
     outcome = train(config)
     predict(folder, [root / "imagesTs"]).require_all()
-    real = "task04_unet" if count_gpus() else "task04_cpu"  # both come with volseg, and are found by their names
+    real = "task04_unet" if count_gpus() else "task04_cpu"  # both are shipped with volseg, and found by name
     more = ["volseg data fetch Task04_Hippocampus", f"volseg train {real} --set data.root=Task04_Hippocampus"]
     return "\n  ".join([format_outcome(outcome), *map(spell, more)])
 

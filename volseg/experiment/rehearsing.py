@@ -1,8 +1,8 @@
-"""Run a network and its losses once on next to nothing, before a run folder is begun.
+"""Run a network and its losses once on tiny inputs, before a run folder is created.
 
-What a network needs besides its parameters (a package that MONAI imports late, a size, an output for each label) shows
-when it runs, and not when it is built. On meta tensors a run costs no memory and a tenth of a second; a network that
-looks at values, which these have not, runs on the smallest volume that it takes.
+Requirements of a network beyond its parameters (a package that MONAI imports late, a size, an output for each label)
+show only when it runs. On meta tensors a run costs no memory and a tenth of a second. A network that reads values,
+which meta tensors lack, runs on the smallest volume that it takes.
 """
 
 import logging
@@ -30,20 +30,20 @@ logger = logging.getLogger(__name__)
 
 
 SIDES = (16, 16, 16)
-"""Of the volumes on which losses are tried, in voxels."""
+"""Sides of the volumes for a trial of losses, in voxels."""
 
 SAMPLES = 2
 
 
 class OneOutput(nn.Module):
-    """A network of several outputs of which one is asked for.
+    """A network with several outputs, reduced to one of them.
 
     Parameters
     ----------
     model : callable
         Returns a tuple or list.
     index : int
-        Of the output.
+        Index of the output.
     """
 
     def __init__(self, model: Callable[[Tensor], Any], index: int) -> None:
@@ -57,13 +57,13 @@ class OneOutput(nn.Module):
 
 
 def rehearse_network(network: FitGrid, config: ExperimentConfig, task: Task) -> dict[str, Any]:
-    """Return the outputs of the network in training, by name: tensors on meta or of a small volume, lists of such.
+    """Return the network's outputs in training mode, by name: tensors on meta or of a small volume, or lists.
 
     Raises
     ------
     ConfigError
-        If it does not run, lacks a package, or its outputs are not those that ``network.outputs`` names, logits with
-        a channel per label among them.
+        If it does not run, lacks a package, or its outputs differ from ``network.outputs``, which include logits with a
+        channel per label.
     """
     name = config.network.name
     shape, output = _run_once(network, name, task.num_inputs, config.patch.size)
@@ -97,13 +97,13 @@ def _run_once(network: FitGrid, name: str, num_channels: int, patch: Sequence[in
             except Exception:  # noqa: S110 - meta tensors have no values, at which the network may look
                 pass
             shape = (1, num_channels, *network.rule.sides(network.rule.minimum))
-            # Clones, as a norm's statistics would be moved.
+            # Clones, since a run would change a norm's statistics.
             return shape, run_on_copies(network, torch.clone, torch.zeros(shape))
     except ImportError as fault:
         raise ConfigError(f"network {name} {explain_import(fault)}") from fault
     except VolsegError:
         raise
-    except Exception as fault:  # whatever a network of the user's own runs into
+    except Exception as fault:  # any error of the user's network
         raise ConfigError(f"network {name} cannot be run on an image of {shape}: {_tell(fault)}") from fault
     finally:
         network.train(mode)
@@ -115,16 +115,16 @@ def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -
     Parameters
     ----------
     objective : Objective
-        On the CPU.
+        Losses on the CPU.
     made : mapping
-        What the network returns, by name; see `rehearse_network`.
+        Outputs of the network, by name; see `rehearse_network`.
     task : Task
-        Its channels and labels.
+        Task with channels and labels.
 
     Raises
     ------
     ConfigError
-        If a loss refuses them or gives no number, with what it said.
+        If a loss raises an error or returns no number, with its message.
     """
     generator = torch.Generator().manual_seed(0)
     label = torch.randint(num_indices(task), (SAMPLES, 1, *SIDES), generator=generator)
@@ -138,7 +138,7 @@ def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -
             values = loss(fields)
         except ImportError as fault:
             raise ConfigError(f"loss {loss.title} {explain_import(fault)}") from fault
-        except Exception as fault:  # whatever MONAI's or the user's own code runs into
+        except Exception as fault:  # any error of MONAI's or the user's code
             if isinstance(fault, VolsegError) and not isinstance(fault, ValueError | KeyError):
                 raise
             given = {name: _describe(fields[name]) for name in loss.inputs}
@@ -149,7 +149,7 @@ def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -
 
 
 def _draw_like(value: Any, generator: torch.Generator, level: int = 0) -> Any:
-    """Return random numbers in place of an output: volumes on the grid of ``SIDES``, coarser ones on half of it."""
+    """Return random numbers in place of an output: volumes on the grid of ``SIDES``, coarser ones at half of it."""
     if isinstance(value, list | tuple):
         finest = value[0].shape[-1] if value and isinstance(value[0], Tensor) and value[0].ndim else 1
         levels = [round(finest / head.shape[-1]).bit_length() - 1 if head.ndim == 5 else 0 for head in value]
@@ -173,7 +173,7 @@ def _tell(fault: Exception) -> str:
 
 
 def require_window(network: FitGrid, config: ExperimentConfig) -> None:
-    """Raise for a network of one size without a window of it: the first whole volume may come after hours."""
+    """Raise if a network of fixed size has no window of that size: the first whole volume may come after hours."""
     rule, window = network.rule, config.inference.window
     if rule.fixed and any(side > most for side, most in zip(window or (math.inf,) * 3, rule.minimum, strict=True)):
         raise ConfigError(

@@ -1,16 +1,16 @@
-"""A training step that is out of memory: what is said of it, and how the run goes on in another way where it may.
+"""Handle a training step that is out of memory: explain it, and resume the run with less memory if the config allows.
 
-With ``parallel.on_oom: replan`` a run goes on from its last checkpoint by what needs less memory on the same devices:
-once. A second failure ends it, whatever it is told then: it may be a leak, and every attempt costs minutes of GPUs.
+With ``parallel.on_oom: replan`` a run resumes from its last checkpoint with settings that need less memory on the same
+devices, but only once. A second failure ends the run: it may be a leak, and every attempt costs minutes of GPUs.
 
-One process frees what it holds and begins again by itself. Of several one may fail alone, while the others wait for it
-in a collective that nothing interrupts; so all of them begin anew as processes, with the launcher none the wiser, and
-carry what happened in a variable of their environment. When they have met again the leader chooses for all of them: by
-then nobody waits in a collective for it, and the GPUs are empty.
+A single process frees its memory and starts again by itself. Of several processes, only one may fail while the others
+wait for it in a collective that cannot be interrupted. So all of them restart as processes without the launcher's
+knowledge, and pass the failure on in an environment variable. After the restart the leader chooses for all of them:
+then no process waits in a collective, and the GPUs are empty.
 
-What may change: the mesh and the kernels, and with them the order of sums, so weights agree to round-off and not bit by
-bit. What stays: the batch of an optimizer step, its cases and augmentations, random numbers of the network by the same
-seeds, the learning rate, and the number of steps.
+The mesh and the kernels may change, and with them the order of sums: weights agree to round-off, not bit by bit.
+Unchanged are the batch of an optimizer step, its cases and augmentations, the network's random seeds, the learning
+rate, and the number of steps.
 """
 
 import gc
@@ -62,17 +62,17 @@ __all__ = ["REPLANNED", "BeginAgain", "Replanned", "Replanning", "free_memory"]
 logger = logging.getLogger(__name__)
 
 REPLANNED = "replanned.json"
-"""File of the run folder that says what ran out of memory, and how the run goes on since."""
+"""File of the run folder with the failure, and the settings of the run since then."""
 
 VARIABLE = "VOLSEG_OUT_OF_MEMORY"
-"""In which a process tells itself, begun anew, what happened."""
+"""Environment variable that passes the failure to the restarted process."""
 
 HOST_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
-"""In messages about main memory, of which no way to use GPUs needs less."""
+"""Texts of messages about main memory, which no other use of the GPUs saves."""
 
 
 class BeginAgain(Exception):  # noqa: N818 (it is none)
-    """The run goes on, in this process and in another way: no error, and for whoever called `Replanning.heeding`."""
+    """Request to restart the run in this process with other settings: no error; the caller of `heeding` catches it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +84,16 @@ class Failure:
     at: str
     """Epoch and batch."""
     said: str
-    """The allocator's words, with what was tried."""
+    """The allocator's message, with the attempted sizes."""
     tried: Candidate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replanned:
-    """How a run goes on after such a step."""
+    """Settings of a run after such a step."""
 
     asked: Mapping[str, Any]
-    """``parallel`` of the config that failed; a run that is resumed with another one does what that says."""
+    """``parallel`` of the config that failed; a resumed run with another value follows its config."""
     processes: int
     failure: Failure
     overrides: tuple[str, ...]
@@ -103,35 +103,35 @@ class Replanned:
     why: str
 
     def is_for(self, config: ExperimentConfig, processes: int) -> bool:
-        """Tell whether this is about what a config asks for on so many processes."""
+        """Return whether this record is for a config's mesh on that number of processes."""
         return dict(self.asked) == _list_asked(config) and self.processes == processes
 
     def apply(self, config: ExperimentConfig) -> ExperimentConfig:
-        """Return the config as the run goes on."""
+        """Return the config with which the run continues."""
         training = {**config.training.model_dump(), **self.training}
         parallel = {**self.parallel, "on_oom": config.parallel.on_oom, "timeout": config.parallel.timeout}
         values = {**config.model_dump(), "parallel": parallel, "training": training}
         return validated(ExperimentConfig, values, REPLANNED)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values; `read` takes them back."""
+        """Return plain values, which `read` takes."""
         return asdict(self)
 
     @classmethod
     def read(cls, content: Any, source: object) -> "Replanned":
-        """Return what was written down.
+        """Return a record from plain values.
 
         Raises
         ------
         CheckpointError
-            If that is something else.
+            If the content is no such record.
         """
         try:
             found = read_record(cls, content)
             if set(found.training) != {"kernels", "record"}:
                 raise ValueError(f"training must hold kernels and record, got {dict(found.training)}")
             validated(ParallelConfig, dict(found.parallel), str(source))
-        except (ConfigError, ValueError) as fault:  # the config's has a line per fault
+        except (ConfigError, ValueError) as fault:  # a ConfigError has a line per fault
             reason = " ".join(str(fault).split())
             raise CheckpointError(
                 f"{source} should say how the run goes on after it was out of memory ({reason}); restore it from a "
@@ -146,30 +146,30 @@ class Replanned:
 
 
 class Replanning:
-    """What a training does about a step that is out of memory.
+    """Response of a training to a step that is out of memory.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training, as it was asked for.
+        Config of the training, as given.
     """
 
     def __init__(self, config: ExperimentConfig) -> None:
         self.config = config
         self.replanned: Replanned | None = None
-        """How the run goes on, where it was replanned."""
+        """Settings of a replanned run."""
         self.tried: Candidate | None = None
-        """What the training does, once that is settled."""
+        """The candidate that the training runs, once it is settled."""
         said = os.environ.pop(VARIABLE, None)
         self.failure = None if said is None else read_record(Failure, json.loads(said))
 
     def settle(self, role: JobFolder, config: ExperimentConfig, resume: bool) -> ExperimentConfig:
-        """Return the config with how the run goes on, where a step was out of memory; every process calls this.
+        """Return the config with the replanned settings after a failure; every process calls this function.
 
         Raises
         ------
         OutOfMemoryError
-            If nothing takes less.
+            If no candidate takes less memory.
         """
         failures = gather_over_processes([json.dumps(asdict(self.failure))] if self.failure else [])
         count = count_processes()
@@ -188,7 +188,7 @@ class Replanning:
         return self.replanned.apply(config)
 
     def _read(self, role: JobFolder, config: ExperimentConfig, count: int) -> Replanned | None:
-        """Return what the run folder says of it, if that is about this config."""
+        """Return the record in the run folder, if it is for this config."""
         file = role.folder.path / REPLANNED
         if not file.exists():
             return None
@@ -200,19 +200,19 @@ class Replanning:
         return found
 
     def files(self) -> dict[str, Any]:
-        """Return what the run folder keeps of it."""
+        """Return the record for the run folder."""
         return {} if self.replanned is None else {REPLANNED: self.replanned.as_json()}
 
     @contextmanager
     def heeding(self) -> Iterator[None]:
-        """Do something about a step that is out of memory within the block; any other error passes.
+        """Handle a step that is out of memory within the block; any other error passes.
 
         Raises
         ------
         OutOfMemoryError
-            Where the run ends by it, with what would fit.
+            If the run ends, with remedies.
         BeginAgain
-            Where the run goes on in this process. Of several processes all begin anew from here.
+            If the run restarts in this process. With several processes, all restart as processes instead.
         """
         try:
             yield
@@ -232,12 +232,12 @@ class Replanning:
             raise BeginAgain from None
 
     def _go_on(self, failure: Failure) -> None:
-        """Keep the failure for the next attempt, in this process or in those that all processes become."""
+        """Keep the failure for the next attempt, in this process or in the restarted processes."""
         supervision = find_supervision()
         if supervision is None or not is_distributed():
             self.failure = failure
             return
-        if multiprocessing.parent_process() is not None:  # whose pipe to its parent would be gone
+        if multiprocessing.parent_process() is not None:  # a restart would lose the pipe to its parent
             raise OutOfMemoryError(
                 f"{failure.said}. parallel.on_oom: replan restarts processes, which those of multiprocessing "
                 "cannot; start them by torchrun, or by volseg train --gpus"
@@ -245,7 +245,7 @@ class Replanning:
         begin_all_anew(failure.said, supervision, {VARIABLE: json.dumps(asdict(failure))})
 
     def _explain(self, failure: Failure) -> str:
-        """Return the failure with what would fit."""
+        """Return the failure with remedies."""
         answer = _forecast(self.config, failure.tried, more_gpus=True)
         lines = list_lines(self.config, _list_ways(self.config, failure, answer.forecasts), count_processes())
         before = [] if self.replanned is None else [f"{self.replanned}. A second time ends the run."]
@@ -258,14 +258,14 @@ class Replanning:
 
 
 def free_memory() -> None:
-    """Give back what a failed attempt held, when nothing refers to it any more."""
-    gc.collect()  # models and graphs of autograd are full of circles
+    """Free the memory of a failed attempt, once nothing refers to it."""
+    gc.collect()  # models and autograd graphs have many reference cycles
     if uses_gpus():
         torch.cuda.empty_cache()
 
 
 def _is_of_step(config: ExperimentConfig, cause: BaseException) -> bool:
-    """Tell whether a training step was what did not fit its device."""
+    """Return whether the failed allocation was of a training step on its device."""
     if not is_out_of_memory(cause) or find_milestone().phase != "train":
         return False
     if choose_device(config).type == "cpu":
@@ -274,17 +274,17 @@ def _is_of_step(config: ExperimentConfig, cause: BaseException) -> bool:
 
 
 def _list_asked(config: ExperimentConfig) -> dict[str, Any]:
-    """Return what a config says of who computes what."""
+    """Return a config's settings of the mesh."""
     return config.parallel.model_dump(mode="json", exclude={"on_oom", "timeout"})
 
 
 def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Replanned:
-    """Return how a run goes on: the fastest that fits by forecast, else what takes least of any network's memory.
+    """Return the settings to continue with: the fastest estimate that fits, else the smallest for any network.
 
     Raises
     ------
     OutOfMemoryError
-        If nothing takes less.
+        If no candidate takes less memory.
     """
     forecasts = _forecast(config, failure.tried, more_gpus=False).forecasts
     ways = [
@@ -292,13 +292,13 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
         for way in _list_ways(config, failure, forecasts)
         if way.candidate.num_gpus == failure.tried.num_gpus and _suits(way.candidate, processes)
     ]
-    if not any(way.runs for way in ways):  # what takes least comes first then: this is done once
-        ways.reverse()  # the most thorough first, where nobody knows how much it needs
+    if not any(way.runs for way in ways):  # then the smallest comes first, since there is only one attempt
+        ways.reverse()  # the strongest savings first, if the needed memory is unknown
         ways.sort(key=lambda way: math.inf if way.memory is None else way.memory.total)
     for way in ways:
         try:
             changed = take_candidate(config, way.candidate, processes)
-        except ConfigError:  # kernels that were asked for, say
+        except ConfigError:  # for example, kernels that the config names
             continue
         training = changed.training
         return Replanned(
@@ -316,12 +316,12 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
 
 
 def _suits(candidate: Candidate, processes: int) -> bool:
-    """Tell whether so many processes can run a candidate: they stay as many, each with the GPUs that it has."""
+    """Return whether the job's processes can run a candidate: their number and GPUs stay the same."""
     return candidate.data * candidate.spatial == processes if processes > 1 else candidate.data == 1
 
 
 def _list_ways(config: ExperimentConfig, failure: Failure, forecasts: Sequence[Estimate]) -> list[Estimate]:
-    """Return what takes less memory, fastest first, with its numbers where they can be told."""
+    """Return candidates that take less memory, fastest first, with their numbers if known."""
     if fitting := rank_smaller(failure.tried, forecasts):
         return fitting
     return [
@@ -331,9 +331,9 @@ def _list_ways(config: ExperimentConfig, failure: Failure, forecasts: Sequence[E
 
 
 def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) -> Answer:
-    """Return what is forecast of every way to use the GPUs of the training, or all that are visible if they are more.
+    """Return the estimates of all candidates on the GPUs of the training, or on all visible GPUs if they are more.
 
-    Seconds in which this process waits: it has nothing else to do.
+    This process waits some seconds for the answer: it has nothing else to do.
     """
     count = max(tried.num_gpus, count_gpus() if more_gpus else 0)
     gpus = Gpus.find(choose_device(config), count)

@@ -1,4 +1,4 @@
-"""What a training came to, in words, and in values for its report (`volseg.reporting`)."""
+"""Collect the results of a training, as text and as values for its report (`volseg.reporting`)."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -55,33 +55,33 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a training left."""
+    """Results of a training."""
 
     folder: RunFolder
     task: Task
     history: Sequence[EpochRecord]
     validated: Validated | None
-    """Of the last epoch's weights, with everything that ``inference`` asks for; None without validation cases."""
+    """Scores of the last epoch's weights, with all settings of ``inference``; None without validation cases."""
     problems: Sequence[Problem]
-    """Of the cases that were left out."""
+    """Problems of the cases that were left out."""
     seconds: float
-    """From the first line of `train` to the last prediction."""
+    """Duration from the start of `train` to the last prediction."""
     iterations: int
     """Batches per epoch."""
     remarks: Sequence[Remark] = ()
-    """On cases that should be looked at."""
+    """Remarks on cases to look at."""
     patients: PatientReport = field(default_factory=PatientReport)
-    """How many there are, and whether one trains and validates."""
+    """Number of patients, and whether a patient both trains and validates."""
     memory: str | None = None
-    """What the first steps took of the GPUs, and what was forecast; None where there are none."""
+    """GPU memory of the first steps, and its estimate; None without GPUs."""
     replanned: str | None = None
-    """What ran out of memory, and how the training went on."""
+    """Failure for lack of memory, and the settings of the training since then."""
 
 
 def list_findings(
     task: Task, problems: Sequence[Problem], remarks: Sequence[Remark], patients: PatientReport
 ) -> dict[str, Any]:
-    """Return what a report says that stands in no other file of the run folder, as plain values."""
+    """Return the findings that are in no other file of the run folder, as plain values."""
     return {
         "problems": [str(problem) for problem in problems],
         "remarks": summarise_remarks(remarks),
@@ -91,12 +91,12 @@ def list_findings(
 
 
 def write_outcome(outcome: Outcome, cases: Sequence[Case], channel: int) -> None:
-    """Write the report of a training that has ended: findings, pictures of the best and the worst cases, `report.md`.
+    """Write the report of a finished training: findings, pictures of the best and the worst cases, `report.md`.
 
     Parameters
     ----------
     outcome : Outcome
-        Of the training.
+        Results of the training.
     cases : sequence of Case
         The cases that were validated; see `draw_overlays`.
     channel : int
@@ -114,7 +114,7 @@ def write_outcome(outcome: Outcome, cases: Sequence[Case], channel: int) -> None
 
 
 def write_page(folder: RunFolder, kind: type[BaseException] | None) -> None:
-    """Write the page about a run that ended by an exception of a ``kind``, or well."""
+    """Write the page about a run that ended with an exception of a ``kind``, or without."""
     stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit | StopRequested)
     state = "finished" if kind is None else "interrupted" if stopped else "failed"
     again = f"{NAME} was not written, `volseg report {quote(str(folder.path))}` tries again"
@@ -122,15 +122,15 @@ def write_page(folder: RunFolder, kind: type[BaseException] | None) -> None:
 
 
 def attempt(otherwise: str, write: Callable[[], object]) -> None:
-    """Write something for people to look at, or log why not: it is not worth a training that has ended."""
+    """Write a file for readers, or log why not: its failure must not fail a finished training."""
     try:
         write()
-    except Exception as fault:  # whatever it is: the weights are saved, and the caller has them
+    except Exception as fault:  # any error: the weights are saved, and the caller has them
         logger.warning("%s: %s: %s", otherwise, type(fault).__name__, fault)
 
 
 def format_outcome(outcome: Outcome) -> str:
-    """Return what a training ends by saying: Dice, folder, and the commands to type next."""
+    """Return the final message of a training: Dice, folder, and the next commands."""
     folder = outcome.folder.path
     own = name_components(list_component_files(folder, []))
     found = dice_table(outcome.validated.summary, outcome.task) if outcome.validated else "(no validation cases)"
@@ -156,8 +156,8 @@ def dice_table(summary: Summary, task: Task) -> str:
 def describe_network(config: ExperimentConfig, task: Task) -> str:
     """Return a Markdown table of a config's network, as it runs on one patch.
 
-    Another copy is built for it and run without values: the network that trains is placed, cut or compiled by now, and
-    is not touched.
+    A separate copy is built for the table and run without values: the network in training, which is placed, cut or
+    compiled by now, is not touched.
     """
     with own_random_numbers([]):
         network = build_plain_network(config, task)
@@ -195,14 +195,14 @@ def _describe(output: Any) -> str:
     return type(output).__name__
 
 
-# Pictures of the best and the worst validated cases, made while the data are there: reports may be written later.
+# Pictures of the best and the worst validated cases, drawn while the data are available: reports may come later.
 
 
 MIN_SIDE = 384
-"""Of a picture in pixels: ten of them are to make a page that can be sent."""
+"""Shortest side of a picture in pixels: ten pictures should make a page small enough to send."""
 
 THREADS = 2
-"""That draw; each holds a case in memory."""
+"""Drawing threads; each holds a case in memory."""
 
 
 def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case], *, channel: int = 0) -> list[Path]:
@@ -211,14 +211,14 @@ def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case], *, chann
     Parameters
     ----------
     folder : RunFolder
-        With ``validation/summary.json`` and the label maps that it is about.
+        Folder with ``validation/summary.json`` and its label maps.
     task : Task
-        Of the run.
+        Task of the run.
     cases : sequence of Case
-        Those that were validated: prepared where this process holds them, else with the paths of image and label, which
-        are read again. Of several with one id the last counts.
+        Validated cases: prepared cases of this process, or cases with the paths of image and label, which are read
+        again. Of several cases with one id the last counts.
     channel : int
-        Of the images, which is drawn.
+        Channel of the images to draw.
     """
     target = folder.path / OVERLAYS
     for old in target.glob("*.png"):
@@ -229,26 +229,26 @@ def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case], *, chann
     by_name = {case["case"]: case for case in cases}
     worst, best = choose_extremes(scores.cases)
     draw = partial(_draw, folder, task, target, channel)
-    # By two threads: compressing a picture, and most of drawing it, waits for no other Python.
+    # By two threads: compressing a picture, and most of drawing it, releases Python's lock.
     drawn = map_in_threads(draw, [by_name[judged.name] for judged in (*worst, *best)], THREADS)
     return [file for file in drawn if file is not None]
 
 
 def _draw(folder: RunFolder, task: Task, target: Path, channel: int, case: Case) -> Path | None:
-    """Draw one case; return the file, or None where there is nothing left to draw."""
+    """Draw one case; return the file, or None if its volumes can no longer be read."""
     example = _read_example(folder, task, case)
     if example is None:
         return None
     picture = draw_example(example, channel=channel, min_side=MIN_SIDE).permute(1, 2, 0).numpy()
     file = target / f"{case['case']}.png"
     with replacing(file) as partly:
-        # Not optimize=True, which took ten times as long, 4 s for ten pictures, and left out an eighth.
+        # Not optimize=True, which took ten times as long, 4 s for ten pictures, and saved an eighth of the bytes.
         Image.fromarray(np.ascontiguousarray(picture)).save(partly, "PNG")
     return file
 
 
 def _read_example(folder: RunFolder, task: Task, case: Case) -> Example | None:
-    """Return image, label and prediction of a case; None, with a line in the log, where they can no longer be read."""
+    """Return image, label and prediction of a case, or log and return None if they can no longer be read."""
     if "reference" not in case:
         checked = read_case(case, task, digests=False)
         if checked.problems:

@@ -1,15 +1,15 @@
-"""Search for values of a config: every trial an ordinary run, all of them in one study of Optuna.
+"""Search for values of a config: every trial is an ordinary run, and all trials are one study of Optuna.
 
 ::
 
     runs/NAME/
         trial_0/ trial_1/ ...    run folders
-        trial_0.yaml, trial_0.log    what its process was given, and what it said
+        trial_0.yaml, trial_0.log    config and log of its process
         journal.log              Optuna's journal, which several machines share
         search.json, search.html    trials, best values and charts
 
-The trials train in processes that know nothing of the search. This process reads their ``history.jsonl``, tells Optuna
-each validation, and stops a trial that Optuna prunes.
+The trials train in processes that do not know the search. This process reads their ``history.jsonl``, reports each
+validation to Optuna, and stops a trial that Optuna prunes.
 """
 
 import logging
@@ -65,16 +65,16 @@ logger = logging.getLogger(__name__)
 JOURNAL, STUDY = "journal.log", "search"
 
 PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "none": "NopPruner"}
-"""Names of ``--pruner``, and Optuna's."""
+"""Names of ``--pruner``, and Optuna's names."""
 
 LOST_SECONDS = 600.0
-"""After which a trial of another machine that says nothing is taken over."""
+"""Seconds without a sign after which a trial of another machine is taken over."""
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the history of a trial."""
+"""Seconds between two reads of a trial's history."""
 
 STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
-"""Of a trial, by Optuna's word."""
+"""State of a trial, by Optuna's name."""
 
 TRIALS = ("trains each trial", "train one trial after another")
 
@@ -84,7 +84,7 @@ class PlannedTrial(PlannedRun):
     """A trial that this process trains."""
 
     trial: Any
-    """Optuna's, to which validations are reported."""
+    """Optuna's trial, which receives the validations."""
 
 
 def search(
@@ -98,10 +98,9 @@ def search(
     minimize: bool = False,
     pruner: str = "median",
 ) -> SearchRecord:
-    """Train a config with other values again and again, and find the best ones; return all trials.
+    """Train a config repeatedly with other values to find the best ones; return all trials.
 
-    A search that was begun goes on: unfinished trials are resumed. Several machines that share the folder share the
-    trials.
+    An existing search is continued: unfinished trials are resumed. Machines that share the folder share the trials.
 
     Parameters
     ----------
@@ -112,21 +111,21 @@ def search(
     overrides : sequence of str
         Such as ``training.epochs=20``, for all trials.
     trials : int
-        How many there are to be, those of earlier calls and of other machines included.
+        Trials in total, including those of earlier calls and of other machines.
     gpus : int
-        How many train at a time, each on a GPU of its own. One by one if 1, each as ``volseg train`` would.
+        Trials that train at a time, each on its own GPU. With 1, one by one, each as with ``volseg train``.
     metric : str
-        Number of each validation, as TensorBoard shows it below ``val/``.
+        Name of the metric in each validation, as TensorBoard shows it below ``val/``.
     minimize : bool
         Whether smaller values of the metric are better.
     pruner : str
-        What stops trials that are worse than others: ``median``, ``halving`` or ``none``.
+        Rule that stops trials worse than others: ``median``, ``halving`` or ``none``.
 
     Raises
     ------
     ConfigError
-        Before anything is trained, if Optuna is not installed, a config cannot be run, a key or metric is unknown, or
-        the folder holds another search.
+        Before any training, if Optuna is not installed, a config cannot be run, a key or metric is unknown, or the
+        folder has another search.
     """
     optuna = import_package("optuna", distribution="optuna")
     values, space = read_config(config), read_space(over)
@@ -168,7 +167,7 @@ def search(
 
 
 def format_search(record: SearchRecord) -> str:
-    """Return what a search ends by saying: its trials, and where the rest is."""
+    """Return the final message of a search: its trials, and the paths of further results."""
     told = write_brief(record.folder)
     return f"\n{told}\nAll trials are in {record.folder}; page: {record.folder / 'search.html'}"
 
@@ -189,17 +188,17 @@ class _Study:
     Parameters
     ----------
     optuna : module
-        As it was imported.
+        The imported module.
     folder : Path
-        Of the search.
+        Folder of the search.
     pruner : str
-        Optuna's name of it.
+        Optuna's name of the pruner.
     load : callable
         Returns the config of a trial with its settings.
     terms : dict
-        What the search compares: ``config``, ``space``, ``metric`` and ``minimize``, as plain values.
+        Terms of the search: ``config``, ``space``, ``metric`` and ``minimize``, as plain values.
     facts : dict
-        What ``search.json`` says besides.
+        Further content of ``search.json``.
     """
 
     def __init__(
@@ -213,9 +212,9 @@ class _Study:
     ) -> None:
         self.optuna, self.folder, self.load, self.terms, self.facts = optuna, folder, load, terms, facts
         self._own: dict[int, Any] = {}
-        """Trials that this process has taken and not ended, by number."""
+        """Trials that this process has taken and not finished, by number."""
         self._next_look: dict[str, float] = {}
-        """When the history of a trial is read again, by name."""
+        """Time of the next read of a trial's history, by name."""
         self._pruned: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
         journal = optuna.storages.journal
@@ -237,7 +236,7 @@ class _Study:
             self._require_same(begun)
 
     def _require_same(self, begun: Mapping[str, Any]) -> None:
-        """Raise if the search was begun with another config, other values or another metric."""
+        """Raise if the search was started with another config, other values or another metric."""
         before, now = (
             validated(ExperimentConfig, one["config"], str(self.folder / JOURNAL)) for one in (begun, self.terms)
         )
@@ -258,12 +257,12 @@ class _Study:
             self._lock.release()
 
     def _list(self) -> list[Any]:
-        """Return all trials in their order, as Optuna knows them now."""
+        """Return all trials in their order, with Optuna's current state."""
         trials: list[Any] = self.study.get_trials(deepcopy=False)
         return trials
 
     def take_trials(self, count: int, space: Space) -> Iterator[PlannedTrial]:
-        """Yield trials that nobody trains any more, then new ones until the study has ``count`` of them."""
+        """Yield abandoned trials, then new ones until the study has ``count`` trials."""
         kinds = {key: self._distribute(values) for key, values in space.items()}
         while True:
             with self._locked():
@@ -273,7 +272,7 @@ class _Study:
             folder, settings = self._find_folder(trial.number), [f"{key}={trial.params[key]}" for key in kinds]
             try:
                 config = self.load(*settings, path_override("output", folder))
-            except VolsegError as fault:  # values that do not go together
+            except VolsegError as fault:  # values that do not fit together
                 self._fail(trial, str(fault))
                 continue
             how = "goes on with " if RunFolder(folder).exists else ""
@@ -374,12 +373,12 @@ class _Study:
         del self._own[trial.number]
 
     def release(self) -> None:
-        """Leave the trials that were stopped to the next search."""
+        """Release the stopped trials for the next search."""
         for trial in self._own.values():
             trial.set_user_attr("owner", None)
 
     def write(self) -> None:
-        """Write what is known of all trials, and the page about them."""
+        """Write the state of all trials, and their page."""
         trials = [self._describe(frozen) for frozen in self._list()]
         content = {"name": self.terms["config"]["name"], **self.facts, **self.terms, "trials": trials}
         RunFolder(self.folder).write_json(SEARCH, replace_nan(content))

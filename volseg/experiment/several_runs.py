@@ -1,7 +1,7 @@
-"""Train several runs, each in a process of its own: the folds of a cross-validation, the trials of a search.
+"""Train several runs, each in its own process: the folds of a cross-validation, the trials of a search.
 
-Each process is a plain ``volseg train`` that sees one GPU and knows nothing of the others; a run that fails leaves the
-rest alone. Why not torch's launcher: its processes are one job, which ends when one of them fails.
+Each process is a plain ``volseg train`` that sees one GPU and knows nothing of the others. A failed run does not affect
+the rest. Why not torch's launcher: its processes are one job, which ends when one of them fails.
 """
 
 import logging
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, frozen=True, eq=False)
 class PlannedRun:
-    """A run that is to be trained, or to go on."""
+    """A run to train or to resume."""
 
     name: str
-    """For messages, such as ``fold 0``."""
+    """Name in messages, such as ``fold 0``."""
     config: ExperimentConfig
-    """With the folder of the run."""
+    """Config with the folder of the run."""
 
     @property
     def folder(self) -> RunFolder:
@@ -44,19 +44,19 @@ Run = TypeVar("Run", bound=PlannedRun)
 
 
 def require_own_folder(config: ExperimentConfig, what: str, otherwise: str) -> None:
-    """Raise where several runs cannot be driven.
+    """Raise if this process cannot drive several runs.
 
     Parameters
     ----------
     config : ExperimentConfig
         Its folder will hold the folders of the runs.
     what, otherwise : str
-        What is begun, and what to do under a launcher, for messages.
+        Name of the work, and advice for a launched process, for messages.
 
     Raises
     ------
     ConfigError
-        If this process is one of a launcher's, or the folder is that of one run.
+        If a launcher started this process, or the folder has a single run.
     """
     if is_launched():
         raise ConfigError(f"a {what} starts its own processes (--gpus) and cannot run under torchrun; {otherwise}")
@@ -72,22 +72,22 @@ def train_each(
     on_end: Callable[[Run, Worker], None],
     watch: Callable[[Run, Worker], None] | None = None,
 ) -> None:
-    """Train runs, as many at a time as there are GPUs; those that were begun go on from their checkpoints.
+    """Train runs, as many at a time as there are GPUs; resume started runs from their checkpoints.
 
     Ctrl-C and SIGTERM are passed on: each process stops after its batch with a checkpoint.
 
     Parameters
     ----------
     runs
-        In the order in which they are begun; each is asked for when a GPU is free.
+        Runs in the order of their start; each is requested when a GPU is free.
     gpus
         See `choose_gpus`.
     on_end
-        Called with a run and its worker, which ended by itself: not for a run that a signal stopped.
+        Called with a run and its worker after the worker has ended by itself, not after a signal.
     watch
-        Called again and again with each run that is trained.
+        Called repeatedly with each run in training.
     """
-    components_arguments()  # raises before anything is started
+    components_arguments()  # raises before any process starts
     with (
         catch_signals() as interruption,
         closing(run_queue(runs, gpus, _start, lambda: interruption.signal, watch)) as ended,

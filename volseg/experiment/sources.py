@@ -1,6 +1,6 @@
-"""Resolve a source: a run, the folds of a cross-validation, several of them, or what came from elsewhere.
+"""Resolve a source: a run, the folds of a cross-validation, several of them, or a model of another program.
 
-`predict`, `export`, `validate` and ``training.start_from`` resolve what they are given here, and `volseg.load` does.
+`predict`, `export`, `validate`, ``training.start_from`` and `volseg.load` resolve their sources here.
 """
 
 import logging
@@ -38,18 +38,18 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Source = str | Path | RunFolder
-"""What `open_source` takes."""
+"""Types that `open_source` takes."""
 
 
 def load_trained(
     source: Source | Sequence[Source], checkpoint: str = "latest", overrides: Sequence[str] = ()
 ) -> Trained:
-    """Load what is to be predicted with; of several networks the probabilities are averaged.
+    """Load the networks for a prediction; the probabilities of several networks are averaged.
 
     Parameters
     ----------
     source : path, RunFolder, or sequence of them
-        What `open_source` takes, or several of these.
+        A source for `open_source`, or several sources.
     checkpoint : str
         ``latest`` (the end of the training), ``best`` or ``previous``.
     overrides : sequence of str
@@ -58,7 +58,7 @@ def load_trained(
     Raises
     ------
     ConfigError
-        If a source is nothing of this kind, a key may not be overridden, or several sources do not go together.
+        If a source is invalid, a key may not be overridden, or several sources do not fit together.
     CheckpointError
         If a checkpoint is absent, damaged, or of another network.
     """
@@ -72,13 +72,13 @@ def load_trained(
     if len(loaded) == 1:
         return replace(loaded[0], source=path_of(named[0]))
     joined = _join(loaded, path_of(named[0]))
-    return joined if len(named) == 1 else replace(joined, postprocessing=None)  # nobody measured what helps these
+    return joined if len(named) == 1 else replace(joined, postprocessing=None)  # no measurement covers these together
 
 
 def list_folds(folder: Path) -> list[RunFolder]:
-    """Return the finished folds of a cross-validation, in order; none where the folder holds no folds.
+    """Return the finished folds of a cross-validation, in order; none if the folder has no folds.
 
-    Those that were begun and not finished are left out, and named.
+    Unfinished folds are left out and logged.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def path_of(source: Source) -> Path:
 
 
 def list_runs(source: Source) -> list[RunFolder]:
-    """Return the run that a path is, or the finished folds of a cross-validation; none for another path.
+    """Return the run at a path, or the finished folds of a cross-validation; none for another path.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def list_runs(source: Source) -> list[RunFolder]:
 
 
 def require_runs(source: str | Path) -> list[RunFolder]:
-    """Return the run that a path is, or the finished folds of a cross-validation.
+    """Return the run at a path, or the finished folds of a cross-validation.
 
     Raises
     ------
@@ -136,14 +136,14 @@ def require_runs(source: str | Path) -> list[RunFolder]:
 
 
 def open_source(source: Source, checkpoint: str = "latest", overrides: Sequence[str] = ()) -> Iterator[SourceNetwork]:
-    """Yield the networks of a source; build each before the next one is asked for.
+    """Yield the networks of a source; build each network before requesting the next.
 
     Parameters
     ----------
     source : path or RunFolder
-        A run folder; a cross-validation's, of which every finished fold is taken; a file that `volseg export` wrote; a
-        model folder of nnU-Net 2; a fold of these (``FOLDER/fold_1``, ``model.zip/fold_1``); a checkpoint of a run or
-        of nnU-Net 2; or weights only: ``.safetensors``, a file with a ``state_dict``, a MONAI bundle.
+        A run folder; the folder of a cross-validation, with all its finished folds; a file of `volseg export`; a model
+        folder of nnU-Net 2; a fold of these (``FOLDER/fold_1``, ``model.zip/fold_1``); a checkpoint of a run or of
+        nnU-Net 2; or weights only: ``.safetensors``, a file with a ``state_dict``, a MONAI bundle.
     checkpoint : str
         A key of `CHECKPOINTS`.
     overrides : sequence of str
@@ -152,7 +152,7 @@ def open_source(source: Source, checkpoint: str = "latest", overrides: Sequence[
     Raises
     ------
     ConfigError
-        If the source is nothing of this kind.
+        If the source is none of these.
     CheckpointError
         If weights are absent or damaged.
     """
@@ -198,7 +198,7 @@ def open_one(path: str | Path) -> SourceNetwork:
 
 
 def read_weights(path: Path) -> SourceNetwork:
-    """Return the network with whose weights a training begins; the errors of `open_one` name the config's key."""
+    """Return the network of a training's initial weights; the errors of `open_one` name the config's key."""
     try:
         return open_one(path)
     except (CheckpointError, ConfigError) as fault:
@@ -206,7 +206,7 @@ def read_weights(path: Path) -> SourceNetwork:
 
 
 def _find_postprocessing(path: Path, checkpoint: str) -> Postprocessing | None:
-    """Return what was measured to help the label maps of a run, or of all folds together."""
+    """Return the measured postprocessing of a run, or of all folds together."""
     file = RunFolder(path).postprocessing_file
     if not file.exists():
         return None
@@ -217,7 +217,7 @@ def _find_postprocessing(path: Path, checkpoint: str) -> Postprocessing | None:
 
 
 def _describe(path: Path) -> str:
-    """Return what a source is that cannot be predicted with, and what could."""
+    """Return a description of an invalid source, with the valid kinds."""
     needed = (
         "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model folder "
         "of nnU-Net 2, or a file of weights"
@@ -245,7 +245,7 @@ def _join(members: Sequence[Trained], source: Path) -> Trained:
     Raises
     ------
     ConfigError
-        Says what differs, of which two, and whether it can be set.
+        If they differ, with the difference, the two networks, and whether the value can be set.
     """
     first = members[0]
     for other in members[1:]:
@@ -265,15 +265,15 @@ def _join(members: Sequence[Trained], source: Path) -> Trained:
 
 
 def _list_shared(trained: Trained) -> list[tuple[str, object]]:
-    """Return what all networks of an ensemble must have in common."""
+    """Return the properties that all networks of an ensemble must share."""
     config, task = trained.config, trained.task
     preprocessing = trained.preprocessing
-    # What does not say what it does may do something else, even by the same name.
+    # Only volseg's preprocessing can be compared: another may differ, even under the same name.
     steps = preprocessing.components if isinstance(preprocessing, Preprocessing) else None
     return [
         ("channels", task.modalities),
         ("labels", task.labels),
-        # A list, since dicts are equal in any order, and outputs of networks are in this one.
+        # A list, since dicts are equal in any order, and this is the order of the networks' outputs.
         ("regions, in their order", [(name, tuple(values)) for name, values in task.regions.items()]),
         ("preprocessing", steps if steps is not None else id(preprocessing)),
         ("outputs of the network", config.network.outputs),

@@ -1,4 +1,4 @@
-"""Start a training with the weights of a source: whatever predicts, or weights only."""
+"""Start a training with the weights of a source: a network that predicts, or weights only."""
 
 import logging
 import math
@@ -24,16 +24,16 @@ __all__ = ["START", "Start", "require_weights"]
 logger = logging.getLogger(__name__)
 
 START = "start.json"
-"""File of the run folder that says what was taken."""
+"""File of the run folder that lists the loaded weights."""
 
 
 class Start:
-    """Give a network the weights that ``training.start_from`` names; called with it.
+    """Load the weights of ``training.start_from`` into a network; called with it.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training that begins.
+        Config of the new training.
     chosen : ChosenCases
         Its task and cases.
 
@@ -71,7 +71,7 @@ class Start:
             )
 
     def _find_seen(self, chosen: ChosenCases) -> set[str]:
-        """Return the validation cases that the weights were trained on, or whose patient they were trained on."""
+        """Return the validation cases that trained the weights, or that share a patient with such a case."""
         groups = find_groups(self.task, self.config.split.group) or {}
         trained = self.weights.list_cases()
         patients = {groups[name] for name in trained if name in groups}
@@ -79,7 +79,7 @@ class Start:
         return {name for name in validated if name in trained or groups.get(name) in patients}
 
     def __call__(self, network: FitGrid) -> None:
-        """Load what fits into a network; see `transfer_weights`."""
+        """Load the weights that fit into a network; see `transfer_weights`."""
         config, task, weights = self.config, self.task, self.weights
         values = self._choose_names(network)
         build = partial(build_network, config.network.spec(), patch_size=config.patch.size)
@@ -108,7 +108,7 @@ class Start:
             logger.info("%s", self._describe(transfer, network))
 
     def _choose_names(self, network: FitGrid) -> Mapping[str, Any]:
-        """Return the weights by those names of theirs of which the network knows most."""
+        """Return the weights under the naming that matches most names of the network."""
         weights, known = self.weights, network.state_dict()
         if weights.average:
             return weights.values
@@ -116,13 +116,13 @@ class Start:
         return max(ways, key=lambda values: len(known.keys() & values.keys()))
 
     def as_json(self) -> dict[str, Any]:
-        """Return what was taken, and what was not, by name."""
+        """Return the loaded and the skipped weights, by name."""
         transfer = self._done
         assert transfer is not None, "asked before a network was given its weights"
         return {"file": str(self.weights.file), "digest": self.weights.digest, **asdict(transfer)}
 
     def _describe(self, transfer: WeightTransfer, network: FitGrid) -> str:
-        """Report what was taken: each parameter counts once, and the share is rounded down, so that 100% means all."""
+        """Return a report: each parameter counts once, and the share is rounded down, so that 100% means all."""
         sizes = {name: parameter.numel() for name, parameter in network.named_parameters()}
         taken = sizes.keys() & transfer.taken
         share = sum(sizes[name] for name in taken) / sum(sizes.values())
@@ -136,11 +136,11 @@ class Start:
 
 
 def require_weights(config: ExperimentConfig) -> None:
-    """Raise if the weights that a new training starts from cannot be read; see `read_weights`."""
+    """Raise if the initial weights of a new training cannot be read; see `read_weights`."""
     if config.training.start_from is not None:
         read_weights(config.training.start_from)
 
 
 def _list_outputs(task: Task) -> list[Any]:
-    """Return what the outputs of a task's networks mean, in their order, which is no part of a mapping's equality."""
+    """Return the meaning of the outputs of a task's networks, in their order, which a mapping's equality ignores."""
     return [sorted(task.labels.items()), [(name, set(values)) for name, values in task.regions.items()]]

@@ -1,4 +1,4 @@
-"""Networks of a source before they are built, and trained networks with what a prediction may set differently."""
+"""Networks of a source before they are built, and trained networks with the settings of a prediction."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -44,39 +44,39 @@ folder to which the first stage of a cascade was moved."""
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Networks with their weights, and all that a prediction needs to know beside them."""
+    """Networks with their weights, and the other parts of a prediction."""
 
     source: Path
-    """What was named: a run folder, a cross-validation's, a file; the first one of several."""
+    """The source: a run folder, a cross-validation's folder, a file; the first of several."""
     config: ExperimentConfig
-    """With what is overridden for the prediction."""
+    """Config with the overrides of the prediction."""
     spec: Mapping[str, Any]
     """Name and all parameters of the network."""
     task: Task
     preprocessing: Preprocessing
-    """Of an image on its way to the networks."""
+    """Preprocessing of an image."""
     models: tuple[nn.Module, ...]
-    """In evaluation mode, on the device of the config; of several the probabilities are averaged."""
+    """In evaluation mode, on the device of the config; the probabilities of several models are averaged."""
     weights: str
-    """Digest of the files that the weights came from: equal weights, equal digest."""
+    """Digest of the weights' files: equal weights, equal digest."""
     mirror_axes: tuple[int, ...] = (0, 1, 2)
-    """Along which the networks are mirrored where the config wants them mirrored."""
+    """Axes of the mirrorings, if the config mirrors."""
     kind: type[Predictor] = Predictor
-    """By whose rules the networks are applied to whole volumes."""
+    """Class that applies the networks to whole volumes."""
     postprocessing: Postprocessing | None = None
-    """What was measured to help these networks' label maps, if that was done."""
+    """Measured postprocessing of these networks' label maps, if there is any."""
 
     def build_predictor(self) -> Predictor:
-        """Return how the networks are applied to whole volumes."""
+        """Return the predictor of the networks for whole volumes."""
         return self._build_predictor(self.models)
 
     def build_shared_predictor(self, devices: Sequence[torch.device]) -> SharedPredictor:
-        """Return how copies of the networks are applied, on each device, to a part of every volume."""
+        """Return the predictor with a copy of the networks on each device, for a part of every volume each."""
         others = [tuple(_copy_to(model, device) for model in self.models) for device in devices[1:]]
         return SharedPredictor([self._build_predictor(models) for models in (self.models, *others)])
 
     def _build_predictor(self, models: Sequence[nn.Module]) -> Predictor:
-        # A network for slices computes the same when their order is turned round.
+        # A network for slices is invariant to mirroring their order.
         axes = [axis for axis in self.mirror_axes if self.config.patch.size[axis] > 1]
         axes = axes if self.config.inference.mirror else []
         return build_predictor(self.config, self.task, models, mirror=axes, exclusive=True, kind=self.kind)
@@ -90,38 +90,38 @@ def _copy_to(model: nn.Module, device: torch.device) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceNetwork:
-    """A network of a source: its weights, and what the source says of it. Nothing is built yet."""
+    """A network of a source: its weights, and the source's facts about it. Nothing is built yet."""
 
     source: Path
-    """Path that names this network only: a run folder, a fold, a file."""
+    """Path that names only this network: a run folder, a fold, a file."""
     file: Path
-    """Of the weights, for messages."""
+    """File of the weights, for messages."""
     values: Mapping[str, Any]
     """A ``state_dict``."""
     average: Mapping[str, Tensor] | None = None
-    """Of the parameters, if the training kept one."""
+    """Average of the parameters, if the training kept one."""
     written: Mapping[str, Any] | None = None
-    """The values by the names of the program that wrote them, where these differ."""
+    """The values under the names of the program that wrote them, if these differ."""
     digest: str
-    """Equal weights, and files that decide how they predict: equal digest."""
+    """Digest of the weights and of files that affect predictions."""
     config: ExperimentConfig | None = None
-    """With what is overridden for a prediction; None for weights only, which cannot predict."""
+    """Config with the overrides of a prediction; None for weights only, which cannot predict."""
     unknown: str = "no config says how images are prepared and which network this is"
-    """Why there is no config."""
+    """Reason for the lack of a config."""
     task: Task | None = None
     plan: NetworkPlan = field(default_factory=NetworkPlan)
     preprocessing: Preprocessing | None = None
     axcodes: str | None = None
-    """Directions of the network's axes, if no step of the config's preprocessing says them. nnU-Net takes the axes of a
-    file slowest first, in files of which most point to the right, to the front and to the head."""
+    """Directions of the network's axes, if the config's preprocessing has no step for them. nnU-Net takes the axes of a
+    file slowest first; in most files they point to the right, to the front and to the head."""
     run: RunFolder | None = None
-    """Describes the network, if ``volseg train`` made it."""
+    """Folder of the run, if ``volseg train`` made the network."""
     mirror_axes: tuple[int, ...] = (0, 1, 2)
     kind: type[Predictor] = Predictor
     postprocessing: Postprocessing | None = None
 
     def list_cases(self) -> frozenset[str]:
-        """Return the cases that the network was trained on, as far as they are known."""
+        """Return the known cases that the network was trained on."""
         known = self.run is not None and self.run.split_file.exists()
         return frozenset(self.run.split().training) if known and self.run is not None else frozenset()
 
@@ -131,7 +131,7 @@ class SourceNetwork:
         Raises
         ------
         ConfigError
-            If the source holds weights only.
+            If the source has only weights.
         """
         if self.config is None or self.task is None:
             raise ConfigError(
@@ -141,12 +141,12 @@ class SourceNetwork:
         return self.config, self.task
 
     def as_like(self) -> Like:
-        """Return what the plan of another training takes over, so that the weights fit.
+        """Return the values for the plan of another training, so that the weights fit.
 
         Raises
         ------
         ConfigError
-            If the source holds weights only, or was trained on the axes of its files.
+            If the source has only weights, or was trained on the axes of its files.
         """
         config, _ = self.require_config()
         steps = (component.spec() for component in config.preprocessing)
@@ -169,12 +169,12 @@ class SourceNetwork:
         )
 
     def build(self) -> Trained:
-        """Build the network on its device and load the weights, averaged ones where there are any.
+        """Build the network on its device and load the weights, averaged ones if there are any.
 
         Raises
         ------
         ConfigError
-            If there is no config, or components or devices are not here.
+            If there is no config, or components or devices are missing here.
         CheckpointError
             If the weights are of another network.
         """
@@ -184,7 +184,7 @@ class SourceNetwork:
         complete = self.plan.complete(config)
         try:
             model = build_model(complete, task, choose_device(config), trains=False)
-        except ConfigError as fault:  # this machine is another one than that of the training
+        except ConfigError as fault:  # this machine is not that of the training
             where = f"the config of {self.source}" if self.run is None else self.run.config_file
             raise ConfigError(f"{fault} (in {where})") from fault
         try:
@@ -212,12 +212,12 @@ def require_checkpoint(name: str) -> None:
 
 
 def open_run(folder: RunFolder, checkpoint: str | Path = "latest", overrides: Sequence[str] = ()) -> SourceNetwork:
-    """Read what a run says of its network, and the weights of a checkpoint.
+    """Read a run's description of its network, and the weights of a checkpoint.
 
     Parameters
     ----------
     folder : RunFolder
-        Of the training.
+        Folder of the training.
     checkpoint : str or path
         A key of `CHECKPOINTS`, or one of the run's checkpoint files.
     overrides : sequence of str
@@ -252,12 +252,12 @@ def open_run(folder: RunFolder, checkpoint: str | Path = "latest", overrides: Se
 
 
 def require_keys(overrides: Sequence[str], allowed: Sequence[str] = PREDICTION_KEYS) -> None:
-    """Raise for an override of what the training has settled.
+    """Raise for an override of a value that the training has settled.
 
     Raises
     ------
     ConfigError
-        Names the keys that may be set.
+        If a key may not be set; names the keys that may be.
     """
     for assignment in overrides:
         key = str(assignment).partition("=")[0].strip()
@@ -274,13 +274,13 @@ def require_keys(overrides: Sequence[str], allowed: Sequence[str] = PREDICTION_K
 
 
 def _name_others(folder: RunFolder, file: str) -> str:
-    """Return how to take another checkpoint: other weights are never taken in silence."""
+    """Return a hint at another checkpoint: other weights are never taken silently."""
     ways = []
     for other in (name for name, of in CHECKPOINTS.items() if of != file):
         try:
             state = load_checkpoint(folder.checkpoints / CHECKPOINTS[other])
         except CheckpointError:
-            continue  # no way out
+            continue  # not usable
         epoch, batch = state.progress
         ways.append(f"{CHECKPOINTS[other]}, of epoch {epoch} and batch {batch}, by --checkpoint {other}")
     return f". What can be used: {'; or '.join(sorted(ways))}" if ways else ""

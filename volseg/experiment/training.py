@@ -1,4 +1,4 @@
-"""A training from its config to its summary: begin, fit, finish."""
+"""Run a training from its config to its summary: begin, fit, finish."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -61,22 +61,22 @@ def train(
     resume: bool = False,
     hooks: Sequence[Hook] = (),
 ) -> Outcome:
-    """Train, validate, and leave a run folder.
+    """Train, validate, and write a run folder.
 
     Parameters
     ----------
     config : ExperimentConfig or path
-        What to do, as `volseg.load_config` reads it from a YAML file, or that file.
+        Config of the experiment, from `volseg.load_config`, or its YAML file.
     resume : bool
-        Go on from the run folder's newest checkpoint; without one, begin. Processes that their launcher has started
-        again do so by themselves.
+        Resume from the run folder's newest checkpoint; without one, start anew. Restarted processes of a launcher
+        always do so.
     hooks : sequence of Hook
-        Called after the framework's own.
+        Called after the framework's own hooks.
 
     Raises
     ------
     ConfigError, DataError
-        Before anything is trained, if the config cannot be run, a case is bad, or another process trains in the folder.
+        Before any training, if the config cannot be run, a case is bad, or another process trains in the folder.
     NonFiniteLossError
         If the training diverges.
     OutOfMemoryError
@@ -89,13 +89,13 @@ def train(
     with deterministic(config.training.deterministic):
         with signs.span("start"):
             check_components(config)
-            # Now: cases of a large task are prepared for hours before the first number. Only the leader has loggers.
+            # Now: preparing the cases of a large task takes hours before the first number. Only the leader has loggers.
             named = config.logging.loggers if is_main_process() else ()
             loggers = [build_logger(logger.spec()) for logger in named]
         replanning = Replanning(config)
         with suppress(BeginAgain):
             return _train(config, resume, hooks, loggers, replanning, signs)
-        free_memory()  # here, where no traceback holds the model
+        free_memory()  # here, without a traceback that holds the model
         return _train(config, True, hooks, loggers, replanning, signs)
 
 
@@ -107,19 +107,19 @@ def _train(
     replanning: Replanning,
     signs: Heartbeat,
 ) -> Outcome:
-    """Begin or go on, as far as that goes."""
-    report_progress("start")  # what an attempt before did last is no step of this one
+    """Start the training, or resume it from its last checkpoint, and return its results."""
+    report_progress("start")  # the last step of an earlier attempt is no step of this one
     with (
         replanning.heeding(),
         ExitStack() as held,
-        explaining_memory(config),  # before the run's folder says how it ended
+        explaining_memory(config),  # before the run's folder records its end
     ):
         held.enter_context(heeding_spot_notices(config.training.spot))
         with signs.span("start"):
             join_processes(config)
             job = JobFolder(config, held)
             resume = job.claim(resume or count_restarts() > 0)
-            held.push(partial(_write_page, job))  # after the heartbeat, which tells how the run ended
+            held.push(partial(_write_page, job))  # after the heartbeat, which records the end of the run
             job.write_status(signs, BeginAgain)
         run = _Run(job, resume, replanning, signs, held)
         with signs.span("building"):
@@ -129,19 +129,19 @@ def _train(
 
 
 def _write_page(job: JobFolder, kind: type[BaseException] | None, *ended: object) -> None:
-    """Write the page about the run, however it ended, if this process has described it."""
+    """Write the page about the run after any end, if this process has described the run."""
     del ended
     if job.is_described and job.folder.exists:
         write_page(job.folder, kind)
 
 
 class _Run:
-    """A training from its config to its summary: begun, or gone on with, then trained to its end and validated."""
+    """A training from its config to its summary: started or resumed, trained to its end and validated."""
 
     model: nn.Module
     reading: CaseReading
     held_out: PreparedCases
-    """Cases that validate; those that train are the batches'."""
+    """Validation cases; the batches hold the training cases."""
     training: Training
     memory: FirstSteps
     log: TrainingLog
@@ -152,7 +152,7 @@ class _Run:
         self.prepared: PreparedCases | None = None
         """The cases, until the batches are made."""
         self.files: dict[str, Any] = {}
-        """Contents of JSON files of the run folder that say how this run is computed."""
+        """JSON files of the run folder with the settings of the computation."""
 
     def begin(self, loggers: Sequence[Logger], hooks: Sequence[Hook]) -> None:
         """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
@@ -179,7 +179,7 @@ class _Run:
         self._describe(config, start)
 
     def _choose_cases(self) -> None:
-        """Choose the cases, and refuse what cannot be trained with before any is read."""
+        """Choose the cases, and refuse unsuitable settings before any case is read."""
         config = self.job.config
         with self.signs.span("reading"):
             self.chosen = choose_cases(config)
@@ -200,7 +200,7 @@ class _Run:
             self.prepared = self.reading.prepare(self.chosen)
 
     def _compile_and_prepare(self, given: ExperimentConfig) -> None:
-        """Read the cases while a worker compiles kernels, if there is one: a built network is run once, with them."""
+        """Read the cases while a worker compiles kernels, if there is one: the network runs once, with them."""
         assert self.replanning.tried is not None
         compiling = self.held.enter_context(closing(compile_for_training(given, self.replanning.tried, self.device)))
         if not gather_over_processes(["compiling"] if compiling.is_compiling else []):
@@ -208,10 +208,10 @@ class _Run:
         self._prepare()
         with self.signs.span("compiling"):
             compiling.wait()
-            gather_over_processes([])  # a process with a worker waits for that, and the others for the process
+            gather_over_processes([])  # a process with a worker waits for its worker, and the others for the process
 
     def _settle_kernels(self, config: ExperimentConfig, mesh: TrainingMesh) -> ExperimentConfig:
-        """Return the config with the kernels to train with, which may have to be measured."""
+        """Return the config with the kernels to train with, measured if necessary."""
         folder, task = self.job.folder, self.chosen.task
         with self.signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
             config, measured = resolve_kernels(folder, config, mesh, task, self.device, resume=self.resume)
@@ -222,7 +222,7 @@ class _Run:
         return config
 
     def _make_batches(self, config: ExperimentConfig, mesh: TrainingMesh) -> EpochBatches:
-        """Return the batches, which on a GPU copy the cases that train: nothing else holds these afterwards."""
+        """Return the batches. On a GPU they copy the training cases, which no other object holds afterwards."""
         if self.prepared is None:
             self._prepare()
         prepared, self.prepared = self.prepared, None
@@ -243,7 +243,7 @@ class _Run:
     ) -> None:
         task, make = self.chosen.task, self.reading.make_validation
         self.log = _open_log(config, self.job, loggers, self.signs, self.memory, task)
-        self.held.callback(self.log.end)  # without scores, where the training does not reach its end
+        self.held.callback(self.log.end)  # without scores, if the training does not reach its end
         self.training = build_training(
             config,
             self.model,
@@ -259,7 +259,7 @@ class _Run:
         )
 
     def _describe(self, config: ExperimentConfig, start: Start | None) -> None:
-        """Load the state of a run that goes on, and write into its folder what is known of it."""
+        """Load the state of a resumed run, and write its description into the folder."""
         job, folder, held_out = self.job, self.job.folder, self.held_out
         findings = list_findings(self.chosen.task, held_out.problems, held_out.remarks, self.chosen.patients)
         self.files[TOLD] = findings
@@ -289,7 +289,7 @@ class _Run:
             self.job.folder.forget_validation()
 
     def finish(self) -> Outcome:
-        """Validate as the config asks for, and report."""
+        """Validate with the config's inference settings, and report."""
         job, chosen = self.job, self.chosen
         final = None
         scores = list_final(self.training.history[-1]) if self.training.history else {}
@@ -306,7 +306,7 @@ class _Run:
             return self._write_end(final, scores)
 
     def _write_end(self, final: Score | None, scores: Mapping[str, float]) -> Outcome:
-        """Tell the loggers, and write summary and report."""
+        """End the loggers, and write summary and report."""
         job, config, chosen, held_out = self.job, self.job.config, self.chosen, self.held_out
         self.log.end(scores)
         outcome = Outcome(
@@ -336,11 +336,11 @@ def _open_log(
     memory: FirstSteps,
     task: Task,
 ) -> TrainingLog:
-    """Return what tells the leader's loggers of the training."""
+    """Return the log of the training for the leader's loggers."""
     if not is_main_process():
         return TrainingLog([], ends=False)
     run = LoggedRun(
-        # In microseconds: runs of one name that begin together, as the folds of a cross-validation do, are several.
+        # In microseconds: runs of one name may start together, such as the folds of a cross-validation.
         id=f"{config.name}-{signs.begun * 1e6:.0f}",
         name=config.name,
         folder=job.folder.path,

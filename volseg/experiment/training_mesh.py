@@ -1,4 +1,4 @@
-"""The mesh of a training: which processes compute which rows and slabs."""
+"""The mesh of a training: the rows and slabs that each process computes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ class TrainingMesh:
     plan: MeshPlan
     mesh: Mesh
     replicas: Replicas | None = None
-    """Who shares each batch; None where there is one replica."""
+    """Replicas that share each batch; None for one replica."""
     readers: Readers = ALONE
-    """Who reads cases: the first process of each replica, from which the others of it get their slabs."""
+    """Processes that read cases: the first process of each replica, which sends slabs to the replica's others."""
     judges: dist.ProcessGroup | None = None
-    """On gloo, of the processes that read and so validate; None where there is one, and in those that do not."""
+    """Gloo group of the processes that read and so validate; None for one process, and in the others."""
     estimate: MemoryUse | None = None
-    """Memory of a step by the plan that chose the mesh, in the leader; None where no plan was made."""
+    """Memory of a step in the plan that chose the mesh, on the leader; None without a plan."""
 
     @property
     def reads(self) -> bool:
@@ -56,7 +56,7 @@ class TrainingMesh:
 
 
 def describe_mesh(plan: MeshPlan, config: ExperimentConfig, reason: str | None = None) -> str:
-    """Return in a sentence what the devices do with each step's batch."""
+    """Return a sentence that describes the devices' shares of each step's batch."""
     batch, batches = config.patch.batch, config.training.accumulate
     parts = [f"each step's batch of {batch}"]
     if plan.data > 1:
@@ -73,21 +73,21 @@ def describe_mesh(plan: MeshPlan, config: ExperimentConfig, reason: str | None =
     return ", ".join(parts) + (f": {reason}" if reason else "")
 
 
-# Read the cases of a training: of the processes that share a volume one reads, the others follow it.
+# Read the cases of a training: one of the processes that share a volume reads, the others receive slabs.
 #
 # The reader of a replica makes its rows of each batch and validates its share of the cases. A follower computes on the
-# slabs that it is sent. A network that is not cut over processes has only readers.
+# slabs that it receives. A network that is not cut over processes has only readers.
 
 
 class CaseReading:
-    """The part of one process in reading: of the cases, of the batches and of validations.
+    """The share of one process in reading: of the cases, of the batches and of validations.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training.
+        Config of the training.
     mesh : TrainingMesh
-        Who reads, and who trains together.
+        Mesh with the readers and the replicas.
     spacing : sequence of float
         Voxel sides of the prepared cases along D, H, W, in mm.
     """
@@ -100,9 +100,9 @@ class CaseReading:
         self.spacing = spacing
 
     def prepare(self, chosen: ChosenCases) -> PreparedCases:
-        """Return prepared cases, without bad ones if the config would rather leave these out than stop.
+        """Return prepared cases, without bad ones if the config skips bad cases.
 
-        A process that reads has all cases that train and its share of those that validate, another one none.
+        A reading process has all training cases and its share of the validation cases; other processes have none.
         """
         preprocessing = preprocessing_of(self.config)
         return prepare_chosen(
@@ -134,22 +134,22 @@ class CaseReading:
         folder: Path | None = None,
         show: bool = False,
     ) -> SpreadValidation | GroupValidation:
-        """Return a validation of prepared cases, in which every process takes part.
+        """Return a validation of prepared cases; every process takes part in it.
 
         Parameters
         ----------
         model : nn.Module
             The model in training.
         task : Task
-            Its labels.
+            Task with the labels.
         prepared : PreparedCases
-            What `prepare` returned.
+            Result of `prepare`.
         mirror : bool
             Whether predictions are averaged over mirrorings.
         folder : Path, optional
-            Where the predictions are written, after the training, by the processes that make them.
+            Folder in which the processes write their predictions, after the training.
         show : bool
-            Whether a bar counts the cases of the leader.
+            Whether a progress bar counts the cases of the leader.
         """
         called = FollowedModel(model) if is_cut_over_processes(model) else model
         predictor, own = build_predictor(self.config, task, (called,), mirror=mirror), None

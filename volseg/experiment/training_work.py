@@ -1,7 +1,7 @@
-"""From a config to what is forecast: the training step as it would run, what may be chosen, what a GPU holds besides.
+"""Describe a config's training for an estimate: its step, its open settings, and the other memory of a GPU.
 
-Nothing here needs a GPU, and no volume is read. The step is that of the training itself (`TrainingStep`): its network
-by the spacing of the data, its losses, clipping, optimizer and average of the weights.
+Needs no GPU and reads no volume. The step is that of the training itself (`TrainingStep`): its network for the spacing
+of the data, its losses, clipping, optimizer and average of the weights.
 """
 
 import math
@@ -35,43 +35,43 @@ __all__ = ["Described", "at_size", "compute_validated_shape", "describe_training
 FLOAT_BYTES, LABEL_BYTES = 4, 1
 
 BATCHES_AHEAD = 2
-"""Batches on a GPU beside that of the step: one that waits, and one that is being cut and augmented."""
+"""Batches on a GPU beside that of the step: one waiting batch, and one that is being cut and augmented."""
 
 AUGMENTATION = 48 * 2**20
-"""Bytes of the stream on which batches of a size are cut and augmented: cuBLAS's scratch memory, 32 MiB on an H200, and
-segments that torch keeps for it. Task04's U-Net with patches of two sizes took 92 MiB more than its step."""
+"""Bytes of the stream that cuts and augments batches of a size: cuBLAS's scratch memory, 32 MiB on an H200, and
+segments that torch caches for it. Task04's U-Net with patches of two sizes took 92 MiB more than its step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A training that can be forecast."""
+    """A training to estimate."""
 
     config: ExperimentConfig
-    """With the network as it is planned for the spacing."""
+    """Config with the network planned for the spacing."""
     facts: DataFacts
     work: Work
     batches: int
-    """Batches that the followed step takes; of an optimizer step of more, each further one costs as much."""
+    """Batches of the traced step; each further batch of an optimizer step costs as much."""
     rule: GridRule
-    """Which sides the network takes."""
+    """Rule for the sides that the network takes."""
 
 
 def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataFacts) -> Described:
-    """Return what is followed of a config's training.
+    """Return the traced work of a config's training.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training.
+        Config of the training.
     dtype : torch.dtype
-        In which the kind of GPU computes it; see `choose_dtype`.
+        Type in which the kind of GPU computes; see `choose_dtype`.
     facts : DataFacts
-        Of its data set.
+        Facts of its data set.
 
     Raises
     ------
     ConfigError
-        If the network does not run on the patch, or a loss not on what it gives.
+        If the network does not run on the patch, or a loss does not accept its outputs.
     """
     config = plan_for_spacing(config, facts.spacing).complete(config)
     with torch.random.fork_rng([]):
@@ -117,7 +117,7 @@ def _build_step(
 ) -> Step:
     settings = config.training
     precision = Precision(next(model.parameters()).device.type, dtype)
-    # Not recorded: who follows it knows what a recording holds.
+    # Not captured: the tracer accounts for a capture.
     step = build_step(config, facts.task, model, optimizer, precision, record=False)
     average = WeightAverage(model, settings.ema) if settings.ema else None
 
@@ -133,9 +133,9 @@ def _build_step(
 
 
 def compute_validated_shape(config: ExperimentConfig, facts: DataFacts) -> tuple[int, ...] | None:
-    """Return the shape of what goes through the network at a time between epochs, None where that is not known.
+    """Return the shape of the network's inputs in validations between epochs, or None if it is unknown.
 
-    That is a window, or as many as the config says; without windows whole volumes, of which the largest counts.
+    It is one window, or the config's number of windows; without windows, the largest whole volumes.
     """
     settings = config.inference
     if config.split.validation == "none":
@@ -146,7 +146,7 @@ def compute_validated_shape(config: ExperimentConfig, facts: DataFacts) -> tuple
 
 
 def _validate(config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, model: nn.Module) -> None:
-    """Run what `build_predictor` makes of a model in training, on one batch of windows."""
+    """Run the prediction of `build_predictor` for a model in training, on one batch of windows."""
     outputs, task = config.network.outputs, facts.task
     called = OneOutput(model, outputs.index("logits")) if len(outputs) > 1 else model
     step = WindowStep(
@@ -162,16 +162,16 @@ def _validate(config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, mo
 
 
 def find_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kernels: bool) -> Freedom:
-    """Return what a config leaves open, and what its training would take on a kind of GPU.
+    """Return the open settings of a config, and the kernels and captures of its training on a kind of GPU.
 
     Parameters
     ----------
     config : ExperimentConfig
-        Of the training.
+        Config of the training.
     dtype : torch.dtype
-        In which it computes there.
+        Type in which the GPU computes.
     has_fast_kernels : bool
-        Whether that kind of GPU has them.
+        Whether that kind of GPU has the fast kernels.
     """
     parallel = config.parallel
     data, spatial, pipeline = parallel.data, parallel.spatial, parallel.pipeline
@@ -187,16 +187,16 @@ def find_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kerne
         checkpoint=parallel.checkpoint,
         kernels=_list_kernels(config, dtype, has_fast_kernels),
         records=explain_eager(config, dtype) is None,
-        whole=bool(config.patch.growth),  # who computes what is settled for one size
+        whole=bool(config.patch.growth),  # the mesh is resolved for one size
     )
 
 
 def _list_kernels(
     config: ExperimentConfig, dtype: torch.dtype, has_fast_kernels: bool
 ) -> tuple[Literal["fast", "torch"], ...]:
-    """Return the kernels on one GPU by `with_fast_kernels`'s rule, those first that are taken where they can be.
+    """Return the kernels on one GPU by the rule of `with_fast_kernels`, the preferred ones first.
 
-    Compiled ones cannot be followed: torch's stand for them, and `find_reserve` says so.
+    Compiled kernels cannot be traced: torch's kernels replace them, and `find_reserve` adds a note.
     """
     match config.training.kernels:
         case "torch" | "compiled":
@@ -208,14 +208,14 @@ def _list_kernels(
 
 
 def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
-    """Return the bytes of a GPU that hold something else than the step, and what, in sentences.
+    """Return the bytes of a GPU for uses other than the step, and notes about them.
 
     Parameters
     ----------
     described : Described
         The training.
     gpu_bytes : int
-        Of the GPU.
+        Memory of the GPU.
     """
     config, facts = described.config, described.facts
     task = facts.task
@@ -238,7 +238,7 @@ def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
 
 
 def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
-    """Yield what of a config no forecast is about."""
+    """Yield the parts of a config that the estimate does not cover."""
     if config.augmentation.enabled and config.augmentation.own:
         names = ", ".join(each.name for each in config.augmentation.own)
         yield f"what augmentations of your own ({names}) take of a GPU beside the step is not counted"
@@ -255,7 +255,7 @@ def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
 
 
 def at_size(described: Described, size: tuple[int, int, int]) -> Described:
-    """Return the training on patches of another size; the network stays as it was planned."""
+    """Return the training on patches of another size; the planned network stays the same."""
     facts, work, config = described.facts, described.work, described.config
     config = config.with_values(patch={"size": size})
     resized = replace(

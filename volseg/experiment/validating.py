@@ -1,4 +1,4 @@
-"""Validate a trained run again: its validation cases, by any of its checkpoints, with other settings for inference."""
+"""Validate a trained run again: its validation cases, with any of its checkpoints and other settings for inference."""
 
 import json
 import logging
@@ -55,15 +55,15 @@ logger = logging.getLogger(__name__)
 
 
 VALIDATION_KEYS = (*PREDICTION_KEYS, "metrics", "evaluation", "data.root", "data.cache", "data.cache_limit")
-"""What of a config may be another when a run is validated again."""
+"""Keys of a config that may change for another validation."""
 
 SUMMARY = "summary.json"
 
 BEING_MADE = ".being_made"
-"""Folder in a validation's, which is there while it is computed, and after one that was interrupted."""
+"""Subfolder of a validation during its computation; it remains after an interruption."""
 
 COUNTS = ("inference", "training.precision", "metrics", "evaluation")
-"""Of these, what changes the numbers by more than round-off."""
+"""Those of the keys that change the numbers by more than round-off."""
 
 
 def validate(
@@ -76,13 +76,13 @@ def validate(
 ) -> Validated:
     """Predict the run's validation cases and write their label maps and ``summary.json``.
 
-    The latest checkpoint's go to ``validation/``, the best one's to ``validation_best/``, and what is computed with
-    other settings than the run's to a folder that is called by them, such as ``validation_inference.mirror=true/``.
+    Label maps of the latest checkpoint go to ``validation/``, those of the best to ``validation_best/``. Those of
+    changed settings go to a folder named after them, such as ``validation_inference.mirror=true/``.
 
     Parameters
     ----------
     folder : RunFolder or path
-        Of the training.
+        Folder of the training.
     checkpoint : str
         ``latest``, ``best`` or ``previous``.
     overrides : sequence of str
@@ -90,14 +90,14 @@ def validate(
     output : path, optional
         Another folder.
     overwrite : bool
-        Replace a validation that is there.
+        Replace an existing validation.
 
     Raises
     ------
     ConfigError
-        If there is a validation already, or a key cannot be set.
+        If the validation exists, or a key cannot be set.
     DataError
-        If the run has no validation cases, or a case is gone or bad.
+        If the run has no validation cases, or a case is missing or bad.
     OutOfMemoryError
         If a volume does not fit its device.
     """
@@ -123,13 +123,13 @@ def validate_folds(
 ) -> tuple[Summary, Task]:
     """Validate each finished fold of a cross-validation on its own cases, and summarise all of them.
 
-    Each fold's go to its run folder, or to ``OUTPUT/fold_K``; the summary of all to a folder of the same name beside
-    the folds, or to ``OUTPUT``. The parameters are those of `validate`.
+    The results of a fold go to its run folder, or to ``OUTPUT/fold_K``. The summary of all folds goes to a folder of
+    the same name beside the folds, or to ``OUTPUT``. The parameters are those of `validate`.
 
     Raises
     ------
     ConfigError
-        If the folder is no cross-validation, no fold is finished, or there is a validation already.
+        If the folder is no cross-validation, no fold is finished, or the validation exists.
     """
     require_keys(overrides, VALIDATION_KEYS)
     folds = require_runs(folder)
@@ -161,7 +161,7 @@ def validate_and_format(source: str | Path, **settings: Any) -> str:
 
 
 def _name(folder: RunFolder, checkpoint: str, overrides: Sequence[str]) -> str:
-    """Return what the folder of a validation with these settings is called."""
+    """Return the folder name of a validation with these settings."""
     lines = differences(folder.config(), folder.config(overrides))
     changed = [line for line in lines if any(line.startswith((f"{key}.", f"{key}:")) for key in COUNTS)]
     parts = [] if checkpoint == "latest" else [checkpoint]
@@ -170,12 +170,12 @@ def _name(folder: RunFolder, checkpoint: str, overrides: Sequence[str]) -> str:
 
 
 def _shorten(value: str) -> str:
-    """Return a value as a file's name may hold it: the sides of a window as 64x64x64."""
+    """Return a value in a form for file names: the sides of a window become 64x64x64."""
     return "x".join(re.findall(r"[\w.-]+", value.lower()))[:60]
 
 
 def _require_new(target: Path, *, overwrite: bool, is_named: bool) -> None:
-    """Raise if a validation would be replaced, or label maps in a folder that the user named."""
+    """Raise if a validation, or label maps in a folder that the user named, would be replaced."""
     there = [target / SUMMARY] if (target / SUMMARY).exists() else []
     there += sorted(target.glob("*.nii.gz"))[:1] if is_named else []
     if there and not overwrite:
@@ -183,12 +183,12 @@ def _require_new(target: Path, *, overwrite: bool, is_named: bool) -> None:
 
 
 def choose_validated(folder: RunFolder, config: ExperimentConfig) -> ChosenCases:
-    """Return the cases that the run validates on, and no others.
+    """Return only the validation cases of the run.
 
     Raises
     ------
     DataError
-        If there are none, or one is gone, or the labels mean something else now.
+        If there are no cases, a case is missing, or the meaning of the labels has changed.
     """
     split, root = folder.split(), config.data.root
     if not split.validation:
@@ -210,11 +210,11 @@ def choose_validated(folder: RunFolder, config: ExperimentConfig) -> ChosenCases
 
 
 def _validate(trained: Trained, chosen: ChosenCases, target: Path) -> Validated:
-    """Validate beside what is there, and replace it at the end: one that is interrupted leaves the one before whole."""
+    """Validate in a subfolder, and replace the old validation at the end: an interruption leaves the old one whole."""
     made = target / BEING_MADE
     shutil.rmtree(made, ignore_errors=True)
     validated = _validate_into(trained, chosen, made)
-    # Its summary goes first and comes last: it speaks of no label map but its own, whenever this is cut short.
+    # The summary is removed first and written last, so that it never describes other label maps.
     (target / SUMMARY).unlink(missing_ok=True)
     for file in sorted(made.iterdir()):
         if file.name != SUMMARY:
@@ -239,9 +239,9 @@ def _validate_into(trained: Trained, chosen: ChosenCases, target: Path) -> Valid
 
 
 def determine_postprocessing(source: str | Path) -> MeasuredPostprocessing:
-    """Try every step on the validation predictions of a run, or the out-of-fold ones of a cross-validation.
+    """Try every step on the validation predictions of a run, or the out-of-fold predictions of a cross-validation.
 
-    Writes ``postprocessing.json`` into ``source``.
+    Write ``postprocessing.json`` into ``source``.
 
     Parameters
     ----------
@@ -253,7 +253,7 @@ def determine_postprocessing(source: str | Path) -> MeasuredPostprocessing:
     ConfigError
         If ``source`` is neither.
     DataError
-        If a validation case was not predicted, or its label is gone.
+        If a validation case has no prediction, or its label is missing.
     """
     runs = require_runs(source)
     judged = [case for run in runs for case in _list_judged(run)]
@@ -275,18 +275,18 @@ def apply_postprocessing(
     Parameters
     ----------
     source : path
-        Holds ``postprocessing.json``, or is that file.
+        The folder of ``postprocessing.json``, or the file.
     folder : path
-        Of label maps of the same task, predicted by any program.
+        Folder of label maps of the same task, predicted by any program.
     output : path
         Another folder.
     overwrite : bool
-        Whether label maps that are there are replaced.
+        Whether to replace existing label maps.
 
     Raises
     ------
     ConfigError
-        If the two folders are one, or a label map is there and ``overwrite`` is off.
+        If the two folders are the same, or a label map exists and ``overwrite`` is off.
     DataError
         If there is no label map, or one has values of another task.
     """

@@ -20,10 +20,10 @@ from volseg.parallel.devices import list_devices, list_gpus
 __all__ = ["verify"]
 
 SMALLEST = 16
-"""Voxels along each side, if the network takes as few."""
+"""Voxels along each side, if the network takes so few."""
 
 PLANES = 4
-"""Of each shard along D, at the finest level."""
+"""Planes of each shard along D, at the finest level."""
 
 
 def verify(
@@ -33,28 +33,28 @@ def verify(
     shape: Sequence[int] | None = None,
     strategy: str | None = None,
 ) -> Report:
-    """Compare the config's network over devices with itself on one, in every mode that training meets.
+    """Compare the config's network over devices with itself on one device, in every mode of a training.
 
     Parameters
     ----------
     config : ExperimentConfig or path
-        Its network, with the channels and classes of its task.
+        Config of the network, with the channels and classes of its task.
     num_devices : int
-        Shards, or stages at most. GPUs where as many are visible; otherwise the one GPU stands for all, or copies on
-        the CPU, which shows the same errors.
+        Number of shards, or of stages at most. GPUs if that many are visible; otherwise one GPU acts for all of them,
+        or copies on the CPU, which shows the same errors.
     shape : sequence of int, optional
         D, H, W of the volume; by default a small one that the network takes, no larger than the training patch.
     strategy : str, optional
-        By default the config's, and spatial where that names none.
+        Strategy; by default the config's, or spatial.
 
     Raises
     ------
     ConfigError, DataError
         If the network cannot be built, or there is no task.
     GridError, ParallelError
-        If the plain network does not take the shape, or it cannot be cut over the devices.
+        If the plain network does not take the shape, or the network cannot be cut over the devices.
     UnsupportedOperatorError
-        If the network uses a function without a sharded form: names it and the module.
+        If the network uses a function without a sharded form; names the function and the module.
     """
     config = require_config(config)
     check_components(config)
@@ -71,12 +71,12 @@ def verify(
     if len(devices) < num_devices:
         devices = devices[:1] * num_devices
     sides = shape or _small(network.rule, config.patch.size, num_devices)
-    batch = 2 if chosen == "pipeline" else 1  # the least that makes two micro-batches
+    batch = 2 if chosen == "pipeline" else 1  # the fewest that give two micro-batches
     return verify_network(network, (batch, task.num_inputs, *sides), devices, strategy=chosen, **options)
 
 
 def _small(rule: GridRule, patch: Sequence[int], shards: int) -> tuple[int, int, int]:
-    """Return sides that take seconds: float64 on a CPU, and some thirty steps."""
+    """Return sides that take only seconds: the check uses float64, on a CPU too, and some thirty steps."""
     wanted = (max(SMALLEST, PLANES * shards), SMALLEST, SMALLEST)
     d, h, w = (min(side, max(least, small)) for side, least, small in zip(patch, rule.minimum, wanted, strict=True))
     return rule.sides((d, h, w))

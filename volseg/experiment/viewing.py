@@ -1,4 +1,4 @@
-"""What `volseg view` shows of a run, a folder or an image."""
+"""Collect the cases that `volseg view` shows for a run, a folder or an image."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class _Shown:
     task: Task | None = None
     channel: int = 0
     folder: Path | None = None
-    """In which the page is written; None for the working folder."""
+    """Folder of the page; None for the working folder."""
 
 
 def view(
@@ -60,27 +60,27 @@ def view(
     Parameters
     ----------
     source : path
-        A run or a cross-validation, of which the validation cases are shown, lowest Dice first; a folder of
-        predictions; a data set; or images, as `resolve_images` takes them.
+        A run or a cross-validation, whose validation cases are shown, lowest Dice first; a folder of predictions; a
+        data set; or images, as `resolve_images` takes them.
     labels : sequence of path
         Further label maps: files for one image, or folders with files of the cases' names.
     cases : sequence of str
-        Which cases; default all.
+        Cases to show; default all.
     channel : int, optional
-        Of the images; default that of the run's pictures, else the first.
+        Channel of the images; default that of the run's pictures, else the first.
     overrides : sequence of str
-        Of a run: where its data set lies now, ``data.root=FOLDER``.
+        For a run: the present folder of its data set, ``data.root=FOLDER``.
     output : path, optional
-        The page's; default ``view.html`` in the folder of the run or the predictions, else in the working folder.
+        Path of the page; default ``view.html`` in the folder of the run or the predictions, else in the working folder.
     overwrite : bool
         Replace a page that is not in the folder of a run or of predictions.
 
     Raises
     ------
     ConfigError
-        There is nothing to show, the page exists, or NiiVue was not fetched.
+        If there is nothing to show, the page exists, or NiiVue was not fetched.
     DataError
-        Files cannot be read, or do not belong together.
+        If files cannot be read, or do not belong together.
     """
     source, given = Path(source), [Path(path) for path in labels]
     gathered = _gather(source, overrides)
@@ -137,7 +137,7 @@ def _gather_runs(source: Path, runs: Sequence[RunFolder], overrides: Sequence[st
 
 
 def _list_validated(run: RunFolder, overrides: Sequence[str]) -> Iterator[ViewedCase]:
-    """Yield the validation cases; after a validation only those that were scored, as others cannot be used."""
+    """Yield the validation cases; after a validation only the scored ones, as others cannot be used."""
     scores = read_scores(run.validation / "summary.json", None)
     dice = None if scores is None else {case.name: case.dice for case in scores.cases}
     for case in choose_validated(run, run.config(overrides)).validation:
@@ -168,7 +168,7 @@ def _choose(cases: Sequence[ViewedCase], names: Sequence[str]) -> list[ViewedCas
 
 
 def _add_layer(cases: Sequence[ViewedCase], labels: Path) -> list[ViewedCase]:
-    """Return the cases with one more label map each, where there is one."""
+    """Return the cases, each with one more label map if there is one."""
     if labels.is_dir():
         files = {strip_id(stem(file)): file for file in list_labels(labels)}
         found = {case.name: files.get(case.name, files.get(strip_id(case.name))) for case in cases}
@@ -188,7 +188,7 @@ def _add_layer(cases: Sequence[ViewedCase], labels: Path) -> list[ViewedCase]:
 
 
 def _read_names(labels: Sequence[Path]) -> Mapping[int, str]:
-    """Return names of values, of a header's label table or of a data set's description near the files."""
+    """Return names of values, from a header's label table or from a data set's description near the files."""
     for path in labels:
         folder = path if path.is_dir() else path.parent
         if path.is_file() and (find_suffix(path) or "").startswith(".nii") and (table := read_label_table(path)):

@@ -1,5 +1,5 @@
-"""From a trained model and a case to a label map on the image's own grid, and to a file.
+"""Predict a case with a trained model: a label map on the image's own grid, and its file.
 
-`predictor` applies the model, `window_step` to a batch of windows; `original_grid` takes its probabilities back,
-`writing` writes the label map.
+`predictor` applies the model, `window_step` applies it to a batch of windows. `original_grid` resamples the
+probabilities to the image's grid, `writing` writes the label map.
 """

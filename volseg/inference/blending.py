@@ -1,4 +1,4 @@
-"""Windows blended layer by layer: of all classes, only the planes that a window may still reach are held.
+"""Blend windows layer by layer: only the planes that a window may still reach are held, for all classes.
 
 ::
 
@@ -25,17 +25,17 @@ __all__ = ["Slab", "add_window", "blend_slabs", "locate_planes"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """Planes of a blend that no window will touch any more, until the next slab is asked for."""
+    """Planes of a blend that no later window touches; valid until the next slab is requested."""
 
     blend: Tensor
-    """Probabilities ``(B, K, d, h, w)`` float32, of which the ready planes and the one after them are finished."""
+    """Probabilities ``(B, K, d, h, w)`` float32; the ready planes and the plane after them are finished."""
     origin: tuple[int, int, int]
-    """Voxel i of an axis lies at index ``(i - origin) % side``."""
+    """Voxel i of an axis is at index ``(i - origin) % side``."""
     layer: Layer
     num_windows: int
-    """That were blended since the slab before."""
+    """Windows that were blended since the slab before."""
     num_skipped: int
-    """Of these, windows of background that went through no model."""
+    """Number of those windows that were background and skipped the model."""
 
 
 def blend_slabs(
@@ -49,23 +49,23 @@ def blend_slabs(
     stitch_on: torch.device,
     skips_background: bool = False,
 ) -> Iterator[Slab]:
-    """Yield a region of the probabilities of images slab by slab; the buffer is one and the same.
+    """Yield a region of the images' probabilities slab by slab; all slabs share one buffer.
 
     Parameters
     ----------
     step : WindowStep
-        What a batch of windows goes through.
+        Applies the models to a batch of windows.
     images : Tensor
-        ``(B, C, D, H, W)`` of the plan's shape, anywhere.
+        ``(B, C, D, H, W)`` of the plan's shape, on any device.
     plan, region
-        What is held, and which strip of the volume this is.
+        The plan of held planes, and the strip of the volume to blend.
     windows_per_step : int
-        Windows that go through the models at once.
+        Windows per pass through the models.
     device, stitch_on : torch.device
-        Where windows are computed, and where they are blended.
+        Device of the models, and device of the blend.
     skips_background : bool
-        Whether a window in which the image has one value counts as background for certain: probability 1 of the first
-        class, or 0 of every region. Of probabilities only.
+        Whether a window in which the image has one value counts as certain background: probability 1 of the first
+        class, or 0 of every region. Only for probabilities.
     """
     sides = [plan.depth if axis == plan.axis else len(part) for axis, part in enumerate(region.held)]
     d, h, w = (0 if axis == plan.axis else part.start for axis, part in enumerate(region.held))
@@ -121,13 +121,13 @@ def add_window(
     blend : Tensor
         ``(K, D, H, W)``, a ring along ``axis``.
     window : Tensor
-        Probabilities ``(K, d, h, w)``, which this may overwrite, or logits.
+        Probabilities ``(K, d, h, w)``, which the call may overwrite, or logits.
     importance : Tensor
         ``(d, h, w)``.
     first : sequence of int
-        Where in the blend the window begins. What lies beside the blend is left out, except along the ring.
+        First voxel of the window in the blend. Voxels outside the blend are left out, except along the ring.
     axis : int
-        The ring's.
+        Axis of the ring.
     link : str
         ``softmax`` or ``sigmoid``, if the window holds logits.
     flips : sequence of int
@@ -153,10 +153,10 @@ LINKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _run(step: WindowStep, windows: Tensor, by_pass: bool) -> Iterator[tuple[Tensor, str, list[int]]]:
-    """Yield what is to be added for a batch of windows, with its link and mirrored dims.
+    """Yield the addends of a batch of windows, each with its link and mirrored dims.
 
-    Where one kernel does the rest, each pass's logits, so that no probabilities of a whole window exist, which for many
-    classes take more than the network; else the mean over the passes.
+    With the fused kernel, yield each pass's logits: no probabilities of a whole window exist, which for many classes
+    take more memory than the network. Otherwise yield the mean over the passes.
     """
     if by_pass:
         for logits, flips in step.passes(windows):
@@ -168,7 +168,7 @@ def _run(step: WindowStep, windows: Tensor, by_pass: bool) -> Iterator[tuple[Ten
 def _find_empty(
     images: Tensor, places: Sequence[tuple[int, tuple[int, ...]]], window: Sequence[int]
 ) -> set[tuple[int, tuple[int, ...]]]:
-    """Return the places of windows in which each channel has one value: once per layer a GPU is waited for."""
+    """Return the places of windows in which each channel has one value; waits for the GPU once per layer."""
     if not places:
         return set()
     cut = (_cut(images[index], corner, window).flatten(1) for index, corner in places)
@@ -182,7 +182,7 @@ def _cut(image: Tensor, corner: Sequence[int], sides: Sequence[int]) -> Tensor:
 
 
 def _overlap(first: int, wide: int, side: int, *, ring: bool) -> list[tuple[slice, slice]]:
-    """Return which indices of the blend are which of the window, in one piece or two."""
+    """Return matching slices of the blend and of the window, in one piece or two."""
     if not ring:
         start, stop = max(0, first), min(side, first + wide)
         return [(slice(start, stop), slice(start - first, stop - first))]
@@ -194,7 +194,7 @@ def _overlap(first: int, wide: int, side: int, *, ring: bool) -> list[tuple[slic
 
 
 def locate_planes(planes: range, depth: int) -> list[slice]:
-    """Return where planes lie in a ring of ``depth``: in one piece, or in two around its end."""
+    """Return the slices of planes in a ring of ``depth``: one piece, or two around its end."""
     if not planes:
         return []
     start = planes.start % depth

@@ -1,9 +1,9 @@
-"""Write a label map as a DICOM segmentation or structure set that refers to the slices it was made from.
+"""Write a label map as a DICOM segmentation or structure set that refers to its source slices.
 
-A segmentation has one segment per label or region, one bit per voxel (``BINARY``): regions may overlap, and every
-viewer that shows segmentations shows these; the newer ``LABELMAP`` few do. A structure set has closed contours along
-the sides of voxels. Patient and study are the source's own, and what the source leaves empty stays empty. Whatever is
-not a series of single-frame DICOM slices is refused.
+A segmentation has one segment per label or region, one bit per voxel (``BINARY``). Its regions may overlap, and every
+viewer of segmentations supports it; few support the newer ``LABELMAP``. A structure set has closed contours along the
+sides of voxels. Patient and study are copied from the source, and its empty elements stay empty. Only a series of
+single-frame DICOM slices is accepted as source.
 
 highdicom is optional (``pip install highdicom``) and imported when a segmentation is written.
 """
@@ -39,24 +39,24 @@ __all__ = ["CODES", "CodedName", "code_name", "require_dicom_source", "write_dic
 
 
 SERIES_NUMBER = 9001
-"""Far from those that scanners count."""
+"""Far from the series numbers of scanners."""
 
 STRUCTURE_SET, STUDY = "1.2.840.10008.5.1.4.1.1.481.3", "1.2.840.10008.3.1.2.3.1"
 LONGEST_NAME = 64
-"""Of DICOM's LO."""
+"""Longest value of DICOM's LO."""
 
 MAY_BE_EMPTY = (
     *("PatientID", "PatientName", "PatientBirthDate", "PatientSex"),
     *("StudyID", "StudyDate", "StudyTime", "AccessionNumber", "ReferringPhysicianName"),
 )
-"""What DICOM wants in every object, if only as an empty element (type 2)."""
+"""Elements that DICOM requires in every object, if only empty (type 2)."""
 
 GOLDEN = 0.618034
-"""Hues so far apart around the circle never come close to each other."""
+"""Step around the circle of hues; with it, no two hues are close."""
 
 
 def require_dicom_source(image: Files, case: str) -> Path:
-    """Return what names the series that a case's image is; to be asked before anything is computed.
+    """Return the path of a case's DICOM series; call it before any computation.
 
     Raises
     ------
@@ -87,22 +87,22 @@ def write_dicom_segmentation(
 ) -> Path:
     """Write ``label_map`` as one DICOM file, a segmentation or a structure set; return its path.
 
-    Two writings are two objects with UIDs of their own, as DICOM wants, and not the same bytes.
+    Each call writes a new object with new UIDs, as DICOM requires; so the bytes differ.
 
     Parameters
     ----------
     label_map : Tensor
         ``(1, D, H, W)``, values of the task.
     reference : MetaTensor
-        The image, as read or preprocessed: its original grid is meant.
+        The image, as read or preprocessed; the label map is on its original grid.
     path : path
-        Ends in ``.dcm``; it is written whole or not at all.
+        Ends in ``.dcm``; the file is written whole or not at all.
     task : Task
-        Whose structures become segments, in order; one that is not in the label map is described and has no voxel.
+        Its structures become segments, in order; a structure that is absent from the label map gets an empty segment.
     series : Path or sequence of Path
-        The folder of the only series, one of a series' files, or all of them, in any order.
+        The folder of one series, one of the series' files, or all of them, in any order.
     weights : str
-        Digest of the weights, which stands as serial number of the device.
+        Digest of the weights, written as serial number of the device.
     kind : str
         Modality of the file.
 
@@ -111,9 +111,9 @@ def write_dicom_segmentation(
     ConfigError
         If highdicom is not installed.
     DataError
-        If the slices lack what a reference to them needs, or the label map has other values.
+        If the slices lack elements that a reference needs, or the label map has other values.
     GridError
-        If the label map does not lie on the slices.
+        If the label map is not on the grid of the slices.
     """
     hd = import_highdicom()
     path = Path(path)
@@ -127,7 +127,7 @@ def write_dicom_segmentation(
             masks = [np.isin(planes, values) for values in task.structures]
             contours = [_draw(number, mask, slices, places, to_mm) for number, mask in enumerate(masks, start=1)]
             made = _build_structure_set(hd, slices, contours, task, weights)
-    except (AttributeError, KeyError, TypeError, ValueError) as fault:  # as highdicom tells what a source lacks
+    except (AttributeError, KeyError, TypeError, ValueError) as fault:  # highdicom's errors about a source
         where = Path(str(slices[0].filename)).parent
         raise DataError(
             f"{where}: no DICOM segmentation can refer to these slices ({type(fault).__name__}: {fault}); write NIfTI "
@@ -163,7 +163,7 @@ def _build_structure_set(
 ) -> Any:
     """Return an RTSTRUCT with a region of interest per label or region, and its ``contours``.
 
-    A hole is a contour inside another: a point belongs to the region if an odd number of contours surrounds it.
+    A hole is a contour inside another: a point is in the region if an odd number of contours surrounds it.
     """
     first, now = slices[0], datetime.now()
     made = hd.SOPClass(
@@ -213,7 +213,7 @@ def _name_image(one: "Dataset") -> "Dataset":
 
 
 def _refer(slices: Sequence["Dataset"]) -> "Dataset":
-    """Return the reference to the series, slice by slice."""
+    """Return the reference to the series, with each slice."""
     first, images = slices[0], [_name_image(one) for one in slices]
     series = _item(SeriesInstanceUID=first.SeriesInstanceUID, ContourImageSequence=images)
     study = {"ReferencedSOPClassUID": STUDY, "ReferencedSOPInstanceUID": first.StudyInstanceUID}
@@ -247,7 +247,7 @@ def _draw(
 def _match_slices(
     label_map: Tensor, reference: MetaTensor, path: Path, series: Path | Sequence[Path]
 ) -> tuple[list["Dataset"], list[int], np.ndarray]:
-    """Return the slices, the place of each along the volume's third axis, and its labels ``(rows, columns)``."""
+    """Return the slices, their indices along the volume's third axis, and their labels ``(rows, columns)``."""
     grid = Grid.original(reference)
     if path.suffix.lower() != ".dcm":
         raise DataError(f"{path} must end in .dcm")
@@ -292,7 +292,7 @@ def _read_slices(series: Path | Sequence[Path]) -> list["Dataset"]:
 
 
 def _locate(slices: Sequence["Dataset"], grid: Grid) -> list[int]:
-    """Return the place of each slice along the volume's third axis; its corners must lie on the volume's, in mm."""
+    """Return the index of each slice along the volume's third axis; raise if its corners are misplaced (mm)."""
     allowed = MISPLACED_VOXELS * float(grid.affine[:3, :3].norm(dim=0).min())
     columns, rows, count = grid.shape
     places = []
@@ -322,17 +322,17 @@ def _locate(slices: Sequence["Dataset"], grid: Grid) -> list[int]:
 
 
 def _part(planes: np.ndarray, task: Task) -> np.ndarray:
-    """Return which voxels are in which segment: their numbers, or where regions overlap a bit for each."""
+    """Return the segment number of each voxel, or one bit per segment if regions overlap."""
     known = np.array(task.class_values)
     if strange := sorted(set(np.unique(planes).tolist()) - set(task.class_values)):
         raise DataError(f"the label map holds {strange[:5]}, and the values of {task.name} are {known.tolist()}")
     if not task.regions:
-        return np.searchsorted(known, planes).astype(np.uint8)  # the background is 0, and 254 labels are the most
+        return np.searchsorted(known, planes).astype(np.uint8)  # the background is 0; 254 labels at most
     return np.stack([np.isin(planes, values) for values in task.regions.values()], axis=-1).astype(np.uint8)
 
 
 def _describe_segments(hd: Any, task: Task) -> list[Any]:
-    """Return a description of each structure: its name, a code for it, a colour, and that no human drew it."""
+    """Return a description of each structure: its name, code and colour, and the automatic algorithm."""
     from pydicom.sr.codedict import codes  # of the extra; highdicom has been imported by now
 
     algorithm = hd.AlgorithmIdentificationSequence(
@@ -357,10 +357,10 @@ def _describe_segments(hd: Any, task: Task) -> list[Any]:
     return described
 
 
-# SNOMED CT codes for what labels are called, as DICOM wants them beside a segment's name.
+# SNOMED CT codes for names of labels, as DICOM wants them beside a segment's name.
 #
-# A name that is not here is no worse a label: its segment keeps the name, and is coded as tissue. On the right stand
-# pydicom's keywords for codes of its own SNOMED CT dictionary, so that no number is copied by hand.
+# A label whose name is not listed keeps its name and is coded as tissue. The codes are pydicom's keywords for its own
+# SNOMED CT dictionary, so that no number is copied by hand.
 
 
 class CodedName(NamedTuple):
@@ -369,7 +369,7 @@ class CodedName(NamedTuple):
     category: str
     kind: str
     side: str | None
-    """``Left`` or ``Right``, where the name says so."""
+    """``Left`` or ``Right``, if the name has one of these words."""
 
 
 ANATOMY, ABNORMAL, GENERIC = "AnatomicalStructure", "MorphologicallyAbnormalStructure", "Tissue"
@@ -379,7 +379,7 @@ ANATOMIES = (
     *("hippocampus", "inferior vena cava", "kidney", "left atrium", "left ventricle", "liver", "lung", "pancreas"),
     *("prostate", "right atrium", "right ventricle", "spinal cord", "spleen", "stomach", "trachea"),
 )
-"""Names whose words make pydicom's keyword."""
+"""Names whose words form pydicom's keyword."""
 
 CODES: dict[str, tuple[str, str]] = {
     **{name: (ANATOMY, name.title().replace(" ", "")) for name in ANATOMIES},
@@ -390,11 +390,11 @@ CODES: dict[str, tuple[str, str]] = {
     "lesion": (ABNORMAL, "Lesion"),
     "necrosis": (ABNORMAL, "Necrosis"),
 }
-"""Category and code of a name in lower case, words apart, without left and right."""
+"""Category and code of a name in lower case, with separate words, without left and right."""
 
 
 def code_name(name: str) -> CodedName:
-    """Return the codes for a label's name, generic ones where it is not known.
+    """Return the codes for a label's name; generic codes for an unknown name.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Volumes in memory: from anybody's kind of image to a volume, and a label map back to that kind.
+"""Convert images in memory to volumes, and label maps back to the kind of their image.
 
 | given | label map |
 | --- | --- |
@@ -36,18 +36,18 @@ logger = logging.getLogger(__name__)
 
 
 NOWHERE = Path("the image in memory")
-"""In place of a file's name, in messages."""
+"""Placeholder for a file name, in messages."""
 
 
 def to_volume(given: Any, affine: Any = None) -> MetaTensor:
-    """Return an image as `volseg.read_volume` returns the file of it.
+    """Return an image in the form that `volseg.read_volume` returns for its file.
 
     Parameters
     ----------
     given : path, sequence of paths, MetaTensor, array, Tensor, or image of nibabel or SimpleITK
         An array or a tensor is (D, H, W) or (C, D, H, W).
     affine : array, optional
-        Of an array or a tensor, which needs one: 4 x 4, voxel index to RAS+ position (mm).
+        Required for an array or a tensor, and only for these: 4 x 4, voxel index to RAS+ position (mm).
 
     Raises
     ------
@@ -108,7 +108,7 @@ def _read_affine(affine: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def _require_as_read(volume: MetaTensor) -> None:
-    """Raise unless a volume lies on the grid of its file."""
+    """Raise unless a volume is on the grid of its file."""
     if volume.ndim != 4 or not volume.numel():
         raise DataError(f"a volume should have the shape (C, D, H, W), got {tuple(volume.shape)}")
     original, sides = volume.meta.get("original_affine"), volume.meta.get("spatial_shape")
@@ -122,12 +122,12 @@ def _require_as_read(volume: MetaTensor) -> None:
 
 
 def as_kind_of(given: Any, label_map: MetaTensor, image: MetaTensor, names: Mapping[int, str]) -> Any:
-    """Return a label map (1, D, H, W) on the image's grid as the kind of what was given.
+    """Return a label map (1, D, H, W) on the image's grid as the same kind of object as the given image.
 
     Parameters
     ----------
     given : Any
-        What `to_volume` took.
+        The argument of `to_volume`.
     label_map : MetaTensor
         On the original grid of the image.
     image : MetaTensor
@@ -151,41 +151,41 @@ def as_kind_of(given: Any, label_map: MetaTensor, image: MetaTensor, names: Mapp
 
 
 def _is_simpleitk(given: Any) -> bool:
-    """Say whether an object is SimpleITK's, which is not imported for it."""
+    """Return whether an object is SimpleITK's, without importing SimpleITK."""
     return type(given).__module__.partition(".")[0] == "SimpleITK" and hasattr(given, "GetDirection")
 
 
-# Preprocess what was read on the GPU that predicts it: a CT is resampled there in the time that its way there takes.
+# Preprocess an image on the GPU that predicts it: resampling a CT there takes as long as its transfer.
 #
-# The thread that computes does it, for no other may work on a GPU while that one records. What is computed from many
-# voxels at once (means, quantiles) and what takes the nearest voxel stays on the CPU, where the training computed it:
-# on a GPU it could be another number. A resampled voxel may differ in the last bit of float32.
+# The computing thread does this work, since no other thread may use a GPU during a capture. Reductions (means,
+# quantiles) and nearest-voxel sampling stay on the CPU, where the training computed them: a GPU could give other
+# numbers. A resampled voxel may differ in the last bit of float32.
 
 
 BYTES_ON_THE_WAY = 24
-"""Of each voxel that was read: itself in float32 and float64, and what is made of it, twice."""
+"""Bytes for each voxel that was read: its float32 and float64 values, and two copies of the result."""
 
 LARGEST_PART = 4
-"""An image may take a quarter of what is free on the way, since it is small beside what its windows take."""
+"""Preparation may take a quarter of the free memory, since an image is small beside its windows' memory."""
 
 KEPT_PART = 8
-"""Prepared it stays there if it takes an eighth at most, as windows are cut there then."""
+"""A prepared image stays on the device if it takes at most an eighth of the free memory: windows are cut there."""
 
 
 def suits(preprocessing: Preprocessing, device: torch.device) -> bool:
-    """Say whether a device prepares images as the CPU does, and faster."""
+    """Return whether a device gives the CPU's results of preprocessing, and is faster."""
     return device.type != "cpu" and isinstance(preprocessing, Composed) and preprocessing.suits_devices
 
 
 def prepare_on(device: torch.device, read: dict[str, Any], preprocessing: Preprocessing) -> Case:
-    """Return the preprocessed case; its image lies on the device if that `suits` and has room, else on the CPU.
+    """Return the preprocessed case; its image is on the device if that `suits` and has room, else on the CPU.
 
     Parameters
     ----------
     device : torch.device
-        Of the networks.
+        Device of the networks.
     read : dict
-        The case as it was read; it is empty afterwards.
+        The case as read; the call empties the dictionary.
     preprocessing : callable
         See `volseg.transforms.build_preprocessing`.
     """
@@ -199,7 +199,7 @@ def prepare_on(device: torch.device, read: dict[str, Any], preprocessing: Prepro
     except torch.OutOfMemoryError as fault:
         logger.info("an image is prepared on the CPU: %s", str(fault).partition("\n")[0])
         prepared = None
-    if prepared is None:  # outside of the block above, whose fault keeps alive what did not fit
+    if prepared is None:  # outside the block above, whose exception keeps the failed tensors alive
         del image
         return preprocess(read, read, preprocessing, keep_reference=False)
     read.clear()

@@ -1,12 +1,12 @@
-"""Which postprocessing helps: every step is tried on predictions whose labels are known, and kept where they gain.
+"""Measure which postprocessing helps: try each step on labelled predictions, and keep the steps that gain.
 
-As nnU-Net determines it [1]_: first the largest component of the whole foreground, then of each structure. Holes are
-tried after that, which nnU-Net does not. A step is kept if the mean Dice rises and that of no structure falls. nnU-Net
-asks this of the foreground as a whole, and of a single structure only that its own Dice rises, which for regions that
-overlap may cost another one.
+The order is nnU-Net's [1]_: first the largest component of the whole foreground, then of each structure. Then holes are
+tried, which nnU-Net does not do. A step is kept if the mean Dice rises and the Dice of no structure falls. nnU-Net
+applies this rule to the foreground as a whole. For a single structure, it requires only that the structure's own Dice
+rises, which may cost an overlapping region.
 
 Scores are those of `volseg.evaluation`: the mean over cases per structure, and the mean of these. A case that neither
-has nor predicts a structure does not count there.
+has nor predicts a structure does not count for that structure.
 
 References
 ----------
@@ -38,22 +38,22 @@ RULE = "a step is kept if the mean Dice over the structures rises and that of no
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """A prediction and the label that it is judged by."""
+    """A prediction and its reference label."""
 
     case: str
     prediction: Path
     reference: Path
     labelled: tuple[int, ...] | None = None
-    """The values that were looked for, where these are not all."""
+    """The annotated values, if they are not all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TriedStep:
-    """What a step would have done to the scores, NaN where there are none."""
+    """The scores before and after a step; NaN if a structure has no score."""
 
     step: Step
     name: str
-    """Of the structure."""
+    """Name of the structure."""
     before: tuple[float, ...]
     """Mean Dice of each structure."""
     after: tuple[float, ...]
@@ -65,17 +65,17 @@ class TriedStep:
         """Whether the step helps."""
         falls = any(
             later < earlier for earlier, later in zip(self.before, self.after, strict=True)
-        )  # no order with a NaN
+        )  # a NaN compares as false
         return _average(self.after) > _average(self.before) and not falls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredPostprocessing:
-    """The steps that help, and everything that was tried."""
+    """The steps that help, and all steps that were tried."""
 
     postprocessing: Postprocessing
     names: tuple[str, ...]
-    """Of the structures."""
+    """Names of the structures."""
     tried: tuple[TriedStep, ...]
     cases: tuple[str, ...]
 
@@ -106,7 +106,7 @@ class MeasuredPostprocessing:
         )
 
     def lines(self) -> list[str]:
-        """Return a table of what was tried."""
+        """Return a table of the tried steps."""
         width = max(len(tried.name) for tried in self.tried)
         table = [f"{'step':<14}{'structure':<{width + 2}}{'Dice before':>12}{'after':>9}{'cases':>7}  kept"]
         for tried in self.tried:
@@ -119,7 +119,7 @@ class MeasuredPostprocessing:
         return table
 
     def _tabulate(self, dice: Sequence[float]) -> dict[str, float | None]:
-        """Return scores by name; null for what is not a number."""
+        """Return scores by name; null for NaN."""
         rows = {"mean": _average(dice), **dict(zip(self.names, dice, strict=True))}
         return {name: None if math.isnan(value) else value for name, value in rows.items()}
 
@@ -127,21 +127,21 @@ class MeasuredPostprocessing:
 def measure_postprocessing(
     predictions: Sequence[Judged], task: Task, *, show: Callable[[Iterable[Any]], Iterable[Any]] = iter
 ) -> MeasuredPostprocessing:
-    """Try every step on predictions, in order, each on what the steps kept so far have left.
+    """Try the steps in order on predictions; each step starts from the result of the steps kept so far.
 
     Parameters
     ----------
     predictions : sequence of Judged
-        Of cases that the network was not trained on.
+        Predictions of cases that the network was not trained on.
     task : Task
-        Whose values the files hold.
+        The task of the predictions.
     show : callable
         Wraps the loop over the steps, for instance in a progress bar.
 
     Raises
     ------
     DataError
-        For no prediction, or one that cannot be judged by its label.
+        If there is no prediction, or a prediction does not match its label.
     """
     if not predictions:
         raise DataError("postprocessing is measured on predictions with labels, and there is none")
@@ -190,7 +190,7 @@ def _list_steps(task: Task) -> list[tuple[str, Step]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _HeldCase:
-    """A prediction and its label, compressed: of label maps a hundredth is left, so that all cases fit into memory."""
+    """A prediction and its label, compressed to a hundredth, so that all cases fit into memory."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -199,7 +199,7 @@ class _HeldCase:
     structures: tuple[tuple[int, ...], ...]
     ignore: int | None
     counts: NDArray[np.float64]
-    """``(structures, 3)``: voxels in both, in the prediction, in the reference; NaN for what was not looked for."""
+    """``(structures, 3)``: voxels in both, in the prediction, in the reference; NaN for an unannotated structure."""
 
     @classmethod
     def read(cls, files: Judged, task: Task, order: Postprocessing) -> "_HeldCase":
@@ -222,7 +222,7 @@ class _HeldCase:
             shape=voxels.shape,
             dtype=voxels.dtype,
             prediction=_pack(voxels),
-            # The reference may hold the value that is ignored as well.
+            # The reference may also hold the ignored value.
             reference=_pack(reference.numpy(force=True).reshape(voxels.shape).astype(np.int32)),
             structures=order.structures,
             ignore=task.ignore,
@@ -233,7 +233,7 @@ class _HeldCase:
         return order.find_changes(self._unpack(self.prediction, self.dtype), step)
 
     def after(self, changes: Changes) -> "_HeldCase":
-        """Return the case with the counts that it has after the changes; the voxels are those of before."""
+        """Return the case with its counts after the changes; the voxels stay unchanged."""
         reference = self._unpack(self.reference, np.dtype(np.int32))[changes.box][changes.where]
         judged = slice(None) if self.ignore is None else reference != self.ignore
         old, new, of = changes.old[judged], changes.new[judged], reference[judged]
@@ -251,7 +251,7 @@ class _HeldCase:
         return replace(self, prediction=_pack(voxels))
 
     def list_dice(self) -> NDArray[np.float64]:
-        """Return the Dice of each structure, NaN where it is neither there nor predicted."""
+        """Return the Dice of each structure; NaN if neither volume has the structure."""
         both, predicted, there = self.counts.T
         total = predicted + there
         return np.divide(2 * both, total, out=np.full(len(total), np.nan), where=total > 0)
@@ -271,6 +271,6 @@ def _list_dice(cases: Sequence[_HeldCase]) -> tuple[float, ...]:
 
 
 def _average(values: Sequence[float]) -> float:
-    """Return the mean of the values that are numbers, as a summary's; NaN where none is."""
+    """Return the mean of the values that are not NaN, as in a summary, or NaN."""
     known = [value for value in values if not math.isnan(value)]
     return math.fsum(known) / len(known) if known else math.nan

@@ -1,7 +1,7 @@
-"""Plan how much of a blend is held at a time, so that it fits into the free memory.
+"""Plan how many planes of a blend are held at a time, so that the blend fits into the free memory.
 
-One layer of windows is held along the streamed axis, which costs no time. Where that is too much, the volume is also
-cut into strips along the other two axes, each streamed for itself; windows on a border are then computed twice.
+One layer of windows is held along the streamed axis, which costs no time. If a layer is too large, the volume is also
+cut into strips along the other two axes. Each strip is streamed by itself; windows on a border are then computed twice.
 """
 
 import math
@@ -17,48 +17,48 @@ __all__ = ["HELD_WHOLE_BYTES", "BlendPlan", "Region", "plan_blend"]
 
 
 HELD_WHOLE_BYTES = 2**30
-"""Blends up to this size are held whole, and volumes of equal size together, as that is fastest for small ones."""
+"""Blends up to this size are held whole, and volumes of equal size share a batch: fastest for small volumes."""
 
 FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A strip of the volume that is blended for itself."""
+    """A strip of the volume that is blended by itself."""
 
     cells: Box
-    """Voxels at or after which labels are decided; along the streamed axis, all."""
+    """Voxels at or after which labels are decided; all voxels along the streamed axis."""
     held: Box
-    """Voxels that are blended: the cells, and the plane after them that interpolation needs."""
+    """Voxels that are blended: the cells, and the next plane for interpolation."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlendPlan:
-    """What is held of a blend at a time. Voxels are those of the network's grid, padded to a window at least."""
+    """Planes of a blend that are held at a time, on the network's grid, padded to a window at least."""
 
     shape: tuple[int, int, int]
     window: tuple[int, int, int]
     starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     """First voxels of the windows along each axis."""
     axis: int
-    """The streamed one."""
+    """The streamed axis."""
     whole: bool
     """Whether all layers are held until the end."""
     strips: tuple[int, int, int]
-    """Into how many strips each axis is cut; the streamed one into 1."""
+    """Number of strips along each axis; 1 along the streamed axis."""
     windowing: Windowing = MONAI
     share: tuple[int, int] = (0, 1)
-    """Which of how many parts of the volume, along the streamed axis, is decided; of more than one, not ``whole``."""
+    """Part of the volume along the streamed axis to decide, and number of parts; several parts are never ``whole``."""
 
     @property
     def depth(self) -> int:
-        """Planes of the streamed axis that are held: a window's, and the last one before it for interpolation."""
+        """Held planes of the streamed axis: those of a window, and the last plane before it for interpolation."""
         side = self.shape[self.axis]
         return side if self.whole else min(side, self.window[self.axis] + 1)
 
     @property
     def layers(self) -> list[Layer]:
-        """Of windows along the streamed axis."""
+        """Layers of windows along the streamed axis."""
         starts, side, window = self.starts[self.axis], self.shape[self.axis], self.window[self.axis]
         number, count = self.share
         if self.whole:
@@ -75,26 +75,26 @@ class BlendPlan:
             yield Region((parts[0], parts[1], parts[2]), (d, h, w))
 
     def corners(self, held: Box, layer: Layer) -> list[tuple[int, int, int]]:
-        """Return the first voxels of a layer's windows that reach into a region, in the order of their sums."""
+        """Return the first voxels of a layer's windows that reach into a region, in the order of summation."""
         d, h, w = (
             layer.starts if axis == self.axis else _reaching(self.starts[axis], self.window[axis], held[axis])
             for axis in range(3)
         )
-        # By layers, then as written: which sum comes first must not depend on what is held.
+        # By layers, then in this order: the order of the sums must not depend on the held planes.
         return sorted(product(d, h, w), key=lambda corner: corner[self.axis])
 
     def held_voxels(self) -> int:
-        """Return the voxels of the largest region that are held at a time."""
+        """Return the voxels held at a time for the largest region."""
         return math.prod(
             self.depth if axis == self.axis else _widest(self.shape[axis], self.strips[axis]) for axis in range(3)
         )
 
     def held_bytes(self, num_classes: int) -> int:
-        """Return what a blend takes: all classes, and the sum of the weights, in float32."""
+        """Return the bytes of a blend: all classes, and the sum of the weights, in float32."""
         return self.held_voxels() * (num_classes + 1) * FLOAT_BYTES
 
     def count_windows(self) -> int:
-        """Return how many windows go through the model, those on borders of strips as often as they do."""
+        """Return the number of windows through the model; windows on borders of strips count repeatedly."""
         return math.prod(
             _count_windows(self.starts[axis], self.window[axis], self.shape[axis], self.strips[axis])
             for axis in range(3)
@@ -112,7 +112,7 @@ def plan_blend(
     windowing: Windowing = MONAI,
     share: tuple[int, int] = (0, 1),
 ) -> BlendPlan:
-    """Return how to blend a volume within a budget of bytes, with the fewest windows.
+    """Return the plan to blend a volume within a budget of bytes with the fewest windows.
 
     Parameters
     ----------
@@ -127,14 +127,14 @@ def plan_blend(
     most_whole : int
         Bytes up to which the volume is held whole.
     windowing : Windowing
-        Where windows lie, and how much their voxels count.
+        Positions of the windows, and weights of their voxels.
     share : (int, int)
-        Which part of the volume is to be decided, of how many.
+        Number of the part to decide, and number of parts.
 
     Raises
     ------
     OutOfMemoryError
-        If not even strips of one voxel fit.
+        If even strips of one voxel do not fit.
     """
     d, h, w = (tuple(windowing.starts(*sides, overlap)) for sides in zip(shape, window, strict=True))
     sides, axis = (shape[0], shape[1], shape[2]), choose_axis(shape, window)
@@ -173,12 +173,12 @@ def _cut(side: int, count: int) -> list[range]:
 
 
 def _widest(side: int, count: int) -> int:
-    """Return the voxels that the widest of ``count`` strips holds, with the plane after it."""
+    """Return the voxels of the widest of ``count`` strips, with the plane after it."""
     return min(side, -(-side // count) + (count > 1))
 
 
 def _useful_counts(side: int) -> list[int]:
-    """Return the numbers of strips that are each the smallest for their width."""
+    """Return the useful numbers of strips: each is the smallest number for its width."""
     return sorted({-(-side // width) for width in range(1, side + 1)})
 
 

@@ -1,6 +1,6 @@
-"""Class probabilities from the network's grid back to the grid of the image's file.
+"""Resample class probabilities from the network's grid to the grid of the image's file, and decide labels.
 
-As in nnU-Net, the probabilities are resampled and the label is decided afterwards, on the original voxels: a label map
+As in nnU-Net, the probabilities are resampled and the label is decided afterwards, on the original voxels. A label map
 resampled to the nearest voxel has the staircase of the coarser grid.
 """
 
@@ -35,36 +35,36 @@ __all__ = [
 ]
 
 
-# From probabilities on the network's grid to labels on the image's, box by box as they become known.
+# Decide labels on the image's grid from probabilities on the network's grid, box by box as they are computed.
 #
-# Probabilities are interpolated where a label is decided and nowhere else, so those of all classes never exist on the
-# image's grid, which for a CT with many labels is more than a GPU holds.
+# Probabilities are interpolated only where a label is decided. So those of all classes never exist on the image's grid;
+# for a CT with many labels, that is more than a GPU holds.
 
 
 Also = Literal["entropy", "probabilities"]
-"""What can be asked for beside labels."""
+"""Outputs that can be requested beside labels."""
 
 MOST_LABELS = 256
-"""A label map that holds class indices is uint8."""
+"""Most classes of a uint8 label map of class indices."""
 
 IN_A_REGION = 0.5
-"""Probability above which a voxel belongs to a region; nnU-Net's."""
+"""Probability above which a voxel is in a region; nnU-Net's number."""
 
 SLAB_ELEMENTS = 2**25
-"""Probabilities interpolated at once: 128 MiB in float32, and three times as much on the way."""
+"""Probabilities interpolated at once: 128 MiB in float32, and three times as much in intermediate results."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelRule:
-    """What a label map holds, given the probabilities of K classes or regions."""
+    """Rule that makes labels from the probabilities of K classes or regions."""
 
     values: tuple[int, ...]
-    """Of each class or region."""
+    """Label value of each class or region."""
     regions: bool = False
-    """Whether each is painted where its probability exceeds one half, over those before it."""
+    """Whether each region is painted where its probability exceeds one half, over the regions before it."""
     of_logits: bool = False
-    """Whether logits are blended and interpolated, those of regions moved by `IN_A_REGION`: labels follow from these
-    as from probabilities, which are made of them on the image's grid."""
+    """Whether logits are blended and interpolated, with the logits of regions moved by `IN_A_REGION`. They give the
+    same labels as probabilities, which are computed from them on the image's grid."""
 
     @classmethod
     def of(
@@ -76,7 +76,7 @@ class LabelRule:
         return cls(tuple(range(num_classes) if values is None else values), regions, of_logits)
 
     def make_probabilities(self, blended: Tensor) -> Tensor:
-        """Return the probabilities ``(K, ...)`` of what was blended and interpolated."""
+        """Return the probabilities ``(K, ...)`` of blended and interpolated values."""
         if not self.of_logits:
             return blended
         return (blended - IN_A_REGION).sigmoid() if self.regions else blended.softmax(0)
@@ -88,18 +88,18 @@ class LabelRule:
 
     @property
     def outside(self) -> int:
-        """The label of a voxel that was cropped away: of several classes without probability, the first."""
+        """The label of a voxel that was cropped away: the first class, or 0 for regions."""
         return 0 if self.regions else self.values[0]
 
     def table(self, device: torch.device) -> Tensor | None:
-        """Return the values as a tensor; None where they are indices."""
+        """Return the values as a tensor, or None if they are the class indices."""
         if self.values == tuple(range(len(self.values))) and not self.regions:
             return None
         return torch.tensor(self.values, dtype=self.dtype, device=device)
 
 
 def decide(probabilities: Tensor, rule: LabelRule) -> Tensor:
-    """Return the labels of probabilities ``(K, ...)``: of several equal classes, the first."""
+    """Return the labels of probabilities ``(K, ...)``; of several equal classes, the first wins."""
     if rule.regions:
         labels = torch.zeros(probabilities.shape[1:], dtype=rule.dtype, device=probabilities.device)
         for value, probability in zip(rule.values, probabilities, strict=True):
@@ -110,9 +110,9 @@ def decide(probabilities: Tensor, rule: LabelRule) -> Tensor:
 
 
 def measure_entropy(probabilities: Tensor, regions: bool) -> Tensor:
-    """Return how unsure probabilities ``(K, ...)`` are, from 0 to 1: 1 where all classes are equally probable.
+    """Return the uncertainty of probabilities ``(K, ...)``, from 0 to 1; 1 if all classes are equally probable.
 
-    The entropy over its logarithm of K; of regions, the mean of each one's, with K = 2.
+    It is the entropy divided by the logarithm of K; for regions, the mean of each region's entropy, with K = 2.
     """
     certain = torch.special.entr(probabilities)
     if regions:
@@ -122,20 +122,20 @@ def measure_entropy(probabilities: Tensor, regions: bool) -> Tensor:
 
 
 class Decision:
-    """The label map of one case, and what else was asked for, while it is being filled.
+    """The label map of one case, and other requested outputs, during the prediction.
 
     Parameters
     ----------
     sampling : Sampling
-        From the image's grid to that of the probabilities.
+        Sampling of the image's grid from the grid of the probabilities.
     shape : tuple of int
-        Of the image's grid.
+        Shape of the image's grid.
     rule : LabelRule
-        What label maps hold.
+        Rule for the labels.
     also : collection of str
         ``entropy``, ``probabilities``; the latter take K times the image's voxels in float32.
     device : torch.device
-        Where the label map is built; `take` brings it there.
+        Device of the label map; `take` copies labels there.
     """
 
     def __init__(
@@ -155,17 +155,17 @@ class Decision:
         self.entropy = torch.zeros(shape, device=device) if "entropy" in also else None
         self.probabilities = torch.zeros(classes, *shape, device=device) if "probabilities" in also else None
         if self.probabilities is not None and not rule.regions:
-            self.probabilities[0] = 1  # what was cropped away is the background for sure
+            self.probabilities[0] = 1  # a cropped voxel is certainly background
         self._underway: deque[tuple[torch.cuda.Event, Tensor, Place, Tensor]] = deque()
 
     def join(self) -> "Decision":
-        """Return one that fills the same volumes, for a thread that decides other cells of them."""
+        """Return a decision that fills the same volumes, for a thread that decides other cells."""
         other = copy.copy(self)
         other._underway = deque()
         return other
 
     def take(self, held: Held, cells: Box) -> None:
-        """Decide every voxel whose cell lies in a box; the planes after the box must be held too."""
+        """Decide every voxel whose cell is in a box; the planes after the box must be held too."""
         fused = isinstance(self.sampling, Aligned) and self.probabilities is None and takes(held.values)
         if fused and not (self.rule.of_logits and self.entropy is not None):
             assert isinstance(self.sampling, Aligned)
@@ -190,12 +190,12 @@ class Decision:
                     self._bring(of_class, whole, place)
 
     def finish(self) -> None:
-        """Wait for what is still on its way."""
+        """Wait for the remaining copies."""
         while self._underway:
             self._land()
 
     def _bring(self, part: Tensor, whole: Tensor, place: Place) -> None:
-        """Copy a part to its place; from a GPU to the CPU while the GPU goes on."""
+        """Copy a part to its place; copies from a GPU to the CPU run asynchronously."""
         if part.device == whole.device or not part.is_cuda or isinstance(place[0], Tensor):
             here = tuple(axis.to(whole.device) if isinstance(axis, Tensor) else axis for axis in place)
             whole[here] = part.to(whole.device)
@@ -205,7 +205,7 @@ class Decision:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(part.device))
         self._underway.append((event, whole, place, staged))
-        if len(self._underway) > 2:  # hence few staged copies, and the GPU is never waited for
+        if len(self._underway) > 2:  # hence few staged copies, and the host rarely waits for the GPU
             self._land()
 
     def _land(self) -> None:
@@ -216,38 +216,38 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prediction:
-    """The label map of a case, and what else was asked for."""
+    """The label map of a case, and other requested outputs."""
 
     labels: MetaTensor
     """``(1, D, H, W)``, the values of label files; with the grid, file name and header codes of the image."""
     entropy: MetaTensor | None = None
-    """``(1, D, H, W)`` float32, how unsure the model is: nats over the logarithm of K, thus from 0 to 1."""
+    """``(1, D, H, W)`` float32, the uncertainty of the model: nats over the logarithm of K, thus from 0 to 1."""
     probabilities: MetaTensor | None = None
     """``(K, D, H, W)`` float32 on the CPU."""
 
 
 NEAREST_AXIS = "nearest_axis"
-"""Key of a preprocessed image's ``meta``: its axis along which the nearest plane counts on the way back."""
+"""Key in the ``meta`` of a preprocessed image: the axis along which the way back takes the nearest plane."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WayBack:
-    """From the voxels of a preprocessed image to those of its file.
+    """Map from the grid of a preprocessed image to the grid of its file.
 
-    What the network finds in the padding is not taken for what a crop removed: the source is the image without it.
+    The source excludes the padding, so that the network's output there is not mistaken for cropped voxels.
     """
 
     image: MetaTensor
     original: Grid
     source: Grid
-    """Of the preprocessed image, without its padding."""
+    """Grid of the preprocessed image, without its padding."""
     start: tuple[int, int, int]
-    """Voxel of the preprocessed image where the source begins."""
+    """First voxel of the source in the preprocessed image."""
     sampling: Aligned | Oblique
 
     @classmethod
     def of(cls, image: MetaTensor) -> "WayBack":
-        """Return the way back of a preprocessed image ``(C, D, H, W)``, whose ``meta`` remembers the grid it had."""
+        """Return the way back of a preprocessed image ``(C, D, H, W)``; its ``meta`` holds the original grid."""
         padding = image.meta.get("padding", ((0, 0),) * 3)
         d, h, w = (int(before) for before, _ in padding)
         inner = [side - sum(margins) for side, margins in zip(image.shape[1:], padding, strict=True)]
@@ -256,7 +256,7 @@ class WayBack:
         return cls(image, original, source, (d, h, w), sampling)
 
     def begin(self, rule: LabelRule, *, also: Collection[str] = (), device: torch.device | str = "cpu") -> Decision:
-        """Return an empty label map on the image's grid, to be filled slab by slab."""
+        """Return an empty label map on the image's grid, which the caller fills slab by slab."""
         return Decision(self.sampling, self.original.shape, rule, also=also, device=device)
 
     def label(self, volume: Tensor) -> MetaTensor:
@@ -269,10 +269,10 @@ class WayBack:
 
 
 def resample(target: Grid, volume: Tensor, source: Grid, *, mode: str = "bilinear") -> Tensor:
-    """Return ``volume`` ``(C, D, H, W)`` of ``source`` on ``target``; 0 where ``source`` does not reach.
+    """Return ``volume`` ``(C, D, H, W)`` of ``source`` on ``target``; 0 outside ``source``.
 
-    ``mode`` is ``"bilinear"`` (trilinear) or ``"nearest"``. The dtype is kept where no interpolation is needed and for
-    ``"nearest"``.
+    ``mode`` is ``"bilinear"`` (trilinear) or ``"nearest"``. The dtype is kept for ``"nearest"`` and if no interpolation
+    is needed.
     """
     require_on(volume, source)
     sampling = sample_grid(target, source, mode=mode)

@@ -1,13 +1,14 @@
-"""What is done to a label map after the network: stray pieces removed, holes filled, where that has proved right.
+"""Postprocess label maps after the network: remove stray pieces and fill holes, where measurements show a gain.
 
 A `Postprocessing` is a list of steps that `volseg.inference.measured_postprocessing` found to help, kept in
 ``postprocessing.json``. Pieces are components of 26 neighbours, as in nnU-Net (``skimage.measure.label`` with full
-connectivity), and all of the largest size stay; a hole is what 6 neighbours do not connect to the outside, as in
-`scipy.ndimage.binary_fill_holes`.
+connectivity); all pieces of the largest size stay. A hole is a set of voxels without a path of 6 neighbours to the
+outside, as in `scipy.ndimage.binary_fill_holes`.
 
-A label map holds regions that overlap as values that stand for sets of them. So a voxel that leaves a structure takes
-the value that keeps most of its other structures and adds none; one that enters a structure the value that keeps all
-and adds fewest. Without regions this says: what is removed becomes background, and only background is filled.
+In a label map of overlapping regions, a value stands for a set of regions. A voxel that leaves a structure takes the
+value that keeps most of its other structures and adds none. A voxel that enters a structure takes the value that keeps
+all its structures and adds the fewest. Without regions, removed voxels become background, and only background is
+filled.
 """
 
 import json
@@ -32,7 +33,7 @@ from volseg.files import replacing
 __all__ = ["FORMAT", "Changes", "Postprocessing", "Step"]
 
 FORMAT = 1
-"""Of ``postprocessing.json``; another one is refused."""
+"""Format of ``postprocessing.json``; other formats are refused."""
 
 OPERATIONS = ("keep_largest", "fill_holes")
 
@@ -44,14 +45,14 @@ Voxels = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One thing that is done to one structure.
+    """One operation on one structure.
 
     Parameters
     ----------
     operation : str
-        ``keep_largest`` removes all but the largest component, ``fill_holes`` fills what is enclosed.
+        ``keep_largest`` removes all but the largest component, ``fill_holes`` fills enclosed voxels.
     values : tuple of int
-        Of the label map: those of the structure, or of the whole foreground.
+        Values of the structure in the label map, or of the whole foreground.
     """
 
     operation: Literal["keep_largest", "fill_holes"]
@@ -60,29 +61,29 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Changes:
-    """The voxels that a step changes, in the order in which they lie in memory."""
+    """The voxels that a step changes, in memory order."""
 
     box: tuple[slice, ...]
     where: NDArray[np.bool_]
-    """``(d, h, w)`` of the box."""
+    """Mask ``(d, h, w)`` in the box."""
     old: Voxels
     new: Voxels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Postprocessing:
-    """The steps that a label map of a task goes through, in order.
+    """The steps for the label maps of a task, in order.
 
     Parameters
     ----------
     labels : tuple of int
-        Every value that a label map may hold, 0 among them.
+        Every value of a label map, including 0.
     structures : tuple of tuple of int
-        The values of each structure: a label's own, or those of a region.
+        The values of each structure: the value of a label, or the values of a region.
     painted : tuple of int
-        The value that stands for each structure where several would do.
+        The preferred value of each structure, if several values are possible.
     steps : tuple of Step
-        May be empty: then a label map stays as it is.
+        If empty, a label map stays unchanged.
     """
 
     labels: tuple[int, ...]
@@ -120,7 +121,7 @@ class Postprocessing:
         Raises
         ------
         DataError
-            If the file is none, or of a format or with steps that this version does not know.
+            If the file is not a postprocessing.json, or has a format or steps that this version does not know.
         """
         content = read_json(Path(path), "a postprocessing.json")
         found = content.get("format") if isinstance(content, dict) else None
@@ -143,7 +144,7 @@ class Postprocessing:
         return read
 
     def save(self, path: str | Path, further: Mapping[str, Any] | None = None) -> Path:
-        """Write the steps, and what is known about them, as JSON in one step or not at all; return the path."""
+        """Write the steps, and further facts about them, as JSON in one step or not at all; return the path."""
         path = Path(path)
         content = {"format": FORMAT, **asdict(self), **(further or {})}
         with replacing(path) as partial:
@@ -151,7 +152,7 @@ class Postprocessing:
         return path
 
     def __call__(self, label_map: MetaTensor) -> MetaTensor:
-        """Return a label map ``(1, D, H, W)`` after the steps, on the device and with the metadata of ``label_map``.
+        """Return a label map ``(1, D, H, W)`` after the steps, with the device and metadata of ``label_map``.
 
         Raises
         ------
@@ -188,7 +189,7 @@ class Postprocessing:
         return voxels.astype(np.uint8 if max(self.labels) <= 255 else np.int32)
 
     def find_changes(self, voxels: Voxels, step: Step) -> Changes | None:
-        """Return what a step changes in a label map ``(D, H, W)``; None where that is nothing."""
+        """Return the changes of a step in a label map ``(D, H, W)``, or None."""
         mask = np.isin(voxels, step.values)
         if (box := _find_box(mask)) is None:
             return None
@@ -202,7 +203,7 @@ class Postprocessing:
         return Changes(box=box, where=where, old=old[changed], new=new[changed])
 
     def _list_replacements(self, step: Step) -> Voxels:
-        """Return what a step makes of each of the labels where it changes them."""
+        """Return the replacement of each label by a step."""
         held = {value: frozenset(k for k, of in enumerate(self.structures) if value in of) for value in self.labels}
         if step.values not in self.structures:  # the foreground as a whole
             return np.zeros(len(self.labels), dtype=np.int64)
@@ -239,7 +240,7 @@ class Postprocessing:
 
 
 def _find_box(mask: NDArray[np.bool_]) -> tuple[slice, ...] | None:
-    """Return the smallest box that holds a mask; None for an empty one."""
+    """Return the smallest box around a mask, or None for an empty mask."""
     box = []
     for axis in range(mask.ndim):
         (places,) = np.nonzero(mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)))
@@ -250,7 +251,7 @@ def _find_box(mask: NDArray[np.bool_]) -> tuple[slice, ...] | None:
 
 
 def _find_strays(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return what lies in the mask, but in none of its largest components."""
+    """Return the voxels of the mask that are outside its largest components."""
     components, count = label(mask, FULL)
     if count == 1:
         return np.zeros_like(mask)
@@ -262,7 +263,7 @@ def _find_strays(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _find_holes(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return what the mask, which touches every face of its array, encloses."""
+    """Return the voxels that the mask encloses; the mask touches every face of its array."""
     components, count = label(~mask)
     is_hole = np.ones(count + 1, dtype=bool)
     is_hole[0] = False

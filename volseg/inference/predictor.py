@@ -1,11 +1,11 @@
-"""From a preprocessed case to its label map on the image's own grid.
+"""Predict a preprocessed case: its label map on the image's own grid.
 
 ::
 
     image (C, D, H, W) -> windows -> model, mirrored or not -> softmax -> mean over mirrors and models
         -> windows blended by a Gaussian -> probabilities (K, D, H, W) -> original grid -> argmax -> labels
 
-All but the last is done slab by slab: see `streaming`.
+All steps but the last run slab by slab: see `streaming`.
 """
 
 from collections import defaultdict
@@ -29,26 +29,26 @@ __all__ = ["Model", "Predictor", "SharedPredictor", "explain_not_finite", "full_
 
 
 PASSES_UNTIL_RECORDED = 3
-"""Of a `RecordedModel`: two as they are, and the one that is recorded."""
+"""Passes of a `RecordedModel`: two without a recording, and the captured pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Predictor:
-    """A trained model and how to apply it to a whole volume.
+    """A trained model and the settings to apply it to a whole volume.
 
     Parameters
     ----------
     model : callable or sequence of callables
-        Each maps images ``(B, C, D, H, W)`` to logits ``(B, K, D, H, W)``. Of several (the folds of a
-        cross-validation) the probabilities are averaged. An ``nn.Module`` runs in evaluation mode and is left in the
-        mode in which it came.
+        Each maps images ``(B, C, D, H, W)`` to logits ``(B, K, D, H, W)``. The probabilities of several models (the
+        folds of a cross-validation) are averaged. An ``nn.Module`` runs in evaluation mode; afterwards its mode is
+        restored.
     num_classes : int
         K: classes, with the background, or regions.
     values : sequence of int, optional
-        What label maps hold for each of the K; their indices by default. A task's are ``Task.output_values``.
+        Label value of each of the K; their indices by default. A task's values are ``Task.output_values``.
     regions : bool
-        Whether the K are regions that may overlap: each has a sigmoid, and is painted over those before it where its
-        probability exceeds one half. ``values`` must be given then. Otherwise the K share a softmax.
+        Whether the K are regions that may overlap. Each region has a sigmoid, and is painted over the regions before it
+        where its probability exceeds one half; ``values`` is required. Otherwise the K share a softmax.
     window : sequence of int, optional
         Sides of the sliding window (voxels). None: the whole volume at once. A smaller volume is padded with 0.
     overlap : float
@@ -56,22 +56,22 @@ class Predictor:
     mirror : bool or sequence of int
         Average over all mirrorings along these axes (0, 1, 2 are D, H, W; True is all three, 8 passes).
     windows_per_step : int
-        Windows that go through the model at once.
+        Windows per pass through the model.
     samples_per_pass : int
-        Most that go through the model together where windows, or whole volumes, are mirrored.
+        Most samples per pass if windows, or whole volumes, are mirrored.
     device : torch.device, optional
-        Where to compute. None: where the model's parameters lie, else where the image lies.
+        Device of the computation. None: the device of the model's parameters, else that of the image.
     stitch_on : torch.device, optional
-        Where windows are blended and resampled, if not where they are computed.
+        Device that blends and resamples windows, if it is another one.
     memory : int, optional
-        Bytes that blending may take there. None: what is free.
+        Bytes that blending may take on that device. None: the free memory.
     autocast : torch.dtype, optional
         bfloat16 or float16 for the model's forward pass; softmax and averages are always float32.
     before_pass : callable, optional
-        Called before each pass through a model, thus between the windows of one volume; it may raise to leave.
+        Called before each pass through a model, thus between the windows of one volume; it may raise to stop.
     skip_background : bool
-        Whether windows in which the image has one value, such as air that was clipped, count as background for certain
-        instead of going through the model. The log says how many there were.
+        Whether windows in which the image has one value, such as clipped air, count as certain background and skip the
+        model. The log gives their number.
     postprocess : callable, optional
         Applied to every label map ``(1, D, H, W)`` on the original grid; see
         `volseg.inference.postprocessing.Postprocessing`.
@@ -95,9 +95,9 @@ class Predictor:
     postprocess: Callable[[MetaTensor], MetaTensor] | None = None
 
     step_kind: ClassVar[type[WindowStep]] = WindowStep
-    """How a batch of windows goes through the models."""
+    """Class that applies the models to a batch of windows."""
     windowing: ClassVar[Windowing] = MONAI
-    """Where windows lie, and how much their voxels count."""
+    """Positions of the windows, and weights of their voxels."""
 
     def __post_init__(self) -> None:
         if unfit := [model for model in self.models if not callable(model) or hasattr(model, "outputs")]:
@@ -135,7 +135,7 @@ class Predictor:
 
     @property
     def window_step(self) -> WindowStep:
-        """What a batch of windows goes through."""
+        """The step that applies the models to a batch of windows."""
         return self.step_kind(
             models=self.models,
             num_classes=self.num_classes,
@@ -154,7 +154,7 @@ class Predictor:
         NonFinitePredictionError
             If a probability is not finite.
         OutOfMemoryError
-            If not even what one window takes fits.
+            If the memory of even one window does not fit.
         """
         ((_, prediction),) = self.stream([case])
         return prediction.labels
@@ -169,9 +169,9 @@ class Predictor:
     ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
         """Yield each case with its prediction, on the CPU; volumes of equal size go through the model together.
 
-        A prediction does not depend on its companions. Volumes smaller than the window count as equal to it. Cases
-        come back in the order in which their groups fill, which need not be the order in which they came. ``also``
-        asks for ``entropy`` and ``probabilities``; the latter take K times the image's voxels in float32.
+        A prediction does not depend on the other cases of its batch. Volumes smaller than the window count as equal to
+        it. Cases are yielded in the order in which their groups fill, which may differ from the input order. ``also``
+        requests ``entropy`` and ``probabilities``; the latter take K times the image's voxels in float32.
         """
         for group in _group_equal_sizes(cases, lambda case: pad_shape(case[field].shape[-3:], self.window), batch_size):
             images = [_require_volume(case, field) for case in group]
@@ -181,12 +181,12 @@ class Predictor:
                 if prediction is None:
                     raise NonFinitePredictionError(explain_not_finite(case, image, self.autocast))
                 yield case, self.finish(prediction)
-            del group, images, predictions, case, image, prediction  # or they live on while the next ones are read
+            del group, images, predictions, case, image, prediction  # or they stay alive during the next read
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``.
 
-        They are held whole: `stream` needs far less memory for label maps.
+        The probabilities are held whole: `stream` needs far less memory for label maps.
         """
         with self._applied(images) as streamer:
             return streamer.probabilities(images)
@@ -194,19 +194,19 @@ class Predictor:
     def predict_share(
         self, image: MetaTensor, share: tuple[int, int], also: Collection[Also], into: Decision
     ) -> Prediction | None:
-        """Predict a part of a volume, of so many along one axis, into volumes that are there; see `SharedPredictor`."""
+        """Predict part ``share`` of a volume along one axis into existing volumes; see `SharedPredictor`."""
         with self._applied(image) as streamer:
             (prediction,) = replace(streamer, share=share).predict([image], also, into)
         return prediction
 
     def finish(self, prediction: Prediction) -> Prediction:
-        """Return a whole volume's prediction with the label map after ``postprocess``."""
+        """Return a whole volume's prediction; its label map is the result of ``postprocess``."""
         if self.postprocess is None:
             return prediction
         return replace(prediction, labels=self.postprocess(prediction.labels))
 
     def warm_up(self, image: MetaTensor) -> None:
-        """Run batches of empty windows, so that libraries have chosen kernels and a recorded network is recorded."""
+        """Run batches of empty windows, so that libraries choose kernels and the network is recorded."""
         assert self.window is not None
         with self._applied(image) as streamer:
             windows = torch.zeros(self.windows_per_step, len(image), *self.window, device=streamer.device)
@@ -219,15 +219,15 @@ class Predictor:
 
     @property
     def rule(self) -> LabelRule:
-        """What label maps hold."""
+        """Rule for the labels."""
         of_logits = not self.window_step.link
         return LabelRule.of(self.num_classes, self.values, self.regions, of_logits=of_logits)
 
     @contextmanager
     def _applied(self, images: Tensor) -> Iterator[Streamer]:
-        """Let the models evaluate, without gradients."""
+        """Yield a streamer; meanwhile the models are in evaluation mode, without gradients."""
         device = self._choose_device(images)
-        # Not inference_mode: a sharded model may keep buffers between steps, and training could not use those.
+        # Not inference_mode: a sharded model may keep buffers between steps, and training could not use them.
         with torch.no_grad(), evaluating(self.models):
             yield Streamer(self, self.window_step, self.rule, device, torch.device(self.stitch_on or device))
 
@@ -241,18 +241,18 @@ class Predictor:
 def predict_case(model: Model | Sequence[Model], case: Mapping[str, Any], **settings: Any) -> MetaTensor:
     """Return the label map ``(1, D, H, W)`` of a preprocessed case on its image's original grid.
 
-    The settings are the fields of `Predictor`, which serves many cases and batches them.
+    The settings are the fields of `Predictor`; use a `Predictor` to predict and batch many cases.
     """
     return Predictor(model=model, **settings)(case)
 
 
 @contextmanager
 def evaluating(models: Iterable[Model]) -> Iterator[None]:
-    """Put modules into evaluation mode; afterwards each submodule has the mode it had."""
+    """Put modules into evaluation mode; afterwards restore the mode of each submodule."""
     networks = [model for model in models if isinstance(model, nn.Module)]
     modes = [(module, module.training) for network in networks for module in network.modules()]
     try:
-        if any(mode for _, mode in modes):  # a validation asks case by case: to set them takes as long as a layer
+        if any(mode for _, mode in modes):  # setting all modes for each case takes as long as a layer
             for network in networks:
                 network.eval()
         yield
@@ -265,7 +265,7 @@ def evaluating(models: Iterable[Model]) -> Iterator[None]:
 def _group_equal_sizes(
     cases: Iterable[Mapping[str, Any]], shape_of: Callable[[Mapping[str, Any]], tuple[int, ...]], batch_size: int
 ) -> Iterator[list[Mapping[str, Any]]]:
-    """Group cases of equal shape, ``batch_size`` together; wait for companions of a few groups only."""
+    """Group cases of equal shape, ``batch_size`` together; only a few incomplete groups wait."""
     waiting: dict[tuple[int, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for case in cases:
         shape = shape_of(case)
@@ -279,7 +279,7 @@ def _group_equal_sizes(
 
 
 def explain_not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.dtype | None) -> str:
-    """Return what a prediction that is not finite may come from, and what helps."""
+    """Return the likely cause of a non-finite prediction, and the remedy."""
     if not image.isfinite().all():
         remedy = "the preprocessed image is not finite either: check the file"
     elif autocast is torch.float16:
@@ -290,7 +290,7 @@ def explain_not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.d
 
 
 def _require_volume(case: Mapping[str, Any], field: str) -> MetaTensor:
-    """Return a case's volume, which knows where its voxels lie."""
+    """Return a case's volume; raise unless it knows the place of its voxels."""
     volume = case[field]
     if not isinstance(volume, MetaTensor):
         raise BatchFieldError(
@@ -300,7 +300,7 @@ def _require_volume(case: Mapping[str, Any], field: str) -> MetaTensor:
     return volume
 
 
-# One volume over several devices: each decides a part of it, along the axis in which the volume is streamed.
+# One volume over several devices: each device decides a part of it, along the streamed axis.
 #
 # ::
 #
@@ -308,14 +308,14 @@ def _require_volume(case: Mapping[str, Any], field: str) -> MetaTensor:
 #                 | ---windows--- |     | ---windows--- |
 #                               | ---windows--- |   both compute the windows that reach across
 #
-# Each voxel's sum is that of one device, window by window in the same order, so labels do not depend on how many
-# devices there are, but for what a library's kernels make of the number of windows in a pass. A thread works for each;
-# what they decide goes into one label map on the CPU.
+# Each voxel's sum is computed by one device, window by window in the same order. So labels do not depend on the number
+# of devices, except that a library's kernels may depend on the number of windows in a pass. A thread works for each
+# device; all labels go into one label map on the CPU.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPredictor:
-    """Predictors that differ in their device, each of which has models of its own there."""
+    """Predictors on different devices, each with its own copy of the models."""
 
     predictors: Sequence[Predictor]
 
@@ -328,7 +328,7 @@ class SharedPredictor:
 
     @property
     def device(self) -> torch.device | str | None:
-        """Where images are prepared: the first one's."""
+        """Device that prepares images: that of the first predictor."""
         return self.predictors[0].device
 
     def stream(
@@ -340,7 +340,7 @@ class SharedPredictor:
         also: Collection[Also] = (),
     ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
         """Yield each case with its prediction, on the CPU, one after the other; see `Predictor.stream`."""
-        del batch_size  # a volume that would be one of many is small, and its devices more than it needs
+        del batch_size  # batches are for small volumes, which do not fill several devices
         first, is_warm = self.predictors[0], False
         with ThreadPoolExecutor(len(self.predictors), "share") as threads:
             for case in cases:
@@ -357,10 +357,10 @@ class SharedPredictor:
                 if any(prediction is None for prediction in found) or found[0] is None:
                     raise NonFinitePredictionError(explain_not_finite(case, image, first.autocast))
                 yield case, first.finish(found[0])
-                del case, image, volumes, found, parts  # or they live on while the next one is read
+                del case, image, volumes, found, parts  # or they stay alive during the next read
 
     def _warm_up(self, image: MetaTensor) -> None:
-        """Let each GPU record its network before there are threads: what one of them does must not end a recording."""
+        """Record the network on each GPU before threads start: work of other threads must not break a capture."""
         for predictor in self.predictors:
             device = torch.device(predictor.device or "cpu")
             if device.type == "cuda":

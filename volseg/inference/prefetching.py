@@ -1,4 +1,4 @@
-"""Many cases from files to label maps: the next ones are read and the last ones written while one is computed.
+"""Predict many cases: read the next cases and write the last ones during a computation.
 
 ::
 
@@ -6,8 +6,8 @@
     the caller's             finish, predict 1   finish, predict 2   ...
     threads behind                   write 1     write 2   ...
 
-Decompression, resampling and compression run outside Python's lock, so threads do: a process would have to send each
-volume. The model runs in the caller's thread, which is where signals arrive and recordings are made.
+Decompression, resampling and compression release Python's lock, so threads suffice; a process would have to send each
+volume. The model runs in the caller's thread, which receives signals and captures graphs.
 """
 
 import time
@@ -31,23 +31,23 @@ Predict = Callable[[Iterable[Case]], Iterator[tuple[Mapping[str, Any], Predictio
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CaseOutcome:
-    """A case on its way, and in the end what became of it: a file, or what went wrong."""
+    """A case in progress, and finally its outcome: a file or an error."""
 
     number: int
     case: Case
-    """As it was given, with paths."""
+    """The input case, with paths."""
     prepared: Case | None = None
     prediction: Prediction | None = None
     file: Path | None = None
-    """What ``write`` returned; None where the case failed."""
+    """Return value of ``write``; None if the case failed."""
     fault: Exception | None = None
-    """Why it failed."""
+    """The error of a failed case."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of its parts: ``read`` (and preprocessed), ``compute`` (to the label map on the file's grid), ``write``. Parts of
-    different cases overlap. Of volumes that were predicted together the first has the time of all."""
+    """Seconds of the parts: ``read`` (and preprocessed), ``compute`` (to the label map on the file's grid), ``write``.
+    Parts of different cases overlap. If volumes are predicted together, the first has the time of all."""
 
     def fail(self, fault: Exception) -> "CaseOutcome":
-        """Return the case that ends with ``fault``, which no longer holds on to the volumes it arose from."""
+        """Return the case with the error ``fault``, whose tracebacks no longer hold the volumes."""
         one: BaseException | None = fault
         while one is not None:
             traceback.clear_frames(one.__traceback__)
@@ -66,33 +66,33 @@ def overlapped(
     behind: int = 1,
     ends: tuple[type[Exception], ...] = (),
 ) -> Iterator[CaseOutcome]:
-    """Predict cases and yield what became of each; reading, computing and writing overlap.
+    """Predict cases and yield their outcomes; reading, computing and writing overlap.
 
-    One case's error is that case's outcome, and the others go on. Where volumes were predicted together and that
-    failed, each is predicted again by itself, so that the one that fails is named. Outcomes come in the order of the
-    cases, as far as ``predict`` keeps it, and each only while a later case is computed: who notes what is done, lest it
-    be computed twice after a power cut, notes it in ``write``. There are never more than ``ahead + behind + 1`` cases
-    in memory, and those that ``predict`` holds at a time beyond one. Closing the generator, Ctrl-C and errors end the
-    threads: what is being written is written to its end, what has not begun is dropped.
+    An error of one case is its outcome; the other cases go on. If a batch of volumes fails, each volume is predicted
+    again by itself, so that the failing case is named. Outcomes come in the order of the cases, as far as ``predict``
+    keeps it, and only while a later case is computed. So a caller that records finished cases, to avoid repetition
+    after a power cut, records them in ``write``. At most ``ahead + behind + 1`` cases are in memory, plus those that
+    ``predict`` holds beyond one. Closing the generator, Ctrl-C and errors end the threads: a file in progress is
+    completed, waiting work is dropped.
 
     Parameters
     ----------
     cases : iterable of Case
-        With paths; asked for the next one when there is room for it.
+        Cases with paths; the next case is requested when there is room.
     prepare : callable
-        From a case with paths to a preprocessed one, as `volseg.data.preprocessed.prepare`; runs in ``ahead`` threads.
+        Maps a case with paths to a preprocessed case, as `volseg.data.preprocessed.prepare`; runs in ``ahead`` threads.
     predict : callable
-        From preprocessed cases to pairs of a case, the same object, and its `Prediction`: `Predictor.stream`.
+        Maps preprocessed cases to pairs of a case, the same object, and its `Prediction`: `Predictor.stream`.
     write : callable
-        From a preprocessed case and its prediction, which lies on the CPU, to the file that was written; runs in
-        ``behind`` threads.
+        Maps a preprocessed case and its prediction, which is on the CPU, to the written file; runs in ``behind``
+        threads.
     finish : callable, optional
-        The rest of the preparation, in the caller's thread: what works on the GPU, on which no other thread may work.
+        The rest of the preparation, in the caller's thread: work on the GPU, which no other thread may use.
     ahead, behind : int
-        Cases that are read, or are waiting, before the one that is computed, and written after it; at least 1.
+        Cases that are read or waiting before the computed case, and written after it; at least 1.
     ends : tuple of exception types
-        Errors that are no case's own and end everything: a request to stop, a full disk. What was predicted before is
-        written and delivered, then the error is raised.
+        Errors of no single case, which end everything: a request to stop, a full disk. Earlier predictions are written
+        and yielded, then the error is raised.
     """
     if min(ahead, behind) < 1:
         raise ValueError(f"ahead and behind count cases, at least 1 each, got {ahead} and {behind}")
@@ -104,7 +104,7 @@ def overlapped(
                 while pending and (len(pending) >= behind or pending[0].done()):
                     yield pending.popleft().result()
                 pending.append(writers.submit(_write, [work], write, ends))
-                del work  # or the volumes of a case that is written live on until the next one is computed
+                del work  # or the volumes of a written case stay alive until the next one is computed
         except ends as fault:
             ending = fault
         for future in pending:
@@ -118,7 +118,7 @@ def overlapped(
 
 @contextmanager
 def _threads(name: str, count: int) -> Iterator[ThreadPoolExecutor]:
-    """Give threads that are joined at the end, whatever it is; what they have not begun then is dropped."""
+    """Yield threads that are joined at the end in any case; waiting work is dropped."""
     threads = ThreadPoolExecutor(count, name)
     try:
         yield threads
@@ -133,7 +133,7 @@ def _read_ahead(
     ahead: int,
     ends: tuple[type[Exception], ...],
 ) -> Iterator[CaseOutcome]:
-    """Yield cases in order, prepared; ``ahead`` of them are under way when one is asked for."""
+    """Yield prepared cases in order; ``ahead`` further cases are in progress meanwhile."""
     waiting: deque[Future[CaseOutcome]] = deque()
     for number, case in enumerate(cases):
         waiting.append(readers.submit(_prepare, CaseOutcome(number=number, case=case), prepare, ends))
@@ -144,13 +144,13 @@ def _read_ahead(
 
 
 def _prepare(work: CaseOutcome, prepare: Callable[[Case], Case], ends: tuple[type[Exception], ...]) -> CaseOutcome:
-    """Return a case after a part of its preparation, or with what went wrong in it."""
+    """Return a case after a part of its preparation, or with its error."""
     begin = time.perf_counter()
     try:
         prepared = prepare(work.case if work.prepared is None else work.prepared)
     except ends:
         raise
-    except Exception as fault:  # whatever it is, it is this case's, and told as such
+    except Exception as fault:  # any other error is this case's outcome
         return work.fail(fault)
     return replace(
         work, prepared=prepared, seconds={"read": work.seconds.get("read", 0.0) + time.perf_counter() - begin}
@@ -158,7 +158,7 @@ def _prepare(work: CaseOutcome, prepare: Callable[[Case], Case], ends: tuple[typ
 
 
 class _Source:
-    """The cases that a predictor takes, and those of them that it has not given back."""
+    """The cases that a predictor takes, and those that it has not returned yet."""
 
     def __init__(
         self,
@@ -174,14 +174,14 @@ class _Source:
         self.fault: BaseException | None = None
 
     def take(self) -> Iterator[Case]:
-        """Yield prepared cases; set aside those that could not be read."""
+        """Yield prepared cases; set failed cases aside."""
         while True:
             begin = time.perf_counter()
             try:
                 work = next(self._read, None)
                 if work is not None and work.prepared is not None and self._finish is not None:
                     work = _prepare(work, self._finish, self._ends)
-            except BaseException as fault:  # not of the predictor, through which it goes
+            except BaseException as fault:  # not an error of the predictor, though it passes through
                 self.fault = fault
                 raise
             self.waited += time.perf_counter() - begin
@@ -198,7 +198,7 @@ class _Source:
             del prepared
 
     def fail_before(self, number: int) -> Iterator[CaseOutcome]:
-        """Yield what could not be read before case ``number``."""
+        """Yield the cases before ``number`` that could not be read."""
         while self.failed and self.failed[0].number < number:
             yield self.failed.popleft()
 
@@ -240,7 +240,7 @@ def _predict_some(source: _Source, predict: Predict, cases: Iterable[Case]) -> I
     begin, source.waited = time.perf_counter(), 0.0
     for prepared, prediction in predict(cases):
         work = source.taken.pop(id(prepared))
-        if prediction.labels.is_cuda:  # here, where the device is at it: a thread would wait behind the next case
+        if prediction.labels.is_cuda:  # copied here: a thread would wait behind the next case
             prediction = replace(prediction, labels=prediction.labels.cpu())
         seconds = {**work.seconds, "compute": time.perf_counter() - begin - source.waited}
         work = replace(work, prediction=prediction, seconds=seconds)
@@ -266,7 +266,7 @@ def _write(
     write: Callable[[Case, Prediction], Path],
     ends: tuple[type[Exception], ...],
 ) -> CaseOutcome:
-    work = handed.pop()  # the executor keeps arguments for a moment longer than it takes to say that it is done
+    work = handed.pop()  # the executor keeps arguments alive for a moment after completion
     if work.prepared is None or work.prediction is None:
         return work
     begin = time.perf_counter()

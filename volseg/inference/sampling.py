@@ -1,12 +1,12 @@
-"""Which voxels of one grid lie between which voxels of another, and what is there.
+"""Map the voxels of one grid to the neighbouring voxels of another grid, and interpolate there.
 
-Every voxel of the target has one *cell*: the source voxel at or before it along each axis. A box of cells needs the
-source voxels of that box and the planes after it, and nothing else. So boxes that cover the source give every voxel of
-the target its value once, whatever is held of the source at a time, and always the same value: positions and weights
-are computed in float64 for the whole grid, never for a part of it.
+Every voxel of the target has one *cell*: the source voxel at or before it along each axis. A box of cells needs only
+the source voxels of that box and the planes after it. So boxes that cover the source give every voxel of the target its
+value once. The value does not depend on the held part of the source: positions and weights are computed in float64 for
+the whole grid, never for a part of it.
 
-Grids whose axes are parallel, permuted or flipped (all that preprocessing makes) need a small table per axis. Oblique
-ones compute a position for each voxel.
+Grids whose axes are parallel, permuted or flipped (all grids of preprocessing) need a small table per axis. Oblique
+grids need a position for each voxel.
 """
 
 import math
@@ -23,7 +23,7 @@ from volseg.transforms.grid import Grid
 __all__ = ["Aligned", "AxisTable", "Box", "Held", "Oblique", "Sampling", "sample_grid", "split_box"]
 
 WHOLE_VOXEL = 0.01
-"""A map within this many voxels of a permutation, flip, scaling and whole shift is one."""
+"""A map within this many voxels of a permutation, flip, scaling and whole shift counts as one."""
 
 TIE = 1e-6
 """Voxels within which two planes are equally near."""
@@ -37,7 +37,7 @@ Place = tuple[slice, slice, slice] | tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """The part of a volume that is in memory: voxel i of an axis lies at index ``(i - origin) % side``."""
+    """The part of a volume that is in memory: voxel i of an axis is at index ``(i - origin) % side``."""
 
     values: Tensor
     """``(K, d, h, w)``."""
@@ -50,51 +50,51 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisTable:
-    """What the voxels along one axis of the target lie between."""
+    """Source neighbours of the target's voxels along one axis."""
 
     source: int
-    """Axis of the source that runs along it, or against it."""
+    """The parallel axis of the source, in either direction."""
     inside: range
     """Voxels of the target that the source covers."""
     below: Tensor
     """Source voxel at or before each voxel of the target (int64)."""
     above: Tensor
-    """The next one, or the same at the border (int64)."""
+    """The next source voxel, or the same at the border (int64)."""
     weight: Tensor | None
-    """Of ``above``, in [0, 1] (float32); None where each voxel lies on a source voxel."""
+    """Weight of ``above``, in [0, 1] (float32); None if each voxel coincides with a source voxel."""
 
     def find(self, cells: range) -> range:
-        """Return the voxels of the target whose cells lie in a range of the source."""
+        """Return the voxels of the target whose cells are in a range of the source."""
         start, stop = self.inside.start, self.inside.stop
         below = self.below[start:stop]
         found = ((below >= cells.start) & (below < cells.stop)).nonzero()
-        # Cells rise or fall along the axis, so that those of a range lie side by side.
+        # Cells rise or fall along the axis, so that those of a range are adjacent.
         return range(start + int(found[0]), start + int(found[-1]) + 1) if len(found) else range(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aligned:
-    """Both grids have the same axes, in whatever order and direction: one table per axis of the target."""
+    """Both grids have the same axes, in any order and direction: one table per axis of the target."""
 
     tables: tuple[AxisTable, AxisTable, AxisTable]
 
     @property
     def interpolates(self) -> bool:
-        """Whether a value may lie between those of the source."""
+        """Whether values may be interpolated between source values."""
         return any(table.weight is not None for table in self.tables)
 
     def find(self, cells: Box) -> Box:
-        """Return the voxels of the target whose cells lie in the box."""
+        """Return the voxels of the target whose cells are in the box."""
         d, h, w = (table.find(cells[table.source]) for table in self.tables)
         return d, h, w
 
     def read(self, held: Held, cells: Box, most_elements: int) -> Iterator[tuple[Place, Tensor]]:
-        """Yield boxes of the target whose cells lie in the box, and the values there ``(K, ...)``.
+        """Yield boxes of the target whose cells are in the box, and the values there ``(K, ...)``.
 
         No step holds more than about ``most_elements`` values. Voxels outside of the source have no cell.
         """
         found = self.find(cells)
-        # A source finer than the target has more planes between two voxels than come out.
+        # A source finer than the target reads more planes than it returns.
         sides = [len(cells[table.source]) for table in self.tables]
         wider = math.prod(max(1.0, side / max(1, len(part))) for side, part in zip(sides, found, strict=True))
         for box in split_box(found, int(most_elements / (len(held.values) * wider))):
@@ -119,7 +119,8 @@ class Aligned:
                 continue
             sides = [-1 if other == dim else 1 for other in range(4)]
             of_above = table.weight[part.start : part.stop].to(values.device).view(sides)
-            # Products and a sum: a fused product would round otherwise at the ends of a row, and so by the box.
+            # Products and a sum: a fused product would round differently at the ends of a row, and so depend on the
+            # box.
             lower = values.index_select(dim, below.to(values.device)).mul_(1 - of_above)
             values = lower.add_(values.index_select(dim, above.to(values.device)).mul_(of_above))
         return values
@@ -136,12 +137,12 @@ class Oblique:
 
     @property
     def interpolates(self) -> bool:
-        """Whether a value may lie between those of the source."""
+        """Whether values may be interpolated between source values."""
         return not self.nearest
 
     def read(self, held: Held, cells: Box, most_elements: int) -> Iterator[tuple[Place, Tensor]]:
         """Yield lists of voxels of the target and the values there, as `Aligned.read`."""
-        # Positions, their cells and the eight corners weigh as much as some forty more classes.
+        # Positions, their cells and the eight corners take as much memory as some forty more classes.
         for box in split_box(self._bound(cells), most_elements // (len(held.values) + 40)):
             axes = [torch.arange(part.start, part.stop, device=held.values.device) for part in box]
             positions, chosen = self._place(axes, cells)
@@ -151,7 +152,7 @@ class Oblique:
             yield (place[0], place[1], place[2]), self._interpolate(held, [at[chosen] for at in positions])
 
     def _bound(self, cells: Box) -> Box:
-        """Return a box of the target that holds all voxels whose cells lie in ``cells``."""
+        """Return a box of the target that contains all voxels whose cells are in ``cells``."""
         ends = []
         for part, side in zip(cells, self.source, strict=True):
             # One voxel of margin; edge voxels reach half their side beyond their centre.
@@ -166,7 +167,7 @@ class Oblique:
         return d, h, w
 
     def _place(self, axes: Sequence[Tensor], cells: Box) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return the positions of a box of voxels along each source axis, and which voxels have a cell in ``cells``."""
+        """Return the positions of a box of voxels along each source axis, and the voxels with a cell in ``cells``."""
         d, h, w = (axis.double() for axis in axes)
         wanted = torch.ones((), dtype=torch.bool, device=d.device)
         positions = []
@@ -187,7 +188,7 @@ class Oblique:
         weights = [(at - low).float() for at, low in zip(positions, below, strict=True)]
 
         def along(axis: int, chosen: tuple[int, ...]) -> Tensor:
-            """Interpolate along ``axis``, after all axes before it, at the chosen corner of those behind it."""
+            """Interpolate along ``axis``, after all axes before it, at the chosen corner of the axes behind it."""
             if axis < 0:
                 return held.values[:, index[chosen[0]][0], index[chosen[1]][1], index[chosen[2]][2]].float()
             lower, upper = (along(axis - 1, (end, *chosen)) for end in (0, 1))
@@ -197,15 +198,15 @@ class Oblique:
 
 
 Sampling = Aligned | Oblique
-"""How the values of a source grid are read at the voxels of a target grid."""
+"""Rule to read the values of a source grid at the voxels of a target grid."""
 
 
 def sample_grid(target: Grid, source: Grid, *, mode: str = "bilinear", nearest_axis: int | None = None) -> Sampling:
-    """Return how values on ``source`` are read at the voxels of ``target``.
+    """Return the rule to read values on ``source`` at the voxels of ``target``.
 
-    ``mode`` is ``"bilinear"`` (trilinear; edge voxels are continued by half their side) or ``"nearest"``. Along
-    ``nearest_axis`` of the source it is nearest anyway, the later of two that are equally near, as in nnU-Net; the
-    grids' axes must be parallel then.
+    ``mode`` is ``"bilinear"`` (trilinear; edge voxels are continued by half their side) or ``"nearest"``.
+    ``nearest_axis`` of the source always uses the nearest plane, the later of two equally near, as in nnU-Net; it
+    requires parallel axes.
     """
     if mode not in ("bilinear", "nearest"):
         raise GridError(f"mode must be bilinear or nearest, got {mode!r}")
@@ -245,7 +246,7 @@ def _tabulate(source: int, scale: float, shift: float, target_side: int, grid: G
     at = whole if is_whole else at
     covered = _is_covered(at, side).nonzero()
     inside = range(int(covered[0]), int(covered[-1]) + 1) if len(covered) else range(0)
-    if mode == "later":  # of two planes that are equally near, but for rounding in the affines
+    if mode == "later":  # the later of two equally near planes, despite rounding in the affines
         at = (at + 0.5 + TIE).floor()
     at = _bring_inside(at, side, mode == "nearest")
     below = at.floor().long()
@@ -264,7 +265,7 @@ def _bring_inside(at: Tensor, side: int, nearest: bool) -> Tensor:
 
 
 def _select(values: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """Return the planes ``indices`` of a dim: a view where they lie side by side."""
+    """Return the planes ``indices`` of a dim; a view if they are adjacent."""
     first = int(indices[0])
     if indices.equal(torch.arange(first, first + len(indices))):
         return values.narrow(dim, first, len(indices))

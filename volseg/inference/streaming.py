@@ -1,6 +1,7 @@
-"""Whole volumes to label maps, slab by slab: blended, taken back to the image's grid, decided and forgotten.
+"""Turn whole volumes into label maps, slab by slab: blend, resample to the image's grid, decide, discard.
 
-What is held of all classes does not grow with the volume along one axis, and is cut along the others until it fits.
+The memory for all classes does not grow with the volume along one axis; along the others, the volume is cut until it
+fits.
 """
 
 import logging
@@ -33,13 +34,13 @@ logger = logging.getLogger(__name__)
 FLOAT_BYTES = 4
 
 FEATURES = 256
-"""What a network takes for each voxel of a window, in channels of float32: a guess. One that was too small costs
-another attempt, with less for the blend."""
+"""Guess of a network's memory per voxel of a window, in channels of float32. If the guess is too small, another attempt
+follows with less memory for the blend."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Streamer:
-    """How volumes of one shape become label maps within the memory that there is.
+    """Converts volumes of one shape to label maps within the available memory.
 
     Parameters
     ----------
@@ -48,9 +49,9 @@ class Streamer:
     step, rule
         Its ``window_step`` and ``rule``.
     device, stitch_on : torch.device
-        Where windows are computed, and where they are blended and decided.
+        Device of the models, and device that blends and decides.
     share : (int, int)
-        Which part of each volume is predicted here, of how many; of more than one `predict` is told into what.
+        Number of the part of each volume to predict, and number of parts; with several, `predict` needs ``into``.
     """
 
     predictor: "Predictor"
@@ -68,15 +69,15 @@ class Streamer:
     def predict(
         self, images: Sequence[MetaTensor], also: Collection[Also] = (), into: Decision | None = None
     ) -> list[Prediction | None]:
-        """Return a prediction for each image, on the CPU; None where a probability is not finite.
+        """Return a prediction for each image, on the CPU; None if a probability is not finite.
 
-        Images have one shape, or all of them are padded to it by their windows. A single one may be filled ``into``
-        volumes that are there.
+        Images have one shape, or their windows pad all of them to one shape. A single image may fill existing volumes
+        ``into``.
 
         Raises
         ------
         OutOfMemoryError
-            If what a single window takes does not fit.
+            If the memory of a single window does not fit.
         """
         if self.window is None:
             return self._predict_unwindowed(images, also)
@@ -96,7 +97,7 @@ class Streamer:
                 if taken <= self._count_window_bytes(self.step.num_classes):
                     raise OutOfMemoryError(self._explain(fault)) from fault
                 reason = str(fault).partition("\n")[0]
-            # Outside of the block above, whose fault keeps alive what did not fit.
+            # Outside the block above, whose exception keeps the failed tensors alive.
             torch.cuda.empty_cache()
             budget = taken // 2
             logger.warning(
@@ -143,8 +144,8 @@ class Streamer:
         return [filling.finish() for filling in fillings]
 
     def _blend(self, plan: BlendPlan, images: Tensor) -> Iterator[tuple[Slab, Box, Box]]:
-        """Yield each slab with the voxels that are finished since the last one, and those that can be decided."""
-        # Windows are cut on the device where the image takes a small part of what is free.
+        """Yield each slab with the voxels finished since the last slab, and the voxels ready for a decision."""
+        # Windows are cut on the device if the image takes a small part of its free memory.
         if self.device.type != "cpu" and images.numel() * FLOAT_BYTES <= count_free_bytes(self.device) // 8:
             images = images.to(self.device)
         windows = skipped = 0
@@ -191,7 +192,7 @@ class Streamer:
         )
 
     def _find_budget(self, image: Tensor) -> int:
-        """Return how many bytes the blend may take, beside the image and what a window's pass takes."""
+        """Return the bytes that the blend may take, beside the image and a window's pass."""
         if self.predictor.memory is not None:
             return self.predictor.memory
         free = count_free_bytes(self.stitch_on)
@@ -214,7 +215,7 @@ class Streamer:
         return self.predictor.windows_per_step * math.prod(self.window) * channels * FLOAT_BYTES
 
     def _may_start_again(self) -> bool:
-        """Say whether no other process is in the middle of a pass that it shares with this one."""
+        """Return whether no other process is in the middle of a pass that it shares with this process."""
         return all(
             isinstance(model, nn.Module)
             and not any(
@@ -225,7 +226,7 @@ class Streamer:
 
 
 class _Filling:
-    """The prediction of one image, while it is being filled, and whether it is finite so far."""
+    """The prediction of one image while it is filled, and whether its probabilities are finite so far."""
 
     def __init__(
         self,
@@ -242,7 +243,7 @@ class _Filling:
         self.finite: Tensor | None = None
 
     def take(self, held: Held, finished: Box, ready: Box) -> None:
-        """Look at finished voxels of the padded volume, and decide those of the image that are ready."""
+        """Check finished voxels of the padded volume, and decide the image's voxels that are ready."""
         seen = _move(finished, self.margin, self.back.image.shape[-3:])
         if all(seen):
             self._watch(held, _move(seen, [-margin for margin in self.margin], (2**62,) * 3))
@@ -253,7 +254,7 @@ class _Filling:
             self.decision.take(Held(held.values, (d, h, w)), cells)
 
     def finish(self) -> Prediction | None:
-        """Return the prediction, or None if a probability was not finite: the one time that the GPU is waited for."""
+        """Return the prediction, or None if a probability was not finite; waits for the GPU only here."""
         decision, label = self.decision, self.back.label
         decision.finish()
         if self.finite is not None and not bool(self.finite):
@@ -282,17 +283,17 @@ def pad_shape(sides: Sequence[int], window: Sequence[int] | None) -> tuple[int, 
 
 
 def _stack(images: Sequence[MetaTensor], shape: Sequence[int]) -> Tensor:
-    """Return images as a batch ``(B, C, D, H, W)``, padded; one that needs no padding is not copied."""
+    """Return images as a padded batch ``(B, C, D, H, W)``; a single image without padding is not copied."""
     if len(images) == 1 and tuple(images[0].shape[-3:]) == tuple(shape):
         return images[0].as_tensor()[None]
-    device = images[0].device  # another one may have had no room there, and lie on the CPU
+    device = images[0].device  # another image may be on the CPU for lack of memory
     return torch.stack(
         [pad(image.as_tensor().to(device), _compute_margins(image.shape[-3:], shape)) for image in images]
     )
 
 
 def _compute_margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """Return what to pad before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
+    """Return the padding before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
     missing = [wanted - side for side, wanted in zip(sides, shape, strict=True)]
     return [part for short in reversed(missing) for part in (short // 2, short - short // 2)]
 
@@ -307,7 +308,7 @@ def _move(box: Box, shift: Sequence[int], sides: Sequence[int]) -> Box:
 
 
 def count_free_bytes(device: torch.device) -> int:
-    """Return what can still be taken on a device, with what torch keeps for itself there."""
+    """Return the bytes that torch can still allocate on a device, including its cached memory."""
     if device.type != "cuda":
         return available_bytes()
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

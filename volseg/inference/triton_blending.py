@@ -1,15 +1,14 @@
-# ruff: noqa: N803  (upper case: what Triton is compiled for, and the extents of the formula)
+# ruff: noqa: N803  (upper case: constants for which Triton compiles, and the extents of the formula)
 # mypy: disable-error-code="no-untyped-def"
-"""A window's logits to probabilities, weighted and added to the blend, by one Triton kernel: no copy of the window.
+"""Add a window's weighted probabilities to the blend from its logits, in one Triton kernel, without a copy.
 
-`blending.add_window` defines the result; a GPU may round a product and a sum at once. There are two kernels.
+`blending.add_window` defines the result; a GPU may fuse a product and a sum, with one rounding. There are two kernels.
 
 - By classes: a thread takes a few voxels and reads their classes, four at a time, twice for a softmax. Neighbouring
   threads read neighbouring voxels.
-- By tiles, where the many classes of a voxel lie side by side (channels last): there, neighbouring threads would read
-  from lines of memory that are hundreds of bytes apart, of which no cache holds as many as are under way. A tile of
-  voxels and classes is read along the classes, turned in shared memory, and added along the voxels, which lie side by
-  side in the blend.
+- By tiles, if the many classes of a voxel are adjacent (channels last): there, neighbouring threads would read from
+  lines of memory that are hundreds of bytes apart, more lines than a cache holds. A tile of voxels and classes is read
+  along the classes, transposed in shared memory, and added along the voxels, which are adjacent in the blend.
 """
 
 from collections.abc import Sequence
@@ -23,19 +22,19 @@ __all__ = ["add_window"]
 
 BLOCK = 128
 """Voxels per program, one per thread: 40 registers each (Triton 3.7, for an H200). Four per thread take 160, and leave
-room for three programs of a multiprocessor instead of twelve. What twelve read of the logits stays in the second cache,
-where they read it again."""
+room for three programs per multiprocessor instead of twelve. The logits that twelve programs read stay in the L2 cache
+for the second read."""
 
 TILE_VOXELS, TILE_CLASSES = 64, 32
 """A tile: a warp reads 32 classes of a voxel at once, and adds to 32 voxels of a class."""
 
 FEW_CLASSES = 8
-"""Up to so many classes the logits of a voxel share a line of memory with those of others, in any layout."""
+"""Up to this many classes, the logits of a voxel share a line of memory with other voxels, in any layout."""
 
 
 @triton.jit
 def _step(first, stride):
-    """Return where the three classes after the first lie: one by one, since a product could pass 32 bits."""
+    """Return the addresses of the three classes after the first; stepwise, since a product could exceed 32 bits."""
     second = first + stride
     third = second + stride
     return second, third, third + stride
@@ -50,7 +49,7 @@ def _link(value, most, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr):
     return value
 
 
-# Where a window lies differs from window to window: a kernel for each kind of number would be compiled anew.
+# Positions differ from window to window: specialization would recompile the kernel for each kind of number.
 @kernel(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w"])
 def _add_kernel(
     x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, K, V, H, W,
@@ -59,7 +58,7 @@ def _add_kernel(
 ):  # fmt: skip
     v = tl.program_id(0) * BV + tl.arange(0, BV)
     d, h, w = v // W // H, v // W % H, v % W
-    # Where the blend holds a part of the volume along an axis, some of the window lies beside it.
+    # If the blend holds a part of the volume along an axis, part of the window is outside it.
     to_d, to_h, to_w = first_d + d, first_h + h, first_w + w
     there = (v < V) & (to_d >= 0) & (to_h >= 0) & (to_w >= 0)
     if AXIS == 0:  # around the end of the ring
@@ -74,8 +73,8 @@ def _add_kernel(
 
     most = tl.full((BV,), -3e38, tl.float32)  # finite: a class may be minus infinity
     total = tl.zeros((BV,), tl.float32)
-    # Four classes at a time: what is read next is under way while others are waited for, and nothing is stored
-    # between, behind which a read may not go. A missing one has no probability.
+    # Four classes at a time: the next loads are in flight while others complete. No store comes between them, since a
+    # load may not pass a store. A missing class has no probability.
     if SOFTMAX:
         first = source
         for k in range(0, K, 4):
@@ -117,14 +116,14 @@ def _read_tile(of_voxels, k, K, there, other):
     return tl.load(of_voxels[:, None] + k, mask=there[:, None] & (k < K), other=other).to(tl.float32)
 
 
-# Per program a part of one line along W, of which the compiler sees that its voxels lie side by side.
+# Each program takes a part of one line along W, so that the compiler sees adjacent voxels.
 @kernel(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w", "before"])
 def _add_tiles_kernel(
     x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, before, K, H, W,
     xd, xh, xw, ok, od, oh, ow,
     AXIS: tl.constexpr, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    # A part lies before the end of the ring or beyond it, never around it.
+    # A part is before the end of the ring or beyond it, never around it.
     parts_before = tl.cdiv(before, BV)
     parts = parts_before + tl.cdiv(W - before, BV)
     line, part = tl.program_id(0) // parts, tl.program_id(0) % parts
@@ -149,7 +148,7 @@ def _add_tiles_kernel(
     first = tl.arange(0, BK)[None, :]
     most = tl.full((BV,), 0.0, tl.float32)
     if SOFTMAX:
-        # Of each column of the tile first: to compare or add neighbouring threads' numbers takes five exchanges.
+        # Reduce per column of the tile first: a reduction across neighbouring threads takes five exchanges.
         mosts = tl.full((BV, BK), -3e38, tl.float32)  # finite: a class may be minus infinity
         for k in range(0, K, BK):
             mosts = tl.maximum(mosts, _read_tile(of_voxels, k + first, K, there, float("-inf")))

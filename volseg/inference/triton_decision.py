@@ -1,10 +1,10 @@
-# ruff: noqa: N803  (upper case: what Triton is compiled for, and the extents of the formula)
+# ruff: noqa: N803  (upper case: constants for which Triton compiles, and the extents of the formula)
 # mypy: disable-error-code="no-untyped-def"
-"""Interpolate and decide in one Triton kernel: classes pass by one after the other, and the most probable one stays.
+"""Interpolate and decide in one Triton kernel: classes are read one after the other, and the most probable is kept.
 
-`Sampling.read` and `decision.decide` define the result. Their arithmetic is kept, axis by axis in its order, but a GPU
-may round a product and a sum at once, so that labels may differ where two classes are as near as float32 tells. One
-voxel's label does not depend on the box in which it is decided.
+`Sampling.read` and `original_grid.decide` define the result. The arithmetic is the same, axis by axis in the same
+order, but a GPU may fuse a product and a sum, with one rounding. So labels may differ if two classes are equal within
+float32. A voxel's label does not depend on the box of its decision.
 """
 
 import math
@@ -23,11 +23,11 @@ BLOCK = 256
 """Voxels per program, two per thread."""
 
 MOST_VOXELS = 2**26
-"""Voxels decided by one kernel, which are staged on their way to main memory: 64 MiB of labels in uint8."""
+"""Voxels per kernel, which are staged on the way to main memory: 64 MiB of labels in uint8."""
 
 
 SMALLEST = tl.constexpr(1e-37)
-"""Of float32's normal numbers, about: the logarithm of 0 is none."""
+"""About the smallest normal number of float32: the logarithm of 0 is not finite."""
 
 
 @triton.jit
@@ -51,14 +51,14 @@ def _along_h(
     return value
 
 
-@kernel(do_not_specialize=["D", "H", "W"])  # of a box, which differ from slab to slab
+@kernel(do_not_specialize=["D", "H", "W"])  # sides of a box, which differ from slab to slab
 def _decide_kernel(
     x, table_d, table_h, table_w, weights_d, weights_h, weights_w, values, labels, entropies,
     K, KS, D, H, W, scale,
     D_BETWEEN: tl.constexpr, H_BETWEEN: tl.constexpr, W_BETWEEN: tl.constexpr,
     VALUES: tl.constexpr, REGIONS: tl.constexpr, ENTROPY: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    # A table holds where each voxel's neighbours below lie in memory, then where those above do.
+    # A table holds the offsets of each voxel's neighbours below, then those above.
     v = tl.program_id(0) * BV + tl.arange(0, BV)
     there = v < D * H * W
     d, h, w = v // W // H, v // W % H, v % W
@@ -81,11 +81,11 @@ def _decide_kernel(
                 x, below_d, above_d, weight_d, below_h, above_h, weight_h, above_w, there, D_BETWEEN, H_BETWEEN
             )
             value = value * (1 - weight_w) + after * weight_w
-        x += KS  # all classes together may lie farther apart than 32 bits tell
+        x += KS  # the offset of a class may exceed 32 bits
         if REGIONS:
             chosen = tl.where(value > 0.5, tl.load(values + k).to(tl.int32), chosen)
         else:
-            # As torch's argmax: NaN is the largest, and the first one of all that are.
+            # As torch's argmax: NaN is the largest, and the first of several wins.
             is_best = (value > best) | ((value != value) & (best == best))
             chosen = tl.where(is_best, k, chosen)
             best = tl.where(is_best, value, best)
@@ -97,7 +97,7 @@ def _decide_kernel(
         chosen = tl.load(values + chosen, mask=there, other=0).to(tl.int32)
     tl.store(labels + v, chosen.to(labels.dtype.element_ty), mask=there)
     if ENTROPY:
-        # Of NaN and a number a GPU's minimum is the number, which here would be certainty.
+        # A GPU's minimum of NaN and a number is the number, which here would mean certainty.
         entropy = tl.maximum(entropy * scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(entropies + v, tl.minimum(entropy, 1.0, propagate_nan=tl.PropagateNan.ALL), mask=there)
 
@@ -112,18 +112,18 @@ def decide(
     regions: bool = False,
     entropy: bool = False,
 ) -> Iterator[tuple[tuple[slice, slice, slice], Tensor, Tensor | None]]:
-    """Yield boxes of the target whose cells lie in a box, their labels, and their entropy if it is asked for.
+    """Yield boxes of the target whose cells are in a box, their labels, and their entropy if requested.
 
     Parameters
     ----------
     sampling, held, cells
         As for `Aligned.read`.
     table : Tensor, optional
-        What label maps hold for each of the K, as ``dtype``; needed for regions.
+        Label value of each of the K, as ``dtype``; needed for regions.
     dtype : torch.dtype
-        Of label maps.
+        Type of the label maps.
     regions, entropy : bool
-        As for `decision.decide` and `decision.measure_entropy`.
+        As for `original_grid.decide` and `original_grid.measure_entropy`.
     """
     device, classes = held.values.device, len(held.values)
     betweens = [axis.weight is not None for axis in sampling.tables]
@@ -145,7 +145,7 @@ def decide(
 
 
 def _locate(axis: AxisTable, part: range, held: Held) -> tuple[Tensor, Tensor]:
-    """Return where the neighbours below and above lie in memory, (2, side), and the weights of those above."""
+    """Return the memory offsets of the neighbours below and above, (2, side), and the weights of those above."""
     device, stride = held.values.device, held.values.stride(axis.source + 1)
     here = slice(part.start, part.stop)
     neighbours = torch.stack([axis.below[here], axis.above[here]])
@@ -155,5 +155,5 @@ def _locate(axis: AxisTable, part: range, held: Held) -> tuple[Tensor, Tensor]:
     )
     places = places.int() if farthest < 2**31 else places
     weights = torch.zeros(len(part)) if axis.weight is None else axis.weight[here]
-    # Staged by the driver: the GPU is not waited for.
+    # Staged by the driver: the host does not wait for the GPU.
     return places.to(device, non_blocking=True), weights.to(device, non_blocking=True)

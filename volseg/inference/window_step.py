@@ -1,4 +1,4 @@
-"""A batch of windows through the models: every model, every mirroring, and the mean of their probabilities."""
+"""Apply the models to a batch of windows: every model, every mirroring, and the mean of their probabilities."""
 
 import logging
 import math
@@ -21,29 +21,29 @@ logger = logging.getLogger(__name__)
 
 
 Model = Callable[[Tensor], Any]
-"""``(B, C, D, H, W)`` to logits ``(B, K, D, H, W)``; see `full_logits` for what else may come back."""
+"""Maps ``(B, C, D, H, W)`` to logits ``(B, K, D, H, W)``; `full_logits` lists other accepted outputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WindowStep:
-    """Models, and the mirrorings in which they see a batch of windows.
+    """Models, and the mirrorings of a batch of windows for them.
 
     Parameters
     ----------
     models : sequence of callables
-        Each maps windows ``(B, C, d, h, w)`` to logits ``(B, K, d, h, w)``. Already in evaluation mode.
+        Each maps windows ``(B, C, d, h, w)`` to logits ``(B, K, d, h, w)``. They are in evaluation mode.
     num_classes : int
         K: classes, with the background, or regions.
     regions : bool
-        Whether the K have a sigmoid each, instead of a softmax that they share.
+        Whether each of the K has a sigmoid, instead of a shared softmax.
     mirror_axes : sequence of int
-        Axes of which every subset is mirrored in turn; 0, 1, 2 are d, h, w.
+        Axes to mirror, every subset of them in turn; 0, 1, 2 are d, h, w.
     autocast : torch.dtype, optional
-        For the models; what follows them is float32.
+        Type of the models' autocast; later computation is float32.
     before_pass : callable, optional
-        Called before each pass through a model; it may raise to leave.
+        Called before each pass through a model; it may raise to stop.
     samples_per_pass : int
-        Most that go through a model together where windows are mirrored: so many of their mirrorings, one at least.
+        Most samples per pass through a model if windows are mirrored; at least one mirroring goes through.
     """
 
     models: Sequence[Model]
@@ -56,12 +56,12 @@ class WindowStep:
 
     @property
     def link(self) -> str:
-        """What makes a pass's logits what is blended: ``softmax``, ``sigmoid``, or nothing."""
+        """Function from logits to blended values: ``softmax``, ``sigmoid``, or none."""
         return "sigmoid" if self.regions else "softmax"
 
     @property
     def num_passes(self) -> int:
-        """How often each window goes through a model."""
+        """Passes of each window through a model."""
         return len(self.models) * 2 ** len(self.mirror_axes)
 
     def __call__(self, windows: Tensor) -> Tensor:
@@ -75,12 +75,12 @@ class WindowStep:
         return total.div_(self.num_passes)
 
     def passes(self, windows: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
-        """Yield the logits ``(B, K, d, h, w)`` of each pass, as mirrored as the windows were, and the mirrored dims.
+        """Yield the logits ``(B, K, d, h, w)`` of each pass, mirrored like the windows, and the mirrored dims.
 
         Raises
         ------
         GridError
-            If a model returns something else.
+            If a model returns another output.
         """
         axes = self.mirror_axes
         mirrorings = [flips for count in range(len(axes) + 1) for flips in combinations(axes, count)]
@@ -111,7 +111,7 @@ class WindowStep:
 def full_logits(output: Any) -> Tensor:
     """Return the logits at full resolution and in one piece.
 
-    A list or tuple is deep supervision, full resolution first; a volume sharded over devices is gathered by its
+    A list or tuple is deep supervision, full resolution first. A volume sharded over devices is gathered by its
     ``full_tensor`` (a collective: every process of the group must predict).
     """
     if isinstance(output, list | tuple):
@@ -123,48 +123,48 @@ def full_logits(output: Any) -> Tensor:
     return output
 
 
-# A trained network whose pass over a batch of windows is recorded once and then replayed.
+# A trained network whose pass over a batch of windows is captured once and then replayed.
 #
-# A volume is hundreds of windows of one shape: the same kernels each time. Launched one by one from Python, those of a
-# small network, or those of ``FastKernels``, take longer to launch than to run. Mirrorings and what follows the logits
-# stay outside of the recording: they are a few kernels, and one recording then serves every mirroring.
+# A volume has hundreds of windows of one shape, with the same kernels each time. The kernels of a small network, or of
+# ``FastKernels``, take longer to launch from Python than to run. Mirrorings and the work on the logits stay outside the
+# capture: they are a few kernels, and one capture then serves every mirroring.
 #
-# It is a recorded step like a training's (`RecordedStep`), so the same is watched: a network that looks at values, or
-# changes something in Python, runs kernel by kernel, and that is said once.
+# The capture is a `RecordedStep`, as in training, with the same checks: a network that reads values on the host, or
+# changes Python state, runs kernel by kernel, with one message in the log.
 
 
 WARM_UP = 2
-"""Passes of a shape that run as they are: cuDNN and Triton choose and compile their kernels in the first one."""
+"""Passes per shape before the capture: in the first, cuDNN and Triton choose and compile their kernels."""
 
 SHAPES = 2
-"""Batches of windows that are recorded: full ones, and the last one of a volume."""
+"""Shapes of window batches to capture: full batches, and the last batch of a volume."""
 
 VOXELS_PER_STEP = 2**21
-"""Voxels that go through the network together, one window of 128^3: the kernels of fewer leave a GPU idle."""
+"""Voxels per pass through the network, one window of 128^3: fewer leave a GPU idle."""
 
 MOST_WINDOWS = 32
 
 STEP_MEMORY = 1 / 8
-"""Part of a GPU's free memory that the logits and probabilities of a batch of windows may take."""
+"""Part of a GPU's free memory for the logits and probabilities of a batch of windows."""
 
 BYTES_PER_LOGIT = 16
-"""Of a logit on its way: in 16 bits, in float32, as a probability, and the sum over passes."""
+"""Bytes per logit: in 16 bits, in float32, as a probability, and the sum over passes."""
 
 
 class RecordedModel(nn.Module):
-    """Run a network on one GPU as a recording, per shape of its input.
+    """Run a network on one GPU as a captured graph, per shape of its input.
 
     Parameters
     ----------
     model : nn.Module
-        In evaluation mode when it is called; with another mode it is recorded anew.
+        In evaluation mode at each call; another mode needs another capture.
     shares : RecordedModel, optional
-        One whose recordings may take the same memory, because its logits are used up before this one runs.
+        A model whose captures may share the memory, because its logits are used before this model runs.
 
     Raises
     ------
     ParallelError
-        If the network does not lie on one GPU.
+        If the network is not on one GPU.
     """
 
     def __init__(self, model: nn.Module, shares: "RecordedModel | None" = None) -> None:
@@ -194,19 +194,19 @@ class RecordedModel(nn.Module):
 
     @property
     def refused(self) -> str | None:
-        """Why it is not recorded, or None."""
+        """Reason why the network is not captured, or None."""
         return self._step.refused
 
     def release(self) -> None:
-        """Free the recordings; later calls run as they are first, as in the beginning."""
+        """Free the captures; later calls start as in the beginning."""
         self._step.release()
 
 
 def record_models(models: Sequence[Model]) -> tuple[Model, ...]:
-    """Return each network as a `RecordedModel` where it can be one, else as it is.
+    """Return each network as a `RecordedModel` if that is possible, else unchanged.
 
-    Not on a CPU, and not what lies on several devices or is no ``nn.Module``. Their recordings share memory: use the
-    logits of one before the next one runs.
+    Models on a CPU or on several devices, and those that are no ``nn.Module``, stay unchanged. The captures share
+    memory: use the logits of one model before the next model runs.
     """
     recorded: list[Model] = []
     first: RecordedModel | None = None
@@ -222,7 +222,7 @@ def record_models(models: Sequence[Model]) -> tuple[Model, ...]:
 
 
 def explain_kernel_by_kernel(model: Any) -> str | None:
-    """Return why a model's pass cannot be recorded, as the end of a sentence; None where that can be tried."""
+    """Return why a model's pass cannot be captured, as the end of a sentence, or None if a capture can be tried."""
     if not isinstance(model, nn.Module):
         return "it is a function, of which nobody can tell what it depends on"
     if isinstance(model, ModelParallel) and not isinstance(model, FastKernels):
@@ -238,18 +238,18 @@ def explain_kernel_by_kernel(model: Any) -> str | None:
 def choose_windows_per_step(
     window: Sequence[int], num_classes: int, device: torch.device, *, free_bytes: int | None = None
 ) -> int:
-    """Return how many windows go through the network together: as many as keep the device busy and fit its memory.
+    """Return the windows per pass through the network: as many as keep the device busy and fit its memory.
 
     Parameters
     ----------
     window : sequence of int
         Sides (voxels).
     num_classes : int
-        Outputs of the network: for each of them a step holds the window several times.
+        Outputs of the network: a step holds the window several times for each of them.
     device : torch.device
-        A CPU takes one window at a time: more of them only leave its cache sooner.
+        A CPU takes one window at a time: several windows exceed its cache sooner.
     free_bytes : int, optional
-        Of the device's memory; asked for by default.
+        Free bytes of the device's memory; measured by default.
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""Where windows lie, how much each voxel of one counts, and in which order they are blended: pure.
+"""Compute the positions of windows, the weights of their voxels, and the order of blending: pure.
 
 Positions and weights are MONAI's (`sliding_window_inference`, mode ``gaussian``). The order is by layers: all windows
 that start at one plane of the *streamed* axis, then those of the next plane. Planes before the next layer are finished,
-so a blend needs to hold one layer. The axis follows only from the shape, so that every voxel's sum has one order, and
-thus the same bits, however little of the volume is held at a time.
+so a blend needs to hold only one layer. The axis follows only from the shape. So every voxel's sum has one order, and
+the same bits, for any held part of the volume.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,14 +42,14 @@ def compute_starts(side: int, window: int, overlap: float) -> list[int]:
 
 
 def compute_importance(window: Sequence[int], device: torch.device) -> Tensor:
-    """Return how much each voxel of a window counts, ``(d, h, w)`` float32: a Gaussian of an eighth of each side."""
+    """Return the weight of each voxel of a window, ``(d, h, w)`` float32: a Gaussian of an eighth of each side."""
     importance: Tensor = compute_importance_map(tuple(window), mode="gaussian", sigma_scale=0.125, device=device)
     return importance
 
 
 @dataclass(frozen=True, slots=True)
 class Windowing:
-    """Whose rule says where windows lie and how much their voxels count."""
+    """Rule for the positions of windows and the weights of their voxels."""
 
     starts: Callable[[int, int, float], Sequence[int]]
     """As `compute_starts`: rising, from 0 to the border."""
@@ -61,22 +61,22 @@ MONAI = Windowing(compute_starts, compute_importance)
 
 
 def choose_axis(shape: Sequence[int], window: Sequence[int]) -> int:
-    """Return the axis along which a layer is the smallest part of the volume; of equals, the first."""
+    """Return the axis along which a layer is the smallest part of the volume; of equal axes, the first."""
     return min(range(3), key=lambda axis: min(1.0, (window[axis] + 1) / shape[axis]))
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Windows that are blended before the next planes are decided; all are planes of the streamed axis."""
+    """Windows that are blended before the next planes are decided; all ranges are planes of the streamed axis."""
 
     starts: tuple[int, ...]
-    """First planes of its windows."""
+    """First planes of the layer's windows."""
     fresh: range
-    """Planes that no window before has touched."""
+    """Planes that no earlier window has touched."""
     finished: range
-    """Planes that no window after will touch, and that were not finished before."""
+    """Planes that no later window touches, and that earlier layers did not finish."""
     ready: range
-    """Planes below which lies all that interpolation between them and the next plane needs, and did not before."""
+    """Planes that can now be decided: interpolation between each and the next plane has all its inputs."""
 
 
 def list_layers(starts: Sequence[int], window: int, side: int) -> list[Layer]:
@@ -102,9 +102,9 @@ def list_layers(starts: Sequence[int], window: int, side: int) -> list[Layer]:
 
 
 def restrict_layers(layers: Sequence[Layer], window: int, cells: range) -> list[Layer]:
-    """Return the layers, of one window each, that some cells need; of their planes only those that belong to these.
+    """Return the layers, of one window each, that some cells need, restricted to the planes of these cells.
 
-    A cell needs its plane and the next one, thus each window that touches either; sums are those of all layers.
+    A cell needs its plane and the next plane, thus each window that touches either. Sums equal those of all layers.
 
     Examples
     --------
@@ -117,7 +117,7 @@ def restrict_layers(layers: Sequence[Layer], window: int, cells: range) -> list[
     kept = []
     for number, layer in enumerate(needed):
         (start,) = layer.starts
-        fresh = layer.fresh if number else range(start, start + window)  # none before it has touched these here
+        fresh = layer.fresh if number else range(start, start + window)  # no earlier window has touched these
         finished = range(max(layer.finished.start, cells.start), min(layer.finished.stop, cells.stop + 1))
         ready = range(max(layer.ready.start, cells.start), min(layer.ready.stop, cells.stop))
         kept.append(Layer(layer.starts, fresh, finished, ready))

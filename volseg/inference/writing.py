@@ -1,4 +1,4 @@
-"""Write label maps, probabilities and entropies as NIfTI on the grid of their image, whatever format that had."""
+"""Write label maps, probabilities and entropies as NIfTI on the grid of their image, for any format of the image."""
 
 import gzip
 import io
@@ -37,19 +37,19 @@ __all__ = [
 
 
 COMPRESSION = 2
-"""ISA-L's level: a label map takes a quarter more than by zlib's level 6, in a thirtieth of the time."""
+"""ISA-L's level: a label map takes a quarter more bytes than at zlib's level 6, in a thirtieth of the time."""
 
 COMPRESSED_TOGETHER = 2**20
-"""Bytes that one thread compresses at a time: the file's bytes follow from it, not from the number of threads."""
+"""Bytes that one thread compresses at a time: they determine the file's bytes, not the number of threads."""
 
 MOST_THREADS = 4
-"""Beyond them putting the voxels in order takes longer."""
+"""With more threads, reordering the voxels takes longer than compression."""
 
 LABEL_TABLE = 0
-"""TotalSegmentator's code of a header extension with a label table: of Caret's, 30, nibabel returns no content."""
+"""TotalSegmentator's code of a header extension with a label table; nibabel returns no content for Caret's code 30."""
 
 BLOCK_SIDE = 64
-"""Voxels along two axes that are put in the file's order together."""
+"""Voxels along two axes that are reordered together."""
 
 
 def write_prediction(
@@ -57,7 +57,7 @@ def write_prediction(
 ) -> Path:
     """Write ``label_map`` as NIfTI with the affine and the header codes of its image; return the path.
 
-    Voxels are uint8, or uint16 or int32 where the largest value needs it. The file replaces an older one in one step or
+    Voxels are uint8, or uint16 or int32 if the largest value needs it. The file replaces an older file in one step or
     not at all. Equal label maps give equal bytes.
 
     Parameters
@@ -65,7 +65,7 @@ def write_prediction(
     label_map : Tensor
         ``(1, D, H, W)`` or ``(D, H, W)``, whole numbers in [0, 16777215].
     reference : MetaTensor
-        The image, as read or preprocessed: its original grid is meant. Its ``meta`` holds ``sform_code``,
+        The image, as read or preprocessed; the label map is on its original grid. Its ``meta`` holds ``sform_code``,
         ``qform_code`` and ``qform_affine`` as the readers set them; without them the affine counts as the scanner's.
     path : path
         Ends in ``.nii`` or ``.nii.gz``.
@@ -110,7 +110,7 @@ def build_label_image(
 
 
 def _compress(content: memoryview) -> io.BytesIO:
-    """Return one gzip member, which every reader takes, without a time stamp: equal maps, equal files."""
+    """Return one gzip member, which every reader takes, without a time stamp: equal maps give equal files."""
     packed, threads = io.BytesIO(), min(MOST_THREADS, os.cpu_count() or 1)
     with igzip_threaded.open(
         packed, "wb", compresslevel=COMPRESSION, threads=threads, block_size=COMPRESSED_TOGETHER
@@ -130,7 +130,7 @@ def _to_integers(voxels: Tensor, path: Path) -> np.ndarray:
 
 
 def _order(voxels: np.ndarray, dtype: type[np.integer]) -> np.ndarray:
-    """Return a copy whose first axis is contiguous, as in the file; a block of it fits into the cache."""
+    """Return a copy whose first axis is contiguous, as in the file, made in blocks that fit into the cache."""
     ordered = np.empty(voxels.shape, dtype=dtype, order="F")
 
     def order(planes: slice) -> None:
@@ -152,18 +152,18 @@ def place(image: nib.Nifti1Image, grid: Grid, meta: Mapping[str, Any]) -> nib.Ni
     image.set_sform(affine, code=sform)
     image.set_qform(np.asarray(meta.get("qform_affine", affine)), code=qform, strip_shears=True)
     if sform and "qform_affine" not in meta and not np.allclose(image.get_qform(), affine, atol=STRIPPED_SHEAR):
-        image.set_qform(None, code=0)  # a quaternion holds no shear (tilted gantry): rather none than a wrong place
+        image.set_qform(None, code=0)  # a quaternion holds no shear (tilted gantry): better none than a wrong place
     image.header.set_xyzt_units("mm")
     return image
 
 
 # Write probabilities and entropies, numbers from 0 to 1, as NIfTI on the grid of their image.
 #
-# Voxels are uint16 with the header's slope 1/65535, which every reader of NIfTI applies: off by 1/131070 at most, half
-# the bytes of float32, and most of them equal, so that they compress. (NIfTI has no float16, and in uint8 two
-# probabilities that differ by 0.003 may be one.) Probabilities are one file of four axes, the network's outputs last,
-# which nibabel and SimpleITK open as it is; nnU-Net's ``.npz`` holds no place in the patient. What each output stands
-# for is in the file's own header extension, as JSON: nothing that could be lost beside it.
+# Voxels are uint16 with the header's slope 1/65535, which every reader of NIfTI applies. The error is at most 1/131070,
+# the size half that of float32, and most voxels are equal, so that they compress. (NIfTI has no float16, and in uint8
+# two probabilities that differ by 0.003 may be equal.) Probabilities are one file of four axes, the network's outputs
+# last, which nibabel and SimpleITK open directly; nnU-Net's ``.npz`` holds no place in the patient. The meaning of each
+# output is in the file's own header extension, as JSON, where it cannot be lost.
 
 
 FULL_SCALE = 65_535
@@ -171,10 +171,10 @@ COMMENT = "comment"
 """NIfTI's extension for text (code 6)."""
 
 ROUNDING = 1e-4
-"""How far beyond 0 and 1 sums in float32, of half-precision windows too, may lie."""
+"""Tolerance beyond 0 and 1 for sums in float32, also of half-precision windows."""
 
 SPARED = 0.8
-"""Share of the free memory that may be taken."""
+"""Share of the free memory that probabilities may take."""
 
 
 def write_probabilities(
@@ -186,20 +186,20 @@ def write_probabilities(
     ----------
     probabilities : Tensor
         On the image's original grid. The K are the task's classes in the order of their values, the background first,
-        or its regions as they are declared.
+        or its regions in the order of their declaration.
     reference : MetaTensor
-        The image, as read or preprocessed: its original grid is meant.
+        The image, as read or preprocessed; the probabilities are on its original grid.
     path : path
-        Ends in ``.nii`` or ``.nii.gz``; it is written whole or not at all, and an output at a time.
+        Ends in ``.nii`` or ``.nii.gz``; written whole or not at all, one output at a time.
     task : Task
-        What the K are; see `describe_outputs`.
+        Defines the K outputs; see `describe_outputs`.
 
     Raises
     ------
     GridError
-        For another shape than the task's outputs on the image's grid.
+        For another shape than that of the task's outputs on the image's grid.
     DataError
-        For values that are no probabilities, or a path of another suffix.
+        For values that are no probabilities, or a path with another suffix.
     """
     grid = Grid.original(reference)
     wanted = (task.num_outputs, *grid.shape)
@@ -229,7 +229,7 @@ def write_entropy(entropy: Tensor, reference: MetaTensor, path: str | os.PathLik
 
 
 def describe_outputs(task: Task) -> dict[str, Any]:
-    """Return what each output of a task's networks stands for, in order.
+    """Return the meaning of each output of a task's networks, in order.
 
     Examples
     --------
@@ -247,25 +247,25 @@ def describe_outputs(task: Task) -> dict[str, Any]:
 
 
 def require_room(image: MetaTensor, num_outputs: int, *, held: int = 1) -> None:
-    """Raise unless the probabilities of a prediction fit into main memory, before it is computed.
+    """Raise unless the probabilities of a prediction will fit into main memory.
 
     Parameters
     ----------
     image : MetaTensor
-        Preprocessed.
+        The preprocessed image.
     num_outputs : int
-        Of the network.
+        Outputs of the network.
     held : int
         Predictions that are in memory at once.
 
     Raises
     ------
     OutOfMemoryError
-        Says how much is needed, and free.
+        If too little is free; the message gives both sizes.
     """
     shape = Grid.original(image).shape
     voxels = int(np.prod(shape))
-    needed = voxels * (4 * num_outputs * held + 12)  # float32; of the output that is being written, three copies
+    needed = voxels * (4 * num_outputs * held + 12)  # float32, and three copies of the output being written
     free = available_bytes()
     if needed > SPARED * free:
         raise OutOfMemoryError(
@@ -280,12 +280,12 @@ def _write(volumes: Tensor, grid: Grid, meta: Mapping[str, Any], path: Path, abo
         raise DataError(f"probabilities and entropies are written as NIfTI: {path} must end in .nii or .nii.gz")
     shape = grid.shape if len(volumes) == 1 and about["holds"] == "entropy" else (*grid.shape, len(volumes))
     with replacing(path) as partial, partial.open("wb") as raw:
-        # No time stamp and no name: equal volumes, equal files. Level 1: most voxels are 0 or 1 anyway.
+        # No time stamp and no name: equal volumes give equal files. Level 1: most voxels are 0 or 1 anyway.
         is_packed = path.name.lower().endswith(".gz")
         packed = gzip.GzipFile("", "wb", compresslevel=1, fileobj=raw, mtime=0) if is_packed else nullcontext(raw)
         with packed as file:
             file.write(_make_header(shape, grid, meta, about))
-            for volume in volumes:  # one after the other: a copy of one of them is all that this takes
+            for volume in volumes:  # one after the other, to copy only one at a time
                 numbers = volume.detach().as_subclass(Tensor).to("cpu").float().numpy()
                 low, high = float(numbers.min()), float(numbers.max())
                 if not -ROUNDING <= low <= high <= 1 + ROUNDING:  # NaN compares as false
@@ -297,7 +297,7 @@ def _write(volumes: Tensor, grid: Grid, meta: Mapping[str, Any], path: Path, abo
 
 def _make_header(shape: tuple[int, ...], grid: Grid, meta: Mapping[str, Any], about: Mapping[str, Any]) -> bytes:
     """Return the bytes before the voxels."""
-    # Zeros that take no memory: nibabel's header wants an array.
+    # Zeros that take no memory: nibabel's header requires an array.
     image = nib.Nifti1Image(np.broadcast_to(np.uint16(0), shape), grid.affine.numpy())
     header = place(image, grid, meta).header
     header.set_slope_inter(1 / FULL_SCALE, 0)

@@ -1,4 +1,4 @@
-"""Losses about label maps, and the form that sharded volumes take."""
+"""Losses on label maps, and their form for sharded volumes."""
 
 from volseg.losses import sharded  # noqa: F401  (registers the form of slabs)
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy

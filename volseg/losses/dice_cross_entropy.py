@@ -1,16 +1,16 @@
 """Soft Dice plus cross entropy of logits and a label map, without a volume of probabilities or of one-hot labels.
 
-Each voxel is read once forward and once backward, and nothing is kept for the backward pass but the logits, in their
-own dtype, and the label map::
+Each voxel is read once forward and once backward. Only the logits, in their own dtype, and the label map are kept for
+the backward pass::
 
     logits, label --> sums of p, [y = c] p, [y = c], -[y = c] log p per sample and class --> loss
                                                                                        <-- slope of each sum
     gradient of the logits <-- softmax again, from the logits
 
-Between the two arrows shards add their sums (see ``sharded``). A deep supervision head's label is
-the full one, read at a stride. The formula is that of MONAI's ``DiceCELoss(softmax=True, to_onehot_y=True)``.
+Between the two arrows shards add their sums (see ``sharded``). A deep supervision head reads the full label at a
+stride. The formula is that of MONAI's ``DiceCELoss(softmax=True, to_onehot_y=True)``.
 
-A label that is no class makes the loss NaN, and an error where the host may look at it without waiting (the CPU).
+A label that is no class makes the loss NaN. On the CPU, where the host reads the sums without a wait, it is an error.
 """
 
 from collections.abc import Sequence
@@ -41,14 +41,14 @@ def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
     logits
         ``(B, K, D, H, W)``, two classes at least; or a sharded volume.
     label
-        ``(B, 1, D, H, W)``, any real dtype; on a finer grid the voxels are taken that ``nearest-exact`` takes.
+        ``(B, 1, D, H, W)``, any real dtype; a finer grid is read at the voxels of ``nearest-exact``.
     terms
         Weights and variants of the two losses.
 
     Raises
     ------
     DataError
-        On the CPU, if the label holds a value that is no class. On a GPU the loss is NaN then.
+        On the CPU, if the label holds a value that is no class. On a GPU the loss becomes NaN instead.
     """
     if has_torch_function((logits, label)):
         result: Tensor = handle_torch_function(dice_cross_entropy, (logits, label), logits, label, terms)
@@ -59,7 +59,7 @@ def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
 
 
 def check_shapes(logits: Tensor, label: Tensor) -> None:
-    """Raise unless the two are of one batch, and there are classes to tell apart."""
+    """Raise unless logits and label have one batch size, and the logits have two classes or more."""
     expected = (logits.shape[0], 1)
     if logits.ndim != 5 or label.ndim != 5 or logits.shape[1] < 2 or tuple(label.shape[:2]) != expected:
         raise DataError(
@@ -69,26 +69,26 @@ def check_shapes(logits: Tensor, label: Tensor) -> None:
 
 
 def read_at_grid(label: Tensor, size: Sequence[int]) -> Tensor:
-    """Return the label map on a grid of ``size``, nearest-exact: a view where the grid is a whole number coarser."""
+    """Return the label map on a grid of ``size``, nearest-exact; a view if the grid is coarser by a whole number."""
     factors = [fine // coarse for fine, coarse in zip(label.shape[2:], size, strict=True)]
     if all(fine == coarse * f for fine, coarse, f in zip(label.shape[2:], size, factors, strict=True)):
         # floor((i + 1/2) * f) = i * f + floor(f / 2)
         return label[(slice(None), slice(None), *(slice(f // 2, None, f) for f in factors))]
-    if not label.is_floating_point() and label.dtype != torch.uint8:  # which torch cannot resize
+    if not label.is_floating_point() and label.dtype != torch.uint8:  # torch cannot resize these
         label = label.float()
     return F.interpolate(label, size=list(size), mode="nearest-exact")
 
 
 def sum_classes(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
-    """Return the sums ``(parts, 4, B, K)`` of one slab, in any number of parts that are still to be added.
+    """Return the sums ``(parts, 4, B, K)`` of one slab; the caller adds the parts.
 
-    The rows are those of ``dice.terms``: overlap, mass, truth, surprise.
+    The rows are those of ``dice.reference``: overlap, mass, truth, surprise.
     """
     return _ClassSums.apply(logits, label, terms.squared)
 
 
 def compute_loss(sums: Tensor, labels: Sequence[Tensor], terms: Terms, shape: Sequence[int]) -> Tensor:
-    """Return the loss of logits ``shape`` from the sums of all parts; ``labels`` are named if one is no class."""
+    """Return the loss of logits ``shape`` from the sums of all parts; ``labels`` serve the error message."""
     if not on_gpu(sums) and bool(sums[:, TRUTH].isnan().any()):
         strangers = [value for label in labels for value in label.unique().tolist() if value not in range(shape[1])]
         raise DataError(
@@ -100,12 +100,12 @@ def compute_loss(sums: Tensor, labels: Sequence[Tensor], terms: Terms, shape: Se
 
 
 def leave_foreground(sums: Tensor) -> None:
-    """Leave the overlap of the classes but the background, where it is gathered."""
+    """Record the overlap of the foreground classes, if a caller gathers it."""
     leave_overlap(sums[:, :SURPRISE, :, 1:], (0, 2))
 
 
 def choose_backend(tensor: Tensor) -> ModuleType:
-    """Return what computes on a tensor: Triton's kernels where they take it, else plain torch."""
+    """Return the module that computes on a tensor: Triton's kernels if they take it, else plain torch."""
     return passes if takes(tensor) else reference
 
 
@@ -120,7 +120,7 @@ class _ClassSums(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
         logits, label = ctx.saved_tensors
-        # The loss depends on the sum of the parts alone: every part has the same slopes.
+        # The loss depends only on the sum of the parts: every part has the same slopes.
         return choose_backend(logits).gradient(logits, label, slopes[0], ctx.squared), None, None
 
 

@@ -1,21 +1,22 @@
-"""Soft Dice plus cross entropy of what a label map knows: regions, voxels nobody annotated, classes nobody looked for.
+"""Soft Dice plus cross entropy of the known voxels: regions, voxels without annotation, partially labelled cases.
 
-Each number of a label map says of each output of the network that a voxel is in it, is not, or may be (`Targets`). The
-loss is that of `volseg.losses.dice_cross_entropy` over what is known:
+For each output of the network, a number of the label map says that a voxel is in the output, is not, or may be
+(`Targets`). The loss is that of `volseg.losses.dice_cross_entropy` over what is known:
 
 * Without regions, outputs share a softmax. A voxel that may be one of several classes costs ``-log`` of their summed
-  probability, and for Dice these classes are one, in samples where they cannot be told apart: the marginal losses of
-  [1]_. Cross entropy is the mean over a sample's annotated voxels.
+  probability. In samples with such voxels, Dice counts these classes as one: the marginal losses of [1]_. Cross entropy
+  is the mean over a sample's annotated voxels.
 * With regions, each output has a sigmoid, and the loss is nnU-Net's: Dice and binary cross entropy, each a mean over
-  outputs. The background has no output. An output that a sample's label says nothing about (its region may be hidden in
-  the background) has no loss there.
-* A voxel that nobody annotated has no part in any sum, and a gradient of exactly 0.
+  outputs. The background has no output. An output has no loss in a sample whose label says nothing about it (its region
+  may be hidden in the background).
+* A voxel without annotation has no part in any sum, and a gradient of exactly 0.
 
-All is a mean over samples of means within a sample, of which one without any annotated voxel counts as 0: the same
-number results however many replicas share a batch. nnU-Net divides by the annotated voxels of the whole batch, which no
-replica knows; and where it ignores voxels its binary cross entropy is a sum over the outputs, not their mean.
+The loss is a mean over samples of means within a sample; a sample without any annotated voxel counts as 0. So the
+result is the same for any number of replicas that share a batch. nnU-Net divides by the annotated voxels of the whole
+batch, which no replica knows. Where nnU-Net ignores voxels, its binary cross entropy is a sum over the outputs, not
+their mean.
 
-Nothing is kept for the backward pass but logits and label. No step waits for the host.
+Only logits and label are kept for the backward pass. No step waits for the host.
 
 References
 ----------
@@ -42,7 +43,7 @@ from volseg.losses.targets import Targets
 __all__ = ["check_outputs", "compute_known_loss", "known_dice_cross_entropy", "sum_known"]
 
 ELEMENTS = 2**23
-"""Voxels at a time, times what is computed for each: some tens of megabytes."""
+"""Voxels per chunk, times the values computed for each voxel: some tens of megabytes."""
 
 
 def known_dice_cross_entropy(logits: Tensor, label: Tensor, targets: Targets, terms: Terms) -> Tensor:
@@ -53,16 +54,16 @@ def known_dice_cross_entropy(logits: Tensor, label: Tensor, targets: Targets, te
     logits
         ``(B, K, D, H, W)``, K outputs; or a sharded volume.
     label
-        ``(B, 1, D, H, W)``; on a finer grid the voxels are taken that ``nearest-exact`` takes.
+        ``(B, 1, D, H, W)``; a finer grid is read at the voxels of ``nearest-exact``.
     targets
-        What the label's numbers mean.
+        The meaning of the label's numbers.
     terms
         Weights and variants of the two losses; ``include_background: false`` leaves class 0 out of Dice.
 
     Raises
     ------
     DataError
-        On the CPU, if the label holds a number that means nothing. On a GPU the loss is NaN then.
+        On the CPU, if the label holds a number without a meaning. On a GPU the loss becomes NaN instead.
     """
     if has_torch_function((logits, label)):
         arguments = (logits, label, targets, terms)
@@ -74,7 +75,7 @@ def known_dice_cross_entropy(logits: Tensor, label: Tensor, targets: Targets, te
 
 
 def check_outputs(logits: Tensor, label: Tensor, targets: Targets) -> None:
-    """Raise unless the two are of one batch, and the logits those of the targets."""
+    """Raise unless logits and label have one batch size, and the logits have the targets' outputs."""
     wanted = (logits.shape[0], 1)
     if (
         logits.ndim != 5
@@ -90,10 +91,11 @@ def check_outputs(logits: Tensor, label: Tensor, targets: Targets) -> None:
 
 
 def sum_known(logits: Tensor, label: Tensor, targets: Targets, terms: Terms) -> Tensor:
-    """Return the sums ``(B, 3 J + I + 1)`` over the voxels of one slab; those of all slabs are still to be added.
+    """Return the sums ``(B, 3 J + I + 1)`` over the voxels of one slab; the caller adds the slabs.
 
-    For each of the J columns (outputs, then the classes that cannot be told apart, as one) of the probabilities: those
-    in it, all, and their surprise; voxels of each of the I numbers; voxels of others.
+    The J columns are the outputs, then each set of classes that cannot be told apart. Each column has three sums:
+    probability in the column, probability of all voxels, surprise. Then follow the voxels of each of the I numbers, and
+    those of others.
     """
     sums: Tensor = _KnownSums.apply(logits, label, targets, terms.squared)
     return sums
@@ -166,12 +168,12 @@ class _KnownSums(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """What each number says, as tensors on a device; ``(J, I)``."""
+    """The meaning of each number, as tensors on a device; ``(J, I)``."""
 
     truth: Tensor
-    """1 where the number lies in the column."""
+    """1 where the number is in the column."""
     known: Tensor
-    """1 where the number says whether it does."""
+    """1 where the number says whether the voxel is in the column."""
     spoils: Tensor
     """Whether one voxel with the number keeps the column from being judged in its sample."""
     possible: Tensor
@@ -182,9 +184,9 @@ class _Tables:
 
 @keeping()
 def _tables(targets: Targets, device: torch.device, dtype: torch.dtype) -> _Tables:
-    """Return tensors that live as long as the process: recordings read them at their addresses.
+    """Return tables that live as long as the process: CUDA graphs read them at their addresses.
 
-    To make one copies from the host, which cannot be recorded; the step that goes before a recording makes them.
+    The tables are copied from the host, which a capture does not allow; the step before the capture makes them.
     """
     every = range(targets.num_classes)
     columns = [set(region) for region in targets.regions]
@@ -195,7 +197,7 @@ def _tables(targets: Targets, device: torch.device, dtype: torch.dtype) -> _Tabl
         annotated = not (targets.ignores and number == targets.num_classes)
         inside, outside = classes <= column, not column & classes
         tells = annotated if not targets.regions else inside or (annotated and outside)
-        # A class that may be hidden in the background is judged together with it only.
+        # A class that may be hidden in the background is judged only together with it.
         return annotated and inside, annotated and tells, annotated and not (inside or outside)
 
     described = [
@@ -269,7 +271,7 @@ def _compute_gradient(logits: Tensor, label: Tensor, slopes: Tensor, targets: Ta
 
 
 def _merge(probabilities: Tensor, tables: _Tables) -> Tensor:
-    """Return the probability of each column: the classes, and each set of classes that are one."""
+    """Return the probability of each column: the classes, and each merged set of classes."""
     if not tables.members:
         return probabilities
     sets = [probabilities.index_select(0, members).sum(0, keepdim=True) for members in tables.members]
@@ -277,7 +279,7 @@ def _merge(probabilities: Tensor, tables: _Tables) -> Tensor:
 
 
 def _choose_logs(logs: Tensor, number: Tensor, targets: Targets, tables: _Tables) -> Tensor:
-    """Return the logarithm of the probability of what each voxel may be; 0 where that is anything."""
+    """Return the logarithm of the probability of each voxel's possible classes; 0 where all are possible."""
     rows = [logs]
     if targets.ignores:
         rows.append(torch.zeros_like(logs[:1]))

@@ -1,4 +1,4 @@
-"""MONAI's Dice plus cross entropy, in one pass over the logits where its parameters allow."""
+"""MONAI's Dice plus cross entropy, in one pass over the logits if its parameters allow."""
 
 import monai.losses
 from torch import Tensor
@@ -12,26 +12,26 @@ __all__ = ["DiceCELoss"]
 
 
 class DiceCELoss(monai.losses.DiceCELoss):
-    """`monai.losses.DiceCELoss`: the same parameters, values and gradients, and no volumes but logits and label.
+    """`monai.losses.DiceCELoss` with the same parameters, values and gradients, and no volumes but logits and label.
 
-    One pass over logits and label takes the place of volumes of probabilities and of one-hot labels where the
-    activation is a softmax, the label a map ``(B, 1, D, H, W)`` and the reduction a mean. With class weights, label
-    smoothing, a sum, one-hot labels, a single class, images, or another activation MONAI's own code runs. The result
-    is in float32 for logits in half precision.
+    One pass over logits and label replaces volumes of probabilities and of one-hot labels. It needs a softmax, a label
+    map ``(B, 1, D, H, W)`` and the mean as reduction. MONAI's own code runs for class weights, label smoothing, a sum,
+    one-hot labels, a single class, images, or another activation. The result is in float32 for logits in half
+    precision.
     """
 
     targets: Targets | None = None
-    """What a label map's numbers mean, where that is more than a class each; see ``take_targets``."""
+    """The meaning of a label map's numbers, if they are more than a class each; see ``take_targets``."""
 
     def take_targets(self, targets: Targets) -> "DiceCELoss":
-        """Compute the loss of what label maps know from now on; see `volseg.losses.known_voxels`. Return self.
+        """Restrict the loss to the known voxels from now on; see `volseg.losses.known_voxels`. Return self.
 
         With regions each output has a sigmoid and binary cross entropy, whatever ``softmax`` says.
 
         Raises
         ------
         ConfigError
-            For parameters of which only MONAI's own code knows the meaning.
+            For parameters that only MONAI's own code supports.
         """
         if not self.is_fused:
             raise ConfigError(
@@ -43,7 +43,7 @@ class DiceCELoss(monai.losses.DiceCELoss):
 
     @property
     def is_fused(self) -> bool:
-        """Whether the parameters are those of the single pass."""
+        """Whether the parameters allow the single pass."""
         dice, entropy = self.dice, self.cross_entropy
         softmax = dice.softmax and dice.to_onehot_y and not dice.sigmoid and dice.other_act is None
         plain = entropy.weight is None and dice.class_weight is None and entropy.label_smoothing == 0

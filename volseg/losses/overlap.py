@@ -1,7 +1,7 @@
-"""The overlap of a batch's foreground with its label: sums that a loss has anyway, for the soft Dice of the training.
+"""Overlap of a batch's foreground with its label: the sums of a loss, for the soft Dice of the training.
 
-A loss gives one number. While somebody gathers, Dice plus cross entropy leaves its sums over the voxels of the finest
-logits as well, one reduction per batch. Sums of batches, shards and replicas add up, which their Dice does not.
+A loss returns one number. While a caller gathers, Dice plus cross entropy also records its sums over the voxels of the
+finest logits, one reduction per batch. Sums of batches, shards and replicas add up; their Dice values do not.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ __all__ = ["Gathered", "compute_soft_dice", "gathering_overlap", "leave_overlap"
 
 
 class Gathered:
-    """What one batch's losses left."""
+    """Sums that the losses of one batch record."""
 
     sums: Tensor | None = None
-    """``(3, F)``: overlap, mass and truth of each class of the foreground; of the first loss, and its finest logits."""
+    """``(3, F)``: overlap, mass and truth of each foreground class, from the first loss and its finest logits."""
 
 
 _GATHERED: ContextVar[Gathered | None] = ContextVar("gathered", default=None)
@@ -25,7 +25,7 @@ _GATHERED: ContextVar[Gathered | None] = ContextVar("gathered", default=None)
 
 @contextmanager
 def gathering_overlap() -> Iterator[Gathered]:
-    """Let losses that are computed in this block leave the overlap of the foreground."""
+    """Gather the foreground's overlap from the losses that are computed in this block."""
     gathered = Gathered()
     token = _GATHERED.set(gathered)
     try:
@@ -35,14 +35,14 @@ def gathering_overlap() -> Iterator[Gathered]:
 
 
 def leave_overlap(sums: Tensor, dims: tuple[int, ...]) -> None:
-    """Leave the overlap, if it is gathered and nothing else has been left.
+    """Record the overlap, if a caller gathers and nothing is recorded yet.
 
     Parameters
     ----------
     sums
-        Overlap, mass and truth along one dim and the foreground's classes along the last one.
+        Overlap, mass and truth along one dim, and the foreground's classes along the last dim.
     dims
-        The other dims, over which it is still to be summed: parts, samples.
+        The other dims, to sum over: parts, samples.
     """
     gathered = _GATHERED.get()
     if gathered is not None and gathered.sums is None:
@@ -50,12 +50,12 @@ def leave_overlap(sums: Tensor, dims: tuple[int, ...]) -> None:
 
 
 def compute_soft_dice(sums: Tensor) -> float | None:
-    """Return the mean soft Dice of the classes that the labels hold; None where they hold none.
+    """Return the mean soft Dice of the classes in the labels, or None if the labels have no foreground.
 
     Parameters
     ----------
     sums
-        ``(3, F)``, as gathered and added up. Waits for their device.
+        ``(3, F)``, as gathered and added up. The call waits for their device.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Dice plus cross entropy of a sharded volume: each shard's sums, added in the order of the grid."""
+"""Dice plus cross entropy of a sharded volume: the sums of all shards, added in the order of the grid."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ __all__ = []
 
 @sharded_form(dice_cross_entropy)
 def compute_of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the loss, a whole value; what the shards exchange is four numbers per sample and class."""
+    """Return the loss, a whole value; the shards exchange four numbers per sample and class."""
     del func, kwargs  # dice_cross_entropy hands its arguments over by position
     logits, label, terms = args
     check_shapes(logits, label)
@@ -38,7 +38,7 @@ def compute_of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Ten
 
 @sharded_form(known_dice_cross_entropy)
 def compute_known_of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the loss of what is known, a whole value, from the sums of the shards."""
+    """Return the loss of the known voxels, a whole value, from the sums of the shards."""
     del func, kwargs
     logits, label, targets, terms = args
     check_outputs(logits, label, targets)
@@ -50,7 +50,7 @@ def compute_known_of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) 
 
 
 def _make_whole(label: ShardedVolume, logits: Tensor) -> Tensor:
-    """Return the label of a level too coarse to be cut, which everybody computes whole."""
+    """Return the label of a level that is too coarse for a cut; every rank computes such a level whole."""
     label = _coarsen(label, logits.shape[2:])
     return label.full_tensor() if isinstance(label, ShardedVolume) else label
 
@@ -64,7 +64,7 @@ def _cut_alike(label: Tensor, logits: ShardedVolume) -> Sequence[Tensor]:
 
 
 def _coarsen(label: ShardedVolume, size: Sequence[int]) -> Any:
-    """Return the label on a head's grid; views of the slabs, where no shard needs a plane of another's."""
+    """Return the label on a head's grid; views of the slabs if no shard needs a plane of another shard."""
     factors = [fine // coarse for fine, coarse in zip(label.shape[2:], size, strict=True)]
     shards = dict(zip(label.dims, label.context.communicator.grid, strict=True))
     if all(
@@ -76,7 +76,7 @@ def _coarsen(label: ShardedVolume, size: Sequence[int]) -> Any:
         own = [[side // factor for side, factor in zip(slab.shape[2:], factors, strict=True)] for slab in label.slabs]
         slabs = [read_at_grid(slab, sides) for slab, sides in zip(label.slabs, own, strict=True)]
         return ShardedVolume(slabs, label.dims, [*label.shape[:2], *size], label.context)
-    if not label.dtype.is_floating_point and label.dtype != torch.uint8:  # which torch cannot resize
+    if not label.dtype.is_floating_point and label.dtype != torch.uint8:  # torch cannot resize these
         label = wrap(label, [slab.float() for slab in label.slabs])
     given = fill(F.interpolate, (label,), {"size": list(size), "mode": "nearest-exact"})
     return interpolate(F.interpolate, given)

@@ -1,4 +1,4 @@
-"""What the numbers of a label map say about each output of a network."""
+"""The meaning of a label map's numbers for each output of a network."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ __all__ = ["Targets"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """The meaning of label maps to a loss.
+    """Meaning of the numbers in a label map, for a loss.
 
-    A label map holds the classes ``0 ... K-1``, then a number for what nobody annotated, if there is such, and then one
-    for each set of classes of which a voxel is known to be one; see `volseg.data.labels`.
+    A label map holds the classes ``0 ... K-1``, then a number for voxels without annotation, if there are any. Then
+    follows a number for each set of classes that cannot be told apart in a case; see `volseg.data.labels`.
     """
 
     num_classes: int
     """K, background included."""
     regions: tuple[tuple[int, ...], ...] = ()
-    """Classes that belong to each of a network's sigmoid outputs; empty for a softmax over the classes."""
+    """Classes of each sigmoid output of a network; empty for a softmax over the classes."""
     ignores: bool = False
-    """Whether K stands for voxels that nobody annotated."""
+    """Whether number K means a voxel without annotation."""
     hidden: tuple[tuple[int, ...], ...] = ()
     """Classes, with the background, that each number from ``first_hidden`` on may stand for."""
 
@@ -29,7 +29,7 @@ class Targets:
 
     @property
     def num_indices(self) -> int:
-        """Numbers that a label map may hold: 0 to one less."""
+        """Count of the numbers that a label map may hold, from 0 on."""
         return self.first_hidden + len(self.hidden)
 
     @property

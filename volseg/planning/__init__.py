@@ -1,4 +1,4 @@
-"""From the fingerprint of a data set to a planned config."""
+"""Plan a training config from the fingerprint of a data set."""
 
 from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 from volseg.planning.fingerprint import Taken, keep_fingerprint, load_fingerprint, take_fingerprint

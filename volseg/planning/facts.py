@@ -1,4 +1,4 @@
-"""What a plan is made from: the fingerprint of a data set, as numbers and names, without a voxel.
+"""Facts from which a plan follows: the fingerprint of a data set, as numbers and names, without voxels.
 
 Axes are those of a case turned to RAS: D to the right, H to the front, W to the head.
 """
@@ -17,24 +17,24 @@ Sides = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseSizes:
-    """One case."""
+    """Sizes of one case."""
 
     case: str
     shape: Sides
-    """D, H, W after cropping to the box of what is not 0 in any channel (voxels)."""
+    """D, H, W after cropping to the box of the voxels that are not 0 in any channel."""
     spacing: Lengths
     """Along D, H, W (mm)."""
     kept: float = 1.0
-    """Share of the voxels that the cropping leaves."""
+    """Share of the voxels that remain after cropping."""
     voxels: Mapping[int, int] = field(default_factory=dict)
-    """How many voxels each value of the label map has, before cropping."""
+    """Number of voxels of each value of the label map, before cropping."""
     largest: Mapping[str, float] = field(default_factory=dict)
-    """Share of the voxels of each structure of the case in its largest component (26 neighbours)."""
+    """Share of each structure's voxels that are in its largest component (26 neighbours)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intensities:
-    """One channel's intensities in the foreground of all cases, each case counting alike."""
+    """One channel's intensities in the foreground of all cases; each case has the same weight."""
 
     mean: float
     std: float
@@ -47,33 +47,33 @@ class Intensities:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What is known of a data set.
+    """Known facts of a data set.
 
-    It is made by `volseg.planning.take_fingerprint`, or by hand from published numbers.
+    `volseg.planning.take_fingerprint` makes it; published numbers can also be written down by hand.
     """
 
     task: str
     channels: tuple[str, ...]
     labels: Mapping[int, str]
-    """Name of each value, the background's too."""
+    """Name of each value, including the background's."""
     cases: tuple[CaseSizes, ...]
-    """All cases with labels that can be used."""
+    """All cases with usable labels."""
     intensities: tuple[Intensities, ...] = ()
-    """Of each channel; none where no voxel was looked at."""
+    """Intensities of each channel; empty if no voxel was read."""
     regions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     ignore: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what JSON can hold of it: everything."""
+        """Return the whole fingerprint as values of JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Return the fingerprint that `to_json` described.
+        """Return the fingerprint from the output of `to_json`.
 
         Raises
         ------
         ValueError
-            If the content is something else.
+            If the content is not a fingerprint.
         """
         return TypeAdapter(cls).validate_python(content)

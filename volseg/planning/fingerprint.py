@@ -1,14 +1,14 @@
-"""Read a data set once, to know what its networks have to cope with: sizes, spacings, intensities, structures.
+"""Read a data set once and measure its sizes, spacings, intensities and structures.
 
-It is nnU-Net's fingerprint, with the voxels of each label besides. Two things are done otherwise: axes are turned to
-RAS first, so that a median along an axis is one of the same direction in the patient, whereas nnU-Net takes axes as
-files store them; and voxels that nobody annotated count for no structure.
+The fingerprint is nnU-Net's, plus the voxels of each label. Two things differ. Axes are turned to RAS first, so that a
+median along an axis is of one direction in the patient; nnU-Net takes axes as files store them. Voxels without
+annotation count for no structure.
 
-It is kept as JSON in ``.volseg`` of the data set's folder, or, where that cannot be written to, in the user's cache
-folder, and is taken again once a file has changed. A file counts as changed with its size, its time of change, or its
-first or last bytes: a compressed file ends with the checksum of its content, so a copy that keeps times is noticed too.
-Of a file that is not compressed the inode's time of change (``ctime``) counts as well, which nobody can put back. Names
-are relative to the folder, which may move.
+The fingerprint is kept as JSON in ``.volseg`` of the data set's folder, or in the user's cache folder if that is
+read-only. It is taken again after a file changes. A file has changed if its size, its modification time, or its first
+or last bytes differ. A compressed file ends with the checksum of its content, so a copy that keeps times is noticed
+too. For a file that is not compressed the inode's time of change (``ctime``) counts as well, which nothing can reset.
+Names are relative to the folder, which may move.
 """
 
 import json
@@ -43,8 +43,8 @@ from volseg.transforms.spacing import measure_sides
 __all__ = ["Taken", "find_places", "keep_fingerprint", "load_fingerprint", "take_fingerprint"]
 
 SAMPLES, SAMPLES_PER_CASE = 10_000_000, 200_000
-"""Foreground voxels that are drawn, in all cases together and of each at most; nnU-Net draws ten times as many, which
-the percentiles do not notice."""
+"""Foreground voxels to draw: in all cases together, and at most in each case. nnU-Net draws ten times as many, which
+does not change the percentiles."""
 
 SEED = 1234
 
@@ -53,11 +53,11 @@ Voxels = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """A fingerprint, and what was found on the way."""
+    """A fingerprint, and the problems of the cases that it leaves out."""
 
     fingerprint: Fingerprint
     left_out: Sequence[str] = ()
-    """What is wrong with cases that it does not speak of, one sentence each."""
+    """Problems of the cases that are left out, one sentence each."""
 
 
 def take_fingerprint(
@@ -69,7 +69,7 @@ def take_fingerprint(
 ) -> Taken:
     """Read and check every case with a label, and describe them.
 
-    The same files give the same fingerprint, by however many threads.
+    The same files give the same fingerprint for any number of threads.
 
     Parameters
     ----------
@@ -85,8 +85,8 @@ def take_fingerprint(
     Raises
     ------
     DataError
-        If a case is bad and ``skip_bad`` is off, all of them at once as `volseg data check` tells them; or if none is
-        left.
+        If a case is bad and ``skip_bad`` is off (all bad cases at once, as `volseg data check` reports them), or if no
+        case remains.
     """
     number = max(1, min(SAMPLES_PER_CASE, SAMPLES // max(1, len(task.training))))
     problems: list[Finding] = []
@@ -157,7 +157,7 @@ def _measure_largest(label: NDArray[Any], task: Task) -> dict[str, float]:
 
 
 def _compute_box(inside: Tensor) -> list[tuple[int, int]]:
-    """Return where what is inside begins and ends along each axis; all of it where there is nothing."""
+    """Return begin and end of the true voxels along each axis; the whole axis if no voxel is true."""
     box = []
     for axis in range(3):
         others = tuple(other for other in range(3) if other != axis)
@@ -167,7 +167,7 @@ def _compute_box(inside: Tensor) -> list[tuple[int, int]]:
 
 
 def _read_axes(image: MetaTensor) -> tuple[list[int], tuple[float, float, float]]:
-    """Return which axis of the file D, H and W are after turning to RAS, and their spacing (mm)."""
+    """Return the file's axes that become D, H and W after turning to RAS, and their spacing (mm)."""
     affine = image.affine.numpy().astype(np.float64)
     goals = nibabel.io_orientation(affine)[:, 0].astype(int).tolist()
     axes = [goals.index(axis) for axis in range(3)]
@@ -177,7 +177,7 @@ def _read_axes(image: MetaTensor) -> tuple[list[int], tuple[float, float, float]
 
 
 def _draw_foreground(channels: Tensor, label: Tensor, task: Task, number: int, place: int) -> Voxels:
-    """Return voxels of the foreground, drawn with replacement as in nnU-Net, so that each case counts alike."""
+    """Return foreground voxels, drawn with replacement as in nnU-Net, the same number from each case."""
     foreground = label > 0
     if task.ignore is not None:
         foreground &= label != task.ignore
@@ -211,14 +211,14 @@ def _describe_intensities(samples: Voxels) -> tuple[Intensities, ...]:
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Of what is stored; grows with any change of what a fingerprint says."""
+"""Version of the stored content; grows with any change to the content of a fingerprint."""
 
 ENDS = 4096
-"""Bytes of a file that are looked at, at either end."""
+"""Bytes of a file that are read, at either end."""
 
 
 def load_fingerprint(task: Task, *, skip_bad: bool = False) -> Taken | None:
-    """Return the fingerprint of a data set if it was taken before and nothing has changed since.
+    """Return the stored fingerprint of a data set, or None if there is none or a file has changed.
 
     Parameters
     ----------
@@ -238,7 +238,7 @@ def load_fingerprint(task: Task, *, skip_bad: bool = False) -> Taken | None:
 
 
 def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Path | None:
-    """Write a fingerprint where `load_fingerprint` finds it; None, and a warning, where nothing can be written."""
+    """Write a fingerprint where `load_fingerprint` finds it; warn and return None if no place is writable."""
     content = {
         "version": VERSION,
         "key": describe_files(task, skip_bad=skip_bad),
@@ -251,14 +251,14 @@ def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Pat
             with replacing(place) as partial:
                 partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             return place
-        except OSError as fault:  # a folder on a read-only disk, or of somebody else
+        except OSError as fault:  # a folder on a read-only disk, or of another user
             refused = fault
     logger.warning("the fingerprint of %s cannot be kept (%s); the next plan reads all cases again", task.name, refused)
     return None
 
 
 def find_places(task: Task) -> list[Path]:
-    """Return where the fingerprint of a data set may lie, in the order of preference."""
+    """Return the possible paths of a data set's fingerprint, in the order of preference."""
     folder = choose_cache_folder("auto")
     assert folder is not None
     root = Path(os.path.abspath(task.root))
@@ -268,7 +268,7 @@ def find_places(task: Task) -> list[Path]:
 
 
 def describe_files(task: Task, *, skip_bad: bool) -> str:
-    """Return what changes with anything that a fingerprint follows from; no image is decompressed."""
+    """Return a digest that changes with any input of a fingerprint; no image is decompressed."""
     described = {
         "version": VERSION,
         "skip_bad": skip_bad,
@@ -289,7 +289,7 @@ def _describe_case_files(case: Case, task: Task) -> Iterator[list[Any]]:
 def _list_data_files(path: Path) -> list[Path]:
     try:
         return find_files(path)
-    except (OSError, ReaderError):  # absent or damaged: a bad case, which is told by who reads it
+    except (OSError, ReaderError):  # absent or damaged: a bad case, which its reader reports
         return [path]
 
 
@@ -300,8 +300,8 @@ def _describe_file(file: Path) -> list[Any]:
             ends = opened.read(ENDS)
             opened.seek(max(0, told.st_size - ENDS))
             ends += opened.read(ENDS)
-    except OSError as fault:  # absent or unreadable: a bad case, which is told by who reads it
+    except OSError as fault:  # absent or unreadable: a bad case, which its reader reports
         return [type(fault).__name__]
-    # A copy of a data set of compressed files, as most are, need not be read again.
+    # Ignore ctime of compressed files, which most data sets have: their copies are not read again.
     times = [told.st_mtime_ns] if file.suffix == ".gz" else [told.st_mtime_ns, told.st_ctime_ns]
     return [told.st_size, *times, sha256(ends).hexdigest()]

@@ -1,7 +1,7 @@
-"""On which grid a task is learned, in which pieces, by a network of which shape: pure.
+"""Plan the spacing, the patch, the batch and the network's shape of a task: pure.
 
-nnU-Net reads axes in the order of its reader (slices first, as in ``(z, y, x)``) and puts the coarsest one in front.
-Its rules break ties by that order, so they are applied in it here; what comes out is given along D, H, W again.
+nnU-Net reads axes in the order of its reader (slices first, as in ``(z, y, x)``) and puts the coarsest axis in front.
+Its rules break ties by that order, so they are applied in that order here. The results are along D, H, W again.
 """
 
 import math
@@ -50,13 +50,13 @@ CASCADE_BELOW = 0.25
 """Share of the median case in a patch below which nnU-Net plans a low-resolution network too."""
 
 LARGEST_SHARE = {"unet": 0.05, "resenc": 1.0, "vnet": 0.05, "whole": 0.05}
-"""Of the data set's voxels, what one batch may hold; nnU-Net's planners of residual encoders take all of them."""
+"""Largest share of the data set's voxels in one batch; nnU-Net's planners of residual encoders allow all of them."""
 
 COUNTS = {"unet": count_unet_features, "resenc": count_residual_features, "vnet": count_vnet_features}
-"""What a patch takes, by the preset that cuts patches."""
+"""Function that counts the features of a patch, by the preset that cuts patches."""
 
 THINNEST_SLAB = 8
-"""Planes of a volume that a GPU should have at least, where the volume is cut."""
+"""Fewest planes of a volume per GPU, if the volume is cut."""
 
 Sides = tuple[int, int, int]
 Lengths = tuple[float, float, float]
@@ -68,32 +68,32 @@ class Geometry:
     """Sizes of a plan along D, H, W."""
 
     spacing: Lengths
-    """To which all cases are resampled (mm)."""
+    """Spacing to which all cases are resampled (mm)."""
     spacing_rule: str
     median_shape: Lengths
-    """Of the cases at that spacing (voxels)."""
+    """Median of the cases' shapes at that spacing (voxels)."""
     largest_shape: Sides
-    """Of them, along each axis by itself."""
+    """Largest side of the cases, along each axis by itself."""
     voxels: float
-    """Of the whole data set, were each case as large as the median."""
+    """Voxels of the whole data set, if each case were as large as the median."""
     coarse: int
-    """The axis of the largest spacing, or of one voxel."""
+    """The axis of the largest spacing, or the axis of one voxel."""
     patch: Sides
     batch: int
     topology: Topology | None = None
-    """None for a network that is taken over."""
+    """None for a network taken from a trained one."""
     features: int = 0
-    """Of one patch; see `volseg.planning.patch`."""
+    """Features of one patch; see `volseg.planning.patch`."""
     reference: float = 0.0
-    """How many fit, with a batch of two."""
+    """Features per patch that fit, with a batch of two."""
     num_gpus: int = 1
-    """That share each volume."""
+    """GPUs that share each volume."""
     axcodes: str = "RAS"
     """Directions in the patient to which D, H, W point."""
 
     @property
     def is_2d(self) -> bool:
-        """Whether the median case has one voxel along an axis, so that nnU-Net plans no 3D network."""
+        """Whether the median case has one voxel along an axis: nnU-Net plans no 3D network for it."""
         return min(self.median_shape) == 1
 
 
@@ -105,13 +105,13 @@ def plan_geometry(
     Parameters
     ----------
     fingerprint : Fingerprint
-        Of the data set.
+        Fingerprint of the data set.
     preset : str
         A key of `PRESETS`.
     gpu_memory : float
-        GiB of one GPU.
+        Memory of one GPU (GiB).
     at : tuple, optional
-        A spacing along D, H, W (mm) and why it is that, in place of the rule for it.
+        A spacing along D, H, W (mm) and its reason, in place of the rule for the spacing.
 
     Raises
     ------
@@ -162,15 +162,15 @@ def plan_geometry(
 
 
 def plan_low_resolution(fingerprint: Fingerprint, fine: Geometry, gpu_memory: float) -> Geometry:
-    """Return the geometry of the first stage of nnU-Net's cascade, the second stage of which is ``fine``.
+    """Return the geometry of the first stage of nnU-Net's cascade; its second stage is ``fine``.
 
-    The spacing grows by 3 % at a time, only along the axes that are finer than half the coarsest one while there are
-    any, until a patch covers a quarter of the median case.
+    The spacing grows by 3 % at a time, until a patch covers a quarter of the median case. It grows only along axes
+    finer than half the coarsest spacing, while there are such axes.
 
     Raises
     ------
     ConfigError
-        If a patch of ``fine`` covers as much already, or the coarser grid has more than half as many voxels.
+        If a patch of ``fine`` covers a quarter, or the coarser grid has more than half as many voxels.
     """
     whole, mm, low = math.prod(fine.median_shape), np.array(fine.spacing), fine
     rule = f"coarser, until a patch covers {CASCADE_BELOW:.0%} of the median case: nnU-Net's first stage of a cascade"
@@ -187,7 +187,7 @@ def plan_low_resolution(fingerprint: Fingerprint, fine: Geometry, gpu_memory: fl
 
 
 def count_outputs(fingerprint: Fingerprint) -> int:
-    """Return how many labels nnU-Net counts: the entries of its ``labels``, the background and what is ignored too."""
+    """Return the number of labels that nnU-Net counts: its ``labels``, with the background and the ignored label."""
     told_apart = len(fingerprint.regions) + 1 if fingerprint.regions else len(fingerprint.labels)
     return told_apart + (fingerprint.ignore is not None)
 
@@ -204,7 +204,7 @@ def _pick(values: Sequence[Item], axes: Sequence[int]) -> tuple[Item, Item, Item
 
 
 def _count_gpus(features: int, reference: float, volume: Sequence[int], gpu_memory: float) -> int:
-    """Return over how many GPUs one volume is cut so that each one's part fits."""
+    """Return the number of GPUs over which one volume is cut so that each part fits."""
     needed = math.ceil(features / (REFERENCE_BATCH * reference))
     most = max(volume) // THINNEST_SLAB
     if needed > max(most, 1):
@@ -219,15 +219,16 @@ Floats = NDArray[np.float64]
 
 
 def plan_spacing(spacings: Sequence[Sequence[float]], shapes: Sequence[Sequence[int]]) -> tuple[Floats, str]:
-    """Return the spacing (mm) to which all cases are resampled, and why.
+    """Return the spacing (mm) to which all cases are resampled, and the reason.
 
-    It is the median along each axis. Where one axis has more than three times the others' spacing and less than a third
-    of their voxels, the tenth percentile along it: the median would throw away slices of the cases that have many.
+    The spacing is the median along each axis. An axis with more than three times the spacing of the others and less
+    than a third of their voxels gets its tenth percentile: the median would discard slices of the cases with many
+    slices.
 
     Parameters
     ----------
     spacings, shapes : sequences
-        Of each case, after cropping to what is not 0.
+        Those of each case, after cropping to the voxels that are not 0.
 
     References
     ----------
@@ -243,7 +244,7 @@ def plan_spacing(spacings: Sequence[Sequence[float]], shapes: Sequence[Sequence[
     if not (thick and few):
         return target, "median of the cases along each axis"
     tenth = float(np.percentile(mm[:, worst], 10))
-    # Not finer than the other axes, by a hair, so that the axis stays the coarsest one.
+    # Slightly coarser than the other axes, so that the axis stays the coarsest.
     target[worst] = tenth if tenth >= finer else finer + 1e-5
     return target, (
         f"median of the cases, but for the thick slices ({np.percentile(mm[:, worst], 50):.4g} mm, more than 3 times "
@@ -252,12 +253,12 @@ def plan_spacing(spacings: Sequence[Sequence[float]], shapes: Sequence[Sequence[
 
 
 def resampled_shape(shape: Sequence[int], spacing: Sequence[float], target: Sequence[float] | Floats) -> list[int]:
-    """Return how many voxels a case has along each axis at the target spacing."""
+    """Return the number of voxels of a case along each axis at the target spacing."""
     return [round(side / to * count) for side, to, count in zip(spacing, target, shape, strict=True)]
 
 
 def is_flat(patch: Sequence[int], coarse: int) -> bool:
-    """Tell whether a patch is so short along its coarsest axis that it is augmented as a stack of planes.
+    """Return whether a patch is so short along its coarsest axis that it is augmented as a stack of planes.
 
     >>> is_flat((320, 256, 20), 2), is_flat((40, 56, 40), 0)
     (True, False)
@@ -268,15 +269,15 @@ def is_flat(patch: Sequence[int], coarse: int) -> bool:
 SAME_AXIS = str.maketrans("LPI", "RAS")
 
 PRESETS_OF = {"VNet": "vnet", "ResEncUNet": "resenc"}
-"""Preset with whose learning rate a network is trained; `unet` for any other."""
+"""Preset whose learning rate a network gets; `unet` for any other network."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Like:
-    """What a plan takes over from a trained network."""
+    """Values that a plan takes from a trained network."""
 
     source: str
-    """Path of the weights, with which the training begins."""
+    """Path of the initial weights."""
     network: Mapping[str, Any]
     """Name and all parameters."""
     patch: Sequence[int]
@@ -295,7 +296,7 @@ class Like:
 def plan_geometry_like(fingerprint: Fingerprint, like: Like) -> Geometry:
     """Return the sizes of a data set at the spacing of a trained network, in the order of its axes.
 
-    Intensities are not taken over: they follow from the data set, whose channels may be of another kind.
+    Intensities are not taken over: they follow from the data set, and its channels may be of another kind.
     """
     axes = ["RAS".index(letter) for letter in like.axcodes.translate(SAME_AXIS)]
     shapes = [

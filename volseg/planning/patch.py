@@ -1,11 +1,11 @@
-"""How large a patch and a batch a GPU takes: nnU-Net's rules, pure.
+"""Compute the patch and the batch that fit a GPU: nnU-Net's rules, pure.
 
-Axes come in any order, the same in all arguments; of axes that are equally long, the last one is shortened first.
+Axes come in any order, the same in all arguments. Of axes that are equally long, the last is shortened first.
 
-The memory of a training is measured by the elements of the network's convolutions' outputs, as nnU-Net counts them. It
-compares that count with one that is known to fit: 560 million of its U-Net, at a batch of two, in 8 GB. What a step
-takes besides (normalised copies, gradients, workspaces) goes along with it, so only the count is compared. It is
-counted for torch's kernels under autocast; this package's own take less.
+The memory of a training is measured by the elements of the outputs of the network's convolutions, as nnU-Net counts
+them. nnU-Net compares that count with one that is known to fit: 560 million for its U-Net, at a batch of two, in 8 GB.
+The other memory of a step (normalised copies, gradients, workspaces) grows with the count, so only the count is
+compared. The count is for torch's kernels under autocast; this package's own kernels take less.
 """
 
 import math
@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 LARGEST_PATCHES = {2: 2048**2, 3: 256**3}
-"""Voxels from which nnU-Net begins to shorten, by the number of axes that have more than one."""
+"""Voxels of the first patch, by the number of axes with more than one voxel."""
 
 SMALLEST_SIDES = (16, 24)
-"""Of the axes that are halved, where there are several of them and where there is one."""
+"""Shortest side of the halved axes: if there are several, and if there is one."""
 
 Sides = tuple[int, int, int]
 Count = Callable[[Sequence[int], Topology], int]
@@ -41,12 +41,12 @@ Shape = Callable[[Sequence[float], Sequence[float]], Topology]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchPlan:
-    """A patch, the network for it, and what that takes."""
+    """A patch, its network, and the features of both."""
 
     size: Sides
     topology: Topology
     features: int
-    """Elements of one patch; see `count_unet_features`."""
+    """Elements of the outputs for one patch; see `count_unet_features`."""
 
 
 def plan_patch(
@@ -59,26 +59,26 @@ def plan_patch(
 ) -> PatchPlan:
     """Return the largest patch whose network fits, in the proportions of the median case.
 
-    The first patch is a cube (in mm) of 256 ** 3 voxels at this spacing, or a square of 2048 ** 2 where the median case
-    has one voxel along an axis, no longer than the median case. Its longest
-    axis relative to the median case is shortened until the count is within ``reference``; if that axis can be no
-    shorter, the next longest is. Every side is a multiple of the product of the network's strides along it.
+    The first patch is a cube (in mm) of 256 ** 3 voxels at this spacing, or a square of 2048 ** 2 if the median case
+    has one voxel along an axis. No side is longer than the median case's. The axis that is longest relative to the
+    median case is shortened until the count is within ``reference``. If that axis can be no shorter, the next longest
+    is shortened. Every side is a multiple of the product of the network's strides along it.
 
     Parameters
     ----------
     spacing, median_shape : sequence of float
-        At the target spacing.
+        Those of the data set, at the target spacing.
     count : callable
-        Of a patch and its topology; see `count_unet_features`.
+        Counts the features of a patch and its topology; see `count_unet_features`.
     reference : float
         The count that fits.
     shape : callable
-        Gives the network's topology for a patch and its spacing; raises `ConfigError` if there is none.
+        Returns the network's topology for a patch and its spacing; raises `ConfigError` if there is none.
 
     Raises
     ------
     ConfigError
-        If not even the smallest patch that has a network fits.
+        If even the smallest patch with a network does not fit.
     """
     largest = _largest_sides(spacing, median_shape)
     sides = [min(side, median) for side, median in zip(largest, median_shape, strict=True)]
@@ -98,11 +98,11 @@ def plan_patch(
 def _shorten(
     patch: Sides, axis: int, topology: Topology, spacing: Sequence[float], shape: Shape
 ) -> tuple[Sides, Topology] | None:
-    """Return the next smaller patch along an axis, and its network; None if there is none."""
+    """Return the next smaller patch along an axis, and its network, or None."""
     sides = [*patch]
-    sides[axis] = max(patch[axis] - topology.divisors[axis], 2)  # of one voxel it would be another network
+    sides[axis] = max(patch[axis] - topology.divisors[axis], 2)  # a side of one voxel would need another network
     try:
-        # The step after this one may be finer: 256 is a multiple of 64, and what follows is 224, not 192.
+        # The step after this one may be finer: 256 is a multiple of 64, and the next side is 224, not 192.
         sides[axis] = patch[axis] - shape(sides, spacing).divisors[axis]
         return _fit(sides, spacing, shape) if sides[axis] > 1 else None
     except ConfigError:
@@ -110,12 +110,12 @@ def _shorten(
 
 
 def smallest_patch(sides: Sequence[float], spacing: Sequence[float]) -> tuple[Sides, Topology]:
-    """Return the smallest sides that hold ``sides`` and that their U-Net takes, and that network."""
+    """Return the smallest sides not below ``sides`` that a U-Net takes, and that U-Net."""
     return _fit(_least_sides(sides, spacing, plan_topology), spacing, plan_topology)
 
 
 def plan_batch(features: int, reference: float, patch_voxels: int, dataset_voxels: float, *, share: float) -> int:
-    """Return how many patches a batch has: what fits, at most a share of the data set's voxels, and two at least.
+    """Return the patches per batch: as many as fit, at most a share of the data set's voxels, and at least two.
 
     >>> plan_batch(280_000_000, 560e6, 128**3, 1e9, share=0.05)
     4
@@ -134,7 +134,7 @@ def _largest_sides(spacing: Sequence[float], median_shape: Sequence[float]) -> l
 
 
 def _least_sides(sides: Sequence[float], spacing: Sequence[float], shape: Shape) -> list[float]:
-    """Return the sides from which on there is a U: what is smaller lies in the middle of a patch, with 0 around it."""
+    """Return the smallest sides that have a U-Net; a smaller case is in the middle of a patch, padded with 0."""
     held = list(sides)
     for least in SMALLEST_SIDES:
         try:
@@ -153,13 +153,13 @@ def _fit(sides: Sequence[float], spacing: Sequence[float], shape: Shape) -> tupl
 
 
 REFERENCE_BATCH = 2
-"""For which the reference counts fit."""
+"""Batch for which the reference counts fit."""
 
 UNET_REFERENCE = (8.0, 560e6)
-"""GiB, and elements of nnU-Net's plain U-Net that fit."""
+"""GPU memory (GiB), and the elements of nnU-Net's plain U-Net that fit."""
 
 RESIDUAL_REFERENCES = ((8.0, 680e6), (24.0, 2100e6), (40.0, 3600e6))
-"""Of its residual encoders M, L and XL."""
+"""The same numbers of nnU-Net's residual encoders M, L and XL."""
 
 VNET_DOWN, VNET_UP = (1, 1, 2, 3, 2), (1, 1, 2, 2)
 """Convolutions of each level on the way down and up, without those that change the grid."""
@@ -168,8 +168,8 @@ VNET_DOWN, VNET_UP = (1, 1, 2, 3, 2), (1, 1, 2, 2)
 def reference_features(preset: str, gpu_memory: float, *, is_2d: bool = False) -> float:
     """Return the count that fits ``gpu_memory`` GiB with a batch of two.
 
-    It is in proportion to the memory, from the largest of nnU-Net's own budgets that is not larger. nnU-Net has budgets
-    of their own for single slices.
+    The count is in proportion to the memory, from nnU-Net's largest budget of at most that memory. nnU-Net has separate
+    budgets for single slices.
 
     >>> reference_features("unet", 16.0) / 1e6, reference_features("resenc", 24.0) / 1e6
     (1120.0, 2100.0)
@@ -180,14 +180,14 @@ def reference_features(preset: str, gpu_memory: float, *, is_2d: bool = False) -
 
 
 def count_unet_features(patch: Sequence[int], topology: Topology, num_outputs: int) -> int:
-    """Return what one patch takes in nnU-Net's plain U-Net, MONAI's DynUNet: two convolutions per stage and side."""
+    """Return the features of a patch in nnU-Net's plain U-Net, MONAI's DynUNet: two convolutions per stage and side."""
     voxels = _voxels_of_stages(patch, topology)
     encoder = sum(2 * filters * count for filters, count in zip(topology.filters, voxels, strict=True))
     return encoder + _count_decoder(voxels, topology, 2, num_outputs)
 
 
 def count_residual_features(patch: Sequence[int], topology: Topology, num_outputs: int) -> int:
-    """Return what one patch takes in nnU-Net's U-Net with a residual encoder."""
+    """Return the features of one patch in nnU-Net's U-Net with a residual encoder."""
     voxels = _voxels_of_stages(patch, topology)
     before = topology.filters[0]
     encoder = before * voxels[0]  # the stem
@@ -199,10 +199,10 @@ def count_residual_features(patch: Sequence[int], topology: Topology, num_output
 
 
 def count_vnet_features(patch: Sequence[int], topology: Topology, num_outputs: int) -> int:
-    """Return what one patch takes in the V-Net, whose last two convolutions give a channel per class."""
+    """Return the features of one patch in the V-Net; its last two convolutions output a channel per class."""
     elements = [a * b for a, b in zip(topology.filters, _voxels_of_stages(patch, topology), strict=True)]
     down = sum((n + (level > 0)) * elements[level] for level, n in enumerate(VNET_DOWN))  # one changes the grid
-    # On the way up half of a level's channels come from below, and are convolved with as many of the skip.
+    # On the way up half of a level's channels come from below, and are convolved together with as many of the skip.
     up = sum((2 * n + 1) * elements[level] for level, n in enumerate(VNET_UP))
     return down + up + 2 * num_outputs * math.prod(patch)
 
@@ -216,7 +216,7 @@ def _voxels_of_stages(patch: Sequence[int], topology: Topology) -> list[int]:
 
 
 def _count_decoder(voxels: Sequence[int], topology: Topology, convolutions: int, num_outputs: int) -> int:
-    """Count an upsampling and some convolutions per stage, and the one head that works outside of training."""
+    """Count one upsampling and the convolutions of each stage, and the one head that also runs in inference."""
     stages = zip(topology.filters[:-1], voxels[:-1], strict=True)
     return sum((convolutions + 1) * filters * count for filters, count in stages) + num_outputs * voxels[0]
 
@@ -228,11 +228,11 @@ REFERENCES = {
     "vnet": ((8.0, count_vnet_features((128, 128, 64), VNET_MONAI, 2)),),
     "whole": (UNET_REFERENCE,),
 }
-"""By preset."""
+"""GPU memory (GiB) and count that fit, by preset."""
 
 REFERENCES_2D = {
     "unet": ((8.0, 510e6),),
     "resenc": ((8.0, 810e6), (24.0, 2280e6), (40.0, 3360e6)),
     "whole": ((8.0, 510e6),),
 }
-"""nnU-Net's numbers for a batch of 12, six times as many for a batch of two."""
+"""nnU-Net's counts at its batch of 12, times six for a batch of two."""

@@ -1,4 +1,4 @@
-"""From a fingerprint to a plan, and to the commented config of it."""
+"""Plan a training from a fingerprint, and write the plan as a commented config."""
 
 import re
 import textwrap
@@ -33,31 +33,31 @@ __all__ = [
 ]
 
 CASCADE = "cascade"
-"""The preset of two configs."""
+"""The preset that makes two configs."""
 
 DEFAULT_MEMORY = 8.0
-"""GiB of GPU memory that are planned for: nnU-Net's number, so that plans can be compared."""
+"""GiB of GPU memory to plan for by default: nnU-Net's number, so that plans can be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a task will be trained."""
+    """Settings for the training of a task."""
 
     fingerprint: Fingerprint
     preset: str
     gpu_memory: float
-    """Of one GPU (GiB)."""
+    """Memory of one GPU (GiB)."""
     geometry: Geometry
     settings: tuple[Setting, ...]
     patients: GroupProposal | None = None
-    """How the cases are grouped by patient; None where each counts as one of its own."""
+    """Groups of the cases by patient; None if each case counts as a patient."""
     like: Like | None = None
-    """The trained network that grid, patch and network are taken over from."""
+    """The trained network from which grid, patch and network are taken."""
     first_stage: "Plan | None" = None
-    """Of a cascade, the plan of the low-resolution network."""
+    """For a cascade, the plan of the low-resolution network."""
 
     def values(self) -> dict[str, Any]:
-        """Return the settings as a config file holds them."""
+        """Return the settings as nested values of a config file."""
         values: dict[str, Any] = {}
         for setting in self.settings:
             section, _, key = setting.key.rpartition(".")
@@ -89,28 +89,28 @@ def plan(
     Parameters
     ----------
     fingerprint : Fingerprint
-        Of its cases; see `take_fingerprint`.
+        Fingerprint of the cases; see `take_fingerprint`.
     preset : str
         Network and pieces: ``unet``, ``resenc``, ``vnet`` or ``whole``; or ``cascade``, two plain U-Nets.
     gpu_memory : float
-        Of one GPU (GiB).
+        Memory of one GPU (GiB).
     root : path, optional
-        Of the data set, for the config; the task's name by default.
+        Folder of the data set, for the config; the task's name by default.
     name : str, optional
-        Of the experiment; by default the task's and the preset's, see `choose_name`.
+        Name of the experiment; by default the task's and the preset's, see `choose_name`.
     skip_bad : bool
-        Train without the bad cases, of which the fingerprint does not speak.
+        Train without the bad cases, which the fingerprint leaves out.
     given_folds : int
-        Folds that the data set itself names (`Task.splits`), of which the first is taken; with none, five are made.
+        Number of folds that the data set defines (`Task.splits`): the plan takes the first. With 0, it makes five.
     patients : GroupProposal, optional
-        How the cases are grouped by patient (`propose_groups`), where that is evident.
+        Groups of the cases by patient (`propose_groups`), if they are evident.
     like : Like, optional
-        A trained network, whose grid, patch and network are taken over, so that a training begins with its weights.
+        A trained network: the plan takes its grid, patch and network, and its weights as initial weights.
 
     Raises
     ------
     ConfigError
-        For a preset beside ``like``, an unknown preset, no case, or a memory in which nothing fits.
+        For ``like`` with a preset, an unknown preset, no case, or too little memory.
     """
     if like is not None and preset != "unet":
         raise ConfigError(f"the network is that of {like.source}, not of the preset {preset}; leave one of them out")
@@ -157,7 +157,7 @@ def plan(
 
 
 def choose_name(task: str, preset: str) -> str:
-    """Return what an experiment is called that was given no name.
+    """Return the default name of an experiment.
 
     >>> choose_name("Task04_Hippocampus", "unet")
     'task04_hippocampus_unet'
@@ -167,7 +167,7 @@ def choose_name(task: str, preset: str) -> str:
 
 
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
-"""Bytes of each unit that a GPU's memory is told in."""
+"""Bytes of each unit of a GPU's memory."""
 
 
 def parse_memory(text: str) -> float:
@@ -176,7 +176,7 @@ def parse_memory(text: str) -> float:
     Raises
     ------
     ConfigError
-        For what is no size.
+        If the text is no size.
 
     Examples
     --------
@@ -200,15 +200,15 @@ SOURCES = (
 
 
 def name_first_stage(path: str | Path) -> Path:
-    """Return the file of the first stage beside the config of a cascade."""
+    """Return the path of the first stage's config, beside the config of a cascade."""
     path = Path(path)
     return path.with_name(f"{path.stem}_lowres{path.suffix}")
 
 
 def write_config(plan: Plan, path: str | Path, *, overwrite: bool = False) -> Path:
-    """Write the config of a plan, whole or not at all; `load_config` reads what `Plan.config` is.
+    """Write the config of a plan, whole or not at all; `load_config` reads the same config as `Plan.config`.
 
-    Of a cascade two are written; see `name_first_stage`.
+    A cascade gets two files; see `name_first_stage`.
 
     Parameters
     ----------
@@ -217,12 +217,12 @@ def write_config(plan: Plan, path: str | Path, *, overwrite: bool = False) -> Pa
     path : path
         The file.
     overwrite : bool
-        Replace a file that is there.
+        Replace an existing file.
 
     Raises
     ------
     ConfigError
-        If there is one and ``overwrite`` is off.
+        If the file exists and ``overwrite`` is off.
     """
     path = Path(path)
     require_new(path, overwrite=overwrite)

@@ -1,4 +1,4 @@
-"""Fingerprints of the Decathlon's tasks by what has been published of them: a plan needs no download."""
+"""Fingerprints of the Decathlon's tasks from published numbers: a plan needs no download."""
 
 import math
 
@@ -8,20 +8,20 @@ from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 __all__ = ["published_fingerprint"]
 
 SHARE_OF_FINE = 0.25
-"""Of the cases of a task with thick slices, those that are as thin as its target spacing: more than a tenth, which the
-rule for the target spacing looks at, and less than half, which the median does."""
+"""Share of the cases of a task with thick slices that are as thin as its target spacing. It is more than a tenth, which
+the rule for the target spacing uses, and less than half, which the median uses."""
 
 MOSTLY_ZERO, HARDLY_ZERO = 0.74, 1.0
-"""Share of the voxels in the box that is not 0, where the size of the files is unknown: nnU-Net's plans say on which
+"""Share of the voxels in the box of those that are not 0, if the files' size is unknown. nnU-Net's plans say on which
 side of 0.75 it is."""
 
 
 def published_fingerprint(name: str) -> Fingerprint:
-    """Return a fingerprint that agrees with what nnU-Net published of a task: the least that its rules look at.
+    """Return a fingerprint that agrees with nnU-Net's published numbers of a task, as far as its rules need them.
 
-    Of the cases' sizes the medians are known, and of their spacings the median and the one that they are resampled to.
-    So every case has the median size at the target spacing, most of them with the median spacing, a quarter with the
-    target, which differs for thick slices only. A fingerprint of the data themselves may give another plan.
+    The published numbers are the median size, the median spacing and the target spacing. So every case has the median
+    size at the target spacing. Most cases have the median spacing and a quarter has the target spacing, which differs
+    only for thick slices. A fingerprint of the data themselves may give another plan.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def published_fingerprint(name: str) -> Fingerprint:
     Raises
     ------
     DataError
-        There is no such task.
+        If there is no such task.
     """
     manifest = find_public_task(name).manifest
     known = manifest["nnunet"]

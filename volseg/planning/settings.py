@@ -1,4 +1,4 @@
-"""What a planned config holds: each value with the rule that gave it. Pure."""
+"""List the values of a planned config, each with the rule that gave it. Pure."""
 
 import math
 import re
@@ -20,21 +20,21 @@ from volseg.transforms.grid import find_coarse_axis
 __all__ = ["Setting", "list_settings"]
 
 MASKED_BELOW = 0.75
-"""Share of the voxels that cropping leaves, below which moments are taken over what is not 0: nnU-Net's number."""
+"""Share of voxels left by cropping; below it, moments are taken over the voxels that are not 0 (nnU-Net's number)."""
 
 PEAK_RATES = {"unet": (3.0e-3, 9), "resenc": (3.0e-3, 9), "vnet": (5.0e-3, 8), "whole": (3.0e-3, 9)}
-"""Learning rate and the batch with which it was found best on MSD Task04."""
+"""Learning rate that was best on MSD Task04, and its batch."""
 
 EPOCHS, ITERATIONS = 100, 250
 
 NUM_FOLDS = 5
-"""nnU-Net's number."""
+"""nnU-Net's number of folds."""
 
 ONE_PIECE, ENOUGH_CASES = 0.99, 10
-"""Share of a structure's voxels in its largest component, and cases with it, from which on it counts as one piece."""
+"""Share of a structure's voxels in its largest component, and number of such cases, that make it one piece."""
 
 LONG_PLANE = 1.5
-"""From how many times the shorter side on a slice is turned by 15 degrees only: nnU-Net's number."""
+"""Ratio of a slice's sides above which it is turned by only 15 degrees: nnU-Net's number."""
 
 SINGLE_SLICES = (
     "the median case is one slice, for which nnU-Net plans a 2D network: strides and kernels of 1 across it; within it "
@@ -44,10 +44,10 @@ SINGLE_SLICES = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value of a config, and why it is what it is."""
+    """One value of a config, and its reason."""
 
     key: str
-    """Dotted; a number names an item of a list."""
+    """Dotted key; a number names an item of a list."""
     value: Any
     reason: str = ""
 
@@ -65,26 +65,26 @@ def list_settings(
     like: Like | None = None,
     previous_stage: str | None = None,
 ) -> Iterator[Setting]:
-    """Yield the settings in the order in which they stand in the file.
+    """Yield the settings in the order of the file.
 
     Parameters
     ----------
     fingerprint, geometry
-        Of the task.
+        Those of the task.
     preset : str
         A key of `PRESETS`.
     root : path
         The data set's folder.
     name : str
-        Of the experiment.
+        Name of the experiment.
     skip_bad : bool
         Train without the bad cases.
     given_folds : int
-        Folds that the data set itself names.
+        Number of folds that the data set defines.
     patients : GroupProposal, optional
-        How its cases are grouped by patient.
+        Groups of the cases by patient.
     like : Like, optional
-        The trained network that ``geometry`` is taken over from.
+        The trained network of ``geometry``.
     previous_stage : str, optional
         Folder of the cross-validation of a cascade's first stage.
     """
@@ -166,7 +166,7 @@ def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry, *, is_seco
 
 
 def _normalise(fingerprint: Fingerprint) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield a step per scheme that the channels' names ask for, by nnU-Net's names."""
+    """Yield a step per scheme of the channels' names, by nnU-Net's names."""
     kept = float(np.median([case.kept for case in fingerprint.cases]))
     schemes = [{"ct": "ct", "nonorm": "none"}.get(name.casefold(), "zscore") for name in fingerprint.channels]
     for channel, scheme in enumerate(schemes):
@@ -193,7 +193,7 @@ def _normalise(fingerprint: Fingerprint) -> Iterator[tuple[dict[str, Any], str]]
 
 
 def _clip_ct(found: Intensities | None) -> dict[str, Any]:
-    if found is None:  # no voxel was looked at
+    if found is None:  # no voxel was read
         return {"name": "ClipZScore", "percentiles": [0.5, 99.5]}
     lower, upper, mean = (_shorten(x) for x in (found.percentile_00_5, found.percentile_99_5, found.mean))
     return {"name": "ClipZScore", "lower": lower, "upper": upper, "mean": mean, "std": _shorten(max(found.std, 1e-8))}
@@ -284,7 +284,7 @@ def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str
 
 
 def _list_sides(fingerprint: Fingerprint) -> tuple[str, str] | None:
-    """Return the first two labels or regions whose names differ by left and right only."""
+    """Return the first two labels or regions whose names differ only by left and right."""
     names = {name.casefold(): name for name in (*fingerprint.labels.values(), *fingerprint.regions)}
     for lowered, name in names.items():
         other = re.sub(r"(?<![a-z])left(?![a-z])", "right", lowered)
@@ -335,7 +335,7 @@ def _list_network(geometry: Geometry, preset: str) -> Iterator[Setting]:
 def _list_losses(fingerprint: Fingerprint) -> Iterator[Setting]:
     loss: dict[str, Any] = {"name": "DiceCELoss"}
     reason = "Dice and cross entropy, summed as in nnU-Net"
-    if not fingerprint.regions:  # which have no background
+    if not fingerprint.regions:  # regions have no background
         loss["include_background"] = False
         reason += (
             "; Dice is a mean over the foreground, as in nnU-Net: with the background in it the validated Dice was the "
@@ -395,7 +395,7 @@ def _list_inference(fingerprint: Fingerprint, geometry: Geometry, preset: str) -
 
 
 def _list_single(fingerprint: Fingerprint) -> list[str]:
-    """Return the structures that are one component in every case that has them, in enough cases."""
+    """Return the structures that are one component in every case with them, in enough cases."""
     shares: dict[str, list[float]] = {}
     for case in fingerprint.cases:
         for name, share in case.largest.items():
@@ -408,5 +408,5 @@ def _nest(triples: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _shorten(number: float) -> float:
-    """Return a number with six digits, which says enough about millimetres and intensities."""
+    """Return a number with six digits, enough for millimetres and intensities."""
     return float(f"{number:.6g}")

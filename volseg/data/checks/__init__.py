@@ -1,8 +1,8 @@
-"""What keeps a case from being used, each fault in one sentence, and all bad cases at once.
+"""Find the faults that make a case unusable, each in one sentence, and all bad cases at once.
 
-A header can be right while the voxels are not, so files are read to their end; a training prepares what was read here
-(`volseg.data.preparing`), so that no file is decompressed twice. ``volseg data check`` reads by the same rules, and
-compares the cases with each other besides.
+A header can be right while the voxels are not, so files are read fully. A training prepares the volumes that the check
+has read (`volseg.data.preparing`), so that no file is decompressed twice. ``volseg data check`` uses the same rules,
+and also compares the cases with each other.
 """
 
 from volseg.data.checks.findings import (
@@ -19,10 +19,10 @@ from volseg.data.checks.repair import repair_task
 from volseg.data.checks.task import TaskCheck, check_task
 
 Problem = Finding
-"""What is bad."""
+"""A finding that makes a case bad."""
 
 Remark = Finding
-"""What is to be looked at."""
+"""A finding to look at."""
 
 __all__ = [
     "KINDS",

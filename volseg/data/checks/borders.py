@@ -2,7 +2,7 @@
 
 Voxels near the border are sorted into cells: by their distance from the border (eight shells, one finest voxel each)
 and by the octant around the label's centre. The mean intensities of the cells are the profile of the border, which is
-alike in cases of one anatomy. Profiles are also taken after shifting and mirroring the label: a label is misplaced if
+similar in cases of one anatomy. Profiles are also taken after shifting and mirroring the label: a label is misplaced if
 such a profile resembles the other cases much more (`volseg.data.checks.placing`).
 
 References

@@ -1,4 +1,4 @@
-"""What only the whole data set shows: cases that are unlike the others, and labels that nobody has.
+"""Compare the cases of a data set: cases that are unlike the others, and labels that no case has.
 
 Statistics of single cases are compared by `volseg.data.checks.outliers`. Where many cases differ, the data set is
 mixed, which is reported once.
@@ -28,7 +28,7 @@ THICKNESS_SHOWS = {"noise", "slices-unlike", "wrapped", "label-ragged"}
 """Kinds of findings that an unusual slice thickness explains."""
 
 ALWAYS, FEWEST_ALWAYS = 0.95, 20
-"""A label is expected in each case if this share of the cases have it, of at least so many."""
+"""A label is expected in each case if this share of the cases has it, among at least this many."""
 
 MIXED_SCALE = 100.0
 """Factor between ranges of intensities from which on a data set is mixed."""
@@ -40,16 +40,16 @@ APART = 0.05
 """Largest share of the cases that can lie apart from all others by their range of intensities."""
 
 FOLDS = 5
-"""Of nnU-Net's cross-validation, which is ours too."""
+"""Folds of nnU-Net's cross-validation, the default here too."""
 
 LEAST_CONTRAST = 0.05
 """Least contrast with a sign, in ranges of intensities."""
 
 LEAST_DOUBLED = 64
-"""Labelled voxels from which on two equal label maps are no chance."""
+"""Labelled voxels from which on two equal label maps are no coincidence."""
 
 CLIPPED_ABOVE, CLIPPED_SHARE = -500.0, 0.01
-"""Hounsfield units: with a lowest value above it, and so large a share of the voxels there, a CT was cut off."""
+"""Hounsfield units, and share of voxels: a CT with a higher lowest value, and this share there, was clipped."""
 
 OFFSET_HIGH = 1000.0
 """A CT whose lowest value is 0 and whose 99.5th percentile is above this holds soft tissue at about 1024."""
@@ -59,7 +59,7 @@ Channels = Sequence[tuple[Case, ChannelFacts]]
 
 
 def compare_cases(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
-    """Return what the cases show side by side; all are remarks."""
+    """Return the findings of a comparison of cases; all are remarks."""
     labelled = [fact for fact in facts if fact.label_counts]
     images = [(fact.case, fact.image) for fact in facts if fact.image is not None]
     unlike = _list_unlike_spacings(images)
@@ -92,7 +92,7 @@ def _compare_label_counts(facts: Sequence[ComparedCase], task: Task) -> Iterator
 
 
 def _list_absent_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
-    """Remark on cases that lack a label which nearly all others have; an empty label is a finding of its own."""
+    """Remark on cases that lack a label which nearly all others have; an empty label is a separate finding."""
     labelled = [fact for fact in facts if fact.image is not None and _count_structures(fact, task)]
     for value, name in task.foreground.items():
         looked = [fact for fact in labelled if value in (fact.case.get("labelled") or (value,))]
@@ -114,7 +114,7 @@ def _list_same_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Fin
         if fact.label_digest is not None and _count_structures(fact, task) >= LEAST_DOUBLED:
             by_digest[fact.label_digest].append(fact)
     for first, *rest in by_digest.values():
-        # Equal images are a finding of their own.
+        # Equal images are a separate finding.
         others = [fact.case["case"] for fact in rest if fact.image != first.image]
         if others:
             yield Finding.of(first.case, "same-label", f"also {list_some(others)}", "label")
@@ -135,7 +135,7 @@ def _compare_orientations(images: Images) -> Iterator[Finding]:
 
 
 def _compare_grids(images: Images) -> Iterator[Finding]:
-    """Remark on unusual sizes, and on spacings that are far too large or small or make the size unusual too.
+    """Remark on unusual sizes, and on spacings that are extreme or make the size unusual too.
 
     Another protocol has thicker slices and fewer of them; a wrong spacing makes the patient larger.
     """
@@ -153,7 +153,7 @@ def _compare_grids(images: Images) -> Iterator[Finding]:
 
 
 def _list_unlike_spacings(images: Images) -> set[str]:
-    """Return the cases whose spacing is far from the median, however many they are."""
+    """Return the cases whose spacing is far from the median, for any number of them."""
     logs = np.log([image.spacing for _, image in images]).reshape(-1, 3)
     far = np.abs(logs - np.median(logs, axis=0)).max(1) > np.log(FAR_SPACING) if len(images) else []
     return {case["case"] for (case, _), is_far in zip(images, far, strict=True) if is_far}
@@ -164,7 +164,7 @@ def _list_far(values: Sequence[float], factor: float) -> list[int]:
 
 
 def _list_apart(values: Sequence[float], factor: float) -> list[int]:
-    """Return the indices of values that are smaller or larger than all others by a factor, however these spread."""
+    """Return the indices of values that are a factor below or above all others, for any spread of these."""
     order = np.argsort(values)
     logs = np.log(np.maximum(np.array(values)[order], np.finfo(np.float64).tiny))
     most = max(1, int(APART * len(values)))
@@ -196,7 +196,7 @@ def _check_ct(channels: Channels, where: str) -> Iterator[Finding]:
 
 
 def _compare_structures(channels: Channels, where: str, *, is_ct: bool) -> Iterator[Finding]:
-    """Remark on cases whose largest structure lies on air, or is dark where it is bright in the other cases.
+    """Remark on cases whose largest structure is on air, or is dark where it is bright in the other cases.
 
     Each structure is compared with the same one: in a cropped CT, lungs may be the only one.
     """
@@ -222,7 +222,7 @@ def _compare_structures(channels: Channels, where: str, *, is_ct: bool) -> Itera
 
 
 def describe_data(facts: Sequence[ComparedCase], task: Task) -> dict[str, object]:
-    """Return what the cases are like together, as the JSON of a check tells it."""
+    """Return common properties of the cases, for the JSON of a check."""
     images = [fact.image for fact in facts if fact.image is not None]
 
     def middle(rows: Iterable[Sequence[float]]) -> list[float]:

@@ -33,7 +33,7 @@ FEWEST_PAIRS, PAIRS_PER_CASE = 8, 0.125
 """Most pairs that are read again, the larger of: a number, and a number per case."""
 
 OVERLAP = 0.5
-"""Least share of the smaller image that lies in the larger one."""
+"""Least share of the smaller image that is in the larger image."""
 
 BLOCK_SIDE = 96
 """Voxels along each axis of the blocks, around the middle, that are compared."""

@@ -1,4 +1,4 @@
-"""What is kept of a case that was read, so that it can be compared with the others: a few numbers, no voxels."""
+"""Facts of a case for the comparison with others: a few numbers, no voxels."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,13 +26,13 @@ __all__ = [
 ]
 
 AXES = ("left-right", "front-back", "head-feet")
-"""Of an upright volume."""
+"""Names of the axes of an upright volume."""
 
 SAMPLES = 1 << 20
 """Voxels that percentiles are taken of."""
 
 RANGE = (0.005, 0.5, 0.995)
-"""Percentiles between which intensities count: single hot voxels do not."""
+"""Percentiles that limit the range of intensities, which single hot voxels must not change."""
 
 INCOMPARABLE = {"size", "not-finite", "constant", "image-is-label", "swapped"}
 """Kinds of problems whose consequences would make a case an outlier."""
@@ -46,7 +46,7 @@ class StructureFacts(NamedTuple):
 
     median: float
     contrast: float
-    """From the median of the unlabelled voxels to that of these, in ranges of intensities; NaN if either is unknown."""
+    """Difference of the median from that of unlabelled voxels, in ranges of intensities; NaN if either is unknown."""
     share_lowest: float
     """Share of the voxels that have the channel's lowest value."""
 
@@ -71,14 +71,14 @@ class ChannelFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageFacts:
-    """An image among others."""
+    """Facts of an image."""
 
     shape: tuple[int, int, int]
     """Voxels along right-left, front-back and head-feet."""
     spacing: tuple[float, float, float]
     """mm along the same axes."""
     orientation: str
-    """Where the voxel axes of the file point, such as ``RAS``."""
+    """Directions of the voxel axes of the file, such as ``RAS``."""
     channels: tuple[ChannelFacts, ...]
 
     @property
@@ -89,19 +89,19 @@ class ImageFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedCase:
-    """A case among others."""
+    """Facts of a case."""
 
     case: Case
-    """With paths."""
+    """The case with paths."""
     image: ImageFacts | None
-    """None of one that cannot be read or is `INCOMPARABLE`."""
+    """None if the image cannot be read or is `INCOMPARABLE`."""
     label_counts: Mapping[int, int]
-    """Voxels of each value; empty without a label that can be read."""
+    """Voxels of each value; empty without a readable label."""
     label_digest: str | None = None
     label: LabelShape | None = None
-    """None without structures on the image's grid, and where voxels are to be ignored."""
+    """None without structures on the image's grid, and with ignored voxels."""
     thumbnail: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """Of the image's upright first channel, as `compute_thumbnail` returns it; None where ``image`` is."""
+    """Thumbnail of the image's upright first channel, from `compute_thumbnail`; None if ``image`` is None."""
 
 
 def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
@@ -110,9 +110,9 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
     Parameters
     ----------
     checked
-        With volumes.
+        The case with volumes.
     case
-        The same with paths.
+        The same case with paths.
     """
     image, label = checked.case.get("image"), checked.case.get("label")
     known = ComparedCase(case=case, image=None, label_counts=checked.label_counts, label_digest=checked.label_digest)
@@ -123,15 +123,15 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
     facts = _measure_image(image, label if is_labelled else None, task)
     first, limits = turn_upright(image), (facts.channels[0].low, facts.channels[0].high)
     shape = None
-    # Voxels to be ignored leave the size and the border of a label unknown.
+    # With ignored voxels, the size and the border of a label are unknown.
     if is_comparable and task.ignore not in checked.label_counts and checked.label_counts.keys() - {0}:
-        # On the image's grid, whatever the label's own header says: that is a finding of its own.
+        # On the image's grid, even if the label's header differs: that is a separate finding.
         shape = measure_shape(first, turn_upright(label, image), facts.spacing, limits)
     return replace(known, image=facts, label=shape, thumbnail=compute_thumbnail(first, *limits))
 
 
 def find_axes(volume: MetaTensor) -> tuple[list[int], list[bool]]:
-    """Return the file's axes along right-left, front-back and head-feet, and which point left, back or to the feet."""
+    """Return the file's axes along right-left, front-back and head-feet, and whether each points left, back or down."""
     codes = nibabel.orientations.io_orientation(volume.affine.numpy())
     order = [int(axis) for axis in codes[:, 0].argsort()]
     return order, [bool(codes[axis, 1] < 0) for axis in order]

@@ -1,4 +1,4 @@
-"""Check many cases: all that is wrong at once, in sentences and as a table."""
+"""Check many cases: all faults at once, in sentences and as a table."""
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What was found in many cases."""
+    """Findings in many cases."""
 
     problems: list[Finding]
     remarks: list[Finding]
@@ -37,7 +37,7 @@ class Findings:
 def check_cases(
     cases: Sequence[Case], task: Task, *, workers: int | None = None, progress: Callable[[], object] | None = None
 ) -> list[Finding]:
-    """Check all cases; an empty list means that every one can be used.
+    """Check all cases; an empty list means that all are usable.
 
     Parameters
     ----------
@@ -54,9 +54,9 @@ def check_cases(
 def inspect_cases(
     cases: Sequence[Case], task: Task, *, workers: int | None = None, progress: Callable[[], object] | None = None
 ) -> Findings:
-    """Check all cases; return what keeps some from being used, and what should be looked at.
+    """Check all cases; return the problems that exclude cases, and the remarks.
 
-    The parameters are those of `check_cases`. What only the whole data set shows is found by `check_task`.
+    The parameters are those of `check_cases`. `check_task` finds the faults that only the whole data set shows.
     """
     problems: list[Finding] = []
     remarks: list[Finding] = []
@@ -77,7 +77,7 @@ def inspect_cases(
 
 
 def summarise_remarks(remarks: Sequence[Finding], most: int = 3) -> list[str]:
-    """Return a line per kind: how many cases, what it is, what to do, and the first names."""
+    """Return a line per kind: number of cases, description, remedy, and the first names."""
     by_kind: dict[str, list[Finding]] = defaultdict(list)
     for remark in remarks:
         by_kind[remark.kind].append(remark)
@@ -101,7 +101,7 @@ def require_sound(
     Raises
     ------
     DataError
-        There is a problem; one line each.
+        If there is a problem; one line each.
     """
     if problems:
         cases = len({problem.case for problem in problems})
@@ -110,7 +110,7 @@ def require_sound(
 
 
 def find_same_images(digests: Iterable[tuple[Case, str]]) -> list[list[Case]]:
-    """Return the groups of cases, of pairs of a case and its digest, that hold the same voxels."""
+    """Return the groups of cases with the same voxels, from pairs of a case and its digest."""
     cases: dict[str, list[Case]] = defaultdict(list)
     for case, digest in digests:
         cases[digest].append(case)
@@ -118,7 +118,7 @@ def find_same_images(digests: Iterable[tuple[Case, str]]) -> list[list[Case]]:
 
 
 def remark_on_same_images(digests: Iterable[tuple[Case, str]]) -> list[Finding]:
-    """Remark on images that stand under several names."""
+    """Remark on images that exist under several names."""
     remarks = []
     for first, *rest in find_same_images(digests):
         crosses = any(("label" in first) != ("label" in case) for case in rest)
@@ -131,16 +131,16 @@ def remark_on_same_images(digests: Iterable[tuple[Case, str]]) -> list[Finding]:
 def refuse_held_out(
     digests: Iterable[tuple[Case, str]], validation: Container[str], where: str = ""
 ) -> dict[str, list[Finding]]:
-    """Return problems of training cases whose image validates as well, so that it would be known by heart.
+    """Return problems of training cases whose image also validates: the network would have memorised it.
 
     Parameters
     ----------
     digests
-        Each case with its digest, on both sides of the split.
+        Pairs of a case and its digest, on both sides of the split.
     validation
-        Ids of the cases that validate.
+        Ids of the validation cases.
     where
-        Which split that is, for the message.
+        Name of the split, for the message.
     """
     refused: dict[str, list[Finding]] = {}
     for same in find_same_images(digests):
@@ -156,7 +156,7 @@ def refuse_held_out(
 
 
 def find_leaks(digests: Sequence[tuple[Case, str]], splits: Sequence[Split]) -> list[Finding]:
-    """Return a problem of each case that trains in some fold in which its image validates."""
+    """Return a problem of each case that trains in a fold in which its image validates."""
     found: dict[str, Finding] = {}
     for number, split in enumerate(splits):
         leaks = refuse_held_out(digests, set(split.validation), f" of fold {number}")

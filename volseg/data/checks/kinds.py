@@ -1,7 +1,8 @@
-"""What can be wrong with a data set: one table of kinds, which the checks and the command line read.
+"""The kinds of faults of a data set: one table, which the checks and the command line read.
 
-A kind's name is stable: programs may look for it in the JSON of ``volseg data check``. ``bad`` is what no training can
-mean; ``look`` is what may be meant and should be looked at once. When a kind is reported, ``docs/data-check.md`` says.
+A kind's name is stable: programs may look for it in the JSON of ``volseg data check``. ``bad`` is a fault that no
+training can accept; ``look`` may be intended, but should be checked. ``docs/data-check.md`` says when a kind is
+reported.
 """
 
 from collections.abc import Mapping
@@ -21,14 +22,14 @@ Severity = Literal["bad", "look"]
 
 @dataclass(frozen=True, slots=True)
 class FindingKind:
-    """One thing that can be wrong."""
+    """One kind of fault."""
 
     severity: Severity
     says: str
-    """What it is, in the same words for each case."""
+    """Description, in the same words for each case."""
     remedy: str
     repaired: str = ""
-    """What ``--fix`` does about it; empty where nothing can be done without guessing."""
+    """Repair by ``--fix``; empty if a repair would be a guess."""
 
 
 _bad, _look = partial(FindingKind, "bad"), partial(FindingKind, "look")
@@ -201,13 +202,13 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found in a case, where, and how to fix it."""
+    """A finding in a case, its file, and its remedy."""
 
     case: str
-    """Its id; empty for what concerns the data set as a whole."""
+    """Id of the case; empty for the data set as a whole."""
     file: Path | None
     message: str
-    """A sentence with its remedy for what is bad; the detail for what is to be looked at."""
+    """A sentence with its remedy if bad; otherwise the detail to look at."""
     kind: str = "unreadable"
     """A key of `KINDS`."""
 
@@ -221,11 +222,11 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        """How bad it is."""
+        """Severity of the finding's kind."""
         return KINDS[self.kind].severity
 
     def as_dict(self) -> dict[str, str | None]:
-        """Return what stands of it in the JSON of a check."""
+        """Return the finding for the JSON of a check."""
         kind = KINDS[self.kind]
         said = self.message if kind.severity == "bad" else kind.says + (f": {self.message}" if self.message else "")
         return {

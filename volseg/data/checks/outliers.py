@@ -1,8 +1,8 @@
-"""Cases whose statistics lie far from those of the other cases: one table of rules, one comparison.
+"""Find cases whose statistics are far from those of the other cases: one table of rules, one comparison.
 
-A value is an outlier if it lies beyond Tukey's outer fences [1]_, three quartile ranges from the quartiles, and
-differs from the median by an amount that matters for its statistic. Where more than a tenth of the cases are outliers,
-the data set is mixed, and none is reported.
+A value is an outlier if it is beyond Tukey's outer fences [1]_, three quartile ranges from the quartiles, and differs
+from the median by an amount that matters for its statistic. If more than a tenth of the cases are outliers, the data
+set is mixed, and none is reported.
 
 References
 ----------
@@ -46,7 +46,7 @@ def find_outliers(
     margin : float
         Smallest distance of an outlier from the median; a factor if ``is_ratio``.
     tail : {"low", "high", "both"}
-        Which values can be outliers.
+        Side of the outliers.
     is_ratio : bool
         Compare the logarithms of positive values.
     fewest : int
@@ -67,15 +67,15 @@ def find_outliers(
 
 @dataclass(frozen=True, slots=True)
 class OutlierRule:
-    """A statistic of a label or a channel, and which of its values are outliers; see `find_outliers`."""
+    """A statistic of a label or a channel, and the rule for its outliers; see `find_outliers`."""
 
     kind: str
     tail: Tail
     margin: float
     statistic: Callable[[Any], float]
-    """Of a `LabelShape` or a `Texture`."""
+    """Function of a `LabelShape` or a `Texture`."""
     message: str
-    """With ``{value}`` and ``{median}``."""
+    """Template with ``{value}`` and ``{median}``."""
     is_ratio: bool = False
 
 
@@ -162,14 +162,14 @@ TEXTURE_RULES = (
 
 
 def find_odd_labels(facts: Sequence[ComparedCase]) -> Iterator[Finding]:
-    """Remark on labels whose size, shape or place in the volume is unlike the other cases'."""
+    """Remark on labels whose size, shape or place in the volume is unlike that of the other cases."""
     labels = [(fact.case, fact.label) for fact in facts if fact.label is not None]
     for rule in LABEL_RULES:
         yield from _apply(rule, labels, "label")
 
 
 def find_odd_images(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
-    """Remark on images whose voxels are unlike the other cases'."""
+    """Remark on images whose voxels are unlike those of the other cases."""
     for index, modality in enumerate(task.modalities):
         where = f"{modality}, " if task.num_channels > 1 else ""
         textures = [

@@ -1,4 +1,4 @@
-"""Labels that do not lie on their image: shifted, mirrored, or exchanged between two cases.
+"""Find labels that do not match their image: shifted, mirrored, or exchanged between two cases.
 
 A model of the border (`volseg.data.checks.borders`) is fitted to all cases: the median profile, and the covariance of
 its residuals, shrunk towards a multiple of the identity. A case is rated by the robust deviation of its Mahalanobis
@@ -36,20 +36,21 @@ MOST_DEVIATION = 8.0
 """Larger deviations count as this one, so that no single number decides."""
 
 BETTER = 6.5
-"""By how much half the squared deviations must fall for a moved label. Of Task04's 208 cases the largest is 4.6."""
+"""Least decrease of half the squared deviations for a moved label. Of Task04's 208 cases the largest is 4.6."""
 
 MOSTLY, LEAST_COST = 0.7, 0.5
-"""For this share of the sound cases any shift must raise half the squared deviations by so much; else the places of
-labels say nothing, and no shift is reported. A mirroring that costs less is not reported: the anatomy is symmetric."""
+"""For this share of the sound cases any shift must raise half the squared deviations by this amount. Otherwise the
+places of labels carry no information, and no shift is reported. A mirroring that costs less is not reported: the
+anatomy is symmetric."""
 
 SPREADS = 1.4
-"""Least shift that is reported, in robust deviations of the places of labels: lesions lie anywhere."""
+"""Least reported shift, in robust deviations of the places of labels: lesions may be anywhere."""
 
 SUSPICIOUS, MOST_SUSPICIOUS = 1.5, 32
-"""Deviation from which a label is tried on other images, and how many of these cases are read again."""
+"""Deviation from which a label is tried on other images, and most cases that are read again for it."""
 
 BETTER_EXCHANGED, USUAL = 3.0, 2.5
-"""By how much two deviations together must fall when labels are exchanged, and the most that either may be then."""
+"""Least decrease of the sum of two deviations after an exchange of labels, and the most that each may be then."""
 
 TOLERANCES = (0.05, 0.5, 0.015)
 """Added to the robust deviations: of the logarithms of distances, of places (coarse voxels), and of skews."""
@@ -106,7 +107,7 @@ class BorderModel:
         return measured
 
     def deviate(self, profiles: np.ndarray) -> np.ndarray:
-        """Return the robust deviations of profiles, 0 for those that are at least as usual as the median case's."""
+        """Return the robust deviations of profiles; 0 for those at least as usual as the median case's."""
         return np.nan_to_num((self._measure(profiles) - self._middle) / self._width, nan=MOST_DEVIATION).clip(0)
 
     def rate(self, label: LabelShape) -> np.ndarray:
@@ -145,7 +146,7 @@ def find_displaced(facts: Sequence[ComparedCase], found: Sequence[Finding], task
     facts : sequence of ComparedCase
         All cases.
     found : sequence of Finding
-        All other findings; cases without them are taken for sound.
+        All other findings; cases without findings count as sound.
     """
     odd = {finding.case for finding in found}
     explained = {finding.case for finding in found if finding.kind in UNLIKE_IMAGES}

@@ -1,4 +1,4 @@
-"""Read a case to its end, and check it: what a training prepares was read here, so no file is decompressed twice."""
+"""Read a case fully, and check it: a training prepares these volumes, so no file is decompressed twice."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from volseg.parallel.processes.progress import report_progress
 __all__ = ["CheckedCase", "check_case", "digest_voxels", "read_case"]
 
 LABEL_VALUES = {"label-undeclared", "label-fractions"}
-"""What an image in a label's place looks like."""
+"""Kinds of findings for an image in place of a label."""
 
 NO_VALUES = {"not-finite", "constant"}
 """Kinds of problems after which an image is not compared with label maps."""
@@ -36,35 +36,35 @@ NO_VALUES = {"not-finite", "constant"}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedCase:
-    """A case as it was read, and what was found in it."""
+    """A case that was read, and its findings."""
 
     case: Case
-    """With volumes in place of paths; a field that cannot be read keeps its path."""
+    """The case with volumes in place of paths; a field that cannot be read keeps its path."""
     problems: tuple[Finding, ...] = ()
-    """What keeps the case from being used."""
+    """Findings that make the case unusable."""
     remarks: tuple[Finding, ...] = ()
     digest: str | None = None
-    """Of the image's voxels, whatever the file's name and format; None without an image."""
+    """Digest of the image's voxels, for any file name and format; None without an image."""
     label_digest: str | None = None
     fingerprint: str = ""
-    """Changes with any voxel of image and label, and with the place of either in the patient."""
+    """Digest that changes with any voxel of image and label, and with the place of either in the patient."""
     label_counts: Mapping[int, int] = field(default_factory=dict)
     """Voxels of each value of the label."""
 
 
 def check_case(case: Case, task: Task) -> list[Finding]:
-    """Read a case to its end and return what keeps it from being used.
+    """Read a case fully and return the findings that make it unusable.
 
-    A case without ``label`` is checked as one to predict.
+    A case without ``label`` is checked as a case to predict.
     """
     return list(read_case(case, task).problems)
 
 
 def read_case(case: Case, task: Task, *, digests: bool = True) -> CheckedCase:
-    """Read a case to its end, and check it.
+    """Read a case fully, and check it.
 
-    Whatever goes wrong with a case is a problem of that case, so that none hides the others. Without ``digests``, which
-    of a large image take as long as reading it, whoever needs that of a case to predict asks `digest_voxels` for it.
+    Any error with a case is a problem of that case, so that no error hides others. Digests of a large image take as
+    long as reading it. Without ``digests``, a prediction calls `digest_voxels` itself.
     """
     found: list[Finding] = []
     volumes: dict[str, MetaTensor] = {}
@@ -95,7 +95,7 @@ def read_case(case: Case, task: Task, *, digests: bool = True) -> CheckedCase:
     return CheckedCase(
         case={**case, **volumes},
         problems=tuple(finding for finding in found if finding.severity == "bad"),
-        # A label shares some with its image: they have one grid, and its oddity.
+        # A label shares remarks with its image: both have one grid, and its oddities.
         remarks=tuple({(one.kind, one.message): one for one in reversed(looks)}.values())[::-1],
         digest=found_digests.get("image"),
         label_digest=found_digests.get("label"),
@@ -107,7 +107,7 @@ def read_case(case: Case, task: Task, *, digests: bool = True) -> CheckedCase:
 def _read_field(
     case: Case, name: str, read: Callable[[Files], MetaTensor], check: Callable[[MetaTensor], Iterator[Fault]]
 ) -> tuple[MetaTensor | None, list[Finding]]:
-    """Read a field; return its volume, unless it could not be read or checked, and what was found."""
+    """Read a field; return its volume, or None if it cannot be read or checked, and its findings."""
     files = list_files(case[name])
     named = name_files(case[name])
 
@@ -122,7 +122,7 @@ def _read_field(
         return bad(_name_fault(fault, files), str(fault))
     except MemoryError:
         return bad("no-memory", f"{named} needs more memory to be checked than there is; crop or resample it")
-    except Exception as fault:  # such as torch's RuntimeError where it gets no memory
+    except Exception as fault:  # such as torch's RuntimeError for lack of memory
         message = f"{named} cannot be checked ({type(fault).__name__}: {fault})".partition("\n")[0]
         return bad("unreadable", f"{message}; leave it out")
     return volume, [_describe(case, name, fault) for fault in faults]
@@ -147,7 +147,7 @@ def _describe(case: Case, name: str, fault: Fault) -> Finding:
 def _compare_fields(
     case: Case, task: Task, volumes: Mapping[str, MetaTensor], digests: Mapping[str, str], found: list[Finding]
 ) -> list[Finding]:
-    """Return what was found, with what image and label say of each other in place of what each said alone."""
+    """Return the findings; a comparison of image and label replaces the findings of each by itself."""
     image, label = volumes.get("image"), volumes.get("label")
     if image is not None and label is not None:
         if fault := find_place_fault(image, label):

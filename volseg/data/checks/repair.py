@@ -1,12 +1,12 @@
-"""Write a corrected copy of a data set: what can be repaired without guessing, and a list of what was done.
+"""Write a corrected copy of a data set: safe repairs only, and a record of them.
 
-Repaired are a label whose place differs from its image's by a rounding, that has no place at all, or whose axes have
-another order; label values within a thousandth of integers; and a qform that disagrees with the sform, by the rule that
-the readers go by. Everything else asks for somebody who knows the patient: which value belongs where a NaN is, what an
-undeclared value means, which of two equal images is named rightly.
+Three faults are repaired: a label whose place differs from its image's by rounding, that has no place, or whose axes
+have another order; label values within a thousandth of integers; and a qform that disagrees with the sform, by the rule
+of the readers. All other faults need a person who knows the patient: the value for a NaN, the meaning of an undeclared
+value, the right name of two equal images.
 
-The copy is a task in MSD's layout with files of its own. Links would be written through by anybody who goes on to edit
-them, and change the original. It appears under its name once it is whole, and every repaired case has been read again.
+The copy is a task in MSD's layout with its own files. A later edit would write through links, and change the original.
+The copy appears under its name once it is complete, and every repaired case has been read again.
 """
 
 import gzip
@@ -42,34 +42,34 @@ from volseg.transforms.grid import Grid
 __all__ = ["RepairedTask", "repair_task"]
 
 ROUNDED_VOXELS = 0.25
-"""How far a label may lie from its image by a rounding: half of the usual mistake, a shift by half a voxel."""
+"""Largest distance of a label from its image that counts as rounding: half of the usual error of half a voxel."""
 
 FORMS = {"mirrored", "forms-disagree"}
 PLACES = {"affine", "label-fractions", "label-reordered"}
 DETACHED = {".mhd": ".mha", ".nhdr": ".nrrd"}
-"""Headers whose voxels lie in a second file, and what holds both in one."""
+"""Headers with voxels in a second file, and the suffix of the format that holds both in one."""
 
 RECORD = "repaired.json"
 SPLITS = "splits.json"
-"""The folds that a table said, which the layout of the copy has no place for."""
+"""File for the folds of a table, which the layout of the copy cannot hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairedTask:
-    """A corrected copy, and what was done for it."""
+    """A corrected copy, and its record."""
 
     root: Path
     repaired: tuple[dict[str, str], ...]
     """``case``, ``file`` (of the copy), ``kind`` and ``done``."""
     left_out: tuple[str, ...]
-    """Ids of cases that are bad and could not be repaired."""
+    """Ids of bad cases that could not be repaired and were left out."""
     kept_bad: tuple[str, ...]
-    """Ids of such cases that were copied as they are."""
+    """Ids of such cases that were copied unchanged."""
     splits: Path | None = None
-    """The folds of a data set that says them itself."""
+    """File of the folds, if the data set defines folds."""
 
     def lines(self) -> list[str]:
-        """Return what to tell of it."""
+        """Return a report in lines."""
         cases = {row["case"] for row in self.repaired}
         told = [f"repaired  {row['case']}  {row['kind']}  {row['file']}: {row['done']}" for row in self.repaired]
         told += [f"left out  {name}" for name in self.left_out] + [f"copied as it is  {name}" for name in self.kept_bad]
@@ -89,18 +89,18 @@ def repair_task(
     Parameters
     ----------
     check : TaskCheck
-        What `check_task` found.
+        Result of `check_task`.
     target : path
-        A folder that is new or empty, and lies neither in the data set's folder nor above it.
+        A new or empty folder, neither in the data set's folder nor above it.
     keep_bad : bool
-        Copy cases that cannot be repaired as they are, instead of leaving them out.
+        Copy cases that cannot be repaired unchanged, instead of leaving them out.
     workers : int, optional
         Threads; see `map_in_threads`.
 
     Raises
     ------
     DataError
-        The target cannot be taken, nothing is left to train on, or a repaired case turns out bad.
+        If the target is not allowed, no training case is left, or a repaired case is still bad.
     """
     target = Path(os.path.abspath(target))
     _require_free(target, check.task)
@@ -118,10 +118,10 @@ def repair_task(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """What became of a case."""
+    """Result of a case."""
 
     case: Case | None
-    """With its files in the copy; None of one that was left out."""
+    """The case with its files in the copy; None if it was left out."""
     done: tuple[dict[str, str], ...] = ()
     is_bad: bool = False
 
@@ -157,7 +157,7 @@ def _write_case(
     keep_bad: bool,
     once: Mapping[str, Sequence[str]],
 ) -> _Outcome:
-    """Copy a case, repaired as far as that can be; ``once`` has the cases that others equal, which are left out."""
+    """Copy a case with possible repairs; ``once`` maps cases to their duplicates, which are left out."""
     kinds = {finding.kind for finding in found}
     bad = {kind for kind in kinds if KINDS[kind].severity == "bad"}
     stays_alone = "leak" in bad and case["case"] in once and not keep_bad
@@ -166,7 +166,7 @@ def _write_case(
     is_bad = bool(bad) and label is None
     sources = {name: list_files(case[name]) for name in ("image", "label") if name in case}
     files = [file for several in sources.values() for file in several]
-    # Of a bad one in two files nobody knows what belongs together.
+    # For a bad case in two files it is unknown which parts belong together.
     if is_bad and not (keep_bad and all(file.exists() and file.suffix not in DETACHED for file in files)):
         return _Outcome(case=None, is_bad=True)
     name, done = case["case"], list[dict[str, str]]()
@@ -197,7 +197,7 @@ def _describe_repair(file: Path, case: str, kind: str, root: Path) -> dict[str, 
 
 
 def _require_repaired(copied: Case, task: Task, kinds: set[str]) -> None:
-    """Raise unless a copy, read again, shows nothing of what was repaired."""
+    """Raise if a repaired copy, read again, still has the repaired faults."""
     checked = read_case(copied, task)
     left = [finding for finding in (*checked.problems, *checked.remarks) if finding.kind in kinds]
     if left:
@@ -205,7 +205,7 @@ def _require_repaired(copied: Case, task: Task, kinds: set[str]) -> None:
 
 
 def _repair_label(case: Case, task: Task) -> MetaTensor | None:
-    """Return the label on its image's grid and of integers, where no guess is needed for that; else None."""
+    """Return the label on its image's grid and with integers if that needs no guess; else None."""
     image = read_volume(case["image"])
     label = read_label(case["label"], image, task)
     voxels = label.as_tensor().round()
@@ -250,7 +250,7 @@ def _write_label(label: MetaTensor, path: Path) -> None:
 
 
 def _align_forms(file: Path) -> list[str]:
-    """Make the qform of a copied NIfTI file agree with its sform; return the kinds of what was repaired.
+    """Make the qform of a copied NIfTI file agree with its sform; return the kinds of the repaired faults.
 
     Only the header is written again: the voxels keep their bytes.
     """
@@ -268,7 +268,7 @@ def _align_forms(file: Path) -> list[str]:
 
 
 def _set_qform(header: Any, sform: np.ndarray, code: int) -> None:
-    """Make the qform say what the sform does; where it cannot, for it knows no shears, switch it off."""
+    """Set the qform to the sform, or switch it off if the sform has shears, which a qform cannot express."""
     try:
         header.set_qform(sform, code, strip_shears=False)
     except HeaderDataError:
@@ -276,7 +276,7 @@ def _set_qform(header: Any, sform: np.ndarray, code: int) -> None:
 
 
 def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome], target: Path) -> RepairedTask:
-    """Write the task's ``dataset.json``, and beside it what was done."""
+    """Write the task's ``dataset.json``, and the record of repairs beside it."""
     task = check.task
     cases = [outcome.case for outcome in outcomes if outcome.case is not None]
     training, test = (
@@ -322,7 +322,7 @@ def _write_splits(splits: Sequence[Split], kept: Set[str], path: Path) -> None:
 
 
 def _enter(case: Case, task: Task, root: Path) -> dict[str, Any]:
-    """Return a case as the manifest names it, with what else the data set says of it, such as its patient."""
+    """Return a case's entry in the manifest, with the data set's other facts, such as its patient."""
     columns = {name: of[case["case"]] for name, of in task.columns.items() if of.get(case["case"])}
     images = [str(file.relative_to(root)) for file in list_files(case["image"])]
     entry: dict[str, Any] = {**columns, "case": case["case"], "image": images[0] if len(images) == 1 else images}

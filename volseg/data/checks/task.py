@@ -1,7 +1,7 @@
 """Check a whole data set: each file once, in parallel; a verdict per case; a table and JSON.
 
-Of a case only its facts are kept, and no more cases are read at a time than memory holds, by what their files say of
-their size: a CT of 512 x 512 x 700 voxels takes 4 GiB while it is read.
+Only the facts of a case are kept. No more cases are read at a time than memory holds, by the sizes of their files: a CT
+of 512 x 512 x 700 voxels takes 4 GiB during the read.
 """
 
 import json
@@ -33,10 +33,10 @@ __all__ = ["TaskCheck", "Verdict", "check_task"]
 Verdict = Literal["ok", "look", "bad"]
 
 FOLDS = 5
-"""Of a training whose config says nothing else."""
+"""Folds of a training with a default config."""
 
 BYTES_PER_STORED = 12
-"""What reading and checking take for a byte of voxels: as stored, as float32 in two orders, and masks (uint8: 11.7)."""
+"""Memory of reading and checking per byte of voxels: stored, as float32 in two orders, and masks (uint8: 11.7)."""
 
 FIELDS = ("image", "label")
 JSON_FORMAT = "volseg data check, 1"
@@ -44,35 +44,35 @@ JSON_FORMAT = "volseg data check, 1"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCheck:
-    """What was found in a data set."""
+    """Findings in a data set."""
 
     task: Task
     cases: tuple[Case, ...]
     findings: tuple[Finding, ...]
     facts: tuple[ComparedCase, ...]
     equal: tuple[tuple[str, ...], ...] = ()
-    """Ids of cases with labels that hold the same image and the same label."""
+    """Ids of labelled cases with equal images and equal labels."""
 
     @property
     def problems(self) -> list[Finding]:
-        """What keeps cases from being used."""
+        """Findings that make cases unusable."""
         return [finding for finding in self.findings if finding.severity == "bad"]
 
     @property
     def remarks(self) -> list[Finding]:
-        """What should be looked at."""
+        """Findings to look at."""
         return [finding for finding in self.findings if finding.severity == "look"]
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """Each case: bad if it cannot be used, look if something may be meant so, else ok."""
+        """Verdict of each case: bad if unusable, look if a finding may be intended, else ok."""
         found: dict[str, set[str]] = defaultdict(set)
         for finding in self.findings:
             found[finding.case].add(finding.severity)
         return {name: _judge(found[name]) for name in (case["case"] for case in self.cases)}
 
     def count(self) -> dict[Verdict, int]:
-        """Return how many cases have each verdict."""
+        """Return the number of cases with each verdict."""
         counts = Counter(self.verdicts.values())
         return {"ok": counts["ok"], "look": counts["look"], "bad": counts["bad"]}
 
@@ -95,7 +95,7 @@ class TaskCheck:
         return [*align_columns(rows), f"{usable} ({counts['ok']} ok, {counts['look']} to look at, {counts['bad']} bad)"]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON can say it; the page on data documents its shape."""
+        """Return all results as values for JSON; the page on data documents its shape."""
         verdicts = self.verdicts
         return {
             "format": JSON_FORMAT,
@@ -147,15 +147,15 @@ def check_task(
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> TaskCheck:
-    """Read every file of a data set once, and find what is wrong or odd with each case, and with all together.
+    """Read every file of a data set once; return the faults of each case, and of all together.
 
     Parameters
     ----------
     splits : sequence of Split, optional
-        No image may train in one of them in which it validates; by default the data set's own, else nnU-Net's five
-        folds, which keep the cases of a patient together.
+        Splits in which no image may both train and validate; by default the data set's own, else nnU-Net's five folds,
+        which keep the cases of a patient together.
     group : str, optional
-        Which cases belong to one patient, as ``split.group``; by default as the data set shows.
+        Rule for the patient of each case, as ``split.group``; by default from the data set's hints.
     workers, progress
         As for `check_cases`.
     """
@@ -163,14 +163,14 @@ def check_task(
     given = task.splits if splits is None else splits
     groups, of_patients = check_patients(task, group, given)
     splits = given or _default_splits(task, groups)
-    # Half, because what a file says of its size is believed only as far as to put it off.
+    # Half, because a file's size is only an estimate of its memory.
     allowance = Allowance(available_bytes() // 2)
 
     def read(case: Case) -> tuple[CheckedCase, ComparedCase]:
         with allowance.taken(_expect_bytes(case)):
             checked = read_case(case, task)
             facts = measure(checked, case, task)
-            # Without its volumes.
+            # Drop the volumes.
             return replace(checked, case=case), facts
 
     findings: list[Finding] = []
@@ -179,7 +179,7 @@ def check_task(
     facts: list[ComparedCase] = []
     for checked, known in map_in_threads(read, cases, workers):
         findings += [*checked.problems, *checked.remarks]
-        if checked.digest is not None and known.image is not None:  # two constant images are no doubles
+        if checked.digest is not None and known.image is not None:  # two constant images are no duplicates
             digests.append((checked.case, checked.digest))
             labels[checked.case["case"]] = checked.label_digest
         facts.append(known)
@@ -209,7 +209,7 @@ def _default_splits(task: Task, groups: Mapping[str, str] | None) -> list[Split]
 
 
 def _expect_bytes(case: Case) -> int:
-    """Return about how much memory reading a case takes, by its files alone."""
+    """Return the approximate memory for reading a case, judged only by its files."""
     fields = [list_files(case[name]) for name in FIELDS if name in case]
     return BYTES_PER_STORED * sum(_stored_bytes(file) for files in fields for file in files)
 
@@ -221,22 +221,22 @@ def _stored_bytes(path: Path) -> int:
         size = path.stat().st_size
         if path.suffix.lower() != ".gz" or size < 4 or not path.is_file():
             return size
-        with path.open("rb") as file:  # gzip's last four bytes: the size that was packed, up to 4 GiB
+        with path.open("rb") as file:  # gzip's last four bytes: the uncompressed size, up to 4 GiB
             file.seek(-4, 2)
             return max(size, int.from_bytes(file.read(4), "little"))
-    except OSError:  # what is wrong with it is told by who reads it
+    except OSError:  # its reader reports the fault
         return 0
 
 
 def check_patients(
     task: Task, group: str | None, splits: Sequence[Split]
 ) -> tuple[Mapping[str, str] | None, list[Finding]]:
-    """Return the patient of each case, None if each is of its own, and findings.
+    """Return the patient of each case, or None if each case has its own, and findings.
 
     Parameters
     ----------
     group : str or None
-        As ``split.group``; with None, the data set's own hints are taken, and reported.
+        As ``split.group``; with None, the data set's own hints are used, and reported.
     splits : sequence of Split
         Given splits; empty if folds will be computed.
 

@@ -1,4 +1,4 @@
-"""What can be seen in one image or label map: the grid it lies on, and its values."""
+"""Find faults that one image or label map shows: its grid, and its values."""
 
 import math
 from collections import Counter
@@ -30,25 +30,25 @@ __all__ = [
 ]
 
 FINEST_SPACING, COARSEST_SPACING = 0.01, 50.0
-"""Voxel sides (mm) between which a volume of a patient lies: micrometres or metres were taken for mm otherwise."""
+"""Bounds of voxel sides (mm) in a patient's volume: beyond them, micrometres or metres were taken for mm."""
 
 LARGEST_EXTENT = 5000.0
-"""Along an axis (mm)."""
+"""Largest extent along an axis (mm)."""
 
 LARGEST_VALUE = 1e18
-"""Of an image; the square of larger ones is infinite in float32."""
+"""Largest value of an image; the square of larger values is infinite in float32."""
 
 PIECE_VOXELS = 1 << 22
 """Voxels counted at a time: sorting takes several times their memory."""
 
 MOST_COUNTED = 1 << 15
-"""A label map's values up to which they are counted in a table; larger ones are sorted."""
+"""Values of a label map up to this are counted in a table; larger values are sorted."""
 
 MOST_FRACTIONS = 5
-"""Values that are no integers, of which a message shows so many."""
+"""Most values that are no integers in a message."""
 
 ROUNDED_VALUE = 1e-3
-"""How far from an integer the values of a label may lie by a rounding."""
+"""Largest distance of a label's values from an integer that counts as rounding."""
 
 MOST_LABELS, LEAST_AGREEMENT = 256, 0.6
 """Most values of a label map, and its least agreement. Images of 8 bits have a tenth, noise of two values a half, the
@@ -61,11 +61,11 @@ COMPARED_VOXELS = 1 << 22
 """About how many voxels are compared with their neighbours."""
 
 SAME_SPACING = 0.01
-"""Part by which two spacings differ and are one spacing, rounded."""
+"""Relative difference up to which two spacings count as one, rounded."""
 
 
 class Fault(NamedTuple):
-    """A kind of finding, and the words for it; a sentence about the file for what is bad."""
+    """A kind of finding, and its text; a sentence about the file if bad."""
 
     kind: str
     text: str
@@ -81,13 +81,13 @@ class LabelValues:
     fractions: tuple[float, ...] = ()
     """The lowest values that are no integers."""
     num_fractions: int = 0
-    """How many there are."""
+    """Number of such values."""
     farthest: float = 0.0
-    """How far from an integer at most."""
+    """Largest distance from an integer."""
 
 
 def find_grid_faults(volume: MetaTensor) -> Iterator[Fault]:
-    """Find what is wrong or odd with the place of a volume."""
+    """Yield faults of a volume's place."""
     shape, sform = tuple(volume.shape[1:]), volume.affine.numpy()
     spacing = np.linalg.norm(sform[:3, :3], axis=0)
     extent = spacing * shape
@@ -106,7 +106,7 @@ def find_grid_faults(volume: MetaTensor) -> Iterator[Fault]:
 
 
 def _compare_forms(sform: np.ndarray, qform: np.ndarray, shape: Sequence[int]) -> Iterator[Fault]:
-    if not np.isfinite(qform).all():  # damaged; nothing here goes by it
+    if not np.isfinite(qform).all():  # damaged; this package does not use it
         return
     corners = np.array([(*corner, 1) for corner in product(*((0, side - 1) for side in shape))]).T
     distance = np.linalg.norm(((sform - qform) @ corners)[:3], axis=0).max()
@@ -121,7 +121,7 @@ def _list_lengths(lengths: Iterable[float]) -> str:
 
 
 def find_image_faults(image: MetaTensor, task: Task) -> Iterator[Fault]:
-    """Find what is wrong or odd with the voxels of an image."""
+    """Yield faults of an image's voxels."""
     channels = image.as_tensor()
     if len(channels) != task.num_channels:
         series = " (a time series?)" if task.num_channels == 1 else ""
@@ -149,7 +149,7 @@ def find_image_faults(image: MetaTensor, task: Task) -> Iterator[Fault]:
 
 
 def find_label_faults(label: MetaTensor, values: LabelValues | None, task: Task, case: Case) -> Iterator[Fault]:
-    """Find what is wrong or odd with the voxels of a label map; ``values`` is what `count_values` gives."""
+    """Yield faults of a label map's voxels; ``values`` is the result of `count_values`."""
     voxels = label.as_tensor()
     if len(voxels) != 1:
         text = f"has {len(voxels)} channels; a label map needs one, with a number per structure"
@@ -197,7 +197,7 @@ def _declare(task: Task) -> set[int]:
 
 
 def count_values(voxels: Tensor) -> LabelValues | None:
-    """Count the values of a label map, a piece at a time; None where one is not finite."""
+    """Count the values of a label map, a piece at a time; return None if a value is not finite."""
     if not voxels.isfinite().all():
         return None
     counts: Counter[int] = Counter()
@@ -209,7 +209,7 @@ def count_values(voxels: Tensor) -> LabelValues | None:
         off = (piece - rounded).abs()
         if (highest := off.max().item()) > 0:
             farthest = max(farthest, highest)
-            if len(fractions) < MOST_COUNTED:  # of a map of probabilities all may differ
+            if len(fractions) < MOST_COUNTED:  # in a probability map all values may differ
                 fractions.update(piece[off > 0].unique()[:MOST_COUNTED].tolist())
         lowest, highest = (bound.item() for bound in rounded.aminmax())
         if lowest >= 0 and highest < MOST_COUNTED:
@@ -223,7 +223,7 @@ def count_values(voxels: Tensor) -> LabelValues | None:
 
 
 def holds_labels_only(image: Tensor, task: Task) -> bool:
-    """Whether every voxel has a declared value, and several values occur: an image that may be a label map."""
+    """Return whether every voxel has a declared value, and several values occur, as in a label map."""
     declared = torch.tensor(sorted(_declare(task)), dtype=image.dtype)
     for piece in image.flatten().split(PIECE_VOXELS):
         # A few voxels decide for nearly every image.
@@ -234,7 +234,7 @@ def holds_labels_only(image: Tensor, task: Task) -> bool:
 
 
 def resembles_labels(image: Tensor) -> bool:
-    """Whether a volume holds few integers, mostly next to equal ones, as the label maps of any task do."""
+    """Return whether a volume holds few integers, mostly next to equal ones, as label maps of any task do."""
     channel = image[0]
     middle = channel[channel.shape[0] // 2]
     lowest, highest = (float(bound) for bound in channel.aminmax())
@@ -247,7 +247,7 @@ def resembles_labels(image: Tensor) -> bool:
 
 
 def measure_agreement(labels: np.ndarray) -> float:
-    """Return the share of neighbours with equal values, among those of which at least one is labelled.
+    """Return the share of neighbours with equal values, among pairs with at least one labelled voxel.
 
     Neighbours share a plane along the first axis; in a large volume some planes are compared. NaN if there are fewer
     than `FEWEST_PAIRS`.
@@ -262,7 +262,7 @@ def measure_agreement(labels: np.ndarray) -> float:
 
 
 def find_place_fault(image: MetaTensor, label: MetaTensor) -> Fault | None:
-    """Find what keeps a label from lying on its image's voxels."""
+    """Return the fault of a label's place on its image's voxels, or None."""
     grid, other = Grid.of(image), Grid.of(label)
     misplaced = grid.fault_of(other, "image")
     if misplaced is None:
@@ -275,7 +275,7 @@ def find_place_fault(image: MetaTensor, label: MetaTensor) -> Fault | None:
 
 
 def _is_resampled(grid: Grid, other: Grid) -> bool:
-    """Whether two grids cover the same place, up to a voxel of the coarser, by voxels of different sizes."""
+    """Return whether two grids cover the same place with different voxel sizes, up to a voxel of the coarser grid."""
     steps = [each.affine[:3, :3].norm(dim=0) for each in (grid, other)]
     if (steps[0] / steps[1] - 1).abs().max() < SAME_SPACING:
         return False
@@ -288,7 +288,7 @@ def _is_resampled(grid: Grid, other: Grid) -> bool:
 
 
 def _check_finite(voxels: Tensor) -> Fault | None:
-    # Of a large image this takes a tenth of the time of `isfinite`; what is no number shows in both.
+    # On a large image this takes a tenth of the time of `isfinite`; NaN and infinity show in both.
     if all(math.isfinite(end) for end in map(float, voxels.aminmax())):
         return None
     bad = ~voxels.isfinite()

@@ -1,7 +1,7 @@
-"""Data sets as people have them: MSD's folders, nnU-Net's, folders of pairs, tables of paths.
+"""Read data sets in their usual layouts: MSD's folders, nnU-Net's, folders of pairs, tables of paths.
 
-Each module reads one layout into the same `volseg.data.cases.Task`; `load_task` finds out which it is. Nothing
-after it knows of layouts.
+Each module reads one layout into the same `volseg.data.cases.Task`; `load_task` detects the layout. No later code
+depends on layouts.
 """
 
 import os
@@ -21,25 +21,25 @@ from volseg.files import require_text
 __all__ = ["find_task", "load_task"]
 
 OWN_FOLDERS = frozenset(name.casefold() for name in (*IMAGE_FOLDERS, *LABEL_FOLDERS, *TEST_FOLDERS))
-"""Folders inside a data set, any of which may be named in its place."""
+"""Folders inside a data set; the path of one may replace that of the data set."""
 
 
 def load_task(root: str | Path, *, require_files: bool = True) -> Task:
-    """Read what a data set says of its cases, in whichever layout it is.
+    """Read the description of a data set's cases, in any layout.
 
-    No image is opened; label maps are, once, where nobody wrote down which labels there are.
+    No image is opened. Label maps are read once if the labels are not declared.
 
     Parameters
     ----------
     root
         The folder of a data set, or one level above or below it; or a table (CSV or TSV).
     require_files
-        Refuse a declared training file that is absent. ``False`` leaves that to the data check, which names the case.
+        Refuse a declared training file that is absent. ``False`` leaves this to the data check, which names the case.
 
     Raises
     ------
     DataError
-        There is no data set, or what it says of itself cannot be trusted; the message says what to fix.
+        If there is no data set, or its description is invalid; the message gives the remedy.
     """
     place = find_task(root)
     if place.is_file():
@@ -57,13 +57,13 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
 def find_task(root: str | Path) -> Path:
     """Return the folder of the data set: ``root``, the only one below it, or the one above its image folder.
 
-    A folder of the same name inside the task's folder, as archives leave it, counts as the same level. A table is
-    returned as it is.
+    A folder of the same name inside the task's folder, as some archives have it, counts as the same level. A table is
+    returned unchanged.
 
     Raises
     ------
     DataError
-        There is none, or there are several.
+        If there is no data set, or there are several.
     """
     root = Path(os.path.abspath(root))  # the folder's own name counts, so links are not resolved
     require_text(root, "a data set")
@@ -78,7 +78,7 @@ def find_task(root: str | Path) -> Path:
         return root
     if not root.is_dir():
         raise DataError(f"{root} is no data set; name a folder, or a table ({', '.join(TABLES)})")
-    # What describes itself comes first: its files may be called in any way.
+    # A described data set comes first: its files may have any names.
     if found := _search_near(root, lambda folder: any((folder / name).is_file() for name in MANIFESTS)):
         return found
     if found := _search_near(root, lambda folder: folder.is_dir() and find_arrangement(folder) is not None):

@@ -1,4 +1,4 @@
-"""Which files are the channels of one image: by nnU-Net's numbers (``CASE_0000`` ...), or by names."""
+"""Find the files that are the channels of one image: by nnU-Net's numbers (``CASE_0000`` ...), or by names."""
 
 import os
 import re
@@ -16,14 +16,14 @@ __all__ = ["SEPARATORS", "cut_channel", "group_channels", "image_of", "name_imag
 CHANNEL_NUMBER = re.compile(r"(?P<case>.+)_(?P<channel>\d{4})")
 
 ALL_CHANNELS = -1
-"""Stands for the number of a channel where a file holds every one."""
+"""Channel number of a file with all channels."""
 
 SEPARATORS = "_-."
-"""What may stand between a case's id and the word that says what a file of it is."""
+"""Separators between a case's id and the word for the kind of file."""
 
 
 def number_channels(name: str) -> tuple[str, int] | None:
-    """Return the case and the number of the channel that a file's stem names; None where it names none.
+    """Return the case and the channel number in a file's stem, or None if it has none.
 
     >>> number_channels("BRATS_001_0003")
     ('BRATS_001', 3)
@@ -33,12 +33,12 @@ def number_channels(name: str) -> tuple[str, int] | None:
 
 
 def image_of(files: Sequence[Path]) -> Path | tuple[Path, ...]:
-    """Return what a case has for its image: a path, or a tuple of one per channel."""
+    """Return the image of a case: a path, or a tuple of one path per channel."""
     return files[0] if len(files) == 1 else tuple(files)
 
 
 def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Case]:
-    """Return a case per image, whose channels may lie in files of their own.
+    """Return a case per image; its channels may be in separate files.
 
     With one channel, each file is an image. Case names omit nnU-Net's ``_0000`` if all files end in it, and the name of
     the channel, as in ``CASE_t1``, unless two cases would then have the same name. With several channels, a file holds
@@ -47,7 +47,7 @@ def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Ca
     Raises
     ------
     DataError
-        Some channels of an image are there and others are not, or one is there twice.
+        If an image has only some channels, or has one twice.
     """
     if len(modalities) == 1:
         numbered = [number_channels(stem(image)) for image in images]
@@ -91,7 +91,7 @@ def _parse_named(image: Path, modalities: Sequence[str]) -> tuple[str, int] | No
 
 
 def cut_channel(name: str, modalities: Sequence[str]) -> tuple[str, int] | None:
-    """Return what stands before the name of a channel at the end of a file's stem, and which channel that is.
+    """Return the part of a file's stem before the name of a channel at its end, and the channel.
 
     >>> cut_channel("pat13_T1", ["flair", "t1"]), cut_channel("t1", ["t1"]), cut_channel("pat13", ["t1"])
     (('pat13', 1), ('', 0), None)

@@ -1,7 +1,7 @@
-"""What a data set says of itself in ``dataset.json`` or ``task.yaml``: its channels, its labels and regions.
+"""Read a data set's description in ``dataset.json`` or ``task.yaml``: its channels, its labels and regions.
 
-Labels are read in both directions that are in use: MSD's ``{"0": "background", "1": "edema"}`` from value to name, and
-nnU-Net's ``{"background": 0, "whole tumour": [1, 2, 3], "ignore": 4}`` from name to value or values.
+Labels are read in both usual directions: MSD's ``{"0": "background", "1": "edema"}`` from value to name, and nnU-Net's
+``{"background": 0, "whole tumour": [1, 2, 3], "ignore": 4}`` from name to value or values.
 """
 
 import re
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MANIFESTS = ("dataset.json", "task.yaml")
-"""Files in which a data set may describe itself."""
+"""Files that may describe a data set."""
 
 KEYS: Mapping[str, type | tuple[type, ...]] = {
     "labels": dict,
@@ -49,33 +49,34 @@ KEYS: Mapping[str, type | tuple[type, ...]] = {
     "dataset": dict,
     "file_ending": str,
 }
-"""Keys of a manifest that are read, and what stands under each.
+"""Keys of a manifest that are read, and the type of each value.
 
-Others may be there. One that is nearly one of these, and holds the same, is a slip; ``"num_training": 260`` is none.
+Other keys are allowed. A key similar to one of these with the same type is a typing error; ``"num_training": 260`` is
+not.
 """
 
 COUNTS = ("numTraining", "numTest")
-"""Keys that are read where they matter, and nearly others."""
+"""Keys that are read by some layouts, and are similar to others."""
 
 NEAR = 0.8
-"""Likeness (difflib's ratio) from which a key is a slip: 'lables' has 0.83, 'numTest' for 'test' 0.73."""
+"""Similarity (difflib's ratio) from which a key is a typing error: 'lables' has 0.83, 'numTest' for 'test' 0.73."""
 
 NUMBERED = re.compile(r"(Task\d\d|Dataset\d\d\d)_")
-"""How folders of MSD and of nnU-Net are called."""
+"""Names of folders of MSD and of nnU-Net."""
 
 ENTRY_FIELDS = frozenset({"case", "image", "images", "label", "labelled"})
-"""What the entry of a case holds that is read as something else than a column."""
+"""Fields of a case's entry that are no columns."""
 
 IGNORE = "ignore"
-"""nnU-Net's name of the value that nobody annotated."""
+"""nnU-Net's name of the value for voxels without annotation."""
 
 LARGEST_VALUE = 1 << 24
-"""Volumes are read as float32, which holds every integer up to this one."""
+"""Volumes are read as float32, which holds every integer up to this value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredLabels:
-    """What the values of label maps mean; see `volseg.data.cases.Task`."""
+    """Meaning of the values of label maps; see `volseg.data.cases.Task`."""
 
     labels: dict[int, str]
     regions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -83,12 +84,12 @@ class DeclaredLabels:
 
 
 def read_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the manifest of a folder and what it holds; None without one.
+    """Return the path and the content of a folder's manifest, or None without one.
 
     Raises
     ------
     DataError
-        It cannot be read, is no mapping, or there are two.
+        If it cannot be read, is no mapping, or there are two.
     """
     found = [folder / name for name in MANIFESTS if (folder / name).is_file()]
     if not found:
@@ -105,7 +106,7 @@ def read_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _refuse_slips(declared: Mapping[Any, Any], path: Path) -> None:
-    """Raise where a key is nearly one that is read and absent: what it says would have no effect."""
+    """Raise if an unknown key is similar to an absent known key: it would have no effect."""
     for key, value in declared.items():
         absent = [name for name, kind in KEYS.items() if name not in declared and isinstance(value, kind)]
         if key not in (*KEYS, *COUNTS) and (
@@ -129,7 +130,7 @@ def read_channel_names(declared: Mapping[str, Any], source: Path) -> tuple[str, 
     Raises
     ------
     DataError
-        There are none, or both and they differ.
+        If there are none, or both exist and differ.
     """
     keys = [key for key in ("channel_names", "modality") if key in declared] or ["modality"]
     first, *others = [read_modalities(declared.get(key), source, key) for key in keys]
@@ -144,7 +145,7 @@ def read_modalities(declared: Any, source: Path, key: str = "modality") -> tuple
     Raises
     ------
     DataError
-        There are none, or one is no name.
+        If there are none, or one is no name.
     """
     names = declared if isinstance(declared, list) and declared else _sort_by_number(declared, key, source)
     for number, name in enumerate(names):
@@ -170,13 +171,14 @@ def _sort_by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
 def read_regions(declared: Mapping[str, Any], source: Path) -> DeclaredLabels:
     """Return labels, regions and the value to ignore, as a manifest declares them.
 
-    Read are ``labels``, in either direction, and ``regions`` (name to values), ``regions_class_order`` and ``ignore``.
+    The keys are ``labels``, in either direction, and ``regions`` (name to values), ``regions_class_order`` and
+    ``ignore``.
 
     Raises
     ------
     DataError
-        There are fewer than two labels, 0 is none of them, a value or a name is given twice, or regions are such that
-        no label map could be painted of them.
+        If there are fewer than two labels, 0 is no label, a value or a name occurs twice, or no label map could
+        represent the regions.
     """
     entries = declared.get("labels")
     if not isinstance(entries, dict) or not entries:
@@ -209,7 +211,7 @@ def read_regions(declared: Mapping[str, Any], source: Path) -> DeclaredLabels:
 
 
 def _are_values(entries: Mapping[Any, Any]) -> bool:
-    """Say whether a mapping goes from values to names; the other direction has names for keys."""
+    """Return whether a mapping goes from values to names; the other direction has names as keys."""
     return all(isinstance(key, int) or (isinstance(key, str) and key.strip().lstrip("-").isdigit()) for key in entries)
 
 
@@ -235,7 +237,7 @@ def _as_values(value: Any, name: str, source: Path) -> tuple[int, ...]:
 
 
 def _as_value(value: Any, name: object, source: Path) -> int:
-    """Return a value of label maps; nnU-Net takes digits for a number too."""
+    """Return a value of label maps; nnU-Net also takes digits for a number."""
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LARGEST_VALUE:
@@ -247,7 +249,7 @@ def _as_value(value: Any, name: object, source: Path) -> int:
 
 
 def _turn(entries: Mapping[Any, Any], regions: Mapping[str, tuple[int, ...]], source: Path) -> dict[int, str]:
-    """Return the name of each value; values that only regions hold are called by their number."""
+    """Return the name of each value; values that only regions hold are named after their number."""
     named: dict[int, str] = {}
     if _are_values(entries):
         for value, name in entries.items():
@@ -267,7 +269,7 @@ def _turn(entries: Mapping[Any, Any], regions: Mapping[str, tuple[int, ...]], so
 
 
 def _read_ignore(declared: Any, named: Mapping[int, str], source: Path) -> int | None:
-    """Return the value to ignore: the one that is called so, or the one that a key of its own names."""
+    """Return the value to ignore: the value of that name, or the value of a separate key."""
     called = [value for value, name in named.items() if name == IGNORE]
     if declared is None:
         ignore = called[0] if called else None
@@ -283,7 +285,7 @@ def _read_ignore(declared: Any, named: Mapping[int, str], source: Path) -> int |
 
 
 def _read_own_regions(entries: Any, named: Mapping[int, str], source: Path) -> dict[str, tuple[int, ...]]:
-    """Return the regions that stand under a key of their own, whose members may be given by name."""
+    """Return the regions of a separate key; their members may be names."""
     if not isinstance(entries, dict) or not all(isinstance(name, str) and name.strip() for name in entries):
         raise DataError(f"{source}: 'regions' should map names to the labels that belong to each, got {entries!r}")
     by_name = {name: value for value, name in named.items()}
@@ -295,9 +297,9 @@ def _read_own_regions(entries: Any, named: Mapping[int, str], source: Path) -> d
 
 
 def _paint(regions: Mapping[str, tuple[int, ...]], order: Any, source: Path) -> dict[str, tuple[int, ...]]:
-    """Return the regions, the value that each is painted with standing first among its values.
+    """Return the regions, each with its painted value first.
 
-    A region is painted over those before it, so its value is one that no later region holds too, if it has such a one.
+    A region is painted over those before it, so its value is one that no later region has, if there is such a value.
     """
     if order is not None and (not isinstance(order, list) or len(order) != len(regions)):
         raise DataError(
@@ -320,7 +322,7 @@ def _paint(regions: Mapping[str, tuple[int, ...]], order: Any, source: Path) -> 
 
 
 def _require_seen(painted: Mapping[str, tuple[int, ...]], source: Path) -> None:
-    """Raise unless every voxel, painted region over region, still lies in the regions in which it lay."""
+    """Raise unless every voxel is still in the same regions after painting region over region."""
     for value in sorted({value for values in painted.values() for value in values}):
         inside = [name for name, values in painted.items() if value in values]
         last = inside[-1]
@@ -334,12 +336,12 @@ def _require_seen(painted: Mapping[str, tuple[int, ...]], source: Path) -> None:
 
 
 def read_labelled(declared: Any, labels: Mapping[int, str], where: str) -> tuple[int, ...] | None:
-    """Return the values that were looked for in a case, which may be given by name; None where all of them were.
+    """Return the values that were annotated in a case, given as values or names, or None for all of them.
 
     Raises
     ------
     DataError
-        One is no label, or there is none.
+        If one is no label, or there is none.
     """
     if declared is None:
         return None
@@ -359,12 +361,12 @@ def read_labelled(declared: Any, labels: Mapping[int, str], where: str) -> tuple
 
 
 def add_labelled(cases: Sequence[Case], declared: Any, labels: Mapping[int, str], source: Path) -> tuple[Case, ...]:
-    """Return the cases, each with what was looked for in it, where ``labelled`` maps its id to labels.
+    """Return the cases, each with its annotated values if ``labelled`` maps its id to labels.
 
     Raises
     ------
     DataError
-        It names a case that there is not, or what is no label.
+        If it names an unknown case, or an unknown label.
     """
     if declared is None:
         return tuple(cases)
@@ -389,14 +391,14 @@ def make_task(
     cases: tuple[Sequence[Case], Sequence[Case]],
     columns: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> Task:
-    """Return the task of a folder that ``source``, a manifest in it, describes.
+    """Return the task of a folder that its manifest ``source`` describes.
 
     Parameters
     ----------
     cases
-        To train on and to predict, as `sort_cases` returns them.
+        Cases to train on and to predict, as `sort_cases` returns them.
     columns
-        What else the data set says of its cases, beside what the manifest itself does.
+        Further facts about the cases, beside those in the manifest.
     """
     training, test = cases
     return Task(
@@ -413,7 +415,7 @@ def make_task(
 
 
 def name_task(folder: Path, declared: Mapping[str, Any]) -> str:
-    """Return the name of a task: its folder's where that is numbered as MSD's and nnU-Net's, else the declared one."""
+    """Return the name of a task: its folder's if that is numbered as in MSD and nnU-Net, else the declared one."""
     return folder.name if NUMBERED.match(folder.name) else str(declared.get("name") or folder.name).strip()
 
 
@@ -423,7 +425,7 @@ def _read_patients(declared: Mapping[str, Any], cases: Sequence[Case], source: P
     Raises
     ------
     DataError
-        It is no mapping of names to names, or names a case that is not there.
+        If it is no mapping of names to names, or names an unknown case.
     """
     if (patients := declared.get("patients")) is None:
         return {}
@@ -436,7 +438,7 @@ def _read_patients(declared: Mapping[str, Any], cases: Sequence[Case], source: P
 
 
 def note_columns(entry: Mapping[str, Any], case: str, columns: dict[str, dict[str, str]]) -> None:
-    """Add to ``columns`` what else the entry of a case says of it, such as its patient."""
+    """Add the further facts in a case's entry, such as its patient, to ``columns``."""
     for name, value in entry.items():
         if name not in ENTRY_FIELDS and (_is_name(value) or isinstance(value, float)):
             columns.setdefault(name, {})[case] = str(value).strip()

@@ -1,4 +1,4 @@
-"""What every layout asks of its list of cases: each once, files of its own, names that a prediction can bear."""
+"""Check a list of cases for every layout: unique cases, separate files, valid names for predictions."""
 
 import logging
 import os
@@ -36,16 +36,16 @@ def log_once(line: str) -> None:
 
 
 LONGEST_NAME, LONGEST_PATH = 200, 1000
-"""Bytes of a file's name (255 to most file systems) and characters of a declared path."""
+"""Most bytes of a file's name (255 in most file systems) and most characters of a declared path."""
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Return the files of a folder that have an image's suffix, sorted; hidden ones, as macOS' ``._``, left out.
+    """Return the files of a folder with an image's suffix, sorted; hidden ones, such as macOS' ``._``, are left out.
 
     Raises
     ------
     ConfigError
-        The name of one is no UTF-8.
+        If a name is no UTF-8.
     """
     found = sorted(path for path in folder.iterdir() if find_suffix(path) and not path.name.startswith("."))
     for path in found:
@@ -63,14 +63,14 @@ def list_labels(folder: Path) -> list[Path]:
 def sort_cases(
     training: Iterable[Case], test: Iterable[Case], source: Path, *, require_files: bool
 ) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """Return the cases of a data set, sorted by id; test cases that were not fetched are left out.
+    """Return the cases of a data set, sorted by id; test cases without files are left out.
 
     Raises
     ------
     DataError
-        There is none to train on, one stands twice, two share a file, or a file of one to train on is absent.
+        If there is no training case, a case occurs twice, two share a file, or a training file is absent.
     ConfigError
-        A case or a file of it has a name that is no UTF-8.
+        If a case or one of its files has a name that is no UTF-8.
     """
     training, test = (sorted(cases, key=lambda case: case["case"]) for cases in (training, test))
     for case in (*training, *test):
@@ -90,12 +90,12 @@ def sort_cases(
 
 
 def require_id(name: str, where: str) -> str:
-    """Return the id of a case, by which its prediction is called.
+    """Return the id of a case, which names its prediction.
 
     Raises
     ------
     DataError
-        No file can be called so.
+        If it is no valid file name.
     """
     name = name.strip()
     is_plain = not name.startswith(".") and not any(letter in name for letter in "/\\\0\n\r")
@@ -112,7 +112,7 @@ def require_id(name: str, where: str) -> str:
 
 
 def join_inside(folder: Path, text: str, where: str) -> Path:
-    """Join a declared path to the data set's folder; it must not lead out of it (links inside it may)."""
+    """Join a declared path to the data set's folder; it must stay inside (links inside may lead out)."""
     path = split_path(text, where)
     if path.anchor or ".." in path.parts or not path.parts:
         raise DataError(f"{where} names {text.strip()!r}; needed: a path inside the task's folder, relative to it")
@@ -120,12 +120,12 @@ def join_inside(folder: Path, text: str, where: str) -> Path:
 
 
 def split_path(text: str, where: str) -> PureWindowsPath:
-    """Return a path that was written on any system, which splits at both kinds of slash.
+    """Return a path from any system, split at both kinds of slash.
 
     Raises
     ------
     DataError
-        No file can be called so.
+        If it is no valid file name.
     """
     text = text.strip()
     try:
@@ -145,7 +145,7 @@ def _list_all(case: Case) -> list[Path]:
 
 
 def _refuse_shared_files(cases: Sequence[Case], source: Path) -> None:
-    """Raise where a file stands for two fields or cases: one would learn from the other's label."""
+    """Raise if a file is given for two fields or cases: one would learn from the other's label."""
     if doubled := find_doubled(str(path) for case in cases for path in _list_all(case)):
         raise DataError(
             f"{source} names {len(doubled)} file(s) more than once, first {_shorten(Path(doubled[0]), source)}; each "
@@ -167,7 +167,7 @@ def _shorten(path: Path, source: Path) -> Path:
 
 
 def _drop_absent(test: Sequence[Case], source: Path) -> list[Case]:
-    """Leave out test cases that were not fetched: training does not need them."""
+    """Leave out test cases without files: training does not need them."""
     present = [case for case in test if all(path.exists() for path in list_files(case["image"]))]
     if len(present) < len(test):
         logger.warning(

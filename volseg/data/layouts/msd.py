@@ -1,8 +1,8 @@
 """Tasks of the Medical Segmentation Decathlon: ``dataset.json`` lists the files of each case.
 
-It is read tolerantly where the ten real ones differ (a count that is off by one, misspelt keys, strings beside dicts,
-blanks, macOS' ``._`` files) and strictly where a slip would cost a training: labels, channels, ids and files. nnU-Net's
-first version writes the same list, of images that lie there as ``CASE_0000.nii.gz``, ``CASE_0001.nii.gz`` ...
+The reader tolerates differences of the ten real tasks (a count that is off by one, misspelt keys, strings beside dicts,
+blanks, macOS' ``._`` files). It is strict about errors that would spoil a training: labels, channels, ids and files.
+nnU-Net's first version writes the same list, for images stored as ``CASE_0000.nii.gz``, ``CASE_0001.nii.gz`` ...
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def _read_cases(
     labels: Mapping[int, str],
     columns: dict[str, dict[str, str]],
 ) -> list[Case]:
-    """Turn the entries (dicts, or bare paths for test cases) into cases; note what else they say in ``columns``."""
+    """Turn the entries (dicts, or bare paths for test cases) into cases; add their further facts to ``columns``."""
     if not isinstance(entries, list):
         raise DataError(f"{manifest}: {key!r} should be a list of cases, got {type(entries).__name__}")
     fields = ("image", "label") if key == "training" else ("image",)
@@ -60,7 +60,7 @@ def _read_cases(
         if not isinstance(files, dict) or not all(_are_named(files.get(field), field) for field in fields):
             raise DataError(f"{where} should name {' and '.join(fields)}, got {entry!r}")
         image = _locate_image(files["image"], manifest.parent, where, num_channels)
-        if list_files(image)[0].name.startswith("._"):  # macOS leaves one beside each file of an archive
+        if list_files(image)[0].name.startswith("._"):  # macOS adds one for each file of an archive
             continue
         case: Case = {"case": _name_case(files, image, manifest.parent, where), "image": image}
         if "label" in fields:
@@ -74,7 +74,7 @@ def _read_cases(
 
 
 def _are_named(value: Any, field: str) -> bool:
-    """Say whether an entry names a field's file, or an image's file per channel."""
+    """Return whether an entry names a field's file, or an image's file per channel."""
     listed = value if isinstance(value, list) and value and field == "image" else [value]
     return all(isinstance(path, str) for path in listed)
 
@@ -93,7 +93,7 @@ def _locate_image(named: str | Sequence[str], folder: Path, where: str, num_chan
 
 
 def _name_case(files: Mapping[str, Any], image: Path | tuple[Path, ...], folder: Path, where: str) -> str:
-    """Return the id of a case: the one that its entry has, else its image's name, without a channel's number."""
+    """Return the id of a case: that of its entry, else its image's name, without a channel's number."""
     if isinstance(own := files.get("case"), str):
         return require_id(own, where)
     if isinstance(files["image"], str):
@@ -104,7 +104,7 @@ def _name_case(files: Mapping[str, Any], image: Path | tuple[Path, ...], folder:
 
 
 def _log_counts(declared: Mapping[str, Any], *, manifest: Path, **cases: Sequence[Case]) -> None:
-    """Log where numTraining or numTest is off: the real Task08 is, by one."""
+    """Log a wrong numTraining or numTest: the real Task08 is off by one."""
     for key, found in cases.items():
         count = declared.get(f"num{key.capitalize()}", len(found))
         if count != len(found):

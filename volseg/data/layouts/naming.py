@@ -1,4 +1,4 @@
-"""What channels and labels are called where nobody wrote it down: channels after files, labels by their values."""
+"""Name undeclared channels and labels: channels after files, labels after their values."""
 
 import json
 import logging
@@ -25,29 +25,27 @@ __all__ = ["attempt_values", "match_channels", "name_channels", "name_labels"]
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".volseg") / "label_values.json"
-"""Where the values of a folder's label maps are written down, so that they are read once."""
+"""File with the values of a folder's label maps, so that they are read only once."""
 
 MOST_VALUES = 1000
-"""In one label map; one with more is an image."""
+"""Most values of a label map; a volume with more is an image."""
 
 
 def name_channels(declared: Mapping[str, Any], source: Path) -> tuple[str, ...] | None:
-    """Return the channels' names that a manifest declares; None where it declares none."""
+    """Return the channels' names that a manifest declares, or None if it declares none."""
     return read_channel_names(declared, source) if {"channel_names", "modality"} & declared.keys() else None
 
 
 def match_channels(
     found: Sequence[str], declared: Sequence[str] | None, source: Path
 ) -> tuple[tuple[str, ...], list[int]]:
-    """Return the names of the channels, and the place of each among those that were found.
+    """Return the names of the channels, and the index of each among the found ones.
 
-    One file is one channel, or all that are declared. Of several, files that are called by numbers are the channels in
-    that order; others are called as they are declared.
-
-    Raises
+    One file is one channel, or all declared channels. Of several files, numbered files are the channels in that order;
+    other files have the declared names.
     ------
     DataError
-        Other channels are declared than were found.
+        If the declared channels differ from the found ones.
     """
     if len(found) == 1:
         return tuple(declared or [name if name and not name.isdigit() else "image" for name in found]), [0]
@@ -68,15 +66,15 @@ def match_channels(
 def name_labels(
     declared: Mapping[str, Any], source: Path, labels: Sequence[Path], folder: Path, *, require_files: bool
 ) -> DeclaredLabels:
-    """Return labels as they are declared; without a declaration the values of all label maps, called ``label_1`` ....
+    """Return labels as declared, or by default the values of all label maps, named ``label_1`` ....
 
-    Every label map is read for that, once: what was found is kept in the folder. Where ``require_files`` is off, what
-    cannot be read is left to the data check, which names every bad case.
+    By default every label map is read, once: the folder keeps the result. If ``require_files`` is off, unreadable files
+    are left to the data check, which names every bad case.
 
     Raises
     ------
     DataError
-        One cannot be read, or holds what is no label map; or none holds a structure.
+        If a file cannot be read or is no label map, or no label map has a structure.
     """
     if "labels" in declared:
         return read_regions(declared, source)
@@ -101,7 +99,7 @@ def name_labels(
 
 
 def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int] | DataError]:
-    """Return the values of each label map, from the folder's cache where the file is still the same, or its fault."""
+    """Return the values of each label map, from the folder's cache if the file is unchanged, or its fault."""
     known = _read_cache(folder / CACHE)
     keys = {path: _identify(path, folder) for path in labels}
     unread = [path for path, key in keys.items() if key not in known]
@@ -115,10 +113,10 @@ def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int] | DataE
 
 
 def _identify(path: Path, folder: Path) -> str:
-    """Return a text that changes with a label map: the names, sizes and times of change of its files."""
+    """Return a text that changes with a label map: the names, sizes and modification times of its files."""
     try:
         found = [(file, file.stat()) for file in find_files(path)]
-    except (OSError, ReaderError):  # reading it says so too
+    except (OSError, ReaderError):  # reading the file reports it too
         return str(path)
     places = [file.relative_to(folder) if file.is_relative_to(folder) else file for file, _ in found]
     stated = [
@@ -128,7 +126,7 @@ def _identify(path: Path, folder: Path) -> str:
 
 
 def attempt_values(path: Path) -> list[int] | DataError:
-    """Return the values of a label map, or why a file is none."""
+    """Return the values of a label map, or the error of a file that is none."""
     try:
         return _load_values(path)
     except DataError as fault:
@@ -155,10 +153,10 @@ def _load_values(path: Path) -> list[int]:
 
 
 def _read_cache(file: Path) -> dict[str, list[int]]:
-    """Return what was written down; nothing where there is no such file, or one that somebody damaged."""
+    """Return the cached values; empty if the file is absent or damaged."""
     try:
         return TypeAdapter(dict[str, list[int]]).validate_python(read_json(file), strict=True)
-    except (DataError, ValueError):  # absent at first, and written anew if it is damaged
+    except (DataError, ValueError):  # absent at first, and rewritten if damaged
         return {}
 
 
@@ -166,5 +164,5 @@ def _write_cache(file: Path, known: Mapping[str, list[int]]) -> None:
     try:
         with replacing(file) as partial:
             partial.write_text(json.dumps(known, indent=0) + "\n", encoding="utf-8")
-    except OSError as fault:  # data that may only be read; they are read again next time
+    except OSError as fault:  # read-only data, which are read again next time
         logger.info("%s cannot be written (%s); the label maps are read each time", file, fault.strerror or fault)

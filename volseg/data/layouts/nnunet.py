@@ -1,7 +1,7 @@
 """nnU-Net's raw data sets (version 2): ``dataset.json``, ``imagesTr/CASE_0000.nii.gz`` ..., ``labelsTr/CASE.nii.gz``.
 
-What nnU-Net 2 trains on is read as it reads it, and gaps in label values besides. Where it would stop in the middle of
-its work, or train on something else (a channel that nobody declared), this stops at once.
+A data set that nnU-Net 2 can train on is read in the same way; gaps in label values are allowed too. Errors that would
+stop nnU-Net in the middle of its work, or change its training data (an undeclared channel), raise immediately.
 
 References
 ----------
@@ -58,7 +58,7 @@ def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: b
 
 
 def _read_ending(declared: Mapping[str, Any], manifest: Path) -> str | None:
-    """Return ``file_ending``, which tells images from what else lies there; None where any format may."""
+    """Return ``file_ending``, which identifies images, or None if any format is allowed."""
     ending = declared.get("file_ending")
     if ending is not None and (not isinstance(ending, str) or ending.lower() not in SUFFIXES):
         raise DataError(f"{manifest}: 'file_ending' is {ending!r}; needed: one of {', '.join(SUFFIXES)}")
@@ -66,7 +66,7 @@ def _read_ending(declared: Mapping[str, Any], manifest: Path) -> str | None:
 
 
 def _read_listed(listed: Any, num_channels: int, manifest: Path, columns: dict[str, dict[str, str]]) -> list[Case]:
-    """Return the cases that ``dataset`` lists with their files, which may lie anywhere, as nnU-Net lets them."""
+    """Return the cases that ``dataset`` lists with their files, which may be anywhere, as in nnU-Net."""
     if not isinstance(listed, dict):
         raise DataError(f"{manifest}: 'dataset' should map each case to its files, got {type(listed).__name__}")
     cases = []
@@ -90,7 +90,7 @@ def _read_listed(listed: Any, num_channels: int, manifest: Path, columns: dict[s
 
 
 def _locate(text: str, folder: Path) -> Path:
-    """Return a path as nnU-Net finds it: variables of the environment replaced, relative to the data set's folder."""
+    """Return a path as nnU-Net resolves it: with environment variables, relative to the data set's folder."""
     return Path(os.path.abspath(folder / os.path.expandvars(text)))
 
 
@@ -126,9 +126,9 @@ def _list_ending(folder: Path, ending: str | None) -> list[Path]:
 
 
 def _list_images(folder: Path, ending: str | None, num_channels: int) -> dict[str, Path | tuple[Path, ...]]:
-    """Return the image of each case: a path per channel; those of absent files too, so that they are named.
+    """Return the image of each case: a path per channel, including absent files, so that they are named.
 
-    Where no case has more than channel 0 though more are declared, its file holds them all.
+    If several channels are declared and every case has only channel 0, its file holds all channels.
     """
     found: dict[str, dict[int, Path]] = defaultdict(dict)
     for path in _list_ending(folder, ending):

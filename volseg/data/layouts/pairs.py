@@ -1,10 +1,10 @@
-"""Folders in which names alone say what belongs together: images and labels, without a list of them.
+"""Read folders of images and labels without a list: only their names pair them.
 
-The rule, for all arrangements: a file whose name ends in a word for labels (``case_seg``) is a label map, and what
-stands before that word is the case; every other file is an image of the case that its name begins with, and what stands
-after is the name of its channel. Where images and labels lie in folders of those names, the folder says which it is;
-where each case has a folder, the folder's name is the case. Whatever does not fit the rule is refused with what was
-found: of two ways to read a folder none is guessed.
+One rule covers all arrangements. A file whose name ends in a word for labels (``case_seg``) is a label map, and the
+part before that word is the case. Every other file is an image of the case that its name begins with, and the rest is
+the name of its channel. If images and labels are in folders of those names, the folder gives the kind. If each case has
+a folder, the folder's name is the case. Anything else is refused with a list of the files: ambiguity is never resolved
+by a guess.
 """
 
 from collections import defaultdict
@@ -27,36 +27,36 @@ __all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "Arrangement", "find_arrangement", 
 
 IMAGE_FOLDERS = ("images", "image", "imagesTr", "img", "imgs", "scans", "volumes")
 LABEL_FOLDERS = ("labels", "label", "labelsTr", "masks", "mask", "seg", "segs", "segmentation", "segmentations")
-"""How the two folders may be called, in any case of letters."""
+"""Names of the two folders, in any case of letters."""
 
 TEST_FOLDERS = ("imagesTs",)
-"""Images without labels."""
+"""Folders of images without labels."""
 
 LABEL_WORDS = ("label", "labels", "mask", "masks", "seg", "segm", "segs", "segmentation")
 """Last word of a label map's name."""
 
 UNNAMED = ("", "image", "img", "scan", "volume")
-"""What stands in a channel's place where an image has one file."""
+"""Words in a channel's place if an image has one file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrangement:
-    """Which files of a folder are images and which are labels, before they are paired."""
+    """The images and labels of a folder, before they are paired."""
 
     images: tuple[tuple[str, Path], ...]
     labels: tuple[tuple[str, Path], ...]
-    """Each with the case that its folder names; empty where names of files say it."""
+    """Each with the case that its folder names; empty if the names of files give the case."""
     test: Path | None = None
     """Folder of images without labels."""
 
 
 def find_arrangement(folder: Path) -> Arrangement | None:
-    """Return what lies in a folder; None where there are no images and labels.
+    """Return the layout of a folder, or None if it has no images and labels.
 
     Raises
     ------
     DataError
-        Several folders of images or of labels, or images beside folders of them.
+        If there are several folders of images or of labels, or images beside folders of them.
     """
     children = [child for child in sorted(folder.glob("*/")) if not child.name.startswith((".", "_"))]
     images, labels, tests = (
@@ -91,7 +91,7 @@ def find_arrangement(folder: Path) -> Arrangement | None:
 def _list_volumes(folder: Path, children: Sequence[Path] | None = None) -> list[Path]:
     """Return the volumes of a folder: files of images, labels in DICOM, and folders of slices among ``children``.
 
-    A folder that holds slices beside a label is a volume itself.
+    A folder with slices beside a label is a volume itself.
     """
     children = sorted(folder.glob("*/")) if children is None else children
     series = [child for child in children if not child.name.startswith((".", "_")) and _may_be_series(child)]
@@ -101,7 +101,7 @@ def _list_volumes(folder: Path, children: Sequence[Path] | None = None) -> list[
 
 
 def _may_be_series(folder: Path) -> bool:
-    """Say whether files lie in a folder and none is an image by its suffix; what they are, the reader finds out."""
+    """Return whether a folder has files and none is an image by its suffix; the reader determines their kind."""
     files = [path for path in folder.iterdir() if not path.name.startswith(".")]
     return bool(files) and all(path.is_file() for path in files) and not list_images(folder)
 
@@ -119,7 +119,7 @@ def _is_label(path: Path) -> bool:
 
 
 def _cut_label_word(name: str) -> str | None:
-    """Return what stands before the word for labels at the end of a name; None without such a word."""
+    """Return the part before the word for labels at the end of a name, or None without such a word."""
     for word in sorted(LABEL_WORDS, key=len, reverse=True):
         if name.casefold() == word:
             return ""
@@ -133,7 +133,7 @@ def load_pairs(
 ) -> Task:
     """Return the task of a folder of pairs; see `volseg.data.layouts.load_task`.
 
-    Channels and labels are called as ``manifest`` says, if there is one; else after the files, and by their values.
+    Channels and labels have the names in ``manifest``, if there is one; else those of the files, and of their values.
     """
     source, declared = manifest or (folder / "dataset.json", {})
     labels_of = _name_cases(arrangement, folder)
@@ -159,7 +159,7 @@ def load_pairs(
 
 
 Key = tuple[str, str]
-"""A case by the folder that is named after it, and by what stands first in the names of its files; one may be empty."""
+"""Key of a case: the folder named after it, and the beginning of its files' names; one may be empty."""
 
 
 def _name_cases(arrangement: Arrangement, folder: Path) -> dict[Key, Path]:
@@ -179,7 +179,7 @@ def _name_cases(arrangement: Arrangement, folder: Path) -> dict[Key, Path]:
             by_series = by_series or {read_image_text(image): stem(image) for _, image in arrangement.images}
             begin = by_series.get(label.series, begin)
         key = (group, begin)
-        other = first.setdefault(group or key, path)  # a case's folder has one
+        other = first.setdefault(group or key, path)  # a case's folder has one label
         if other != path:
             raise DataError(f"{folder}: {other.name} and {path.name} are both labels of one case; keep one of them")
         found[key] = path
@@ -187,7 +187,7 @@ def _name_cases(arrangement: Arrangement, folder: Path) -> dict[Key, Path]:
 
 
 def _list_starts(name: str) -> Iterator[str]:
-    """Yield what a case may be called of which a file has this name: all of it, and what stands before a separator."""
+    """Yield the possible case names of a file with this name: all of it, and each part before a separator."""
     yield name
     for place in range(len(name) - 1, -1, -1):
         if name[place] in SEPARATORS:
@@ -198,7 +198,7 @@ def _list_starts(name: str) -> Iterator[str]:
 def _group_channels(
     images: Sequence[tuple[str, Path]], cases: Mapping[Key, Path], folder: Path
 ) -> dict[Key, dict[str, Path]]:
-    """Return the files of each case's image by the name of their channel, and refuse what has no partner."""
+    """Return the files of each case's image by the name of their channel, and refuse files without a partner."""
     found: dict[Key, dict[str, Path]] = defaultdict(dict)
     alone = []
     for group, path in images:
@@ -228,7 +228,7 @@ def _group_channels(
 
 
 def _require_same_channels(images: Mapping[Key, Mapping[str, Path]], folder: Path) -> list[str]:
-    """Return the names of the channels, which every case has: in the order of their numbers, or of the alphabet."""
+    """Return the channel names, which every case must have: in the order of their numbers, or of the alphabet."""
     names = sorted({name for channels in images.values() for name in channels}, key=lambda name: (len(name), name))
     if not all(name.isdigit() for name in names):
         names.sort()

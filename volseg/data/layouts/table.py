@@ -3,19 +3,19 @@
 ========== ==========================================================================================================
 column     holds
 ========== ==========================================================================================================
-case       id, by which folds are made and predictions are called
+case       id, which determines folds and names predictions
 image      path of the image; or several columns ``image_NAME``, one per channel
 label      path of the label map
-labelled   the labels that were looked for in this case, by value or name, with ``;`` between; empty: all
-weight     how often patches of the case are drawn, in relation to others; 0: never; empty: 1
+labelled   the labels that were annotated in this case, by value or name, with ``;`` between; empty: all
+weight     relative frequency of the case's patches; 0: never; empty: 1
 fold       number of the fold in which the case validates
 split      ``train``, ``validation`` or ``test``, in place of ``fold``
 ========== ==========================================================================================================
 
-Any other column may be named by ``split.group``, such as ``patient``: its cells say which cases are of one patient.
+``split.group`` may name any other column, such as ``patient``: its cells give the patient of each case.
 
-Paths are relative to the table. What labels and channels are called stands in ``dataset.json`` or ``task.yaml`` beside
-it; see `volseg.data.layouts.naming` for a table without.
+Paths are relative to the table. The names of labels and channels are in ``dataset.json`` or ``task.yaml`` beside the
+table; see `volseg.data.layouts.naming` for a table without.
 """
 
 import csv
@@ -43,7 +43,7 @@ TABLES = (".csv", ".tsv")
 
 COLUMNS = ("case", "image", "label", "labelled", "weight", "fold", "split")
 CHANNEL = "image_"
-"""What the columns of an image's channels begin with."""
+"""Prefix of the columns of an image's channels."""
 
 NEAR = 0.8
 """Similarity (difflib's ratio) from which the name of a column counts as misspelt: ``imgae`` does, ``age`` does not."""
@@ -63,16 +63,16 @@ class _Table:
     path: Path
     columns: tuple[str, ...]
     rows: tuple[tuple[str, Mapping[str, str]], ...]
-    """Where each stands, for messages, and its cells by column."""
+    """Place of each row, for messages, and its cells by column."""
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """Return the names of the channels; one empty name where there is one column."""
+        """Return the names of the channels; one empty name for a single column."""
         return tuple(name[len(CHANNEL) :] for name in self.columns if name.startswith(CHANNEL)) or ("",)
 
     @property
     def others(self) -> list[str]:
-        """Return the names of the columns that a task keeps as they are, for weights and for `split.group`."""
+        """Return the names of the columns that a task keeps unchanged, for weights and for `split.group`."""
         own = {*COLUMNS} - {"weight"}
         return [name for name in self.columns if name and name not in own and not name.startswith(CHANNEL)]
 
@@ -111,7 +111,7 @@ def read_images(path: Path, modalities: Sequence[str]) -> list[Case]:
     Raises
     ------
     DataError
-        The table cannot be read, or has other channels.
+        If the table cannot be read, or has other channels.
     """
     table = _read(path, ("case", "image"))
     _, order = match_channels(table.channels, modalities, Path("the task"))
@@ -122,22 +122,22 @@ def read_images(path: Path, modalities: Sequence[str]) -> list[Case]:
 
 
 class LabelRow(NamedTuple):
-    """What a row says of the label map of its case."""
+    """Label map of a case, from its row."""
 
     label: Path
     prediction: str | None
-    """As it was written; None without such a column."""
+    """The cell's text; None without such a column."""
     labelled: Sequence[str]
-    """The labels that were looked for, by value or name; none where all were."""
+    """The annotated labels, by value or name; empty for all."""
 
 
 def read_labels(path: Path) -> dict[str, LabelRow]:
-    """Return the label map of each case of a table that has one, and which prediction is of it; images are not needed.
+    """Return the label map of each case with one, and the name of its prediction; images are not needed.
 
     Raises
     ------
     DataError
-        The table cannot be read, has no label map, or a case or a prediction stands twice.
+        If the table cannot be read, has no label map, or a case or a prediction occurs twice.
     """
     table = _read(path, ("case", "label"))
     rows = {
@@ -187,13 +187,13 @@ def _read(path: Path, required: Sequence[str]) -> _Table:
 
 
 def _detect_delimiter(lines: Sequence[str], path: Path) -> str:
-    """Return what stands between cells: tabs in a TSV; else whatever the first line has, as spreadsheets differ."""
+    """Return the delimiter of cells: tabs in a TSV; else the most frequent one in the first line."""
     first = next((line for line in lines if line.strip()), "")
     return "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
 
 
 def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) -> tuple[str, ...]:
-    """Return the names of the columns; those of other programs may stand there, but none that may be a slip."""
+    """Return the names of the columns; unknown ones are allowed, unless they may be typing errors."""
     names = [name.casefold() for name in header]
     if doubled := find_doubled(name for name in names if name):
         raise DataError(f"{path} has two columns called {doubled[0]!r}; keep one of them")
@@ -230,7 +230,7 @@ def _read_image(table: _Table, row: Mapping[str, str], where: str, order: Sequen
 
 
 def _locate(text: str, column: str, table: _Table, where: str) -> Path:
-    """Return the path that a cell holds, relative to the table; it may lie anywhere."""
+    """Return the path in a cell, relative to the table; it may be anywhere."""
     if not text:
         raise DataError(
             f"{where}: {column!r} is empty; needed: a path (cases without a label have 'test' under 'split')"
@@ -248,7 +248,7 @@ def _split(text: str) -> list[str]:
 
 
 def _read_side(row: Mapping[str, str], where: str) -> str | None:
-    """Return the side of the split that a row names, if it does."""
+    """Return the side of the split that a row names, if it names one."""
     if not (side := row.get("split", "").casefold()):
         return None
     if side not in SIDES:
@@ -257,7 +257,7 @@ def _read_side(row: Mapping[str, str], where: str) -> str | None:
 
 
 def _make_splits(table: _Table, sides: Sequence[str | None]) -> tuple[Split, ...]:
-    """Return the splits that the table's columns make of its cases; none where it has no such columns."""
+    """Return the splits that the table's columns define, or none without such columns."""
     rows = [(where, row) for (where, row), side in zip(table.rows, sides, strict=True) if side != "test"]
     ids = [row["case"] for _, row in rows]
     validates = {row["case"] for (_, row), side in zip(table.rows, sides, strict=True) if side == "validation"}
@@ -275,7 +275,7 @@ def _make_splits(table: _Table, sides: Sequence[str | None]) -> tuple[Split, ...
 
 
 def _read_fold(text: str, where: str) -> int | None:
-    """Return the fold in which a case validates; None for one that always trains."""
+    """Return the fold in which a case validates, or None if it always trains."""
     if not text:
         return None
     if not (text.isascii() and text.isdigit()):

@@ -1,1 +1,1 @@
-"""Sums over the voxels that Dice and cross entropy are made of."""
+"""Sums over voxels from which Dice and cross entropy are computed."""

@@ -1,10 +1,11 @@
-# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# ruff: noqa: N803  (upper case: constants for which Triton compiles)
 # mypy: disable-error-code="no-untyped-def"
 """Dice plus cross entropy of one slab in Triton: one pass over logits and label each, softmax in registers.
 
 A tile holds ``BV`` voxels with all their classes. Logits are addressed as (sample, class, voxel) with three strides,
-contiguous or channels last alike; the label by its own strides, so that a coarser head reads the full one at a stride.
-Each program writes its own sums, which ``combine`` adds in a fixed order: no atomics, the same bits each time.
+which serve contiguous and channels-last tensors. The label has its own strides, so that a coarser head reads the full
+label at a stride.
+Each program writes its own sums. ``combine`` adds them in a fixed order: no atomics, the same bits each time.
 """
 
 from collections.abc import Sequence
@@ -19,16 +20,16 @@ from volseg.losses.dice.reference import Terms, empty_gradient
 __all__ = ["combine", "gradient", "sums"]
 
 TILE, TILE_LAST = 4096, 1024
-"""Elements per tile, contiguous and with channels last. A thread takes eight voxels that lie side by side: a smaller
-tile of contiguous logits would spread a voxel's classes over warps (224^3 voxels, H200: 1.55 ms instead of 0.06)."""
+"""Elements per tile, contiguous and with channels last. A thread takes eight adjacent voxels: a smaller tile of
+contiguous logits would spread a voxel's classes over warps (224^3 voxels, H200: 1.55 ms instead of 0.06)."""
 
 NOT_SPECIALIZED = ["H"]
-"""Whether 16 divides it changes no instruction, and a patch of another size would be compiled for anew."""
+"""No specialization on divisibility by 16: it changes no instruction, and each patch size would recompile."""
 
 
 @triton.jit
 def _softmax(x, b, c, v, K, V, xb, xc, xv):
-    """Return probabilities and their logarithms, ``[BV, BK]``; those of absent classes are 0 and -inf."""
+    """Return probabilities and their logarithms, ``[BV, BK]``; absent classes have 0 and -inf."""
     place = b.to(tl.int64) * xb + c[None, :].to(tl.int64) * xc + v[:, None].to(tl.int64) * xv
     inside = c[None, :] < K
     value = tl.load(x + place, mask=(v[:, None] < V) & inside, other=0.0).to(tl.float32)
@@ -107,7 +108,7 @@ def _combine_kernel(
     sums, loss, slopes, rows, pool, stride, pairs, K, first_class, sizes, overlaps, smooth_nr, smooth_dr,
     pair, voxel, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A row is a part, or a part and a sample where all samples are pooled: see combine.
+    # A row is a part, or a part and a sample if all samples are pooled: see combine.
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, pairs, BLOCK):
         i = start + tl.arange(0, BLOCK)

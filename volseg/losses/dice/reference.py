@@ -1,7 +1,7 @@
 """Dice plus cross entropy of one slab in plain torch: it defines what the kernels compute.
 
-A few voxels at a time, so that a large volume's probabilities never exist. The sums of a sample and class ``c`` over
-the voxels, with ``p`` the softmax of the logits and ``y`` the label:
+The voxels are processed in chunks, so that a large volume's probabilities never exist. The sums of a sample and class
+``c`` over the voxels, with ``p`` the softmax of the logits and ``y`` the label:
 
 =========  ========================  ==========================================
 row        sum of                    for
@@ -48,7 +48,7 @@ class Terms:
     include_background
         Whether class 0 takes part in the mean of Dice.
     batch
-        Whether Dice is of the voxels of all samples, and not a mean over samples.
+        Whether Dice pools the voxels of all samples, instead of a mean over samples.
     squared
         Whether probabilities are squared in the denominator.
     jaccard
@@ -68,18 +68,18 @@ class Terms:
 
     @property
     def denominator(self) -> tuple[float, float]:
-        """Factors of ``mass + truth`` and of ``-overlap`` in the denominator, where the numerator is 2 * overlap."""
+        """Factors of ``mass + truth`` and of ``-overlap`` in the denominator, for the numerator 2 * overlap."""
         return (2.0, 2.0) if self.jaccard else (1.0, 0.0)
 
     def factors(self, shape: Sequence[int]) -> tuple[float, float]:
-        """Return what a pair's Dice loss and what a pair's surprise are multiplied by, in logits of ``shape``."""
+        """Return the factors of a pair's Dice loss and of a pair's surprise, for logits of ``shape``."""
         samples, classes, *sides = shape
         pairs = (1 if self.batch else samples) * (classes - (not self.include_background))
         return self.dice / pairs, self.cross_entropy / (samples * prod(sides))
 
 
 CHUNK = 2**18
-"""Voxels at a time: some megabytes."""
+"""Voxels per chunk: some megabytes."""
 
 
 def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
@@ -97,16 +97,16 @@ def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
 
 
 def combine(sums: Tensor, terms: Terms, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the loss and its derivatives by the sums, ``(4, B, K)``, or ``(4, 1, K)`` where they are of the batch.
+    """Return the loss and its derivatives by the sums, ``(4, B, K)``, or ``(4, 1, K)`` with ``terms.batch``.
 
     Parameters
     ----------
     sums
-        ``(parts, 4, B, K)``: of all parts of all shards.
+        ``(parts, 4, B, K)``: the sums of all parts of all shards.
     terms
-        What is summed up.
+        Weights and variants of the two losses.
     shape
-        Of the logits of the whole volume.
+        Shape of the logits of the whole volume.
     """
     total = sums.sum(0)
     overlap, mass, truth, surprise = (total.sum(1, keepdim=True) if terms.batch else total).unbind()
@@ -124,7 +124,7 @@ def combine(sums: Tensor, terms: Terms, shape: Sequence[int]) -> tuple[Tensor, T
 
 
 def empty_gradient(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for the gradient of the logits in their layout, and a view of it whose voxels are one dim."""
+    """Return memory for the gradient of the logits in their layout, and a view of it with one dim of voxels."""
     last = logits.stride(1) == 1
     out = torch.empty_like(logits, memory_format=torch.channels_last_3d if last else torch.contiguous_format)
     return out, out.view(*out.shape[:2], -1)
@@ -146,9 +146,9 @@ def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Te
 def iterate_chunks(
     logits: Tensor, label: Tensor, numbers: int, length: int
 ) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-    """Yield sample, ``length`` voxels, and there the logits in float32 or wider and whether the label is each number.
+    """Yield chunks: the sample, its ``length`` voxels, their logits, and whether their label is each number.
 
-    Both have a row per channel or number, and a column per voxel.
+    Logits are float32 or wider. Both tensors have a row per channel or number, and a column per voxel.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     each = torch.arange(numbers, device=logits.device).unsqueeze(1)
