@@ -244,7 +244,7 @@ class Comparison:
     def _attempt(
         self, run: Callable[[], tuple[list[Values], str]], result: ModeResult
     ) -> tuple[list[Values], str, ModeResult | None]:
-        """Return the result of a run; the third value describes a failure."""
+        """Return the result of a run; the third value describes a failure, or is None."""
         try:
             return *run(), None
         except _NothingToCompareError as reason:
@@ -355,7 +355,7 @@ class Comparison:
 
 
 def _must_differ(found: Difference) -> Difference:
-    """Invert a comparison of two seeds if the plain network's outputs differ between them."""
+    """Return no error if two seeds gave different outputs, as for the plain network; otherwise return an error."""
     if any(error for name, error in found.errors.items() if find_kind(name) in ("output", "buffer")):
         return Difference({"output": 0.0})
     return Difference({"output": math.nan}, {"output": "two seeds give the same, and differ on the plain network"})

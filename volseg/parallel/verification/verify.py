@@ -53,8 +53,8 @@ def verify(
     net
         The network. Its modules in eval mode stay in eval mode.
     shape
-        Input shape ``(B, C, D, H, W)`` or ``(B, C, H, W)``; a small one is enough. A pipeline's micro-batches need ``B``
-        of two or more.
+        Input shape ``(B, C, D, H, W)`` or ``(B, C, H, W)``; a small one is enough. A pipeline's micro-batches need a
+        ``B`` of two or more.
     devices
         Shards (or stages) of this process; by default all visible GPUs, or four copies on the CPU. ``["cpu"] * 4``
         becomes ``["cpu", "cpu:1", ...]``, between which tensors are copied as between GPUs. Under ``torchrun``, leave
