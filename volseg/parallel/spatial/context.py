@@ -178,7 +178,7 @@ class Context:
             self.replicas = before
 
     def spread(self, whole: Tensor) -> list[Tensor]:
-        """Pass a whole value to the shards; for a parameter, return its copies."""
+        """Return a whole value for each shard; for a parameter, its copies."""
         found = None if self.copies is None else self.copies.find(whole)
         if found is not None:
             return found
@@ -202,7 +202,7 @@ class Context:
     def spread_for(
         self, like: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[torch.dtype, list[Tensor], list[Tensor]]:
-        """Return the dtype in which a convolution of a volume or slab computes, and its parameters' copies in that dtype."""
+        """Return the dtype in which a convolution of a volume or slab computes, and its parameters' copies in it."""
         weights, biases = self.spread(weight), [] if bias is None else self.spread(bias)
         dtype = find_autocast(like)
         if dtype is None or not like.dtype.is_floating_point or like.dtype == torch.float64:
@@ -236,7 +236,7 @@ class Context:
         ]
 
     def _part_with_messages(self) -> None:
-        """Drop all volumes at the end of the forward pass; those that read messages are written when they are read."""
+        """Release the volumes that read messages after the forward pass; they are written only if they are read."""
         for volume in [waiting() for waiting in self._waiting]:
             if volume is not None and volume.pending.reads_messages:
                 volume.pending.wait_for_readers()

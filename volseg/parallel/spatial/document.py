@@ -23,7 +23,7 @@ def operator_table() -> str:
 
 
 def with_table(text: str) -> str:
-    """Return a page with its table brought up to date."""
+    """Return a page with an updated table."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{operator_table()}\n{END}{after}"

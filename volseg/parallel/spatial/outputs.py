@@ -1,8 +1,8 @@
-"""What a network on slabs does to its own input, and what it returns.
+"""Write a network's changes of its input back to the caller, and finish its outputs.
 
-A first layer that works in place changes the caller's tensor. On one device it does so with any network. On slabs it
-does where they lie in the caller's memory; elsewhere the change is written back behind the forward pass, or refused
-where autograd would have to know of it. What is returned is computed to the end, and tied to the sums of its gradients.
+A first layer that works in place changes the caller's tensor, on one device with any network. Slabs in the caller's
+memory are changed in the same way; other changes are written back after the forward pass, or refused if autograd would
+have to know of them. Outputs are computed to the end, and tied to the sums of gradients.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ class CutInput:
 
     Parameters
     ----------
-    whole, volume
+    The tensor, and the volume of its slabs.
         The two.
-    others
+    The call's other tensors, and the values made of them: tensors that share memory with this one see its changes.
         The call's other tensors, and what was made of them: those that share memory with this one see its changes.
     """
 
@@ -41,7 +41,7 @@ class CutInput:
 
     @classmethod
     def among(cls, given: Sequence[Any], cut: Sequence[Any]) -> "list[CutInput]":
-        """Pair the leaves of a call's arguments with what was cut from them, once each."""
+        """Pair the leaves of a call's arguments with the volumes cut from them, once each."""
         pairs = {id(whole): (whole, made) for whole, made in zip(given, cut, strict=True) if _is_plain(whole)}
         return [
             cls(whole, volume, [pair for key, pair in pairs.items() if key != id(whole)])
@@ -50,12 +50,12 @@ class CutInput:
         ]
 
     def write_back(self) -> None:
-        """Give the caller's tensor what the forward pass wrote into the slabs.
+        """Copy the forward pass's changes of the slabs to the caller's tensor.
 
         Raises
         ------
         UnsupportedOperatorError
-            If autograd, or another argument that shares memory, would not have known of the change.
+            If autograd, or another argument that shares memory, would not see the change.
         """
         slabs = self.volume.slabs
         same = all(a is b for a, b in zip(slabs, self._slabs, strict=True))
@@ -87,14 +87,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _lies_in(whole: Tensor, made: Tensor) -> bool:
-    """Say whether what was made of an argument, slabs or a tensor, lies in the memory of ``whole``."""
+    """Return whether the slabs or the tensor made of an argument are in the memory of ``whole``."""
     memory = get_storage_key(whole.untyped_storage())
     parts = made.slabs if isinstance(made, ShardedVolume) else [made]
     return all(get_storage_key(part.untyped_storage()) == memory for part in parts)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Say whether the memory between the first and the last elements of two tensors overlaps."""
+    """Return whether the memory between the first and the last elements of two tensors overlaps."""
     if get_storage_key(one.untyped_storage()) != get_storage_key(other.untyped_storage()):
         return False
     (begin, end), (first, last) = _find_extent(one), _find_extent(other)
@@ -102,26 +102,26 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _find_extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage between which a tensor lies."""
+    """Return the range of bytes of a tensor in its storage."""
     begin = int(tensor.storage_offset())
     span = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
     return begin * tensor.itemsize, (begin + (span if tensor.numel() else 0)) * tensor.itemsize
 
 
 def finish_result(result: Any, marked: Marked | None, *, contiguous: bool) -> Any:
-    """Return what a forward pass's caller gets.
+    """Return the final result of a forward pass.
 
     Parameters
     ----------
     result
-        What the network returned.
+        The network's result.
     marked
-        Whose gradients the backward pass sums; None where nothing is to be summed.
+        Parameters whose gradients the backward pass sums; None for no sums.
     contiguous
-        Whether channels come first again, as in the labels with which losses mix them: outputs have few.
+        Whether to convert outputs to channels first, the layout of the labels in losses: outputs have few channels.
     """
     result = tree_map(_widen, result)
-    for volume in volumes(result):  # with the weights of now: the optimizer may change them before anybody looks
+    for volume in volumes(result):  # with the current weights: the optimizer may change them before the result is read
         volume.settle()
     result = tree_map(plain, result)
     if marked is not None:
@@ -130,7 +130,7 @@ def finish_result(result: Any, marked: Marked | None, *, contiguous: bool) -> An
 
 
 def _tie(result: Any, marked: Marked) -> Any:
-    """Return a pass's result, whose backward pass sums every gradient."""
+    """Return a pass's result, tied so that its backward pass sums every gradient."""
     leaves, structure = tree_flatten(result)
     marked.check_outputs(leaves)
     pieces = [_list_pieces(leaf) for leaf in leaves]
@@ -148,7 +148,7 @@ def _tie(result: Any, marked: Marked) -> Any:
 
 
 def _list_pieces(leaf: Any) -> list[Tensor]:
-    """Return the tensors that a gradient comes back through."""
+    """Return the tensors through which a gradient flows back."""
     if isinstance(leaf, ShardedVolume):
         check_history(leaf)
         return leaf.slabs if any(slab.requires_grad for slab in leaf.slabs) else []
@@ -156,7 +156,7 @@ def _list_pieces(leaf: Any) -> list[Tensor]:
 
 
 def _widen(leaf: Any) -> Any:
-    """Return what torch has in float32 as such; inside the network it may have had fewer digits."""
+    """Return values in float32 if torch has float32; inside the network they may have lower precision."""
     return leaf if not isinstance(leaf, ShardedVolume) or leaf.widen is None else leaf.widen(leaf)
 
 
