@@ -1,4 +1,4 @@
-"""How slabs follow from tensors that are kept in their place, and what stands for slabs that were not written."""
+"""Recipes that write slabs from tensors which are kept instead, and outlines of slabs that were not written."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from torch import Tensor
 __all__ = ["Outline", "Recipe", "Write", "add_in_float32", "find_asked", "mask_asked", "outline_slab", "split_rows"]
 
 Write = Callable[[Sequence[Tensor], Tensor, int], None]
-"""Writes, from tensors as they were saved, the planes of a slab that start at the given one and fill ``out``."""
+"""Writes, from saved tensors, the planes of a slab that start at the given plane and fill ``out``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Tensors, and how slabs follow from them.
+    """Tensors, and a function that writes slabs from them.
 
     Attributes
     ----------
@@ -31,22 +31,22 @@ class Recipe:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of all slabs."""
+        """Tensors of all slabs."""
         return tuple(tensor for row in self.rows for tensor in row)
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Slabs that were not written.
+    """Slabs that were not written, in place of written ones.
 
     Attributes
     ----------
     slabs
         Tensors of their shapes in the memory of one element (see ``outline_slab``), with their history.
     recipe
-        How to write them.
+        Recipe of the slabs.
     layout
-        In which they are to lie.
+        Their memory layout.
     """
 
     slabs: list[Tensor]
@@ -60,13 +60,13 @@ def outline_slab(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
 
 
 def split_rows(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
-    """Return rows of so many tensors each, which were saved one behind the other."""
+    """Split saved tensors into rows, with the given number of tensors each."""
     rest = iter(tensors)
     return [tuple(islice(rest, size)) for size in sizes]
 
 
 def find_asked(ctx: Any, count: int) -> tuple[bool, bool, bool]:
-    """Return whether gradients of inputs, weight and bias are asked for.
+    """Return whether gradients of inputs, weight and bias are needed.
 
     The function of ``ctx`` gets one argument, a weight for each of ``count`` slabs, ``ctx.num_biases`` biases, and the
     inputs.
@@ -76,13 +76,13 @@ def find_asked(ctx: Any, count: int) -> tuple[bool, bool, bool]:
 
 
 def mask_asked(ctx: Any, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of the last arguments, None for those that nobody asks for."""
+    """Return the gradients of the last arguments, None for unneeded ones."""
     pairs = zip(ctx.needs_input_grad[-len(inputs) :], inputs, strict=True)
     return [value if asked else None for asked, value in pairs]
 
 
 def add_in_float32(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Return the sum of a total, None at first, and a part, None where none is asked for; half precision widened."""
+    """Return the sum of a total (None at first) and a part (None if not needed); half precision is widened."""
     if part is None:
         return total
     wide = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
