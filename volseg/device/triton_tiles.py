@@ -47,7 +47,7 @@ STAGES = 3
 is requested. Without this setting, the assembler may put a load after the arithmetic on the tile before."""
 
 MOST_VOXELS = 2**30
-"""Limit of voxels of a channel: kernels count them in 32 bits, some a few tiles beyond the last. Elements are free."""
+"""Limit of voxels of a channel, counted in 32 bits, by some kernels a few tiles beyond; elements may be more."""
 
 
 def available() -> bool:
