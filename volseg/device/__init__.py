@@ -1,1 +1,1 @@
-"""What one GPU and its neighbours can do: kernels, recording, peer memory. No volume, network or loss of ours."""
+"""Kernels, CUDA graphs and peer memory of GPUs; this package knows no volume, network or loss of volseg."""

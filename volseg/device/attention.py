@@ -1,8 +1,8 @@
 """Attention without score matrices: ``softmax(scale q k^T + terms) v`` in one pass, and its gradients in three.
 
-A network that writes attention out has a matrix of scores for each head, in float32 several times over: the product,
-the sum with each bias or mask, the softmax, and a gradient of each. Here a tile of scores lives in registers, in
-float32, and is computed again for the gradients from what each row's softmax was divided by.
+A network that writes attention out materializes several float32 score matrices for each head: the product, the sum with
+each bias or mask, the softmax, and a gradient of each. Here a tile of scores is in registers, in float32, and is
+recomputed for the gradients from the divisor of each row's softmax.
 
 Sums have a fixed order: no atomics. Rows that are entirely minus infinity give NaN, as in torch.
 """
@@ -21,30 +21,30 @@ from volseg.device.triton_tiles import available, count_processors, select_devic
 __all__ = ["Addend", "attend", "attend_plainly", "differentiate", "differentiate_plainly", "fits", "takes"]
 
 MOST_FEATURES = 128
-"""Of a query, or a value: a tile of rows holds all of them."""
+"""Limit of features of a query or a value: a tile of rows holds all of them."""
 
 FEW_FEATURES = 32
-"""Up to which four warps have registers for a tile; of more features eight, where there are terms."""
+"""Up to this number, four warps have registers for a tile; with more features and terms, eight warps have."""
 
 MANY_FEATURES = 64
-"""Up to which four warps have them where there are none: with eight, they wait for one another half of the time."""
+"""Up to this number, four warps suffice without terms; eight would wait for each other half of the time."""
 
 LARGEST = 2**31
-"""Places within one matrix are counted in 32 bits."""
+"""Limit of elements in one matrix: they are counted in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a kernel goes through scores: so many of its own rows a program, so many of the others at a time."""
+    """Tile of a kernel: its own rows per program, and the other rows per iteration."""
 
     own: int = 64
     others: int = 32
-    """More columns take more registers than there are."""
+    """More columns need more registers than exist."""
     warps: int = 4
     stages: int = 2
 
     def arguments(self, query: Tensor, value: Tensor, *, of_keys: bool = False) -> dict[str, int]:
-        """Return what a kernel is compiled for; its own rows are queries', or keys'."""
+        """Return the constants for which a kernel is compiled; its own rows are queries', or keys'."""
         rows, columns = (self.others, self.own) if of_keys else (self.own, self.others)
         features = [max(16, triton.next_power_of_2(tensor.shape[3])) for tensor in (query, value)]
         sides = {"BN": rows, "BM": columns, "BF": features[0], "BG": features[1]}
@@ -65,14 +65,14 @@ def choose_tile(kernel: str, query: Tensor, value: Tensor, terms: int) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class Addend:
-    """What is added to the scores: matrix ``r`` of all gets matrix ``r // every % count``.
+    """Term that is added to the scores: matrix ``r`` of all gets matrix ``r // every % count``.
 
     Attributes
     ----------
     values
         ``(count, N, M)``; N or M may be expanded.
     every, count
-        See above; there are a multiple of ``every * count`` matrices of scores.
+        See above; the number of score matrices is a multiple of ``every * count``.
     """
 
     values: Tensor
@@ -80,12 +80,12 @@ class Addend:
     count: int
 
     def check(self, matrices: int) -> None:
-        """Refuse a number of score matrices of which some of ``values`` get fewer than others: gradients count them.
+        """Refuse a number of score matrices that uses some of ``values`` less often: gradients need equal counts.
 
         Raises
         ------
         ValueError
-            If ``every * count`` does not divide it.
+            If ``every * count`` does not divide the number.
         """
         if matrices % (self.every * self.count):
             needed = f"a multiple of {self.every} * {self.count} = {self.every * self.count} matrices of scores"
@@ -95,12 +95,12 @@ class Addend:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Return whether the kernels take tensors like this one: in half precision, which matrix units multiply exactly."""
+    """Return whether the kernels support a tensor: half precision, which matrix units multiply exactly."""
     return on_gpu(tensor) and tensor.dtype in (torch.float16, torch.bfloat16) and available()
 
 
 def fits(query: Sequence[int], key: Sequence[int], value: Sequence[int] | None = None) -> bool:
-    """Tell whether queries, keys and values are of sizes that the kernels take; without values, whether some could be.
+    """Return whether the kernels support the sizes of queries, keys and values; without values, whether some would fit.
 
     Parameters
     ----------
@@ -116,33 +116,34 @@ def fits(query: Sequence[int], key: Sequence[int], value: Sequence[int] | None =
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float) -> tuple[Tensor, Tensor]:
-    """Return what each query attends to, and the logarithm of what its row's softmax was divided by.
+    """Return the attended values of each query, and the logarithm of the divisor of its row's softmax.
 
     Parameters
     ----------
     query, key, value
-        ``(B, H, N, F)``, ``(B, H, M, F)`` and ``(B, H, M, G)``, in half precision, lying anyhow.
+        ``(B, H, N, F)``, ``(B, H, M, F)`` and ``(B, H, M, G)``, in half precision, in any layout.
     terms
-        Two at most.
+        At most two terms.
     scale
-        Of the products.
+        Factor of the products.
 
     Returns
     -------
     tuple
-        ``(B, H, N, G)``, which lies as ``(B, N, H, G)``: heads are mostly joined next. ``(B * H, N)`` in float32.
+        ``(B, H, N, G)``, in the layout of ``(B, N, H, G)``, as heads are usually joined next. ``(B * H, N)`` in
+        float32.
 
     Raises
     ------
     ValueError
-        If a term does not divide the matrices among its own.
+        If a term does not divide the score matrices evenly.
     """
     query, key, value = map(_reach, (query, key, value))
     terms = [Addend(_reach(term.values), term.every, term.count) for term in terms]
     (batch, heads, rows, _), last = query.shape, value.shape[3]
     for term in terms:
         term.check(batch * heads)
-    # No view of another: torch would refuse to change it in place behind a function of our own.
+    # Not a view: torch would refuse in-place changes of it behind a custom function.
     out = query.new_empty_strided((batch, heads, rows, last), (rows * heads * last, last, heads * last, 1))
     logs = torch.empty((batch * heads, rows), dtype=torch.float32, device=query.device)
     tile = choose_tile("result", query, value, len(terms))
@@ -163,20 +164,20 @@ def differentiate(
     Parameters
     ----------
     gradient
-        Of what ``attend`` returned.
+        Gradient of the first result of ``attend``.
     query, key, value, terms, scale
         See ``attend``.
     out, logs
-        What it returned.
+        Results of ``attend``.
     wanted
-        Of which terms gradients are wanted: float32, ``(count, N, M)``.
+        Whether each term needs a gradient: float32, ``(count, N, M)``.
     """
     gradient, query, key, value = map(_reach, (gradient, query, key, value))
     terms = [Addend(_reach(term.values), term.every, term.count) for term in terms]
     batch, heads, rows, _ = query.shape
     columns = key.shape[2]
     found = [torch.empty_like(tensor) for tensor in (query, key, value)]
-    sums = torch.empty_like(logs)  # of each row of out with its gradient
+    sums = torch.empty_like(logs)  # sum of the products of each row of out with its gradient
     given = query, key, value, gradient
     described = *_describe(terms, query), *_measure(query, key, value)
     of_query, of_key = (choose_tile(kernel, query, value, len(terms)) for kernel in ("query", "key"))
@@ -200,7 +201,7 @@ def _differentiate_term(
     given: Sequence[Tensor], logs: Tensor, sums: Tensor, terms: Sequence[Addend], described: Sequence[object],
     scale: float, term: Addend,
 ) -> Tensor:  # fmt: skip
-    """Return a term's gradient: of each of its matrices the sum over all score matrices that have it."""
+    """Return a term's gradient: for each of its matrices, the sum over all score matrices that use it."""
     query, key, value, _ = given
     rows, columns = query.shape[2], key.shape[2]
     members = len(logs) // term.count
@@ -217,18 +218,18 @@ def _differentiate_term(
 
 
 def _reach(tensor: Tensor) -> Tensor:
-    """Return a tensor each of whose matrices ends within 32 bits of where it begins."""
+    """Return a tensor whose matrices each span less than 32 bits of elements."""
     far = sum((size - 1) * stride for size, stride in zip(tensor.shape[-2:], tensor.stride()[-2:], strict=True))
     return tensor if far < LARGEST else tensor.contiguous()
 
 
 def _read(*tensors: Tensor) -> list[int]:
-    """Return the strides of batch, head, row and feature of each."""
+    """Return the strides of batch, head, row and feature of each tensor."""
     return [stride for tensor in tensors for stride in tensor.stride()]
 
 
 def _describe(terms: Sequence[Addend], like: Tensor) -> list[object]:
-    """Return values, ``every``, ``count`` and strides of each of two terms; of one that is not there anything."""
+    """Return values, ``every``, ``count`` and strides of each of two terms; any values for a missing term."""
     rows: list[list[object]] = [[t.values, t.every, t.count, *t.values.stride()] for t in terms]
     rows += [[like, 1, 1, 0, 0, 0]] * (2 - len(rows))
     return [value for row in rows for value in row]
@@ -242,7 +243,7 @@ def _measure(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
 def attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``attend`` returns, in plain torch: it defines what the kernels compute.
+    """Compute ``attend`` in plain torch: the reference of the kernels.
 
     Parameters
     ----------
@@ -261,7 +262,7 @@ def differentiate_plainly(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, terms: Sequence[Addend],
     scale: float, wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
-    """Return what ``differentiate`` returns, in plain torch.
+    """Compute ``differentiate`` in plain torch.
 
     Parameters
     ----------

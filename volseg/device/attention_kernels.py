@@ -1,8 +1,8 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels of ``attention``, by tiles of ``BN`` rows and ``BM`` columns of scores.
+"""Triton kernels of ``attention``, by tiles of ``BN`` rows and ``BM`` columns of scores.
 
-Matrix ``r`` of scores is of sample ``r // H`` and head ``r % H``. A tile's columns beyond the last are minus infinity.
+Matrix ``r`` of scores belongs to sample ``r // H`` and head ``r % H``. Columns beyond the last are minus infinity.
 """
 
 from volseg.device.triton_kernels import kernel, tl, triton
@@ -12,13 +12,13 @@ __all__ = ["attention_kernel", "attention_key_kernel", "attention_query_kernel",
 
 @triton.jit
 def _begin(source, r, H, STEP_B, STEP_H):
-    """Return where the rows of a matrix begin."""
+    """Return the address of a matrix's rows."""
     return source + (r // H).to(tl.int64) * STEP_B + (r % H).to(tl.int64) * STEP_H
 
 
 @triton.jit
 def _load(source, first, second, STEP_1, STEP_2, MOST_1, MOST_2):
-    """Return a tile of a matrix; beyond its ends zeros."""
+    """Return a tile of a matrix, with zeros beyond its ends."""
     mask = (first[:, None] < MOST_1) & (second[None, :] < MOST_2)
     return tl.load(source + first[:, None] * STEP_1 + second[None, :] * STEP_2, mask=mask, other=0.0)
 
@@ -43,7 +43,7 @@ def attention_kernel(
     H, N, M, F, G, scale, TERMS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
-    """Write what queries attend to, and the logarithms of what their softmax was divided by."""
+    """Write the attended values of queries, and the logarithms of their softmax's divisors."""
     blocks = tl.cdiv(N, BN)
     r = tl.program_id(0) // blocks
     n = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
@@ -62,7 +62,7 @@ def attention_kernel(
             scores = _add_term(scores, other, we, wc, wr, wn, wm, r, n, m, N, M)
         scores = tl.where(m[None, :] < M, scores, float("-inf"))
         largest = tl.maximum(most, tl.max(scores, 1))
-        # Of a row that is minus infinity so far: later columns may be more.
+        # For a row that is minus infinity so far: later columns may be larger.
         base = tl.where(largest == float("-inf"), 0.0, largest)
         weights, shrunk = tl.exp(scores - base[:, None]), tl.exp(most - base)
         value = _load(values, m, g, vm, vg, M, G)
@@ -131,7 +131,7 @@ def attention_key_kernel(
     key_total, value_total = tl.zeros((BM, BF), tl.float32), tl.zeros((BM, BG), tl.float32)
     for begin in range(0, N, BN):
         n = begin + tl.arange(0, BN)
-        # Transposed, columns first: they are the rows of what is added up.
+        # Transposed, columns first: they are the rows of the sum.
         query, slope = _load(queries, f, n, qf, qn, F, N), _load(slopes, g, n, gg, gn, G, N)
         scores = tl.dot(key, query) * scale
         if TERMS > 0:
@@ -157,8 +157,8 @@ def attention_term_kernel(
     H, N, M, F, G, scale, every, count, members, per_program, TERMS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
-    """Write sums of the gradient of score matrices: of each part of those that one matrix was added to."""
-    # Matrices of one place side by side: they read one mask.
+    """Write sums of the gradients of score matrices, for each part of the matrices that use one term matrix."""
+    # Score matrices of one place run side by side: they read the same mask.
     matrix, place = tl.program_id(0) % count, tl.program_id(0) // count
     tiles = tl.cdiv(N, BN) * tl.cdiv(M, BM)
     part, tile = place // tiles, place % tiles

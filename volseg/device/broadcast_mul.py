@@ -4,8 +4,7 @@
 
 torch broadcasts the one channel element by element, and backward writes a volume of products to sum over its channels.
 Here one program holds the channels of a voxel and sums them directly. The product equals torch's; the gate's gradient
-is
-rounded once, where torch first rounds each product.
+is rounded once, where torch first rounds each product.
 """
 
 import torch
@@ -87,7 +86,7 @@ def differentiate(gradient: Tensor, slab: Tensor, gate: Tensor) -> tuple[Tensor,
     Parameters
     ----------
     gradient
-        Of the product.
+        Gradient of the product.
     slab, gate
         See ``multiply``.
     """

@@ -29,12 +29,12 @@ __all__ = [
 
 
 def explain_no_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile lacks to make kernels for a device, as the end of a sentence; None where it has all."""
-    # The compiler reads this when it is imported, late.
+    """Return why torch.compile cannot make kernels for a device, as the end of a sentence; None if it can."""
+    # The compiler reads this setting at its import, which is late.
     from torch._inductor import config
 
     if device.type == "cuda":
-        # Late, as the compiler itself.
+        # Imported late, like the compiler itself.
         from torch.utils._triton import has_triton
 
         return None if has_triton() else "Triton, in which torch.compile writes kernels, does not run here"
@@ -46,9 +46,9 @@ def explain_no_compiler(device: torch.device) -> str | None:
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return what inductor makes of a graph, without CUDA graphs of its own."""
+    """Compile a graph by inductor, without CUDA graphs of inductor's own."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it imports what torch itself calls deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)  # it imports deprecated parts of torch
         # The compiler takes as long to import as torch itself.
         from torch._inductor.compile_fx import compile_fx
 
@@ -58,7 +58,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[.
 
 @contextmanager
 def never_running_plain(most: int) -> Iterator[None]:
-    """Let torch.compile raise where it would run something as it is instead: after a fault, or ``most`` variants."""
+    """Make torch.compile raise instead of running plain code, after a fault or more than ``most`` variants."""
     # The compiler takes as long to import as torch itself.
     from torch._dynamo import config
 
@@ -67,17 +67,17 @@ def never_running_plain(most: int) -> Iterator[None]:
             suppress_errors=False,
             fail_on_recompile_limit_hit=True,
             recompile_limit=most,
-            skip_nnmodule_hook_guards=False,  # those that are registered late would be skipped
+            skip_nnmodule_hook_guards=False,  # otherwise it skips hooks that are registered late
         ),
         warnings.catch_warnings(),
     ):
-        # The compiler looks whether its inputs have gradients, and inputs of a graph behind a break are no leaves.
+        # The compiler checks whether its inputs have gradients; inputs of a graph after a break are no leaves.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         yield
 
 
 def find_faults() -> tuple[type[Exception], ...]:
-    """Return what torch.compile raises where it cannot compile."""
+    """Return the errors that torch.compile raises if it cannot compile."""
     # The compiler takes as long to import as torch itself.
     from torch._dynamo import exc
 
@@ -85,7 +85,7 @@ def find_faults() -> tuple[type[Exception], ...]:
 
 
 def count_breaks() -> Counter[str]:
-    """Return why graphs ended before their function did, in this process so far, and how often."""
+    """Return the reasons of graph breaks in this process so far, with their numbers."""
     # The compiler takes as long to import as torch itself.
     from torch._dynamo.utils import counters
 

@@ -1,16 +1,16 @@
 """Compile Triton kernels before their first launch, without the target GPU, into Triton's own cache.
 
-Triton compiles a kernel when it is first run, one after the other, in the middle of the first training step. What it
-compiles depends on the types of the arguments, on numbers that are 1 or multiples of 16, on addresses that are, and on
-what the kernel is told by name: a *specialization*. A step that is traced on a fake GPU asks for all of them
+Triton compiles a kernel at its first run, one after the other, in the middle of the first training step. The binary
+depends on the types of the arguments, on numbers that are 1 or multiples of 16, on aligned addresses, and on the
+arguments passed by name: a *specialization*. A step that is traced on a fake GPU requests all of them
 (``hearing_calls``), and processes compile them meanwhile::
 
     with Compiling((9, 0), processes=2) as compiling, hearing_calls(compiling.ask), tracing(gpu) as followed:
         step(followed)
     compiling.compiled
 
-Each process takes a GPU of that capability for Triton's current device and calls ``JITFunction.warmup``: what it looks
-up and keeps on disk is by construction what a launch on such a GPU looks up. Where the cache lies is Triton's matter
+Each process takes a GPU of that capability for Triton's current device and calls ``JITFunction.warmup``: by
+construction, it uses the cache entry that a launch on such a GPU uses. Triton chooses the cache's place
 (``TRITON_CACHE_DIR``).
 """
 
@@ -34,10 +34,10 @@ from volseg.errors import ParallelError
 __all__ = ["Compiled", "Compiling", "Specialization", "can_compile", "starts_by_compiler", "take_capability"]
 
 ALIGNED = 16
-"""Bytes and numbers whose multiples Triton compiles a kernel of their own for."""
+"""Bytes and numbers for whose multiples Triton compiles a separate kernel."""
 
 LARGEST = 2**31 - 1
-"""Of a 32-bit number."""
+"""Largest number of 32 bits."""
 
 
 class Address:
@@ -50,43 +50,43 @@ class Address:
         return f"Address({self.dtype}, {self.offset})"
 
     def data_ptr(self) -> int:
-        """Return where it begins, to a multiple of 16 bytes."""
+        """Return the address, up to a multiple of 16 bytes."""
         return self.offset
 
     @staticmethod
     def ptr_range() -> int:
-        """Return 0, as Triton's own stand-in does: only other vendors' backends ask."""
+        """Return 0, like Triton's own stand-in: only other vendors' backends call it."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Specialization:
-    """What of a call a kernel is compiled for; calls that are alike in it run the same binary."""
+    """Properties of a call on which its binary depends; calls with equal properties run the same binary."""
 
     home: tuple[str, str]
     """Module and name of the kernel."""
     arguments: tuple[Any, ...]
-    """One of each kind of number or address."""
+    """One value for each kind of number or address."""
     options: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, call: KernelCall) -> "Specialization":
-        """Return that of a call."""
+        """Return the specialization of a call."""
         function: Any = call.kernel.compiled
         parameters = {parameter.name: parameter for parameter in function.params}
-        # Arguments that are not given by their place are given by name, and so are options, which no parameter is.
+        # Arguments that are not passed by position are passed by name, like options, which are no parameters.
         arguments = [_get_kind(value, each) for each, value in zip(function.params, call.arguments, strict=False)]
         options = {name: _get_kind(value, parameters.get(name)) for name, value in call.options.items()}
         return cls(call.kernel.home, tuple(arguments), tuple(sorted(options.items())))
 
     @property
     def key(self) -> str:
-        """What tells it from others."""
+        """Key that distinguishes specializations."""
         return repr((self.home, self.arguments, self.options))
 
 
 def _get_kind(value: Any, parameter: Any) -> Any:
-    """Return a value for which Triton compiles what it compiles for this one."""
+    """Return a value for which Triton compiles the same binary."""
     if parameter is None or parameter.is_constexpr:
         return value
     if isinstance(value, Tensor):
@@ -108,7 +108,7 @@ def can_compile() -> bool:
 
 
 def starts_by_compiler() -> bool:
-    """Return whether Triton has the C compiler make what starts a kernel, which needs the driver's library."""
+    """Return whether Triton has the C compiler build each kernel's launcher, which needs the driver's library."""
     return hasattr(import_module("triton.backends.nvidia.driver"), "make_launcher")
 
 
@@ -118,13 +118,13 @@ def _is_interpreting() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What became of a specialization."""
+    """Result of compiling a specialization."""
 
     name: str
     seconds: float
-    """Until it was compiled, or found in the cache."""
+    """Seconds until it was compiled, or found in the cache."""
     problem: str = ""
-    """Why it could not be compiled."""
+    """Reason why it could not be compiled."""
 
 
 class Compiling:
@@ -133,19 +133,19 @@ class Compiling:
     Parameters
     ----------
     capability : (int, int)
-        Compute capability of the GPUs that will run them.
+        Compute capability of the GPUs that will run the kernels.
     processes : int
-        How many. They are copies of this process, which must not have begun to use CUDA.
+        Number of processes. They are forks of this process, which must not have initialised CUDA.
     runs_here : bool
-        Whether this machine has such GPUs. What starts a kernel is then compiled as well, where Triton (before 3.7)
-        has the C compiler make it for each signature: it needs the driver's library.
+        Whether this machine has such GPUs. Then launchers are compiled as well, if Triton (before 3.7) has the C
+        compiler build them for each signature: this needs the driver's library.
     begin : callable, optional
-        Called first in each of the processes: what ends it when this one is killed, say.
+        Called first in each process, for example to end it when this process is killed.
 
     Raises
     ------
     ParallelError
-        If Triton is not there.
+        If Triton is not installed.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class Compiling:
         return len(self._asked)
 
     def wait(self, count: int) -> None:
-        """Return when so many of those that were asked for first are compiled, or could not be."""
+        """Wait until the first ``count`` requested specializations are compiled, or have failed."""
         wait(list(self._asked.values())[:count])
 
     @property
     def compiled(self) -> list[Compiled]:
-        """What all that was asked for came to, once the last is done."""
+        """Results of all requests, once the last one is done."""
         return list(_collect(self._asked.values()))
 
 
@@ -204,11 +204,11 @@ def _collect(futures: Iterable[Future[Compiled]]) -> Iterable[Compiled]:
 
 
 _starter: Any = None
-"""Of this process, one that compiles: what makes the function that starts a kernel, where it does."""
+"""Builder of launchers in a compiling process, if it builds any."""
 
 
 def _begin_compiler(capability: tuple[int, int], runs_here: bool, begin: Callable[[], object] | None) -> None:
-    """Let this process, a copy, compile."""
+    """Prepare this process, a fork, for compiling."""
     global _starter
     if begin is not None:
         begin()
@@ -217,7 +217,7 @@ def _begin_compiler(capability: tuple[int, int], runs_here: bool, begin: Callabl
 
 
 def take_capability(capability: tuple[int, int], *, runs_here: bool = False) -> Any:
-    """Let Triton take a GPU of this compute capability for the current device of this process, for good.
+    """Make Triton use a GPU of this compute capability as this process's current device, permanently.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def take_capability(capability: tuple[int, int], *, runs_here: bool = False) -> 
     Returns
     -------
     callable or None
-        Makes what starts a kernel, if that is compiled too.
+        Builds launchers, if they are compiled too.
     """
     from triton.backends.compiler import GPUTarget  # Triton may not be installed
     from triton.runtime import driver

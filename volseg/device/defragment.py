@@ -19,13 +19,12 @@ def move_together(tensors: Iterable[Tensor]) -> None:
     """Move tensors of one GPU to new memory through host memory, and release the freed segments.
 
     The tensors stay the same objects. Tensors that share memory with others (a view, a slice of a bucket) stay where
-    they
-    are, and so do tensors that are on no GPU.
+    they are, and so do tensors that are on no GPU.
 
     Parameters
     ----------
     tensors
-        Any number of times each.
+        Tensors; duplicates are allowed.
     """
     own = count_references((torch.empty(1),), 0)[1]
     found = {id(tensor): tensor for tensor in tensors if type(tensor) in PLAIN_TENSORS and on_gpu(tensor)}

@@ -1,4 +1,4 @@
-"""Networks without values: a copy whose tensors have a shape, a dtype and a layout, and lie on the host."""
+"""Copy networks without values: the copied tensors have shape, dtype and layout, and are on the host."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["copy_without_values", "copying_by_clones"]
 
 
 def copy_without_values(value: Any, mode: FakeTensorMode) -> Any:
-    """Return a deep copy of a network, or of anything that holds tensors, with the tensors of a mode.
+    """Return a deep copy of a network, or of any object with tensors, with a mode's fake tensors.
 
     Raises
     ------
@@ -27,10 +27,10 @@ def copy_without_values(value: Any, mode: FakeTensorMode) -> Any:
 
 
 class copying_by_clones(TorchFunctionMode):  # noqa: N801 (a context, as torch names its own)
-    """Let ``copy.deepcopy`` in here copy by ``clone`` what torch's own way cannot copy.
+    """Let ``copy.deepcopy`` in this block use ``clone`` for tensors that torch cannot copy.
 
-    These are tensors without values, and features of the last batch that a network keeps as attributes: they have a
-    history, which the copy does without.
+    These are fake tensors, and features of the last batch that a network keeps as attributes: they have a history,
+    which the copy drops.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +43,7 @@ class copying_by_clones(TorchFunctionMode):  # noqa: N801 (a context, as torch n
 
 
 class _Emptying(TorchFunctionMode):
-    """Copy tensors without their values: ``deepcopy`` comes by here, and for parameters by ``clone``."""
+    """Copy tensors without their values: ``deepcopy`` calls this mode, for parameters through ``clone``."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()

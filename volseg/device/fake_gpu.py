@@ -1,4 +1,4 @@
-"""Fake GPUs, by which ``volseg.estimate`` replaces real ones; only `gpus` reads them.
+"""Fake GPUs with which ``volseg.estimate`` replaces real ones; only `gpus` reads them.
 
 A step that is only traced runs on fake tensors of the CPU: autograd of a CPU build of torch aborts on fake tensors of
 CUDA. While a thread fakes GPUs, ``torch.device("cpu", i)`` stands for GPU i, and ``torch.device("cpu")``, without a
@@ -25,15 +25,15 @@ class GpuLike(Protocol):
 
     @property
     def name(self) -> str:
-        """As its vendor calls it."""
+        """Name by its vendor."""
 
     @property
     def processors(self) -> int:
-        """Multiprocessors."""
+        """Number of multiprocessors."""
 
     @property
     def memory(self) -> int:
-        """Bytes."""
+        """Memory in bytes."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -42,33 +42,33 @@ class GpuLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NotedKernel:
-    """A kernel of ours that was asked for, and did not run."""
+    """A kernel of volseg that was requested, and did not run."""
 
     name: str
-    """Of its function, with its module: ``convolution.few_taps._forward_kernel``."""
+    """Name of its function, with the module: ``convolution.few_taps._forward_kernel``."""
     grid: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     options: dict[str, Any]
-    """Arguments by name: what it is compiled for, ``num_warps``."""
+    """Arguments by name: the constants of its compilation, ``num_warps``."""
 
 
 class GpuObserver:
-    """Gets what happens on fake GPUs beside operators of torch; by default it ignores all of it."""
+    """Receiver of events on fake GPUs outside of torch's operators; by default it ignores all events."""
 
     def on_kernel(self, kernel: NotedKernel) -> None:
-        """Take a kernel of ours that would run."""
+        """Take a kernel of volseg that would run."""
 
     def on_sent(self, device: torch.device, kind: str, size: int, devices: int = 2) -> None:
-        """Take data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs."""
+        """Take data that leave a GPU: the way (``Sent.kind``), the number of bytes, and the number of GPUs."""
 
     def on_resized(self, tensor: Tensor) -> None:
-        """Take a tensor whose memory was given back, or taken again."""
+        """Take a tensor whose memory was freed or allocated again."""
 
     def on_used(self, tensor: Tensor, stream: int) -> None:
-        """Take a tensor that another stream than its own uses."""
+        """Take a tensor that a stream other than its own uses."""
 
     def on_mark(self, name: str) -> None:
-        """Take the begin of a part of the step; see ``volseg.estimate.trace.Mark``."""
+        """Take the start of a part of the step; see ``volseg.estimate.trace.Mark``."""
 
     def read_clock(self, device: torch.device) -> float:
         """Return the seconds that all work of a GPU so far should take."""
@@ -82,9 +82,9 @@ class FakeGpus:
     gpu: GpuLike
     observer: GpuObserver
     recording: str = ""
-    """Name of the pool that the recording which is traced takes its memory from; empty where nothing is recorded."""
+    """Name of the memory pool of the traced recording; empty without a recording."""
     kept: dict[Any, Any] = field(default_factory=dict)
-    """What belongs to them, and ends with them."""
+    """Objects that belong to the fake GPUs, and end with them."""
     thread: int = field(default_factory=get_ident)
 
 
@@ -92,20 +92,20 @@ _fake: FakeGpus | None = None
 
 
 def get_fake() -> FakeGpus | None:
-    """Return what this thread fakes: for all others the GPUs are what they are."""
+    """Return the fake GPUs of this thread, or None: other threads see the real GPUs."""
     return _fake if _fake is None or _fake.thread == get_ident() else None
 
 
 @contextmanager
 def faking(gpu: GpuLike, observer: GpuObserver | None = None) -> Iterator[None]:
-    """Take ``fake_device(i)`` for GPU i of a kind.
+    """Make ``fake_device(i)`` stand for GPU i of a kind within the block.
 
     Parameters
     ----------
     gpu
         The kind.
     observer
-        Gets what happens there.
+        Receives the events on the GPUs.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Every private name of torch's fake tensors, those without values, that this package relies on.
+"""All private names of torch's fake tensors (tensors without values) that this package uses.
 
 As ``torch_internals`` has those of torch itself.
 """
@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 UNFOLLOWABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""What a tensor without values raises where a value is asked for, a size that follows from values, or an operator that
-nobody has described; ``func`` is the operator."""
+"""Errors of fake tensors if a value is read, a size depends on values, or an operator has no description; ``func`` is
+the operator."""
 
 
 def make_like_fake(like: FakeTensor, memory: Tensor) -> FakeTensor:
-    """Return a tensor without values over a tensor of the meta device, of the mode and the device of another one.
+    """Return a fake tensor over a meta tensor, with the mode and the device of another fake tensor.
 
-    As ``FakeTensor(mode, memory, device)``, which takes four times as long, mostly to write down that nothing is known.
+    It equals ``FakeTensor(mode, memory, device)``, which takes four times as long, mostly to record unknown facts.
     """
     made: FakeTensor = Tensor._make_subclass(  # type: ignore[attr-defined]
         FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=like.fake_device
@@ -52,7 +52,7 @@ def make_like_fake(like: FakeTensor, memory: Tensor) -> FakeTensor:
 
 @contextmanager
 def taking_lists() -> Iterator[None]:
-    """Let optimizers and the norm of gradients take lists of tensors without values at once, as of a GPU's tensors."""
+    """Let optimizers and the norm of gradients process lists of fake tensors at once, like a GPU's tensors."""
     modules: tuple[Any, ...] = (_of_lists, _of_optimizers)
     before = modules[0]._get_foreach_kernels_supported_devices
     for module in modules:
@@ -68,7 +68,7 @@ def taking_lists() -> Iterator[None]:
 
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Let torch not log the traceback of an operator that refuses tensors without values: it is raised besides."""
+    """Keep torch from logging the traceback of an operator that refuses fake tensors: the error is raised anyway."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     logger.addFilter(_is_no_refusal)
     try:

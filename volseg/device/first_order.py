@@ -15,7 +15,7 @@ __all__ = ["LinearMap", "first_order", "refuse_forward_mode"]
 
 
 def refuse_forward_mode(name: str) -> None:
-    """Raise `UnsupportedOperatorError` where derivatives are computed forward: functions of our own have none."""
+    """Raise `UnsupportedOperatorError` in forward-mode differentiation: volseg's functions do not support it."""
     if is_forward_mode():
         raise UnsupportedOperatorError(
             f"{name} computes derivatives backward, and was called where they are computed forward (torch.func.jvp, or "
@@ -24,17 +24,17 @@ def refuse_forward_mode(name: str) -> None:
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to be differentiated again, and compute the gradient without recording it.
+    """Refuse second derivatives, and compute the gradient without recording it.
 
-    torch's ``once_differentiable`` raises only if the gradient that comes in requires one; after a linear loss it does
-    not, and the second derivative would be missing without a word. Autograd runs a backward pass with gradients
-    enabled for ``create_graph=True`` alone.
+    torch's ``once_differentiable`` raises only if the incoming gradient requires one; after a linear loss it does not,
+    and the second derivative would silently be missing. Autograd runs a backward pass with gradients enabled only for
+    ``create_graph=True``.
 
     Raises
     ------
     UnsupportedOperatorError
-        For ``create_graph=True``, and where what is read, or computed again, was changed in place: a plain network
-        may not have kept it.
+        For ``create_graph=True``, and if a read or recomputed tensor was changed in place: a plain network may not have
+        kept it.
     """
 
     @wraps(backward)
@@ -71,12 +71,12 @@ class LinearMap(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, compute: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return what ``compute`` returns."""
+        """Return the result of ``compute``."""
         ctx.transpose = transpose
         return compute(tensor)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Return what ``transpose`` returns."""
+        """Return the result of ``transpose``."""
         return ctx.transpose(gradient), None, None

@@ -49,7 +49,7 @@ def without(*names: str) -> Iterator[None]:
     Raises
     ------
     ValueError
-        If there is none of that name.
+        If no fusion has that name.
     """
     if unknown := set(names) - set(NAMES):
         raise ValueError(f"no fusion is called {sorted(unknown)}; there are {', '.join(NAMES)}")

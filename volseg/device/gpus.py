@@ -53,7 +53,7 @@ def count_gpus() -> int:
 
 
 def uses_gpus() -> bool:
-    """Return whether this process has begun to use GPUs; to ask one before would take memory of it."""
+    """Return whether this process has initialised CUDA; a query of CUDA itself would take GPU memory."""
     return torch.cuda.is_initialized()
 
 
@@ -74,12 +74,12 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def has_values(device: torch.device | None = None) -> bool:
-    """Return whether tensors have values: not while a step is traced, on the fake GPUs or, without a device, at all."""
+    """Return whether tensors have values: not on fake GPUs or, without a device, in any trace."""
     return get_fake() is None or (device is not None and not is_gpu(device))
 
 
 def resize_memory(tensor: Tensor, size: int) -> None:
-    """Give a tensor's memory back (0 bytes), or take it again; the tensor stays, and what shares its memory."""
+    """Free a tensor's memory (0 bytes), or allocate it again; the tensor and tensors that share its memory stay."""
     tensor.untyped_storage().resize_(size)
     observer().on_resized(tensor)
 
@@ -90,13 +90,13 @@ def find_device(tensor: Tensor) -> torch.device:
 
 
 def find_kept(usual: dict[Any, Any]) -> dict[Any, Any]:
-    """Return where to keep what belongs to devices: the usual place, or one that ends with the fake GPUs."""
+    """Return where to keep objects of devices: the usual place, or one that ends with the fake GPUs."""
     fake = get_fake()
     return usual if fake is None else fake.kept
 
 
 def keeping(limit: int | None = None) -> Callable[[Callable[..., Kept]], Callable[..., Kept]]:
-    """Keep what a function makes on a device, by its arguments: ``functools.lru_cache``; fake GPUs have their own."""
+    """Cache a function's results on a device by its arguments, like ``functools.lru_cache``; separate for fake GPUs."""
 
     def decorate(function: Callable[..., Kept]) -> Callable[..., Kept]:
         usual = lru_cache(limit)(function)
@@ -123,12 +123,12 @@ def find_address(tensor: Tensor) -> int:
 
 
 def find_readable(device: torch.device) -> torch.device:
-    """Return where small values are exchanged that the host reads: on a device; on the host where that has none."""
+    """Return the device for exchanging small values that the host reads: the device itself, or the host in a trace."""
     return device if has_values(device) else torch.device("cpu")
 
 
 def host_values() -> AbstractContextManager[Any]:
-    """Let tensors of the host have values in here also while a step is traced: votes, seeds, random states."""
+    """Give tensors of the host values in this block even in a trace: votes, seeds, random states."""
     return nullcontext() if get_fake() is None else without_dispatch_modes()
 
 
@@ -164,7 +164,7 @@ def count_free_bytes(device: torch.device) -> int | float:
 
 
 def move_in_place(tensor: Tensor, device: torch.device) -> None:
-    """Give a parameter or buffer, which stays what it is, memory on another device."""
+    """Move a parameter or buffer to another device; the tensor object stays the same."""
     moved = tensor.data.to(device)
     tensor.data = moved
     if isinstance(tensor, FakeTensor) and isinstance(moved, FakeTensor):  # knows its device by itself
@@ -192,7 +192,7 @@ def fake_recording(pool: str) -> Iterator[None]:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Wait for all GPUs, and give what their allocators keep back to them."""
+    """Wait for all GPUs, and return their allocators' cached memory."""
     if not has_values(device):
         observer().on_mark("empty_cache")
         return
@@ -201,7 +201,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def release_cache(devices: Iterable[torch.device]) -> None:
-    """Give what the allocators keep back to the GPUs, if there are any: ``torch.cuda.empty_cache``."""
+    """Return the allocators' cached memory to the GPUs, if there are any: ``torch.cuda.empty_cache``."""
     gpus = [device for device in devices if is_gpu(device)]
     if gpus and not has_values():
         observer().on_mark("empty_cache")

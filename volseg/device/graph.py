@@ -37,7 +37,7 @@ __all__ = [
 
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-"""Types of arguments, besides tensors, whose value says all."""
+"""Types of arguments, besides tensors, that are fully described by their value."""
 
 
 class Composed(Protocol):
@@ -62,15 +62,15 @@ def is_composed(leaf: Any) -> TypeGuard[Composed]:
 def describe_inputs(inputs: Any, with_strides: bool = False) -> tuple[Any, ...] | None:
     """Describe what must be equal for a recording to apply: structure, shapes, types, devices, plain values.
 
-    Of a composed tensor the whole shape counts, so that all processes that share it come to the same answer. None where
-    an argument is of another type, which may hold something else in the next call.
+    For a composed tensor the whole shape counts, so that all processes that share it get the same result. None if an
+    argument has another type, which may have other contents in the next call.
 
     Parameters
     ----------
     inputs
-        Nested as you like.
+        Inputs, nested in any way.
     with_strides
-        Whether it counts how a tensor lies in memory: for code that gets the tensors themselves, or views of them.
+        Whether strides count: for code that gets the tensors themselves, or views of them.
     """
     leaves, structure = tree_flatten(inputs)
     found: list[Any] = []
@@ -86,10 +86,10 @@ def describe_inputs(inputs: Any, with_strides: bool = False) -> tuple[Any, ...] 
 
 
 def describe_plain(value: Any) -> Hashable | None:
-    """Return what tells a plain value from any other, or None where it is not plain, and may hold something else later.
+    """Return a value that identifies a plain value, or None if it is not plain, and may change later.
 
-    Which member of an enumeration it is says nothing of what the member holds: a list can be changed. Nor does ``==``,
-    which its class may define as it likes. So it is plain where all that it holds is, and its name tells it.
+    The member of an enumeration does not determine its contents: a list can be changed. Nor does ``==``, which its
+    class may define in any way. So a member is plain if all its contents are, and its name identifies it.
     """
     if isinstance(value, Enum):
         # A member's attributes ``_name_`` and ``__name__`` are Python's own.
@@ -150,16 +150,16 @@ def undisturbed() -> Iterator[None]:
 
 
 class Graph:
-    """One CUDA graph: what a device is given between ``begin`` and ``end``.
+    """One CUDA graph: the work that a device receives between ``begin`` and ``end``.
 
-    Memory allocated while one is recorded is its own from its first kernel to its last use in a recording, and no
-    longer: before, it may be another allocation's. So nothing that is filled before a graph is replayed may be
-    allocated while it is recorded.
+    Memory allocated during a recording belongs to the graph from its first kernel to its last use in a recording, and
+    no longer: before, another allocation may use it. So tensors that are filled before a replay must not be allocated
+    during the recording.
 
     Parameters
     ----------
     stream : torch.cuda.Stream
-        Where to record. A replay runs on the stream that is current then.
+        Stream of the recording. A replay runs on the current stream.
     pool : tuple, optional
         Memory that it shares with other graphs, which must be replayed in the order of recording.
     generators : iterable of torch.Generator
@@ -215,12 +215,12 @@ class Graph:
         self._graph.replay()
 
     def release(self) -> None:
-        """Free it; NCCL ends a group only once no graph holds its collectives."""
+        """Free the graph; NCCL ends a group only once no graph holds its collectives."""
         self._graph.reset()
 
 
 class _FakeGraph:
-    """A recording on a GPU that is not there: its memory is noted as its own; a replay takes none."""
+    """A recording on a fake GPU: its memory is noted as its own; a replay needs no memory."""
 
     def __init__(self, stream: FakeStream, pool: Any = None, *, is_step: bool = True) -> None:
         self._stream, self._pool = stream, pool or f"recording {id(self)}"
@@ -233,31 +233,31 @@ class _FakeGraph:
         return self._pool
 
     def begin(self) -> None:
-        """Note what runs as recorded, from now on."""
+        """Trace the following work as recorded."""
         if self._is_step:
             observer().on_mark("record")
         self._open.enter_context(on_stream(self._stream))
         self._open.enter_context(fake_recording(self._pool))
 
     def end(self) -> None:
-        """Note what runs as itself again."""
+        """Trace the following work as eager again."""
         self._open.close()
 
     def replay(self) -> None:
-        """Note that it is run again."""
+        """Trace a replay."""
         if self._is_step:
             observer().on_mark("replay")
 
     def release(self) -> None:
-        """Do nothing: its memory goes with the tensors."""
+        """Do nothing: the memory is freed with the tensors."""
 
 
 def make_graph(
     stream: Any, pool: Any = None, generators: Iterable[torch.Generator] = (), *, is_step: bool = True
 ) -> Graph | _FakeGraph:
-    """Return a graph to record on a stream, of a GPU that is there or not; see ``Graph``.
+    """Return a graph to record on a stream of a real or fake GPU; see ``Graph``.
 
-    Who follows a step is told where a whole one (``is_step``) is recorded and replayed.
+    A trace notes where a whole step (``is_step``) is recorded and replayed.
     """
     if isinstance(stream, FakeStream):
         return _FakeGraph(stream, pool, is_step=is_step)
@@ -265,31 +265,31 @@ def make_graph(
 
 
 def make_pool(device: torch.device, name: str) -> Any:
-    """Return memory for graphs to share, of a GPU that is there or not."""
+    """Return a memory pool for graphs to share, on a real or fake GPU."""
     return torch.cuda.graph_pool_handle() if has_values(device) else name
 
 
 class RecordedFunction:
     """A function whose kernels were recorded.
 
-    Call the function itself some times first, on ``stream``: libraries allocate and choose kernels on first use, which
-    cannot be recorded. Recording does not run it.
+    First call the function itself some times on ``stream``: at the first use libraries allocate memory and choose
+    kernels, which cannot be recorded. Recording does not run the function.
 
     Parameters
     ----------
     function : callable
         Takes the inputs by keyword and returns tensors; it may change other tensors in place (weights).
     inputs : mapping
-        Tensors on a GPU by name, nested as you like; only their signature matters.
+        Tensors on a GPU by name, nested in any way; only their signature matters.
     generators : iterable of torch.Generator
-        Generators that the function draws from, beside the device's default one. Each replay goes on from where they
-        stand, so seeding one before a call has its effect.
+        Generators that the function draws from, besides the device's default one. Each replay continues from their
+        states, so seeding a generator before a call takes effect.
     stream : torch.cuda.Stream, optional
-        Where to record.
+        Stream of the recording.
     shares : RecordedFunction, optional
         A recording whose memory this one uses too: the results of each hold until the next call of either.
     is_step : bool
-        Whether it is a training's step, which who follows it is told.
+        Whether it is a training step, for a trace.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Layer norm of short lines, many to a program: one pass forward, one backward.
 
-torch gives a block to each line, and under autocast reads and writes it in float32: a line of 48 channels keeps few
-threads busy, and what comes in half precision is copied before, and its gradient behind. Here a program has as many
-lines as fill a tile, and reads each in its own type. Gradients of weight and bias are sums of parts in a fixed order.
+torch runs a block for each line, and under autocast reads and writes it in float32: a line of 48 channels keeps few
+threads busy, and half precision is copied before, and its gradient afterwards. Here a program takes the lines that fill
+a tile, and reads each in its own type. Gradients of weight and bias are sums of parts in a fixed order.
 """
 
 import torch
@@ -17,16 +17,16 @@ from volseg.device.triton_tiles import available, count_processors, select_devic
 __all__ = ["differentiate_lines", "normalize_lines", "takes_lines"]
 
 LONGEST = 1024
-"""Channels of a line."""
+"""Limit of channels in a line."""
 
 TILE = 2048
 """Elements of a tile."""
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of lines: what has more digits would lose some, and what is no number with a fraction torch refuses."""
+"""Types of lines: wider types would lose digits, and torch refuses integers."""
 
 MOST_LINES = 2**30
-"""They are counted in 32 bits, some beyond the last."""
+"""Limit of lines: they are counted in 32 bits, some beyond the last."""
 
 
 @kernel()
@@ -83,7 +83,7 @@ def _layer_norm_backward_kernel(
 
 
 def takes_lines(tensor: Tensor, channels: int) -> bool:
-    """Return whether the kernels take such lines: on a GPU, of 32 or 16 bits, short, not too many."""
+    """Return whether the kernels support such lines: on a GPU, of 32 or 16 bits, short, not too many."""
     fits = 0 < channels <= LONGEST and 0 < tensor.numel() <= MOST_LINES * channels
     return fits and on_gpu(tensor) and tensor.dtype in TYPES and available()
 
@@ -98,11 +98,11 @@ def normalize_lines(
     lines
         ``(R, C)``, with a step of 1 from channel to channel.
     weight, bias
-        ``(C,)``, if there are any, with a step of 1 as well.
+        ``(C,)``, or None, with a step of 1 as well.
     eps
         Added to the variance.
     dtype
-        Of the result.
+        Dtype of the result.
     """
     rows, channels = lines.shape
     out = torch.empty((rows, channels), dtype=dtype, device=lines.device)
@@ -124,11 +124,11 @@ def differentiate_lines(
     Parameters
     ----------
     gradient
-        Of the result, ``(R, C)``, with a step of 1 from channel to channel.
+        Gradient of the result, ``(R, C)``, with a step of 1 from channel to channel.
     lines, weight
         See ``normalize_lines``.
     means, rstds
-        What it returned.
+        Results of ``normalize_lines``.
     """
     rows, channels = lines.shape
     out = torch.empty((rows, channels), dtype=lines.dtype, device=lines.device)

@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""How a volume ``(B, C, D, H, W)`` lies in memory: which dim is which, channels last or not, copies between the two."""
+"""Memory layouts of a volume ``(B, C, D, H, W)``: its dims, channels last or not, copies between the two."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from volseg.device.triton_tiles import (
 __all__ = ["DIM", "copy_into", "in_layout", "layout_of"]
 
 DIM = 2
-"""The dim (D) whose planes lie one behind the other in memory: only cuts along it take the fast ways."""
+"""The dim (D) whose planes are consecutive in memory: only cuts along it use the fast paths."""
 
 
 @kernel()
@@ -44,7 +44,7 @@ def copy_into(slab: Tensor, out: Tensor) -> None:
 
 
 def copy_by_triton(slab: Tensor, out: Tensor) -> None:
-    """Copy a slab likewise by the kernel, which is the faster one between layouts."""
+    """Copy a slab with the kernel, which is faster between layouts."""
     slab = make_even(slab, slab)
     tile = choose_tile(slab, out)
     grid = (triton.cdiv(count_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
@@ -62,7 +62,7 @@ def layout_of(tensor: Tensor) -> torch.memory_format:
 
 
 def in_layout(slab: Tensor, channels_last: bool) -> Tensor:
-    """Return a volume densely in the wanted layout, itself where it is so already, and other tensors as they are."""
+    """Return a volume densely in the wanted layout, itself if it already is; return other tensors unchanged."""
     layout = torch.channels_last_3d if channels_last else torch.contiguous_format
     if slab.ndim != 5 or slab.is_contiguous(memory_format=layout):
         return slab

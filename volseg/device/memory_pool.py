@@ -16,9 +16,9 @@ class MemoryPool:
     Parameters
     ----------
     name : str
-        Of the purpose, for who follows a step without a GPU.
+        Name of its purpose, for traces without a GPU.
     device : torch.device
-        Where it lies; of a CPU nothing is kept apart.
+        Device of the pool; a CPU has no separate pool.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Every private name of torch's modules that this package relies on.
+"""All private names of torch's modules that this package uses.
 
 As ``torch_internals`` has those of torch itself.
 """
@@ -59,7 +59,7 @@ FORWARD_HOOKS_ALWAYS_CALLED = "_forward_hooks_always_called"
 """Attributes of a module: which of its hooks want keywords, and which are called after a failure too."""
 
 POST_ACCUMULATE_GRAD_HOOKS = "_post_accumulate_grad_hooks"
-"""Attribute of a parameter: its hooks behind the sum of its gradient, by number, or None."""
+"""Attribute of a parameter: its hooks after the sum of its gradient, by number, or None."""
 
 get_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
 get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
@@ -79,18 +79,18 @@ HOOKS_OF_ALL_MODULES: tuple[dict[int, Callable], ...] = (
 
 
 def apply_to_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Replace parameters and buffers by what a function returns for them, as ``nn.Module.to`` and ``cuda`` do."""
+    """Replace parameters and buffers by a function's results, as ``nn.Module.to`` and ``cuda`` do."""
     return module._apply(*args, **kwargs)
 
 
 def load_from_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Load what a module itself owns, as ``nn.Module.load_state_dict`` asks of each of its modules."""
+    """Load a module's own values, as ``nn.Module.load_state_dict`` does for each of its modules."""
     module._load_from_state_dict(*args, **kwargs)
 
 
 @contextmanager
 def swapping_by(swap: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Let ``nn.Module.to`` and its like change a parameter by ``swap(parameter, what it becomes)``."""
+    """Make ``nn.Module.to`` and similar methods change a parameter by ``swap(parameter, its new value)``."""
     before, always = torch.utils.swap_tensors, torch.__future__.get_swap_module_params_on_conversion()
     torch.utils.swap_tensors = swap
     torch.__future__.set_swap_module_params_on_conversion(True)

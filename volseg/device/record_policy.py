@@ -3,26 +3,27 @@
 Two things are recorded: a whole training step on one GPU per process (``RecordedStep``), and a batch of a pipeline on
 all its GPUs (``volseg.parallel.pipeline.record``). Both answer the same questions::
 
-    which kind of call is it?     graph.signature of the inputs, graph.modes, and what the network is besides
-    is it time?                   Recordings.is_warm: after some calls that ran as they are, and not refused
-    is there room?                Recordings.make_room: few are kept; one that is long idle may give way
+    which kind of call is it?     graph.signature of the inputs, graph.modes, and the network's own state
+    is it time?                   Recordings.is_warm: after some eager calls, if not refused
+    is there room?                Recordings.make_room: few are kept; one that is long idle may be replaced
     how is it recorded?           graph.Graph inside of graph.undisturbed
-    did anything else happen?     volseg.parallel.state: noted before an attempt, put back after it, watched from then
+    did anything else happen?     volseg.parallel.state: recorded before an attempt, restored after it, then watched
     what if it fails?             Recordings.refuse: logged once, and calls stay eager
 
 ``Recordings`` answers the second, third and last of them. It knows neither CUDA nor networks, and everything in it
 follows from the sequence of kinds, which is equal in all processes that work together.
 
-Three things stay apart, because the other way would make one of the two worse:
+Three decisions differ between the two, because either way would be worse for one of them:
 
-- *What a change of the network does.* A step's recordings end with it (``Recorder`` and its ``State``): it trains, its
-  optimizer belongs to it, and there is room for two. A batch's stay, since the network's condition is part of its kind
-  (``state.conditions``): training and validation take turns, and each finds its own again.
-- *Who may say no.* A step's processes vote after each attempt, since one that replays and one that computes would wait
-  for each other's collectives for ever; a failure ends all recording. A pipeline is one process, whose kinds of batches
-  are refused one by one.
-- *When an attempt is undone.* What Python did while a step was recorded counts as the step: it is undone only if given
-  up. After a batch was recorded its first replay follows: the attempt is undone always.
+- *Effect of a change of the network.* A step's recordings end with it (``Recorder`` and its ``State``): the network
+  trains, its optimizer belongs to it, and there is room for two recordings. A batch's recordings stay, since the
+  network's condition is part of the kind (``state.conditions``): training and validation alternate, and each finds its
+  own recordings again.
+- *Right to refuse.* A step's processes vote after each attempt, since a replaying and an eager process would wait for
+  each other's collectives forever; a failure ends all recording. A pipeline is one process, which refuses its kinds of
+  batches one by one.
+- *Time of undoing an attempt.* Python's effects during the recording of a step count as the step: they are undone only
+  if the attempt fails. A recorded batch is followed by its first replay: the attempt is always undone.
 """
 
 import logging
@@ -37,7 +38,7 @@ __all__ = ["Kind", "Recorder", "Recording", "Recordings"]
 logger = logging.getLogger(__name__)
 
 MOST_CHANGES = 20
-"""Times that recordings are made again after a change: each costs some eager steps."""
+"""Limit of new recordings after changes: each costs some eager steps."""
 
 MOST_KINDS = 64
 """Kinds of calls that are counted at a time; with more, the kind changes on every call."""
@@ -69,19 +70,19 @@ class State(Protocol):
         """Drop the data for undoing an attempt."""
 
     def find_change(self) -> str | None:
-        """Name a change since the function was recorded, or None."""
+        """Return the name of a change since the function was recorded, or None."""
 
 
 class Stateless:
     """State of a function that depends only on its inputs."""
 
     def begin(self) -> None:
-        """Note nothing."""
+        """Do nothing."""
 
     keep = put_back = done = begin
 
     def find_change(self) -> None:
-        """Find nothing changed."""
+        """Return None: nothing changes."""
 
 
 R = TypeVar("R", bound=Recording)
@@ -111,16 +112,16 @@ class Recordings(Generic[K]):
     new : callable
         Makes a `Kind`.
     warm_up : int
-        Calls of each kind that run as they are.
+        Number of eager calls of each kind before its recording.
     limit : int
         Recordings kept at a time: each holds the memory of a call.
     idle : int, optional
-        Calls after which a recording that was not used gives way to another; by default it never does.
+        Number of calls after which an unused recording may be replaced; by default none.
 
     Attributes
     ----------
     refused : str or None
-        Why nothing is recorded any more.
+        Reason why nothing is recorded any more.
     num_recorded : int
         Recordings made so far.
     """
@@ -213,18 +214,18 @@ class Recorder:
     run : callable
         The function itself.
     record : callable
-        Returns a `Recording` for inputs like the given ones; raises where it cannot.
+        Returns a `Recording` for inputs like the given ones; raises if it cannot.
     agree : callable
-        Whether all processes say yes; called by all of them after each attempt to record.
+        Returns whether all processes agree; called by all of them after each attempt to record.
     warm_up : int
-        Calls per kind that run as they are.
+        Number of eager calls per kind.
     limit : int
-        Kinds to record; calls of further ones run as they are.
+        Number of kinds to record; calls of further kinds run eagerly.
     state : State, optional
-        What else the function depends on. Where it changes, recordings are freed and made anew; it must change in all
-        processes alike.
+        Further state on which the function depends. When it changes, recordings are freed and made anew; it must change
+        in all processes in the same way.
     name : str
-        What the function is, for messages.
+        Description of the function, for messages.
     advice : str
         How to skip the attempt to record it.
     """
@@ -248,7 +249,7 @@ class Recorder:
         self._changes = 0
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the function on ``inputs``, in the way that is due."""
+        """Run the function on ``inputs``: eagerly, recording or by replay."""
         key = describe_inputs(inputs)
         if key is None:
             return self._run(*inputs)

@@ -40,7 +40,7 @@ class FakeEvent:
         """Do nothing."""
 
     def query(self) -> bool:
-        """Say that the work is done."""
+        """Return True: the work is done."""
         return True
 
     def elapsed_time(self, end: "FakeEvent") -> float:
@@ -50,7 +50,7 @@ class FakeEvent:
 
 @dataclass(eq=False)
 class FakeStream:
-    """A stream of a fake GPU; memory that is taken on it is traced with its number."""
+    """A stream of a fake GPU; memory allocated on it is traced with its number."""
 
     device: torch.device
     number: int
@@ -69,13 +69,13 @@ class FakeStream:
         """Do nothing."""
 
     def query(self) -> bool:
-        """Say that the work is done."""
+        """Return True: the work is done."""
         return True
 
 
 @dataclass(eq=False)
 class _Streams:
-    """Those of one trace."""
+    """Streams of one trace."""
 
     made: int = 0
     current: dict[torch.device, FakeStream] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def make_event(**options: Any) -> Any:
 
 
 def find_current_stream(device: torch.device) -> Any:
-    """Return the stream of a GPU on which work is put now."""
+    """Return the current stream of a GPU."""
     streams = _get_streams()
     if streams is None:
         return torch.cuda.current_stream(device)
@@ -118,7 +118,7 @@ def find_current_stream(device: torch.device) -> Any:
 
 
 def note_use(tensor: Tensor, stream: Any) -> None:
-    """Let a tensor's memory not be used again before a stream has come here: ``Tensor.record_stream``."""
+    """Keep a tensor's memory from reuse until a stream has reached this point: ``Tensor.record_stream``."""
     if isinstance(stream, FakeStream):
         observer().on_used(tensor, stream.number)
     else:
@@ -126,7 +126,7 @@ def note_use(tensor: Tensor, stream: Any) -> None:
 
 
 def turn_to_stream(stream: Any) -> None:
-    """Put the work that follows on a stream: ``torch.cuda.set_stream``."""
+    """Queue the following work on a stream: ``torch.cuda.set_stream``."""
     streams = _get_streams()
     if not isinstance(stream, FakeStream) or streams is None:
         torch.cuda.set_stream(stream)
@@ -135,7 +135,7 @@ def turn_to_stream(stream: Any) -> None:
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Put the work of a block on a stream: ``torch.cuda.stream``."""
+    """Queue the work of a block on a stream: ``torch.cuda.stream``."""
     return _on_fake_stream(stream) if isinstance(stream, FakeStream) else torch.cuda.stream(stream)
 
 

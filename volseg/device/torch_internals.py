@@ -1,10 +1,9 @@
 """Every private name of torch that this package uses, under a public name; no other module uses private names.
 
-Those of its modules, its fake tensors and its compiler stand beside it: ``module_internals``, ``fake_internals``,
-``compiler_internals``. All are in torch 2.8, the oldest that is supported, but for what a line says. Each has a test of
-the behaviour that is relied on, so a torch in which one has moved, or does something else, is found by the tests and
-followed here. Names that are used on every call of an operator are the objects themselves, or C functions: they cost
-nothing.
+``module_internals``, ``fake_internals`` and ``compiler_internals`` have those of torch's modules, fake tensors and
+compiler. All names exist in torch 2.8, the oldest supported version, unless a comment says otherwise. Each has a test
+of the required behaviour, so the tests detect a torch that has moved or changed a name, and this module adapts. Names
+that are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
 """
 
 import sys
@@ -102,41 +101,41 @@ get_version: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor, or one that shares its memory, was changed in place; inference tensors have none."""
 
 get_accumulation_hooks: Callable[[Tensor], Mapping[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
-"""Return what runs behind the accumulation of a parameter's gradient."""
+"""Return the hooks after the accumulation of a parameter's gradient."""
 
 get_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""Return the tensor that this one is a view of, None where it is none or autograd need not know."""
+"""Return the tensor of which this one is a view, None for others and for views unknown to autograd."""
 
 is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
 """Return whether autograd knows the tensor as a view of another."""
 
 get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""Return where a storage is, which is the same for all tensors in it."""
+"""Return the address of a storage, which is equal for all tensors in it."""
 
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 """Make a tensor of a subclass that has a size, strides, a dtype and a device, and no memory."""
 
 
 PLAIN_TENSORS = (Tensor, FakeTensor)
-"""Types of tensors that are nothing but a tensor, with values or, where a step is traced, without."""
+"""Types of tensors without special behaviour, with values or, in a trace, without."""
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """Return the tensor as one of no subclass, which autograd knows as its view; one without values stays one.
+    """Return the tensor without its subclass, as a view for autograd; a fake tensor stays one.
 
-    ``as_subclass`` refuses tensors without values in torch 2.8.
+    ``as_subclass`` refuses fake tensors in torch 2.8.
     """
     return torch.ops.aten.alias.default(tensor) if isinstance(tensor, FakeTensor) else tensor.as_subclass(Tensor)
 
 
 to_copy = torch.ops.aten._to_copy.default
-"""The operator into which ``Tensor.to`` turns where it copies."""
+"""The operator of ``Tensor.to`` if it copies."""
 
-# What is called instead of a function of torch.
+# Functions that replace torch's.
 
 
 without_overrides = torch._C.DisableTorchFunction
-"""Call no ``__torch_function__``, neither a subclass's nor a mode's."""
+"""Call no ``__torch_function__``, of a subclass or a mode."""
 
 without_subclass_overrides = torch._C.DisableTorchFunctionSubclass
 """Call no subclass's ``__torch_function__``; modes are called."""
@@ -145,10 +144,10 @@ with_overrides = torch._C._EnableTorchFunction
 """Call ``__torch_function__`` again, inside of the two above."""
 
 without_dispatch = torch._C._DisableTorchDispatch
-"""Call no ``__torch_dispatch__``, neither a subclass's nor a mode's: what follows is torch's own."""
+"""Call no ``__torch_dispatch__``, of a subclass or a mode: torch's own code follows."""
 
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Return how many ``TorchDispatchMode`` are active."""
+"""Return the number of active ``TorchDispatchMode``."""
 
 # Functions.
 
@@ -187,14 +186,14 @@ read_value = torch.ops.aten._local_scalar_dense.default
 """The operator behind ``Tensor.item``."""
 
 check_gradients = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""What ``GradScaler`` does with gradients, before it reads whether one was not finite."""
+"""Operator of ``GradScaler`` on gradients, before it reads whether one was not finite."""
 
 
 @cache
 def find_autocast_operators(key: str) -> frozenset[str]:
     """Return the operators of aten that autocast knows on a kind of device: ``AutocastCUDA``, ``AutocastCPU``.
 
-    Found once: they are torch's own, three thousand names are asked for, and each step that is followed begins with it.
+    Cached: they belong to torch, the search reads three thousand names, and each traced step needs the result.
     """
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     known = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -203,7 +202,7 @@ def find_autocast_operators(key: str) -> frozenset[str]:
 
 @contextmanager
 def overriding_operators(key: str, kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
-    """Run functions in place of operators of aten under a dispatch key; None: as if the key had none."""
+    """Replace operators of aten under a dispatch key by functions; None means that the key has no kernel."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, function in kernels.items():
             library.impl(name, torch.library.fallthrough_kernel if function is None else function, key)
@@ -222,26 +221,26 @@ def is_changed_in_place(error: RuntimeError) -> bool:
 
 
 find_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward pass that runs on this thread, -1 where none does."""
+"""Return the number of this thread's running backward pass, -1 without one."""
 
 find_backward_node: Callable[[], Any] = torch._C._current_autograd_node
-"""Return the node of the backward pass that runs on this thread, None where none does."""
+"""Return the node of this thread's running backward pass, None without one."""
 
 find_next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""Return the number that the next node of autograd gets which is made on this thread."""
+"""Return the number of autograd's next node on this thread."""
 
 
 def find_node_number(node: Any) -> int:
-    """Return the number of a node of autograd: of those that one thread made, later ones have larger numbers."""
+    """Return the number of an autograd node: on one thread, later nodes have larger numbers."""
     number: int = node._sequence_nr()
     return number
 
 
 def hand_backward_over(kind: type[Tensor]) -> None:
-    """Let ``torch.autograd.backward`` call a subclass's ``__torch_function__``, as later torch does by itself.
+    """Make ``torch.autograd.backward`` call a subclass's ``__torch_function__``, as later torch does by itself.
 
-    Torch before 2.11 gives the engine what it is given, which sees no slabs: gradients were lost without a word. Here
-    the engine's own entry asks, so that it matters to nobody by which name ``backward`` was imported, and when.
+    Torch before 2.11 passes its arguments to the engine, which sees no slabs: gradients were silently lost. Here the
+    engine's own entry makes the call, so any imported name of ``backward`` works, at any time of import.
     """
     if "handle_torch_function" in torch.autograd.backward.__code__.co_names:
         return
@@ -258,7 +257,7 @@ def hand_backward_over(kind: type[Tensor]) -> None:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        # Of ``torch.autograd.grad`` every torch asks before.
+        # ``torch.autograd.grad`` makes the call in every torch.
         if not options.get("accumulate_grad") or not any(isinstance(tensor, kind) for tensor in (*roots, *inputs)):
             return run(roots, gradients, keep, create, inputs, *rest, **options)
         given = {"grad_tensors": gradients, "retain_graph": keep, "create_graph": create, "inputs": inputs or None}
@@ -273,7 +272,7 @@ LOSES_HOOKS_OF_SAVED = TorchVersion(torch.__version__) < "2.9"
 def as_savable(parameter: Tensor) -> Tensor:
     """Return a parameter as an ``autograd.Function`` may save it under hooks of saved tensors.
 
-    Torch 2.8 calls no hook of a leaf that is saved so, in a checkpointed block above all; it is given a view there.
+    Torch 2.8 calls no hook of a saved leaf, above all in a checkpointed block; there the function returns a view.
     """
     is_lost = LOSES_HOOKS_OF_SAVED and parameter.is_leaf and parameter.requires_grad
     return parameter.view_as(parameter) if is_lost else parameter
@@ -283,14 +282,14 @@ is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrap
 """Return whether a transform of ``torch.func`` (vmap, grad) has wrapped the tensor."""
 
 unwrap_transformed: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
-"""Return what the innermost transform has wrapped."""
+"""Return the tensor inside the innermost transform."""
 
 find_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """Return the innermost transform that is active, or None."""
 
 
 def is_forward_mode() -> bool:
-    """Return whether derivatives are computed forward: in a ``dual_level``, which ``torch.func.jvp`` enters too."""
+    """Return whether forward-mode differentiation is active: a ``dual_level``, which ``torch.func.jvp`` enters too."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
@@ -303,9 +302,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def left_out_of_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a function as it is where ``torch.compile`` meets it, with all that it calls.
+    """Run a function, and all functions that it calls, without compilation under ``torch.compile``.
 
-    ``torch.compiler.disable`` does so too, and imports the compiler at once, which takes as long as torch itself.
+    ``torch.compiler.disable`` does so too, but imports the compiler at once, which takes as long as torch itself.
     """
     left_out: Callable[..., Any] = _of_compile._disable_dynamo(function)
 
@@ -320,9 +319,9 @@ def left_out_of_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_references(tensors: tuple[Tensor, ...], number: int) -> tuple[int, int, int]:
-    """Return how many hold a tensor, its memory and its Python object; to be compared with others counted there.
+    """Return the numbers of references to a tensor, its memory and its Python object, to compare with others from here.
 
-    It is one of a tuple, so that nobody holds it by a further name.
+    The tensor is passed in a tuple, so that no further name refers to it.
     """
     memory = tensors[number].untyped_storage()
     held = torch._C._storage_Use_Count(memory._cdata)  # type: ignore[attr-defined]
@@ -330,20 +329,20 @@ def count_references(tensors: tuple[Tensor, ...], number: int) -> tuple[int, int
 
 
 def is_in_bad_fork() -> bool:
-    """Return whether this process is a copy of one that had begun to use CUDA, which then fails here.
+    """Return whether this process is a fork of one that had initialised CUDA, which then fails here.
 
-    torch knows it in copies alone, and without its own ``is_initialized``: to count GPUs by CUDA is enough.
+    torch knows this only in forks, and without its own ``is_initialized``: counting GPUs by CUDA is enough.
     """
     return bool(torch.cuda._is_in_bad_fork())
 
 
 def keep_gpu_busy(cycles: int) -> None:
-    """Let the current stream do nothing for so many cycles of the GPU's clock."""
+    """Keep the current stream idle for this many cycles of the GPU's clock."""
     torch.cuda._sleep(cycles)
 
 
 def end_allocations_to_pool(device: torch.device, pool: Any) -> None:
-    """Tell the allocator that a capture has failed; before torch 2.12 it goes on with one that CUDA has ended."""
+    """Report a failed capture to the allocator; before torch 2.12 it continues with a capture that CUDA has ended."""
     with suppress(RuntimeError):  # it has ended: torch 2.12 (pytorch/pytorch#180395), or an error of Python's
         torch._C._cuda_endAllocateToPool(device.index, pool)
 
@@ -354,7 +353,7 @@ def find_default_group() -> dist.ProcessGroup:
 
 
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Gather every process's tensor into one; torch 2.13 has renamed it, and warns of the older name."""
+"""Gather every process's tensor into one; torch 2.13 has renamed the function, and deprecates the older name."""
 
 
 def find_group_name(group: dist.ProcessGroup) -> str:
@@ -363,7 +362,7 @@ def find_group_name(group: dist.ProcessGroup) -> str:
 
 
 def accept_gradients_of_other_streams() -> None:
-    """Let a gradient come from another stream than its parameter's without a warning, which is new in torch 2.10."""
+    """Accept gradients from another stream than the parameter's without a warning, which is new in torch 2.10."""
     setting = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
     if setting is not None:
         setting(False)

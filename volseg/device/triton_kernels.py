@@ -20,7 +20,7 @@ try:
 except ImportError:  # CPU builds of torch come without it
 
     class _Absent:
-        """What definitions and sizes of kernels need of Triton, none of which run."""
+        """Parts of Triton that definitions and sizes of kernels need; none of them run."""
 
         constexpr = int
 
@@ -46,12 +46,12 @@ __all__ = ["INSTALLED", "KernelCall", "TritonKernel", "hearing_calls", "kernel",
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """A kernel that was asked for on a fake GPU, with all its arguments."""
+    """A kernel that was requested on a fake GPU, with all its arguments."""
 
     kernel: "TritonKernel"
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
-    """What it was given by name: what it is compiled for, ``num_warps``."""
+    """Arguments by name: constants of the compilation, ``num_warps``."""
 
 
 _hearers: list[Callable[[KernelCall], None]] = []
@@ -73,14 +73,14 @@ class TritonKernel:
     Parameters
     ----------
     function
-        What Triton compiles.
+        Function that Triton compiles.
     options
-        Those of ``triton.jit``.
+        Options of ``triton.jit``.
 
     Raises
     ------
     ParallelError
-        When run, where Triton is not installed, on a real GPU.
+        If run on a real GPU without Triton.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
@@ -90,7 +90,7 @@ class TritonKernel:
         self.compiled = triton.jit(**options)(function) if INSTALLED else None
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        """Return what runs the kernel on so many programs."""
+        """Return a function that runs the kernel on a grid of programs."""
         if not gpus.has_values():
             return lambda *arguments, **options: self._note(grid, arguments, options)
         if self.compiled is None:

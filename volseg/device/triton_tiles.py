@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""How the Triton kernels address a slab, cut it into tiles, and are run.
+"""Address a slab in Triton kernels, cut it into tiles, and run the kernels.
 
 A slab is addressed as (sample, channel, voxel) with three strides, so that the same kernel serves both layouts, slices
 of channels, and slabs inside a buffer with room for a halo. A tile holds ``BV`` voxels of ``BC`` channels.
@@ -43,20 +43,20 @@ TILE = 4096
 """Elements per tile: 32 bytes in flight per thread of 128 in half precision."""
 
 STAGES = 3
-"""Of a loop that sums tiles up: while one is added the next is on its way to shared memory, and the one behind it is
-asked for. Left to itself, the assembler puts a load behind the arithmetic on the one before, if it likes."""
+"""Stages of a loop that sums tiles: while one tile is added, the next one travels to shared memory, and the third
+is requested. Without this setting, the assembler may put a load after the arithmetic on the tile before."""
 
 MOST_VOXELS = 2**30
-"""Of a channel: kernels count voxels in 32 bits, and some a few tiles beyond the last. Elements may be more."""
+"""Limit of voxels of a channel, counted in 32 bits, by some kernels a few tiles beyond; elements may be more."""
 
 
 def available() -> bool:
-    """Return whether there are kernels in Triton: it is installed, or they are only noted."""
+    """Return whether Triton kernels are available: Triton is installed, or they are only noted."""
     return INSTALLED or not gpus.has_values()
 
 
 def takes(tensor: Tensor) -> bool:
-    """Tell whether Triton's kernels take this tensor: they run on a GPU and count in float32, and voxels in 32 bits."""
+    """Return whether Triton's kernels support a tensor: on a GPU, up to float32, with voxels counted in 32 bits."""
     if not (gpus.on_gpu(tensor) and tensor.dtype != torch.float64 and available()):
         return False
     return tensor.numel() <= MOST_VOXELS or count_voxels(tensor) <= MOST_VOXELS
@@ -70,23 +70,23 @@ def elements(B_STRIDE, C_STRIDE, V_STRIDE, b, channels, voxels):
 
 
 def find_strides(tensor: Tensor) -> tuple[int, int, int] | None:
-    """Return the strides of sample, channel and voxel, or None where the voxels are not evenly spaced."""
+    """Return the strides of sample, channel and voxel, or None if the voxels are not evenly spaced."""
     return _compute_strides(tensor.shape, tensor.stride())
 
 
-@lru_cache(maxsize=4096)  # each run of a kernel asks several times, about the same few slabs in every step
+@lru_cache(maxsize=4096)  # each run of a kernel calls it several times, for the same few slabs in every step
 def _compute_strides(size: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int] | None:
     step, expected = stride[-1], None
     for dim in range(len(size) - 1, 1, -1):
-        if size[dim] == 1:  # whose stride, which may be any, is never taken
+        if size[dim] == 1:  # its stride, which may be any, is never used
             continue
         if expected is None:
             step = expected = stride[dim]
         elif stride[dim] != expected:
             return None
         expected *= size[dim]
-    # Of one channel the step to the next is never taken, and 0 hides nothing from the compiler: with 1, as it is with
-    # channels last, no line of memory would begin evenly, and each element would be loaded by itself.
+    # With one channel the step to the next is never used, and 0 hides nothing from the compiler: with 1, as in
+    # channels-last layout, no line of memory would begin evenly, and each element would be loaded by itself.
     return stride[0], stride[1] if size[1] > 1 else 0, step
 
 
@@ -98,7 +98,7 @@ def read_strides(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def make_even(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor itself, or a copy laid out like ``like``, or contiguous where neither is evenly spaced."""
+    """Return the tensor itself, or a copy in the layout of ``like``, or contiguous if neither is evenly spaced."""
     if find_strides(tensor) is not None:
         return tensor
     copy = torch.empty_like(like, dtype=tensor.dtype)
@@ -106,9 +106,9 @@ def make_even(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def choose_tile(*tensors: Tensor) -> tuple[int, int]:
-    """Return voxels and channels per tile, which holds whole lines of memory of all tensors that a kernel goes through.
+    """Return voxels and channels per tile, which holds whole lines of memory of all tensors of a kernel.
 
-    Where they lie differently it is that of those with channels last: so many voxels of one channel are lines too.
+    For different layouts it is the tile of channels-last tensors: its voxels of one channel are whole lines too.
     """
     return max(map(_choose_tile, tensors), key=lambda size: size[1])
 
@@ -150,7 +150,7 @@ def count_voxels(tensor: Tensor) -> int:
 
 
 def split_voxels(tensor: Tensor, tile: tuple[int, int]) -> tuple[int, int]:
-    """Return how many programs share the voxels of a channel block, and the voxels of each."""
+    """Return the number of programs that share the voxels of a channel block, and the voxels of each."""
     voxels, (height, width) = count_voxels(tensor), tile
     blocks = triton.cdiv(tensor.shape[1], width) * tensor.shape[0]
     wanted = max(1, 4 * count_processors(tensor.device) // blocks)
@@ -159,7 +159,7 @@ def split_voxels(tensor: Tensor, tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def describe_tile(tile: tuple[int, int], **more: Any) -> dict[str, Any]:
-    """Return the keywords of a kernel for tiles of so many voxels and channels."""
+    """Return the keywords of a kernel for tiles of these voxels and channels."""
     return {"BV": tile[0], "BC": tile[1], "num_warps": 4, **more}
 
 
@@ -172,7 +172,7 @@ def _divide(v, multiplier, shift):
 
 @triton.jit
 def locate(v, D, H, W, mul_w, shr_w, mul_h, shr_h, mul_d, shr_d):
-    """Return sample, d, h and w of voxels, which are counted over all samples; see ``find_dividers``."""
+    """Return sample, d, h and w of voxels that are counted over all samples; see ``find_dividers``."""
     line = _divide(v, mul_w, shr_w)
     plane = _divide(line, mul_h, shr_h)
     sample = _divide(plane, mul_d, shr_d)
@@ -180,11 +180,11 @@ def locate(v, D, H, W, mul_w, shr_w, mul_h, shr_h, mul_d, shr_d):
 
 
 DIVIDERS = ["mul_w", "shr_w", "mul_h", "shr_h", "mul_d", "shr_d"]
-"""For which no kernel is to be compiled anew."""
+"""Arguments for whose values no kernel is compiled anew."""
 
 
 def find_dividers(sides: Sequence[int]) -> list[int]:
-    """Return by what ``locate`` divides by the sides D, H, W of a volume."""
+    """Return the multipliers and shifts by which ``locate`` divides by the sides D, H, W of a volume."""
     return [number for side in reversed(sides) for number in find_divider(side)]
 
 

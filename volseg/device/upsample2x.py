@@ -29,7 +29,7 @@ __all__ = ["DoubledPart", "double", "double_plainly", "gather_gradient", "halve"
 
 @dataclass(frozen=True, slots=True)
 class DoubledPart:
-    """Planes of a volume in a slab, and planes of the result that are computed from it."""
+    """Planes of a volume in a slab, and planes of the result that are computed from these."""
 
     planes: int
     """Planes of the whole volume."""
@@ -41,7 +41,7 @@ class DoubledPart:
 
 @triton.jit
 def _read_source(o, size, LINEAR: tl.constexpr):
-    """Return the two planes that the output planes ``o`` lie between, and the weight of the second."""
+    """Return the two planes around the output planes ``o``, and the weight of the second."""
     if LINEAR:
         low = (o + 1) // 2 - 1
         high = tl.minimum(low + 1, size - 1)
@@ -56,11 +56,11 @@ def _read_source(o, size, LINEAR: tl.constexpr):
 
 @triton.jit
 def _weigh_output(i, k, size, LINEAR: tl.constexpr):
-    """Return the ``k``-th output plane that the planes ``i`` are read for, and by which weight."""
+    """Return the ``k``-th output plane that reads the planes ``i``, and its weight."""
     if LINEAR:
         o = 2 * i - 1 + k
         weight = tl.where((k == 1) | (k == 2), 0.75, 0.25)
-        # At the volume's edges both planes are one.
+        # At the volume's edges both planes are the same.
         weight += tl.where((o == 0) | (o == 2 * size - 1), 0.25, 0.0)
     else:
         o = 2 * i + k
@@ -136,7 +136,7 @@ def _gather_kernel(
 
 
 def _choose_tile(out: Tensor) -> tuple[int, int]:
-    """Return voxels and channels of a tile: fewer than elsewhere, since each voxel is read from many places."""
+    """Return voxels and channels of a tile: smaller than elsewhere, since each voxel is read from many places."""
     voxels, channels = choose_tile(out)
     return max(1, voxels // 4), channels
 
@@ -149,16 +149,16 @@ def double(slab: Tensor, part: DoubledPart, linear: bool, factor: float = 1.0) -
     slab
         ``(B, C, D, H, W)``, on a GPU; a part of the volume along D with the planes that its outputs read.
     part
-        Which.
+        Planes of the slab and of the result.
     linear
-        Whether voxels are interpolated, without aligned corners; else repeated.
+        Whether to interpolate linearly, without aligned corners; otherwise voxels are repeated.
     factor
-        That the result is multiplied by.
+        Factor of the result.
 
     Raises
     ------
     ParallelError
-        If a channel of the result has more voxels than kernels count.
+        If a channel of the result has more voxels than kernels can count.
     """
     batch, channels, _, *within = slab.shape
     start, stop = part.outputs
@@ -190,9 +190,9 @@ def gather_gradient(
     Parameters
     ----------
     gradient
-        Of the result.
+        Gradient of the result.
     shape
-        Of the slab.
+        Shape of the slab.
     part, linear, factor
         See ``double``.
     """
@@ -236,7 +236,7 @@ def double_plainly(slab: Tensor, part: DoubledPart, linear: bool) -> Tensor:
         See ``double``.
     """
     wide = slab.float() if slab.dtype in (torch.float16, torch.bfloat16) else slab
-    # The rest of the volume is as good as any: no plane that is asked for reads it.
+    # The rest of the volume may have any values: no requested plane reads it.
     behind = part.planes - part.first - slab.shape[2]
     whole = F.pad(wide, (0, 0, 0, 0, part.first, behind))
     mode = "trilinear" if linear else "nearest"

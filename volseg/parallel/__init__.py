@@ -1,4 +1,4 @@
-"""Train and run networks on several devices that behave as one: ``ModelParallel`` and its parts.
+"""Train and run a network on several devices with the results of one: ``ModelParallel`` and its parts.
 
 The package imports only ``device`` and the errors of volseg, and works in any PyTorch loop.
 """

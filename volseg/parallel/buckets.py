@@ -1,4 +1,4 @@
-"""Buckets of tensors that are sent together: parameters grouped, gradients in one block of memory."""
+"""Group parameters into buckets, and keep the gradients of a bucket in one block of memory."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -19,7 +19,7 @@ FIRST_BUCKET_BYTES = 2**20
 """Size of the first bucket, whose gradients come last: no computation is left to hide their sum."""
 
 LARGE = 2**16
-"""Size in values from which a gradient is copied to its place at once; one kernel gathers smaller ones."""
+"""Number of values from which a gradient is copied to its place at once; one kernel gathers smaller gradients."""
 
 
 def fill_buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
@@ -43,10 +43,9 @@ def fill_buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> lis
 class GradientRoom:
     """Contiguous memory for the gradients of a bucket, which are sent together.
 
-    Large gradients come first: they can be written there as they are computed, without a gather. Small ones follow,
-    then
-    further values. The places depend only on the parameters, so that all processes have the same: a library may lay out
-    their gradients differently.
+    Large gradients come first: they can be written there as they are computed, without a gather. Small gradients and
+    further values follow. The places depend only on the parameters, so all processes have the same places: a library
+    may lay out gradients differently on each of them.
 
     Parameters
     ----------
@@ -71,8 +70,8 @@ class GradientRoom:
         """Write the gradient of a large parameter, in any dtype, to its place, and return it there.
 
         The gradient of a second use of the parameter is returned as it is: autograd adds both, and `gather` takes the
-        sum. Each
-        backward pass has its own memory: a pass inside a hook of another one does not touch the other's gradients.
+        sum. Each backward pass has its own memory: a pass inside a hook of another one does not touch the other's
+        gradients.
         """
         if self._flat is None or self._pass != find_backward_pass():
             self._flat, self._pass = self.parameters[0].new_empty(self._size), find_backward_pass()
@@ -140,13 +139,12 @@ def is_large(parameter: Tensor) -> bool:
 def check_hooks(parameters: Sequence[ReferenceType[Tensor]], gradients: Sequence[Tensor | None]) -> None:
     """Refuse hooks that torch would call for parameters that only other processes reached in a backward pass.
 
-    torch calls the hooks of all parameters of a bucket: a hook after accumulation finds the gradient of an earlier
-    step.
+    torch calls the hooks of a whole bucket: a hook after accumulation would find the gradient of an earlier step.
 
     Raises
     ------
     UnsupportedOperatorError
-        If there is such a hook, and such a gradient.
+        If a parameter without a new gradient has such a hook and the gradient of an earlier step.
     """
     for reference, gradient in zip(parameters, gradients, strict=True):
         parameter = reference() if gradient is None else None
@@ -177,5 +175,5 @@ def _lie_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def read_layout(parameter: Tensor) -> tuple[int, ...]:
-    """Return the strides of a gradient: its parameter's if those leave no gaps in memory, as in torch."""
+    """Return the strides of a gradient: its parameter's strides if they leave no gaps in memory, as in torch."""
     return parameter.stride() if parameter.is_contiguous() else torch.empty_like(parameter, device="meta").stride()

@@ -1,12 +1,12 @@
 """Compile the training pass of a network by torch.compile, under the network's own parameter names.
 
-volseg's kernels win where they support the functions of a network. Otherwise the compiler may win. A step of compiled
-kernels is recorded like any other: inductor makes no CUDA graphs of its own here, and compiles during the recording's
-warm-up steps.
+volseg's kernels are faster for networks whose functions they support; for other networks the compiler may be faster. A
+step of compiled kernels is recorded like any other: inductor makes no CUDA graphs of its own here, and compiles during
+the warm-up steps before the recording.
 
-torch.compile silently runs the plain network where it cannot compile. Here that is an error: a fault of the compiler,
-too many variants, hooks that it would skip, modes under which it gives up. A network that is compiled in pieces, with
-Python between them, is logged once.
+If torch.compile cannot compile a network, it silently runs the plain one. Here this is an error: a fault of the
+compiler, too many variants, hooks that it would skip, or modes under which it gives up. If a network is compiled in
+pieces, with Python between them, a warning is logged once.
 """
 
 import copy
@@ -57,13 +57,12 @@ __all__ = ["MOST_VARIANTS", "CompiledNetwork", "refusing"]
 logger = logging.getLogger(__name__)
 
 MOST_VARIANTS = 16
-"""Number of variants (shapes, layouts, modes) that a network is compiled for; a network with more changes on every
-call."""
+"""Limit of variants (shapes, layouts, modes) of one network: a network that needs more changes on every call."""
 
 
 @dataclass
 class _Pieces:
-    """Graphs of a compiled network; holds neither graphs nor network, as the compiler keeps this object forever."""
+    """Count the graphs of a compiled network; keep no graph or network, as the compiler keeps this object forever."""
 
     count: int = 0
     """Number of graphs."""
@@ -106,8 +105,8 @@ class CompiledNetwork(nn.Module):
     Whole volumes of a validation differ in shape, and each shape would take a minute to compile. Parameters, buffers
     and children keep the network's names, so its ``state_dict`` is the network's.
 
-    From the same seed dropout draws other masks than the plain network. Otherwise results agree up to round-off, as the
-    compiler does not round intermediate values of a chain of pointwise functions to 16 bits.
+    With the same seed, dropout draws other masks than in the plain network. Otherwise results agree up to round-off, as
+    the compiler does not round intermediate values of a chain of pointwise functions to 16 bits.
 
     Parameters
     ----------
@@ -141,16 +140,16 @@ class CompiledNetwork(nn.Module):
         self._compile()
 
     def _compile(self) -> None:
-        """Have the network compiled, or recompiled, at its next call."""
+        """Let the next call compile the network, or compile it again."""
         object.__setattr__(self, "_functions", self._list_functions())
         object.__setattr__(self, "_compiled", _Compiled(self.net))
 
     def _list_functions(self) -> list[Callable[..., Any]]:
-        """List the functions that the modules run, by their class or themselves."""
+        """List the ``forward`` functions of the modules, from their classes or set on the modules themselves."""
         return [getattr(module.forward, "__func__", module.forward) for module in self.net.modules()]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the network, which reads it; attributes that every module has are the wrapper's own."""
+        """Set an attribute of the network; an attribute that every module has is set on the wrapper."""
         own = name in REGISTRIES or name == "training" or hasattr(nn.Module, name)
         (super().__setattr__ if own else partial(setattr, self.net))(name, value)
 
@@ -180,7 +179,7 @@ class CompiledNetwork(nn.Module):
         Raises
         ------
         ParallelError
-            If it cannot be compiled.
+            If the network cannot be compiled.
         """
         pieces, count, breaks = self.pieces, self.pieces.count, compiler_internals.count_breaks()
         device = next((tensor.device for tensor in (*self.net.parameters(), *self.net.buffers())), torch.device("cpu"))
@@ -287,7 +286,7 @@ def _make_call(net: nn.Module) -> Callable[..., Any]:
 
 
 class _HandedOn(torch.autograd.Function):
-    """Pass a graph's outputs on unchanged, from one autograd node."""
+    """Return a graph's outputs unchanged, as the outputs of one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -341,7 +340,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Raise torch.compile's errors in this block as a sentence with the network's name, forward or backward."""
+    """Raise torch.compile's errors in this block, forward or backward, as a `ParallelError` with the network's name."""
     try:
         yield
     except compiler_internals.find_faults() as fault:

@@ -1,4 +1,4 @@
-"""``DataParallel``: replicas of a network that share each batch, exact to one process that has the whole batch.
+"""``DataParallel``: replicas of a network share each batch, with the results of one process and the whole batch.
 
 Each replica computes its rows. The loss of a replica, a mean over its rows, is multiplied by its part of the batch, and
 the gradients are *summed*: shares of any size give the gradient of the mean over the whole batch. Other functions over
@@ -7,10 +7,10 @@ several samples use all replicas: batch norm in training takes the statistics of
 Random numbers of a pass (dropout) are drawn from a seed for the pass and the logical replica. The seed comes from a
 generator that is equal in all processes (``CommonSeeds``); a pass leaves the default generators unchanged.
 
-DataParallel refuses what could not be exact: a gradient that bypasses the sums, parameters that only some replicas use,
-a batch norm whose batch is computed in parts one after the other, buffers that differ, or buffers that each of several
-replicas of a process would change. It cannot detect a function that mixes samples (``x.flip(0)``): the function mixes
-the samples of one replica.
+DataParallel raises where results would not be exact: a gradient that bypasses the sums, parameters that only some
+replicas use, a batch norm whose batch is computed in parts one after the other, buffers that differ, or buffers that
+each of several replicas of a process would change. It cannot detect a function that mixes samples (``x.flip(0)``): the
+function mixes the samples of one replica.
 """
 
 import copy
@@ -40,7 +40,7 @@ from volseg.parallel.strategy import Strategy
 __all__ = ["DataParallel", "find_replicas"]
 
 NUM_CHECKED = 2
-"""Training passes before which the replicas are compared: before the first one, and after the first step."""
+"""Number of training passes that first compare the replicas: the first pass, and the pass after the first step."""
 
 
 class DataParallel(ModelParallel):
@@ -61,9 +61,8 @@ class DataParallel(ModelParallel):
 
     Examples
     --------
-    One process computes both replicas here. Under ``torchrun`` with two processes, ``join_mesh(data=2).replicas()``
-    gives
-    one replica to each, and the loop is the same.
+    One process computes both replicas here. Under ``torchrun`` with two processes,
+    ``join_mesh(data=2).replicas()`` gives one replica to each process, and the loop is the same.
 
     >>> import torch
     >>> from volseg.parallel import RoundSums, join_mesh
@@ -112,12 +111,12 @@ class DataParallel(ModelParallel):
         self.training = net.training
 
     def as_replica(self, replica: int) -> AbstractContextManager[None]:
-        """Run the block as one of this process's further replicas; passes outside are those of the first one.
+        """Run the block as the given replica of this process; passes outside a block belong to its first replica.
 
         Raises
         ------
         ParallelError
-            If another process computes it.
+            If another process computes the replica.
         """
         return self.strategy.as_replica(replica)
 
@@ -127,12 +126,12 @@ class DataParallel(ModelParallel):
         Parameters
         ----------
         shards
-            Whether to compare processes that share a volume too.
+            Whether to compare also the processes that share a volume.
 
         Raises
         ------
         ParallelError
-            Naming the parameters and buffers that differ.
+            If networks differ; names the parameters and buffers.
         """
         self.strategy.check_alike(shards)
 
@@ -143,7 +142,7 @@ class DataParallel(ModelParallel):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallel":
-        # A single process may copy: nothing is sent, and the copy draws what the original would draw.
+        # One process may copy without the others: nothing is sent. The copy draws the same numbers as the original.
         result = DataParallel.__new__(DataParallel)
         result._wrap(copy.deepcopy(self.model, memo), self.replicas)
         seeds, own = self.strategy.seeds, result.strategy.seeds
@@ -255,7 +254,7 @@ class _Replicated:
 
     @contextmanager
     def _randomness(self) -> Iterator[None]:
-        """Draw from a seed of this pass and replica."""
+        """Seed the random numbers of this block for this pass and replica."""
         if self.seeds is None or is_recording(self.home):
             yield
             return
@@ -288,7 +287,7 @@ class _Replicated:
 
     @property
     def is_shared(self) -> bool:
-        """Whether volumes lie on several processes."""
+        """Whether a volume is spread over several processes."""
         return self.inner.is_shared
 
     @property
@@ -298,7 +297,7 @@ class _Replicated:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether it replays recordings of its own."""
+        """Whether the strategy replays recordings of its own."""
         return self.inner.is_replaying
 
     @property
@@ -351,7 +350,7 @@ def _get_strategy(model: nn.Module, replicas: Replicas) -> SpatialStrategy | One
 
 
 def _sum_gradients(strategy: SpatialStrategy | OneDevice | Piped, replicas: Replicas) -> GradientSums | None:
-    """Have the strategy sum its gradients over processes; do nothing for a single process."""
+    """Make the strategy sum its gradients over processes, and return the sums; None for a single process."""
     if replicas.group is None:
         return None
     if isinstance(strategy, SpatialStrategy):

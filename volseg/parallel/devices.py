@@ -66,7 +66,7 @@ def is_launched() -> bool:
 
 
 def count_launched() -> int:
-    """Return how many processes were started for this job, before or after they have joined a group."""
+    """Return the number of processes that were started for this job; they may not have joined a group yet."""
     launch = _get_launch()
     return 1 if launch is None else launch.world_size
 

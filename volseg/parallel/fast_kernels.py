@@ -1,4 +1,4 @@
-"""``FastKernels``: the kernels of the spatial strategy for a network on one device, without cutting volumes."""
+"""``FastKernels``: run a network on one device with the kernels of the spatial strategy, without cutting volumes."""
 
 import copy
 from typing import Any
@@ -18,27 +18,27 @@ from volseg.parallel.state.random import own_random_numbers
 __all__ = ["FastKernels", "explain_absence"]
 
 CAPABILITY = (8, 0)
-"""Least compute capability: the kernels are laid out for its 16-bit matrix units."""
+"""Lowest supported compute capability: the kernels are laid out for its 16-bit matrix units."""
 
 
 class FastKernels(ModelParallel):
     """Run a network on one GPU with fewer and faster kernels, equal to torch's up to round-off.
 
-    A norm and the following activation are one kernel, concatenations are never written, and convolutions for which
-    cuDNN
-    is slow have their own kernels: those of ``ModelParallel(net, strategy="spatial")``, on one whole volume. Arguments
-    and results are ordinary tensors, so any loss and any loop work; parameters keep the network's names.
+    A norm and the following activation are one kernel, concatenations are never materialized, and convolutions that are
+    slow in cuDNN have their own kernels. They are the kernels of ``ModelParallel(net, strategy="spatial")``, on one
+    whole volume. Arguments and results are ordinary tensors, so any loss and any loop work; parameters keep the
+    network's names.
 
-    The kernels pay off in a recorded step: launched one by one from Python, those of small volumes take longer than
-    torch's. `volseg.Training` records by itself; in your own loop `volseg.parallel.RecordedStep` does.
+    The kernels pay off in a recorded step: launched one by one from Python, the kernels of small volumes are slower
+    than torch's. `volseg.Training` records by itself; in your own loop `volseg.parallel.RecordedStep` does.
 
     Parameters
     ----------
     net
         Any module. It is moved to the device, converted to channels last there, and used in place.
     device
-        By default the network's, if that is a GPU, otherwise the current GPU. On a CPU the same functions run as plain
-        torch, for experiments.
+        By default the network's GPU, or the current GPU for a network elsewhere. On a CPU the same functions run as
+        plain torch, for experiments.
 
     Examples
     --------
@@ -110,7 +110,7 @@ class FastKernels(ModelParallel):
 
 
 def explain_absence(device: torch.device) -> str | None:
-    """Return why a device has no fast kernels, as the end of a sentence; None if it has."""
+    """Return why a device has no fast kernels, as the end of a sentence; None if it has them."""
     if device.type != "cuda":
         return "they are for GPUs, and no GPU is used"
     if not triton_tiles.available():

@@ -1,8 +1,7 @@
-"""Sums in an order that does not depend on the number of processes.
+"""Add values in an order that does not depend on the number of processes.
 
 ``T(n)``, the tree over ``n`` numbered values, adds the tree over the first half to the tree over the second. If ``n``
-is
-``P`` times a power of two, ``T(n)`` is a tree over rounds of ``P`` neighbours each, which ``P`` processes compute at
+is ``P`` times a power of two, ``T(n)`` is a tree over rounds of ``P`` neighbours each, which ``P`` processes compute at
 the same time: a sum over processes and then over rounds has the order of a sum over all values.
 """
 
@@ -91,12 +90,12 @@ class RoundSums:
         self._ends = list(_list_ends(rounds))
 
     def push(self) -> None:
-        """Take a round's gradients away from the parameters.
+        """Move a round's gradients from the parameters into the sum.
 
         Raises
         ------
         ParallelError
-            If all rounds are pushed.
+            If all rounds were pushed before.
         """
         self._require(self._pushed < self._rounds, "one more was pushed")
         self._waiting.append((self._pushed, self._take()))

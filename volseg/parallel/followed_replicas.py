@@ -1,4 +1,4 @@
-"""``DistributedDataParallel`` on fake tensors: torch's own is C++ that reads real memory.
+"""Follow ``DistributedDataParallel`` on fake tensors: torch's own is C++ that reads real memory.
 
 Its steps follow torch's sources (``csrc/distributed/c10d/reducer.cpp``): buckets of flat gradients beside the gradients
 themselves, a copy of each into its bucket and back, a sum over each bucket, and a copy of the network's outputs, from
@@ -17,7 +17,7 @@ from volseg.device.torch_internals import find_backward_pass, tree_map_only
 __all__ = ["FollowedReplicas"]
 
 LIMITS = (2**20, 25 * 2**20)
-"""Bytes at which a bucket is full: of the first one of a device, and of the others."""
+"""Bytes at which a bucket is full: the first bucket of a device, and the others."""
 
 
 class FollowedReplicas(nn.Module):
@@ -69,9 +69,9 @@ class _Bucket:
             begin += parameter.numel()
 
     def take(self, gradient: Tensor, place: slice) -> None:
-        """Copy a gradient in and, as after the sum, back.
+        """Copy a gradient into the bucket, and back as after the sum.
 
-        A parameter that the step does not use gets no gradient: the next pass reports the sum of such a bucket.
+        A parameter that the step does not use gets no gradient: the next pass reports the sum of its bucket.
         """
         begun, self._pass = self._pass, find_backward_pass()
         if self._arrived and begun != self._pass:

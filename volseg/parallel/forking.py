@@ -1,6 +1,6 @@
-"""Workers forked from this process, which share its network and imports; they send plain results.
+"""Fork workers from this process: they share its network and imports, and send plain results.
 
-Only a process that has not initialised CUDA and is not one of several forks: CUDA does not survive a fork, and the
+A process forks only if it has not initialised CUDA and is not one of several: CUDA does not survive a fork, and the
 threads of collectives would be copied mid-call. Any other process does the work itself.
 """
 
@@ -36,7 +36,7 @@ _CANNOT = "this copy has a broken CUDA"
 
 
 class ForkedWorkers(Generic[Shared]):
-    """One process per core; each calls functions of ``shared`` and further arguments.
+    """Call functions of ``shared`` and further arguments, in one process per core.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def _make_pool(cores: int, *, hides_gpus: bool) -> ProcessPoolExecutor:
 def _begin_copy(parent: int, hides_gpus: bool) -> None:
     # A fork has only its own thread; torch's data loader workers do the same.
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported before, a million objects, would be searched for cycles again and again
+    gc.freeze()  # otherwise a million imported objects are searched for cycles again and again
     bind_copy(parent)
     if hides_gpus:  # autograd would start a thread for each visible GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -6,12 +6,12 @@ parameters, sum the gradients over the replicas; one more node behind them passe
     parameters <- edges <- sum of bucket 0 <- sum of bucket 1 <- ... <- tie <- outputs
                                |  stand-ins      |  stand-ins
 
-The sums wait for each other from the last bucket to the first, and the last one waits for the outputs. So each replica
-makes the same sums in the same order for any graph, and none waits for a sum that another one does not make. Beside its
-gradients, each sum counts the replicas that have one, by a number that encodes the memory layout. If only some have a
-gradient, or layouts differ, the sum would belong to no network: this is refused, on a GPU as soon as the number has
-arrived, without a wait. A parameter that was trained once keeps its place in the sums when it is frozen: if only one
-replica froze it, the sums would otherwise add gradients of different parameters.
+Each sum waits for the sum of the bucket after it, and the last sum waits for the outputs. So each replica makes the
+same sums in the same order for any graph, and no replica waits for a sum that another one does not make. Beside its
+gradients, each sum adds a number per gradient that encodes its memory layout. If only some replicas have a gradient,
+or layouts differ, the sum belongs to no network: an error is raised, on a GPU as soon as the number has arrived,
+without a wait. A parameter that was trained once keeps its place in the sums when it is frozen: if only one replica
+froze it, the sums would otherwise add gradients of different parameters.
 
 The nodes are recorded with the step like the rest of its backward pass. On a GPU they run on a separate stream, so
 that sums overlap with the backward pass of earlier layers.
@@ -91,10 +91,9 @@ class Marked(NamedTuple):
                 )
 
     def tie(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Tie the outputs of the pass to the sums: its backward pass makes every sum, whichever outputs it uses.
+        """Tie the outputs of the pass to the sums, so that a backward pass from any output makes every sum.
 
-        Each output is tied by itself: autograd runs the nodes behind one output of a function as soon as another output
-        is
+        Each output has its own tie: autograd runs the nodes behind all outputs of a function as soon as one output is
         used, and parameters of an output that no loss reads would get gradients of zeros instead of none.
         """
         return [_Tie.apply(self.end, output) for output in outputs]
@@ -138,7 +137,7 @@ class GradientSums:
         self._edges: weakref.ref[_Edges] | None = None
 
     def mark(self, net: nn.Module) -> Marked | None:
-        """Return stand-ins of a network's parameters for one forward pass; None if none was ever trained."""
+        """Return stand-ins of a network's parameters for one forward pass; None if no parameter was ever trained."""
         self.look()
         known = dict(net.named_parameters())
         self._ever_trained.update(name for name, parameter in known.items() if is_trained(parameter))
@@ -161,7 +160,7 @@ class GradientSums:
         return Marked(parameters, marked, end)
 
     def look(self) -> None:
-        """Raise what the last steps have detected; wait for nothing.
+        """Raise the differences that the last steps have found; wait for nothing.
 
         Raises
         ------
@@ -175,8 +174,7 @@ class GradientSums:
         """Return the edges of pending passes, or new ones.
 
         All passes of one backward pass share the edges, so that each parameter gets one gradient. The edges must not
-        outlive
-        the backward pass: autograd would keep that pass's streams for the parameters.
+        outlive the backward pass: autograd would keep that pass's streams for the parameters.
         """
         edges = None if self._edges is None else self._edges()
         if edges is None or not edges.lead_to(parameters):

@@ -73,7 +73,7 @@ class Differences:
             self.look()
 
     def look(self) -> None:
-        """Raise for recorded differences; wait for nothing.
+        """Raise if differences have been recorded; wait for nothing.
 
         Raises
         ------

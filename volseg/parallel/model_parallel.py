@@ -8,10 +8,10 @@ volume into slabs, that of ``Pipeline`` cuts the network into stages. All operat
 ``volseg.estimate`` estimates the candidates then, and the fastest that fits is taken. Elsewhere, and if a network
 cannot run on fake tensors, the choice is the spatial split. If the first volume meets an operator without a sharded
 form, the choice falls back to the pipeline: only the run itself shows which functions a network calls, and a rehearsal
-on other shapes or devices could take another branch. That first attempt has no side effects: not on buffers and
-attributes, random numbers, or the input.
+on other shapes or devices could take another branch. This first attempt has no side effects on buffers, attributes,
+random numbers, or the input.
 
-The wrapper refuses to be moved: ``.cuda()`` and ``.to(device)`` would break the placement, and raise.
+``.cuda()`` and ``.to(device)`` raise: a move would break the placement.
 """
 
 import copy
@@ -256,7 +256,7 @@ class ModelParallel(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelParallel":
-        # Devices and process groups are shared; the network is copied. A single process may copy: nothing is sent.
+        # Devices and groups are shared; the network is copied. A process may copy without the others: nothing is sent.
         arguments: dict[str, Any] = {**self._arguments, "replicated": False}
         result = ModelParallel(copy.deepcopy(self.module, memo), **arguments)
         if self.seeds is not None and result.seeds is not None:

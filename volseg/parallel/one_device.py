@@ -62,7 +62,7 @@ class OneDevice:
 
     @property
     def volumes(self) -> NoReturn:
-        """How volumes are cut: not at all.
+        """Raise a ParallelError: volumes are whole here.
 
         Raises
         ------

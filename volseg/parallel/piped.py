@@ -1,4 +1,4 @@
-"""Replicas of a pipeline, whose gradients torch's ``DistributedDataParallel`` sums.
+"""Run replicas of a pipeline, whose gradients torch's ``DistributedDataParallel`` sums.
 
 The stages of a pipeline are recorded with the parameters themselves, so stand-ins cannot replace them (see
 ``gradient_sums``); torch's hooks on the parameters work instead. DistributedDataParallel averages, which is right for
@@ -154,7 +154,7 @@ def _average_in_order(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Fu
 
 
 def _check_norms(net: nn.Module) -> None:
-    """Refuse norms that need statistics of whole batches: a pipeline has those of its micro-batches."""
+    """Refuse norms that need statistics of whole batches: a pipeline computes statistics of its micro-batches."""
     for name, module in net.named_modules():
         by_sample = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
         if not isinstance(module, NormBase) or not (module.training or module.running_mean is None):

@@ -51,10 +51,9 @@ class RecordedStep:
         have that call's gradients, recorded or not.
     step
         Maps inputs (nested tensors and volumes) to tensors. It must do the same on every call: no ``.item()``, no
-        branch
-        on values, ``zero_grad(set_to_none=True)`` inside.
+        branch on values, ``zero_grad(set_to_none=True)`` inside.
     warm_up
-        Eager calls per shape before a recording: the optimizer's state and cuDNN's choices are made then.
+        Number of eager calls per shape before a recording; they create the optimizer's state and cuDNN's choices.
     limit
         Number of shapes to record; calls with further shapes run eagerly.
     optimizer
@@ -193,7 +192,7 @@ class _RecordedStep:
 def _prepare(network: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
     """Move an optimizer's rates to the device, and defragment the memory that the first steps have left.
 
-    Done once: a recording, of this step or another, contains the addresses of the optimizer's state.
+    Memory moves only once: a recording, of this step or another, contains the addresses of the optimizer's state.
     """
     _move_rates(optimizer, device)
     if optimizer is None or optimizer in _MOVED:

@@ -30,7 +30,7 @@ class Share:
     replica
         Its number.
     rows
-        Its rows within this process's rows, which are those of all its replicas, one after the other.
+        Its rows within this process's rows: the rows of all its replicas, one after the other.
     weight
         Its share of the whole batch, by which its mean loss is multiplied.
     """
@@ -51,7 +51,7 @@ class Replicas:
         The processes that compute them (those that hold the same shard of different replicas); None if this process
         computes all. Process ``p`` of ``P`` computes the replicas ``p``, ``p + P``, and so on.
     fixed_order
-        Whether sums use one order for any number of processes: the same bits on any of them.
+        Whether sums use one order, and so give the same bits, for any number of processes.
     everyone
         The processes of all shards of all replicas, the shards of one replica after the other; by default ``group``,
         if each of its processes holds a whole replica.
@@ -138,7 +138,7 @@ class Replicas:
         Raises
         ------
         ParallelError
-            Names the first value that differs, and each process's.
+            If a number differs; names the first such number and its value on each process.
         """
         with host_values():
             found = self.gather(torch.tensor(list(numbers.values()), device=find_readable(device))).tolist()
@@ -168,7 +168,7 @@ class Replicas:
         return fold(self.gather(values).unbind(), torch.add)
 
     def check_norm(self, over_batch: bool, has_running: bool) -> None:
-        """Refuse a norm in training whose statistics cannot be those of the whole batch.
+        """Refuse a norm in training if it cannot compute the statistics of the whole batch.
 
         Raises
         ------

@@ -1,7 +1,7 @@
 """Interface of a strategy for several devices: used by ``ModelParallel``, recorded steps, batches and ``verify``.
 
-Only the two packages of strategies test for a strategy's class. A strategy is built from its options, separate frozen
-values (``Spatial``, ``Pipeline``): neither checks the other's.
+Only the packages of the two strategies test for a strategy's class. A strategy is built from its options, a frozen
+value (``Spatial`` or ``Pipeline``); neither checks the options of the other.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Strategy(Protocol):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether it replays recordings of its own."""
+        """Whether the strategy replays recordings of its own."""
 
     @property
     def seeds(self) -> "CommonSeeds | None":

@@ -1,4 +1,4 @@
-"""Busy and idle intervals of each stage of a pipeline, measured in single steps by events on the devices.
+"""Measure busy and idle intervals of each stage of a pipeline in single steps, by events on the devices.
 
 Devices are not queried while they work. Events are recorded at the start and end of a micro-batch on a stage, and read
 after the step. Outside `Timeline.watching` no events are recorded.
@@ -102,8 +102,7 @@ class Timeline:
         """Return the recorded intervals; call it after the step.
 
         A stage's backward pass of a micro-batch starts when the gradient has arrived, and ends when the stage's own
-        gradient
-        leaves. The first stage sends none: it counts as busy until its device starts something else.
+        gradient leaves. The first stage sends none: it counts as busy until its device starts something else.
         """
         at = [(mark, self._measure(mark.device, mark.moment)) for mark in self.marks]
         ends = {device: self._measure(device, moment) for device, moment in self._ends.items()}

@@ -1,1 +1,1 @@
-"""Convolutions where the library's are slow or do not count far enough."""
+"""Convolutions for cases in which the library is slow, or its counters overflow."""

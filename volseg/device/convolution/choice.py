@@ -198,7 +198,7 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         ),
     ),
 }
-"""By what is computed, without those of ``forms``."""
+"""Kernels by direction, without those of ``forms``."""
 
 
 def choose(direction: Direction, call: ConvolutionCall) -> Chosen | None:
@@ -237,7 +237,7 @@ def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settin
     settings
         Of the convolution.
     channels_last
-        Whether volumes have, and results get, channels last.
+        Whether volumes have, and results get, channels-last layout.
     """
     if not channels_last:
         return depth_chunks.convolve(slab, weight, bias, settings.arguments)
@@ -293,7 +293,7 @@ def differentiate(
             chosen = choose(direction, call) if needed[place] else None
             found[place] = None if chosen is None else chosen.compute()
     rest = [wanted and value is None for wanted, value in zip(needed, found, strict=True)]
-    if rest == [False, False, True]:  # as torch would, whose function takes its gradients for a convolution's
+    if rest == [False, False, True]:  # as in torch, whose function would run a convolution's backward
         found[2] = gradient.sum([dim for dim in range(gradient.ndim) if dim != 1])
     if not any(rest) or found[2] is not None:
         return found

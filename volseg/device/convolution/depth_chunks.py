@@ -1,7 +1,7 @@
 """Convolve tensors above 2**31 elements in chunks of planes along D.
 
 cuDNN's fast kernels count elements in 32 bits; above that torch uses others, tens of times slower. Planes of a volume
-with channels last are contiguous, so a chunk of them is convolved without a copy.
+in channels-last layout are contiguous, so a chunk of planes is convolved without a copy.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from volseg.device.layout import DIM, layout_of
 __all__ = ["LIMIT", "convolve", "differentiate"]
 
 LIMIT = 2**31 - 1
-"""Elements of the largest tensor that is convolved at once."""
+"""Limit of elements of a tensor that is convolved at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,20 @@ class _Stack:
 
 
 def _cut_stacks(slab: Tensor, weight: Tensor, arguments: Sequence[Any], limit: int) -> list[_Stack]:
-    """Return one stack where nothing is large; ``arguments`` are those of ``torch.ops.aten.convolution``."""
+    """Return the stacks, one if no tensor is large; ``arguments`` are those of ``torch.ops.aten.convolution``."""
     stride, padding, dilation, transposed = arguments[:4]
     elements = slab.shape[0] * slab.shape[2:].numel() * max(slab.shape[1], weight.shape[0])
     if elements <= limit or slab.ndim != 5 or transposed:
         return []
     planes, reach = slab.shape[DIM], (weight.shape[DIM] - 1) * dilation[0] + 1
     outputs = (planes + 2 * padding[0] - reach) // stride[0] + 1
-    # Half of the limit: the halo, and a stride that does not divide, fit in.
+    # Half of the limit leaves space for the halo, and for a stride that does not divide.
     count = min(outputs, -(-2 * elements // limit))
     found = []
     for index in range(count):
         first, last = index * outputs // count, (index + 1) * outputs // count
         start, stop = first * stride[0] - padding[0], (last - 1) * stride[0] - padding[0] + reach
-        # Where the padding is as wide as the kernel, a stack may lie in it altogether: it needs no plane of the volume.
+        # If the padding is as wide as the kernel, a whole stack may be in it, and needs no plane of the volume.
         begin = min(max(start, 0), planes)
         end = max(begin, min(stop, planes))
         front = min(max(-start, 0), stop - start)
@@ -74,9 +74,9 @@ def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, arguments: Seque
     slab, weight, bias
         See ``torch.nn.functional.conv3d``.
     arguments
-        Those of ``torch.ops.aten.convolution`` behind its tensors.
+        Arguments of ``torch.ops.aten.convolution`` after its tensors.
     limit
-        Elements of the largest tensor that is convolved at once.
+        Limit of elements of a tensor that is convolved at once.
     """
     stacks = _cut_stacks(slab, weight, arguments, limit)
     if not stacks:
@@ -107,13 +107,13 @@ def differentiate(
     Parameters
     ----------
     gradient
-        Of the output.
+        Gradient of the output.
     slab, weight, arguments, limit
         See ``convolve``.
     bias_sizes
-        Shape of the bias, None where there is none.
+        Shape of the bias, None without a bias.
     mask
-        Whether the gradient of the input, of the weight, of the bias is asked for.
+        Whether the gradients of the input, of the weight and of the bias are needed.
     """
     backward = torch.ops.aten.convolution_backward
     stacks = _cut_stacks(slab, weight, arguments, limit)

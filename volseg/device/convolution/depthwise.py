@@ -3,12 +3,12 @@
 """Depthwise convolutions, each channel by itself, in half precision with channels last: two Triton kernels.
 
 torch has one kernel for them, which reads contiguous volumes voxel by voxel, and assigns each weight's gradient to one
-block. With channels last a tile of voxels times channels is read in whole lines, and each plane that is read serves all
-output planes of the tile, whose sums stay in registers.
+block. In channels-last layout, a tile of voxels times channels is read in whole lines, and each plane is read once for
+all output planes of the tile, whose sums stay in registers.
 
 Forward and the input's gradient are one kernel. The gradient of an input voxel gathers the taps that reach it: with a
-stride these are others for each remainder of its place, so there is one run for each, with the weights in the opposite
-order. A transposed convolution is the input's gradient the other way round.
+stride, each remainder of its position has other taps, so each remainder has its own run, with the weights in opposite
+order. A transposed convolution is the input's gradient with input and output exchanged.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ MOST_TAPS = 7
 """Largest number of taps along a side of the kernel."""
 
 MOST_STRIDE, MOST_DILATION = 4, 4
-"""Planes that a tile reads are counted when the kernel is compiled."""
+"""The planes that a tile reads are counted when the kernel is compiled."""
 
 MOST_UNROLLED = 9
-"""Taps that are unrolled together. The weight's gradient keeps a sum for each, 8 registers each."""
+"""Limit of taps that are unrolled together. The weight's gradient keeps a sum for each, 8 registers each."""
 
 PLANES = 4
 """Output planes in a tile."""
 
 ELEMENTS, MOST_CHANNELS = 1024, 32
-"""Of each of these planes: 8 neighbouring channels for a thread of 128."""
+"""Elements and channels of each plane: 8 neighbouring channels per thread of 128."""
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _depthwise_kernel(
     source = x + b.to(tl.int64) * xb
     for kh in range(KH):
         h = line * SH + kh * DH - PH
-        # Not all are unrolled: 7 x 7 x 7 taps would take long to compile, and all registers.
+        # Not all taps are unrolled: 7 x 7 x 7 taps would take long to compile, and need too many registers.
         for turn in range(0, KW, COLUMNS):
             for index in tl.static_range(COLUMNS):
                 kw = turn + index
@@ -108,7 +108,7 @@ def _depthwise_weight_kernel(
     DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, COLUMNS: tl.constexpr,
     PLANES: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    # Programs of the same voxels lie side by side: they find them in the cache.
+    # Programs of the same voxels run side by side, and find them in the cache.
     groups: tl.constexpr = (KW + COLUMNS - 1) // COLUMNS
     group, rest = tl.program_id(0) % (KH * groups), tl.program_id(0) // (KH * groups)
     kh, first_kw = group // groups, group % groups * COLUMNS
@@ -129,7 +129,7 @@ def _depthwise_weight_kernel(
         h = line * SH + kh * DH - PH
         for index in tl.static_range(COLUMNS):
             w = column * SW + (first_kw + index) * DW - PW
-            # Not beside the output either: a voxel that is not finite there times no gradient is no zero.
+            # Also outside of the output: a non-finite voxel times a zero gradient is not zero.
             inside = owed & (h >= 0) & (h < H) & (w >= 0) & (w < W)
             place = (h.to(tl.int64) * xh + w.to(tl.int64) * xw)[:, None] + c[None, :]
             for plane in tl.static_range((PLANES - 1) * SD + (KD - 1) * DD + 1):
@@ -151,7 +151,7 @@ def _depthwise_weight_kernel(
 
 
 def fits(weight: torch.Size, settings: Settings) -> bool:
-    """Return whether a convolution of this weight, ``(C, 1, KD, KH, KW)``, is one of those that are computed here."""
+    """Return whether a convolution with this weight, ``(C, 1, KD, KH, KW)``, is supported."""
     alone = weight[1] == 1 and settings.groups == weight[0]
     small = max(weight[2:]) <= MOST_TAPS and max(settings.dilation) <= MOST_DILATION
     # The taps that reach a voxel are every other one: they are as far apart in the output only where not dilated.
@@ -160,7 +160,7 @@ def fits(weight: torch.Size, settings: Settings) -> bool:
 
 
 def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
-    """Return the convolution of a slab, ``(B, C, D, H, W)`` with channels last; others are copied first."""
+    """Return the convolution of a slab, ``(B, C, D, H, W)`` in channels-last layout; other layouts are copied first."""
     sides = [
         (n - 1) * s - 2 * p + d * (k - 1) + extra + 1 if settings.transposed else (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, k, s, p, d, extra in zip(
@@ -172,7 +172,7 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
 
 
 def input_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings) -> Tensor:
-    """Return the gradient of a slab from that of the output, with channels last."""
+    """Return the gradient of a slab from that of the output, in channels-last layout."""
     return (_gather if settings.transposed else _scatter)(gradient, weight, None, slab.shape[2:], settings)
 
 
@@ -186,7 +186,7 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Se
     per_program = triton.cdiv(tiles, max(1, 8 * count_processors(slab.device) // groups))
     parts = triton.cdiv(tiles, per_program)
     out = torch.empty((parts, *kernel, coarse.shape[1]), dtype=torch.float32, device=slab.device)
-    # Planes that no output reads hold anything.
+    # Planes that no output reads are uninitialised.
     numbers = zip(sides, kernel, settings.stride, settings.padding, settings.dilation, strict=True)
     ends = [(n - 1) * s - p + (k - 1) * d + 1 for n, k, s, p, d in numbers]
     read = map(min, ends, fine.shape[2:])
@@ -200,23 +200,23 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Se
 
 
 def _lay_out(volume: Tensor) -> Tensor:
-    """Return a volume with channels last: behind a head, or where a cut's planes were joined, they may be first."""
+    """Return a volume in channels-last layout; behind a head, or after joining planes, channels may be first."""
     return volume if volume.stride(1) == 1 else in_layout(volume, channels_last=True)
 
 
 def _read_strides(volume: Tensor) -> tuple[int, ...]:
-    """Return those of sample, plane, line and column."""
+    """Return the strides of sample, plane, line and column."""
     return volume.stride(0), *volume.stride()[2:]
 
 
 def _name_sides(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> dict[str, int]:
-    """Return what the kernels are compiled for, by name."""
+    """Return the constants for which the kernels are compiled, by name."""
     rows = zip("KSD", (kernel, stride, dilation), strict=True)
     return {letter + side: value for letter, values in rows for side, value in zip("DHW", values, strict=True)}
 
 
 def _choose_tile(channels: int, sides: Sequence[int]) -> tuple[dict[str, int], list[int]]:
-    """Return the tile, and how many there are of channels, planes, lines and columns."""
+    """Return the tile, and the number of tiles along channels, planes, lines and columns."""
     width = min(MOST_CHANNELS, triton.next_power_of_2(channels))
     voxels = ELEMENTS // width
     # As wide as high, or twice as wide.
@@ -227,7 +227,7 @@ def _choose_tile(channels: int, sides: Sequence[int]) -> tuple[dict[str, int], l
 
 
 def _count_columns(kernel: Sequence[int]) -> int:
-    """Return how many taps along W are computed together, with all along D."""
+    """Return the number of taps along W that are computed together, with all taps along D."""
     return max(1, min(kernel[2], MOST_UNROLLED // max(1, kernel[0])))
 
 
@@ -242,9 +242,9 @@ def _gather(x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sequence[int]
 
 
 def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sequence[int], settings: Settings) -> Tensor:
-    """Return the transposed convolution: for voxels of each remainder by the stride, of the taps that reach them.
+    """Return the transposed convolution: for voxels of each remainder by the stride, from the taps that reach them.
 
-    Voxel ``s q + r`` of the output is reached by tap ``k`` from voxel ``(s q + r + p - d k) / s``, where that is whole.
+    Tap ``k`` reaches voxel ``s q + r`` of the output from voxel ``(s q + r + p - d k) / s``, if that is an integer.
     """
     x, out, taps, ones = _lay_out(x), _allocate(x, sides), _by_taps(weight), (1, 1, 1)
     *_, height, width = kernel = weight.shape[2:]

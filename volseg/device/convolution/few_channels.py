@@ -1,10 +1,11 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Convolution of few channels to few channels in half precision: a network's last one, behind its classes.
+"""Convolution of few channels to few channels in half precision, such as a network's last one, after its classes.
 
-cuDNN's kernels for matrix units want eights: it pads, or computes voxel by voxel with what it has left. Three channels
-to three make no matrix to speak of. Here each lane holds a voxel's results, and goes through the taps: what they read
-lies in the caches, the weights are the same for all lanes. The input's gradient is the same with the kernel flipped.
+cuDNN's kernels for matrix units need multiples of eight channels: cuDNN pads, or computes voxel by voxel with other
+kernels. Three channels to three are too few for a matrix. Here each lane holds a voxel's results, and iterates over the
+taps: their inputs are in the caches, the weights are the same for all lanes. The input's gradient is the same
+computation with a flipped kernel.
 """
 
 from math import prod
@@ -18,13 +19,13 @@ from volseg.device.triton_tiles import select_device
 __all__ = ["MOST_CHANNELS", "MOST_PRODUCTS", "forward", "input_gradient"]
 
 MOST_CHANNELS = 4
-"""In and out: the sums of a voxel stand in registers, each under a name of its own."""
+"""Limit of channels in and out: the sums of a voxel are in registers, each in its own variable."""
 
 MOST_PRODUCTS = 512
-"""For a voxel's results: as few as its bytes take. 3 x 3 x 3 of 4 to 4 channels are 432."""
+"""Limit of products per voxel; 3 x 3 x 3 taps of 4 to 4 channels are 432."""
 
 VOXELS = 512
-"""Of a program: four for each lane, which share each weight."""
+"""Voxels per program: four for each lane, which share each weight."""
 
 
 @kernel()

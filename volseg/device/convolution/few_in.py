@@ -1,11 +1,11 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Convolution of few channels to many in half precision with channels last, with kernels of many taps.
+"""Convolution of few channels to many in half precision, channels-last layout, with kernels of many taps.
 
-Of channels that are last the taps along W of a voxel are one run in memory. Runs of one or more lines of taps stand in
-the columns of a matrix, ``(voxels, taps)``, which is multiplied with ``(taps, channels)`` for each of the other taps
-along H and D. What a column adds to a voxel's place, and whether it lies inside along W and H, is found once for all of
-these, where ``few_taps`` finds all of each tap's place anew.
+In channels-last layout the taps along W of a voxel are one run in memory. Runs of one or more lines of taps fill the
+columns of a matrix, ``(voxels, taps)``, which is multiplied with ``(taps, channels)`` for each of the other taps
+along H and D. A column's offset from a voxel, and whether it is inside along W and H, is computed once for all of
+these; ``few_taps`` computes each tap's address anew.
 
 A V-Net begins with such a convolution (5 x 5 x 5 voxels of one channel), and the input's gradient of its last one is
 another: see ``few_out``.
@@ -25,34 +25,34 @@ FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
 """Supported output channels."""
 
 MOST_IN = 6
-"""Channels, of which lines of five taps fit in the columns of a tile."""
+"""Limit of input channels, for which lines of five taps fit in the columns of a tile."""
 
 MOST_TAPS_ONE_BY_ONE = 32
-"""Of all channels in: with so many ``few_taps`` is the faster one."""
+"""Limit of taps over all input channels: up to this number ``few_taps`` is faster."""
 
 VOXELS, WARPS = 128, 4
 """Tile forward."""
 
 WEIGHT_VOXELS, WEIGHT_WARPS = 128, 4
-"""Of a tile of the weight's gradient: twice as many where there are most columns; half the voxels of 64 channels."""
+"""Tile of the weight's gradient: with most columns, twice as many warps; with 64 channels, half the voxels."""
 
 MOST_COLUMNS, MOST_WEIGHT_COLUMNS = 32, 128
-"""Of a tile forward, and of the weight's gradient. A line of taps of all channels fits into the first."""
+"""Columns of a tile forward, and of the weight's gradient. A line of taps of all channels fits into the first."""
 
 NOT_SPECIALIZED = ["V", "D", "H", "OD", "OH", *DIVIDERS]
-"""Whether 16 divides them changes no instruction, and a patch of another size would be compiled for anew."""
+"""Arguments whose divisibility by 16 changes no instruction; another patch size would be compiled anew."""
 
 
 def can_read(slab: Tensor) -> bool:
-    """Return whether the channels of neighbours along W are contiguous, and 32 bits count all places."""
+    """Return whether neighbours along W are contiguous with their channels, and 32 bits count all elements."""
     is_dense = slab.stride(4) == slab.shape[1] and (slab.shape[1] == 1 or slab.stride(1) == 1)
     return is_dense and sum((side - 1) * way for side, way in zip(slab.shape, slab.stride(), strict=True)) < 2**31
 
 
 def _get_strides(slab: Tensor) -> tuple[int, int, int]:
-    """Return the strides of samples, planes and lines: 0 of a single one, whose own 32 bits may not hold.
+    """Return the strides of samples, planes and lines: 0 for a single one, whose stride may exceed 32 bits.
 
-    Of places in 64 bits and others in 32 which wrap round the sums would be wrong.
+    Sums of 64-bit addresses with 32-bit offsets that overflow would be wrong.
     """
     sb, _, sd, sh, _ = (way if side > 1 else 0 for side, way in zip(slab.shape, slab.stride(), strict=True))
     return sb, sd, sh
@@ -62,7 +62,7 @@ def _get_strides(slab: Tensor) -> tuple[int, int, int]:
 def _find_runs(
     b, d, h, w, there, W, sb, sd, sh, N: tl.constexpr, KW: tl.constexpr, LINES: tl.constexpr, BN: tl.constexpr
 ):
-    """Return where the first lines of taps stand, ``[BV, BN]``; whether they are inside along W; and their h."""
+    """Return the addresses of the first lines of taps, ``[BV, BN]``; whether they are inside along W; and their h."""
     j = tl.arange(0, BN)
     zh, zw = h[:, None] + (j // (KW * N))[None, :], w[:, None] + (j // N % KW)[None, :]
     inside = there[:, None] & (zw >= 0) & (zw < W) & (j < LINES * KW * N)[None, :]
@@ -128,9 +128,9 @@ def _weight_kernel(
 
 
 def _choose_lines(channels: int, kernel: torch.Size) -> tuple[int, int]:
-    """Return how many lines of taps stand in the columns of a tile forward, and how many columns these are.
+    """Return the number of lines of taps in the columns of a tile forward, and the number of these columns.
 
-    So that the fewest columns are read, and of as few the fewest times.
+    The choice reads the fewest columns, and among equal numbers reads them the fewest times.
     """
     depth, height, width = kernel
     choices = []
@@ -144,9 +144,9 @@ def _choose_lines(channels: int, kernel: torch.Size) -> tuple[int, int]:
 
 
 def _choose_most_lines(channels: int, kernel: torch.Size) -> tuple[int, int]:
-    """Return as many lines as fit in the columns of a tile, and these, for the weight's gradient.
+    """Return the largest number of lines in the columns of a tile, and their columns, for the weight's gradient.
 
-    Each of its tiles reads the output's gradient anew, and finds its places.
+    Each of its tiles reads the output's gradient anew, and computes its addresses.
     """
     _, height, width = kernel
     lines = max(1, min(height, MOST_WEIGHT_COLUMNS // (width * channels)))
@@ -176,7 +176,7 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     lines, columns = _choose_most_lines(own, weight.shape[2:])
     taps = kernel[0] * triton.cdiv(kernel[1], lines)
     height, warps = WEIGHT_VOXELS, WEIGHT_WARPS
-    if channels > 32:  # else registers and shared memory would not do
+    if channels > 32:  # otherwise registers and shared memory would not suffice
         height //= 2
     elif columns == MOST_WEIGHT_COLUMNS:
         height, warps = 2 * height, 2 * warps

@@ -1,11 +1,11 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Convolution of many channels to few in half precision with channels last, a V-Net's last one of 5 x 5 x 5 voxels.
+"""Convolution of many channels to few in half precision, channels-last layout, such as a V-Net's last one of 5 x 5 x 5.
 
-cuDNN multiplies tiles of 32 channels out, whatever few there are. Here the taps along W take the channels' place too:
-``z[u, (kw, n)]``, summed over the taps along D and H and over the channels in, is a matrix product whose columns are
-nearly all used, and ``out[w, n]`` is the sum of ``z[w + kw, (kw, n)]`` over ``kw``. These sums are made of what the
-same program has just written: it lies in the caches.
+cuDNN multiplies tiles of 32 output channels, even if there are few. Here the taps along W also take the place of
+channels: ``z[u, (kw, n)]``, summed over the taps along D and H and over the input channels, is a matrix product with
+nearly all columns in use, and ``out[w, n]`` is the sum of ``z[w + kw, (kw, n)]`` over ``kw``. The program that writes
+``z`` also computes these sums, from the caches.
 
 Its gradients are those of a convolution of few channels to many, ``few_in``, from the output back to the input.
 """
@@ -66,7 +66,7 @@ def _forward_kernel(
             columns = weight + (tap * C + c[:, None]) * (KW * N) + j[None, :]
             total = tl.dot(values, tl.load(columns, mask=(j < KW * N)[None, :], other=0.0), total)
         tl.store(own + r[:, None] * BN + j[None, :], total)
-        tl.debug_barrier()  # what is read below, other threads have written
+        tl.debug_barrier()  # other threads have written the values read below
         v = first + r
         w = v % W
         summed = tl.zeros((BV, BO), tl.float32)
@@ -78,7 +78,7 @@ def _forward_kernel(
             summed += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         place = out + v.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(place, summed.to(out.dtype.element_ty), mask=((r < results) & (v < V))[:, None] & (n < N)[None, :])
-        tl.debug_barrier()  # the next tile is written where this one was read
+        tl.debug_barrier()  # the next tile overwrites this one
 
 
 def _count_columns(weight: Tensor) -> int:
@@ -86,7 +86,7 @@ def _count_columns(weight: Tensor) -> int:
 
 
 def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
-    """Return the convolution, ``(B, N, D, H, W)`` with channels last, of a slab that lies so; see `keeps_width`."""
+    """Return the convolution, ``(B, N, D, H, W)``, of a slab; both in channels-last layout; see `keeps_width`."""
     sides = [side + 2 * p - k + 1 for side, p, k in zip(slab.shape[2:], padding, weight.shape[2:], strict=True)]
     shape, voxels = (slab.shape[0], weight.shape[0], *sides), slab.shape[0] * prod(sides)
     out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
@@ -113,8 +113,8 @@ def input_gradient(gradient: Tensor, weight: Tensor, padding: tuple[int, ...]) -
 def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
     """Return the gradient of the weight from that of the output, whose lines are dense; the slab's channels are last.
 
-    It is that of a convolution of the output's gradient to the slab, turned round, of 64 channels of the slab at most
-    at a time.
+    It equals the flipped gradient of a convolution from the output's gradient to the slab, for at most 64 channels of
+    the slab at a time.
     """
     count = -(-weight.shape[1] // few_in.MOST_CHANNELS)
     parts = zip(slab.chunk(count, 1), weight.chunk(count, 1), strict=True)

@@ -4,8 +4,8 @@
 
 cuDNN has no tensor core kernel for one input channel, computes in contiguous layout and converts afterwards. Here the
 taps of a voxel (3 x 3 x 3 of one channel: 27, padded to 32) take the place of the channels: a matrix product of
-``(voxels, taps)``, gathered from a volume small enough for the caches, with ``(taps, channels)``. The input's
-gradient, which a first convolution is not asked for, is left to cuDNN.
+``(voxels, taps)``, gathered from a volume small enough for the caches, with ``(taps, channels)``. cuDNN computes the
+input's gradient, which a first convolution does not need.
 """
 
 from math import prod
@@ -20,17 +20,17 @@ from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers
 __all__ = ["forward", "weight_gradient"]
 
 MOST_TAPS = 128
-"""Of one output voxel."""
+"""Limit of taps of one output voxel."""
 
 MOST_CHANNELS_OF_POINT = 32
-"""Input channels of a 1 x 1 x 1 convolution: with 96 of them it would take 0.7 ms for 128^3 voxels, which is what 125
-taps take, and a matrix product reads and writes as much in 0.2."""
+"""Input channels of a 1 x 1 x 1 convolution: 96 of them would take 0.7 ms for 128^3 voxels, the time of 125 taps; a
+matrix product reads and writes as much in 0.2 ms."""
 
 FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
-"""Out."""
+"""Supported output channels."""
 
 NOT_SPECIALIZED = ["D", "H", "OD", "OH", *DIVIDERS]
-"""Whether 16 divides them changes no instruction, and a patch of another size would be compiled for anew."""
+"""Arguments whose divisibility by 16 changes no instruction; another patch size would be compiled anew."""
 
 
 @triton.jit

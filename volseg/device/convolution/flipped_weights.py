@@ -72,7 +72,7 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
     slab, weight, bias, settings
         See ``choice.convolve``.
     voxels
-        Of a group along W; 1 for none.
+        Voxels of a group along W; 1 for no groups.
     """
     settings = replace(_turn_settings(weight, settings), transposed=True, output_padding=(0, 0, 0))
     return _convolve(slab, turn_round(weight), bias, settings, voxels)
@@ -84,7 +84,7 @@ def input_gradient(gradient: Tensor, weight: Tensor, settings: Settings, voxels:
 
 
 def _turn_settings(weight: Tensor, settings: Settings) -> Settings:
-    """Return the settings of the convolution of which ours is the input's gradient."""
+    """Return the settings of the convolution whose input's gradient is this one."""
     along = zip(weight.shape[2:], settings.dilation, settings.padding, strict=True)
     return replace(settings, padding=tuple((side - 1) * step - around for side, step, around in along))
 

@@ -1,18 +1,18 @@
-"""Convolutions that torch computes faster in another form, by the measured times of the convolution that it becomes.
+"""Choose forms of a convolution that torch computes faster, by measured times of the resulting convolution.
 
-cuDNN computes in tiles of channels, and chooses its kernels by rules of its own: on an H200, with 3 x 3 x 3 taps, 16
-channels take as long as 32, 24 channels to 80 take twice as long as 32 to 96, and the weight's gradient of 64
-channels to 16 takes 290 ms for 128^3 voxels where 64 to 32 takes 1. Three forms of a convolution give cuDNN other
-channels: groups of voxels along W (``space_to_channels``), channels of zeros (``padded``), and forward and the input's
-gradient exchanged (``flipped_weights``).
+cuDNN computes in tiles of channels, and has its own rules for kernels: on an H200, with 3 x 3 x 3 taps, 16 channels
+take as long as 32, 24 channels to 80 take twice as long as 32 to 96, and the weight's gradient of 64 channels to 16
+takes 290 ms for 128^3 voxels, that of 64 to 32 takes 1. Three forms of a convolution give cuDNN other channels: groups
+of voxels along W (``space_to_channels``), channels of zeros (``padded``), and forward and the input's gradient
+exchanged (``flipped_weights``).
 
 The time of a form is that of the convolution that cuDNN then computes, from `TABLE` (bfloat16, channels last, 96^3
 voxels, recorded by ``workflows/benchmarks/kernel_timings.py table``), plus its copies. Of 372 random convolutions on an
 H200 volseg replaced 203, which then took 109 ms instead of 284; one of them took longer than torch's
 (``workflows/benchmarks/results/convolutions_h200_random.json``).
 
-A form must be a tenth faster. torch computes what the table lacks: other channels, other taps, few voxels, and GPUs of
-other compute capabilities than 9.
+A form is used if it saves a tenth of the time. torch computes convolutions outside the table: other channels, other
+taps, few voxels, and GPUs of other compute capabilities than 9.
 """
 
 import json
@@ -44,26 +44,26 @@ Direction = Literal["forward", "input gradient", "weight gradient"]
 
 
 class Groups(NamedTuple):
-    """Over groups of voxels along W: see ``space_to_channels``."""
+    """Convolution over groups of voxels along W: see ``space_to_channels``."""
 
     voxels: int
-    """Of a group: 2 or 4."""
+    """Voxels of a group: 2 or 4."""
 
 
 class ZeroChannels(NamedTuple):
-    """With channels of zeros up to cuDNN's next block: see ``padded``."""
+    """Convolution with channels of zeros up to cuDNN's next block: see ``padded``."""
 
     inputs: bool
-    """Whether its input gets them."""
+    """Whether the input gets them."""
     outputs: bool
-    """Whether its output, and that one's gradient, does."""
+    """Whether the output, and its gradient, gets them."""
 
 
 class Turned(NamedTuple):
-    """As the input's gradient of another convolution, or the other way round: see ``flipped_weights``."""
+    """Convolution as the input's gradient of another one, or vice versa: see ``flipped_weights``."""
 
     voxels: int = 1
-    """Of a group along W besides; 1 for none."""
+    """Voxels of an additional group along W; 1 for no groups."""
 
 
 Form: TypeAlias = Groups | ZeroChannels | Turned
@@ -82,16 +82,16 @@ TABLE = Path(__file__).with_name("times_h200.json")
 """Picoseconds of torch's convolutions for a voxel, by taps, dilation, direction, and channels in and out."""
 
 CAPABILITY = 9
-"""Of the GPUs that were measured."""
+"""Compute capability of the measured GPUs."""
 
 FEWEST, FEWEST_OF_GROUPS = 2**15, 2**17
-"""Voxels of all samples, below which tiles do not fill the GPU and the table says little."""
+"""Voxels of all samples, below which tiles do not fill the GPU and the table does not apply."""
 
 GAIN = 0.9
-"""Most of torch's time that a form may take."""
+"""Largest accepted time of a form, relative to torch's."""
 
 COPY_PS = 0.53
-"""Picoseconds for a byte that is read or written by a copy: 1.9 TB/s."""
+"""Picoseconds per byte that a copy reads or writes: 1.9 TB/s."""
 
 OVERHEAD_PS = {Groups: 15e6, ZeroChannels: 12e6, Turned: 5e6}
 """Picoseconds of the kernels that expand, pad or flip the weight, whatever the size of the volume."""
@@ -124,20 +124,20 @@ class ConvolutionShape(NamedTuple):
     voxels: int
 
     def look_up(self) -> float | None:
-        """Return the picoseconds that torch takes; None where that was not measured."""
+        """Return torch's time in picoseconds; None if it was not measured."""
         times = load_table().get((self.taps, self.dilation))
         time = None if times is None else times[self.direction].get((self.inputs, self.outputs))
         return None if time is None else float(time) * self.voxels
 
     def group(self, voxels: int) -> "ConvolutionShape":
-        """Return the convolution over groups of so many voxels."""
+        """Return the convolution over groups of this number of voxels."""
         reach = (self.taps[-1] - 1) // 2 * self.dilation[-1]
         taps = (*self.taps[:2], 2 * space_to_channels.count_groups(reach, voxels) + 1)
         wide = self._replace(inputs=self.inputs * voxels, outputs=self.outputs * voxels, voxels=self.voxels // voxels)
         return wide._replace(taps=taps, dilation=(*self.dilation[:2], 1))
 
     def turn(self) -> "ConvolutionShape | None":
-        """Return the convolution that gives the same with a turned weight."""
+        """Return the convolution that gives the same result with a flipped weight."""
         other: Mapping[Direction, Direction] = {"forward": "input gradient", "input gradient": "forward"}
         if self.direction not in other:
             return None
@@ -150,7 +150,7 @@ def is_grouped(form: Form) -> bool:
 
 
 def estimate_time(form: Form | None, convolved: ConvolutionShape) -> float | None:
-    """Return the picoseconds of a convolution in a form, None for torch's own; None if the table does not have it."""
+    """Return the picoseconds of a convolution in a form (None: torch's own); None if the table does not contain it."""
     if form is None:
         return convolved.look_up()
     if isinstance(form, ZeroChannels):
@@ -165,7 +165,7 @@ def _estimate_groups(voxels: int, convolved: ConvolutionShape | None) -> float |
         return None if convolved is None else convolved.look_up()
     wide = convolved.group(voxels)
     time = wide.look_up()
-    # An expanded weight, or its gradient, is written and read.
+    # The expanded weight, or its gradient, is written and read.
     return None if time is None else time + 4 * wide.inputs * wide.outputs * prod(wide.taps) * COPY_PS
 
 
@@ -192,11 +192,11 @@ def rank_forms(
     ----------
     direction : {"forward", "input gradient", "weight gradient"}
     weight : torch.Size
-        Its shape.
+        Shape of the weight.
     dilation : sequence of int
         Along D, H, W.
     voxels : int
-        Of the volume that is convolved, or of the output's gradient, all samples together.
+        Voxels of the convolved volume, or of the output's gradient, over all samples.
     device : torch.device
         A GPU.
     """

@@ -3,17 +3,17 @@
 """Gradient of weights of 5 x 5 x 5 taps, in half precision with channels last.
 
 A matrix product of ``(channels out, voxels)`` with ``(voxels, channels in)`` for each tap, over all voxels of the slab,
-in Triton. cuDNN chooses badly for some sizes of 128 channels or more, where trying all of its algorithms finds no
-better one: on an H200 21 TFLOP/s for 256 channels of any size. Ours does 440 to 520 on an H100.
+in Triton. For some sizes of 128 channels or more cuDNN chooses slow kernels, and a trial of all its algorithms finds no
+better one: on an H200 21 TFLOP/s for 256 channels of any size. This kernel reaches 440 to 520 on an H100.
 
-Of 32 and 64 channels a tile of 128 rows is filled by the voxels of a group along W, with their channels contiguous, as
-in ``space_to_channels``. A tap of a group is a run of voxels, whose channels are contiguous as well::
+For 32 and 64 channels, the voxels of a group along W with their contiguous channels fill a tile of 128 rows, as in
+``space_to_channels``. A tap of a group is a run of voxels, whose channels are contiguous as well::
 
     4 voxels of a group, 32 channels           128 rows           g0 g1 g2 g3
     runs of voxels under taps 0 to 4    2 x 128 columns        x0 x1 x2 x3 | x4 x5 x6 x7
 
-so that all taps along W are two products, and what is wanted is the sum of entries ``(v, v + t)`` over the voxels of a
-group. 8 / 5 of the work, and a quarter less time than cuDNN over pairs.
+so that all taps along W are two products, and the result is the sum of entries ``(v, v + t)`` over the voxels of a
+group. This is 8 / 5 of the work, and takes a quarter less time than cuDNN over pairs.
 
 References
 ----------
@@ -36,33 +36,33 @@ FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
 """Fewest taps and channels: below, cuDNN is faster, except for ``GROUPS``."""
 
 FEWEST_VOXELS = 4096
-"""Fewest voxels of the forward convolution with flipped weights: below, cuDNN's own is as fast."""
+"""Fewest voxels of the forward convolution with flipped weights: below, cuDNN's own kernel is as fast."""
 
 ALWAYS_TURNED = 256
-"""Channels from which on cuDNN's own takes twice as long for few voxels, too."""
+"""Channels from which cuDNN's own kernel takes twice as long even for few voxels."""
 
 GROUPS = {32: 4, 64: 2}
 """Voxels of a group along W, by the channels in and out that were measured."""
 
 FEWEST_VOXELS_OF_GROUPS = 32**3
-"""Measured."""
+"""Fewest voxels of groups, measured."""
 
 BV, BI, BO = 64, 128, 128
-"""Places, columns and rows of a tile."""
+"""Voxels, columns and rows of a tile."""
 
 WIDE = 9
-"""Compute capability of the GPUs on which a program computes two tiles, which share what they read: two of rows, or of
+"""Compute capability of the GPUs on which a program computes two tiles that share their inputs: two of rows, or of
 columns. They need 144 KiB of shared memory. On others two programs share a processor instead, and groups of voxels were
 not measured."""
 
 FEWEST_TILES, FEWEST_TILES_OF_WAVES = 8, 64
-"""That a program sums up at least, and where there are more programs than run at a time."""
+"""Fewest tiles that a program sums up, and fewest if there are more programs than run at a time."""
 
 MOST_WAVES, FULL = 4, 0.96
-"""Of programs, and the share of the processors that is busy enough."""
+"""Limit of waves of programs, and the sufficient share of busy processors."""
 
 NOT_SPECIALIZED = ["V", "per_part", "D", "H", "W", "OD", "OH", "OW", "PD", "PH", "PW", *DIVIDERS]
-"""Whether 16 divides them changes no instruction, and a patch of another size would be compiled for anew."""
+"""Arguments whose divisibility by 16 changes no instruction; another patch size would be compiled anew."""
 
 
 @triton.jit
@@ -70,9 +70,9 @@ def _load_under(
     x, row, live, d, h, w, c, tap, D, H, W, sd, sh, sw,
     CI: tl.constexpr, KH: tl.constexpr, RUNS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    """Return the input under a run of taps of some places of the output, ``[BV, BI]``."""
+    """Return the input under a run of taps of some voxels of the output, ``[BV, BI]``."""
     kd, kh, kw = tap // (KH * RUNS), tap // RUNS % KH, tap % RUNS * ALONG
-    # One comparison with a number without a sign says whether a coordinate is inside on both sides.
+    # One unsigned comparison checks whether a coordinate is inside on both sides.
     inside = live & ((d + kd).to(tl.uint32) < D.to(tl.uint32)) & ((h + kh).to(tl.uint32) < H.to(tl.uint32))
     if ALONG == 1:
         there = (inside & ((w + kw).to(tl.uint32) < W.to(tl.uint32)))[:, None] & (c < CI)[None, :]
@@ -121,21 +121,21 @@ def _weight_kernel(
 
 
 def can_read(slab: Tensor, kernel: Sequence[int]) -> bool:
-    """Return whether the channels of a voxel follow one another, and 32 bits count a sample's places.
+    """Return whether the channels of a voxel are contiguous, and 32 bits count a sample's elements.
 
-    Those around it as well, from which the kernel's reach is subtracted, and to which it is added.
+    Elements around it count as well: the kernel's reach is subtracted from addresses, and added to them.
     """
     along = zip(slab.shape[2:], kernel, slab.stride()[2:], strict=True)
     return slab.stride(1) == 1 and sum((side + 3 * taps) * way for side, taps, way in along) < 2**31
 
 
 def can_group(slab: Tensor, kernel: Sequence[int], width: int, voxels: int) -> bool:
-    """Return whether groups of voxels may be read of it likewise, for an output of some width."""
+    """Return whether groups of voxels of the slab can be read in the same way, for an output of some width."""
     return can_read(slab, kernel) and slab.stride(4) == slab.shape[1] and width % voxels == 0
 
 
 def count_group(weight: Tensor) -> int:
-    """Return how many voxels along W are a group where the gradient of this weight is computed here; 1 for none."""
+    """Return the number of voxels along W in a group for the gradient of this weight; 1 for no groups."""
     return GROUPS.get(weight.shape[1], 1)
 
 
@@ -147,9 +147,9 @@ def weight_gradient(
     Parameters
     ----------
     gradient, slab, weight, padding
-        Of a convolution that is padded by so many zeros, without strides; see ``can_read``.
+        Tensors and padding of a convolution without strides; see ``can_read``.
     voxels
-        Of a group along W; of more than one see ``can_group``, and the channels in divide 128.
+        Voxels of a group along W; for more than one see ``can_group``: the input channels must divide 128.
     """
     gradient = gradient.contiguous(memory_format=torch.channels_last_3d)
     out, own, *kernel = weight.shape
@@ -182,7 +182,7 @@ def weight_gradient(
 
 
 def _choose_tile(rows: int, device: torch.device) -> tuple[dict[str, int], int]:
-    """Return rows and taps of a program, and how many programs run at a time."""
+    """Return rows and taps of a program, and the number of programs that run at a time."""
     processors = count_processors(device)
     if not (is_gpu(device) and find_capability(device)[0] == WIDE):
         return {"BO": BO, "BT": 1}, 2 * processors
@@ -190,9 +190,9 @@ def _choose_tile(rows: int, device: torch.device) -> tuple[dict[str, int], int]:
 
 
 def _count_parts(results: int, at_a_time: int, tiles: int) -> int:
-    """Return among how many programs the places of each of some results are dealt.
+    """Return the number of programs among which the voxels of each result are divided.
 
-    Those of whole waves, as few as leave hardly a processor idle.
+    They form whole waves, as few as leave hardly any processor idle.
     """
     best, fullest = 1, 0.0
     for waves in range(1, MOST_WAVES + 1):

@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """A network's heads, convolutions of one voxel to classes, in half precision: two Triton kernels.
 
-All they do is read and write memory, once in forward and once in backward, where cuDNN and torch take several kernels
-outside of the matrix units and copies between layouts. Features are read with channels last, logits written
-contiguously, as losses and predictions read them. Backward is for few classes; of many only forward is computed here.
+The kernels only read and write memory, once in forward and once in backward; cuDNN and torch take several kernels
+outside of the matrix units and copies between layouts. Features are read in channels-last layout, logits are written
+contiguously, as losses and predictions read them. Backward supports few classes; for many, only forward.
 """
 
 import torch
@@ -18,12 +18,12 @@ __all__ = ["backward", "forward"]
 MOST_CLASSES, MOST_FEATURES = 16, 256
 
 MOST_CLASSES_OF_FORWARD = 1024
-"""Some of them at a time: the features of a voxel are read again for every 128."""
+"""Limit of classes in forward: a voxel's features are read again for every 128 of them."""
 
 
 @triton.jit
 def _locate(base, b, rows, columns, SB, SC, SV):
-    """Return where the voxels ``rows`` and channels ``columns`` of sample b are, ``[rows, columns]``."""
+    """Return the addresses of the voxels ``rows`` and channels ``columns`` of sample b, ``[rows, columns]``."""
     at = b.to(tl.int64) * SB + rows[:, None].to(tl.int64) * SV
     return base + at + columns[None, :].to(tl.int64) * SC
 

@@ -19,16 +19,16 @@ from volseg.device.layout import in_layout
 __all__ = ["fill_up", "forward", "input_gradient", "weight_gradient"]
 
 MULTIPLE = 32
-"""Of channels, in cuDNN's blocks."""
+"""Multiple of channels, the size of cuDNN's blocks."""
 
 
 def fill_up(channels: int) -> int:
-    """Return the next multiple."""
+    """Return the next multiple of a number of channels."""
     return -(-channels // MULTIPLE) * MULTIPLE
 
 
 def _widen(volume: Tensor, wanted: bool) -> Tensor:
-    """Return a volume with channels of zeros behind its own, with channels last; itself where they are a multiple."""
+    """Return a volume with channels of zeros after its own, in channels-last layout; itself if it has a multiple."""
     channels, wide = volume.shape[1], fill_up(volume.shape[1])
     if not wanted or channels == wide:
         return volume
@@ -40,7 +40,7 @@ def _widen(volume: Tensor, wanted: bool) -> Tensor:
 
 
 def _widen_weight(weight: Tensor, inputs: bool, outputs: bool) -> Tensor:
-    """Return a weight with zeros behind its channels in, or out, or both, with channels last."""
+    """Return a weight with zeros after its input or output channels, or both, in channels-last layout."""
     out, given = weight.shape[:2]
     rows, columns = (fill_up(out) - out) * outputs, (fill_up(given) - given) * inputs
     return F.pad(weight, (0, 0, 0, 0, 0, 0, 0, columns, 0, rows)).contiguous(memory_format=torch.channels_last_3d)
@@ -49,7 +49,7 @@ def _widen_weight(weight: Tensor, inputs: bool, outputs: bool) -> Tensor:
 def forward(
     slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, *, inputs: bool, outputs: bool
 ) -> Tensor:
-    """Return the convolution: with ``outputs`` a slice of channels, which nobody copied.
+    """Return the convolution: with ``outputs`` a slice of channels, without a copy.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def forward(
     settings
         Of a convolution without groups, not transposed.
     inputs, outputs
-        Whether channels of zeros are added in front of it, and behind it.
+        Whether channels of zeros are added to the input, and to the output.
     """
     wide = _widen_weight(weight, inputs, outputs)
     filled = None if bias is None else F.pad(bias, (0, wide.shape[0] - weight.shape[0]))
@@ -69,7 +69,7 @@ def forward(
 def input_gradient(
     gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings, *, inputs: bool, outputs: bool
 ) -> Tensor:
-    """Return the gradient of the input: with ``inputs`` a slice of channels, which nobody copied."""
+    """Return the gradient of the input: with ``inputs`` a slice of channels, without a copy."""
     return _take(_differentiate(gradient, slab, weight, settings, 0, inputs, outputs), weight.shape[1])
 
 
@@ -82,8 +82,8 @@ def weight_gradient(
 
 
 def _take(volume: Tensor, channels: int) -> Tensor:
-    """Return the first channels, where they lie."""
-    # Autograd takes no in-place change of a function's output that is a view of something.
+    """Return the first channels, without a copy."""
+    # Autograd refuses in-place changes of a function's output that is a view.
     return in_layout(volume, channels_last=True)[:, :channels].detach()
 
 
@@ -92,7 +92,7 @@ def _differentiate(
 ) -> Tensor:
     mask = [place == 0, place == 1, False]
     wide = _widen_weight(weight, inputs, outputs)
-    # Of the volume whose gradient is asked for only the shape is read.
+    # Only the shape of the differentiated volume is read.
     given = _widen(slab, inputs) if place == 1 else _shape_like(slab, wide.shape[1])
     found = depth_chunks.differentiate(_widen(gradient, outputs), given, wide, None, settings.arguments, mask)[place]
     assert found is not None

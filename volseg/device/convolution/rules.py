@@ -43,7 +43,7 @@ __all__ = [
 
 
 class ConvolutionCall(NamedTuple):
-    """What is convolved, or was, where the output's ``gradient`` is there."""
+    """Tensors of a convolution, or of its backward pass if the output's ``gradient`` is present."""
 
     slab: Tensor
     weight: Tensor
@@ -53,13 +53,13 @@ class ConvolutionCall(NamedTuple):
 
     @property
     def given(self) -> Tensor:
-        """The output's gradient, where there must be one."""
+        """The output's gradient, which must be present."""
         assert self.gradient is not None
         return self.gradient
 
 
 def _is_half(tensor: Tensor, weight: Tensor) -> bool:
-    """Return whether Triton may run, and the convolution is one of half precision."""
+    """Return whether Triton may run, and the convolution has half precision."""
     if not (triton_tiles.available() and gpus.on_gpu(tensor) and tensor.ndim == 5 and tensor.numel()):
         return False
     if tensor.numel() > triton_tiles.MOST_VOXELS and count_voxels(tensor) > triton_tiles.MOST_VOXELS:
@@ -68,12 +68,12 @@ def _is_half(tensor: Tensor, weight: Tensor) -> bool:
 
 
 def _is_plain_or_strided(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say likewise of one without groups."""
+    """Return whether this also holds, and the convolution has no groups."""
     return settings.groups == 1 and not settings.transposed and _is_half(tensor, weight)
 
 
 def is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say likewise of one without strides or groups."""
+    """Return whether a convolution has half precision, and no strides or groups, and Triton may run."""
     return settings.stride == (1, 1, 1) and _is_plain_or_strided(tensor, weight, settings)
 
 
@@ -83,9 +83,9 @@ def _is_undilated(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
 
 
 def _can_count_output(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Tell whether 32 bits count the voxels of all samples of the output: padding may make them many times the input's.
+    """Return whether 32 bits count the output's voxels: padding may make them many times the input's.
 
-    Of an undilated convolution.
+    The convolution is undilated.
     """
     around = zip(slab.shape[2:], weight.shape[2:], settings.padding, settings.stride, strict=True)
     sides = [(side + 2 * padding - kernel) // stride + 1 for side, kernel, padding, stride in around]
@@ -93,18 +93,18 @@ def _can_count_output(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
 
 
 def pads_less_than_kernel(weight: Tensor, settings: Settings) -> bool:
-    """Return whether the padding is less than the kernel reaches: what a convolution back to the input needs."""
+    """Return whether the padding is less than the kernel's reach, as a convolution back to the input requires."""
     along = zip(settings.padding, weight.shape[2:], settings.dilation, strict=True)
     return all(padding <= (taps - 1) * step for padding, taps, step in along)
 
 
 def count_voxels(slab: Tensor) -> int:
-    """Return the voxels of all samples."""
+    """Return the number of voxels of all samples."""
     return slab.shape[0] * slab.shape[2:].numel()
 
 
 def is_one_voxel(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Return whether ``one_voxel`` takes this convolution; ``tensor`` is its input, or the gradient of its output."""
+    """Return whether ``one_voxel`` supports a convolution; ``tensor`` is its input, or the gradient of its output."""
     return weight.shape[0] <= one_voxel.MOST_CLASSES and _is_point(tensor, weight, settings)
 
 
@@ -114,9 +114,9 @@ def _is_point(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
 
 
 def is_uneven_head(call: ConvolutionCall) -> bool:
-    """Tell whether this is a head of many classes, which are no multiple of eight: cuDNN's matrix kernels take eights.
+    """Return whether a convolution is a head of many classes, no multiple of eight, as cuDNN's matrix kernels need.
 
-    Others between features keep their channels last.
+    Other convolutions between features stay in channels-last layout.
     """
     classes = call.weight.shape[0]
     fits = one_voxel.MOST_CLASSES < classes <= one_voxel.MOST_CLASSES_OF_FORWARD
@@ -124,10 +124,10 @@ def is_uneven_head(call: ConvolutionCall) -> bool:
 
 
 def is_few_taps(call: ConvolutionCall) -> bool:
-    """Return whether ``few_taps`` takes this convolution, forward or for the gradient of its weight."""
+    """Return whether ``few_taps`` computes a convolution, forward or for the gradient of its weight."""
     channels, taps = call.weight.shape[0], prod(call.weight.shape[1:])
     fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and taps <= few_taps.MOST_TAPS
-    # Channels of one voxel lie side by side: that is a matrix product as it stands, and no gathering of taps.
+    # The channels of one voxel are contiguous: this is a matrix product without gathering taps.
     is_point = prod(call.weight.shape[2:]) == 1 and fusions.is_on("points")
     gathered = not is_point or call.weight.shape[1] <= few_taps.MOST_CHANNELS_OF_POINT
     if not fits or not gathered or call.settings.dilation != (1, 1, 1):
@@ -138,18 +138,18 @@ def is_few_taps(call: ConvolutionCall) -> bool:
 
 
 def has_own_taps(weight: Tensor) -> bool:
-    """Return whether ``few_taps`` takes strides and a bias, too: convolutions of single voxels are fast elsewhere."""
+    """Return whether ``few_taps`` also takes strides and a bias: convolutions of single voxels are fast elsewhere."""
     return prod(weight.shape[2:]) > 1 and fusions.is_on("few channels")
 
 
 def _has_few_in(weight: Tensor, most: float = few_in.MOST_CHANNELS) -> bool:
-    """Return whether ``few_in`` is for a kernel with so many channels out and in, and lines of taps of this length."""
+    """Return whether ``few_in`` supports the channels of a kernel and its lines of taps."""
     fits = few_in.FEWEST_CHANNELS <= weight.shape[0] <= most and weight.shape[1] <= few_in.MOST_IN
     return fits and weight.shape[1] * weight.shape[-1] <= few_in.MOST_COLUMNS and fusions.is_on("few channels")
 
 
 def is_few_in(call: ConvolutionCall) -> bool:
-    """Return whether ``few_in`` takes this convolution, forward or for the gradient of its weight."""
+    """Return whether ``few_in`` computes a convolution, forward or for the gradient of its weight."""
     fits = _has_few_in(call.weight) and prod(call.weight.shape[1:]) > few_in.MOST_TAPS_ONE_BY_ONE
     return fits and _is_undilated(call.slab, call.weight, call.settings) and few_in.can_read(call.slab)
 
@@ -160,13 +160,13 @@ def _is_few_out(call: ConvolutionCall, most: float = few_in.MOST_CHANNELS) -> bo
 
 
 def computes_few_out(call: ConvolutionCall) -> bool:
-    """Return whether ``few_out`` takes this convolution forward."""
+    """Return whether ``few_out`` computes a convolution forward."""
     fits = call.weight.shape[1] in few_out.CHANNELS and _is_few_out(call)
     return fits and few_out.keeps_width(call.weight, call.settings.padding)
 
 
 def differentiates_few_out(call: ConvolutionCall, most: float = few_in.MOST_CHANNELS) -> bool:
-    """Return whether ``few_out`` takes a gradient of this convolution, of so many channels in at most."""
+    """Return whether ``few_out`` computes a gradient of a convolution with at most ``most`` input channels."""
     return _is_few_out(call, most) and pads_less_than_kernel(call.weight, call.settings) and few_in.can_read(call.given)
 
 
@@ -179,7 +179,7 @@ def _is_many_taps(call: ConvolutionCall) -> bool:
 
 
 def turns_many_taps(call: ConvolutionCall) -> bool:
-    """Tell whether this convolution of many channels is computed forward with flipped weights (``flipped_weights``)."""
+    """Return whether a convolution of many channels is computed forward with flipped weights (``flipped_weights``)."""
     if not fusions.is_on("turned weights"):
         return False
     fewest, voxels = min(call.weight.shape[:2]), count_voxels(call.slab)
@@ -188,7 +188,7 @@ def turns_many_taps(call: ConvolutionCall) -> bool:
 
 
 def differentiates_many_taps(call: ConvolutionCall) -> bool:
-    """Return whether ``many_taps`` takes the gradient of this weight."""
+    """Return whether ``many_taps`` computes the gradient of a weight."""
     outputs, inputs, *taps = call.weight.shape
     if not _is_many_taps(call):
         return False
@@ -203,19 +203,19 @@ def differentiates_many_taps(call: ConvolutionCall) -> bool:
 
 
 def is_few_channels(call: ConvolutionCall) -> bool:
-    """Return whether ``few_channels`` takes this convolution, forward or for the gradient of its input."""
+    """Return whether ``few_channels`` computes a convolution, forward or for the gradient of its input."""
     fits = max(call.weight.shape[:2]) <= few_channels.MOST_CHANNELS
     gathered = call.weight.numel() <= few_channels.MOST_PRODUCTS and prod(call.weight.shape[2:]) > 1
     return fits and gathered and fusions.is_on("few channels") and _is_undilated(call.slab, call.weight, call.settings)
 
 
 def is_depthwise(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Tell whether ``depthwise`` takes this convolution, transposed or not; ``tensor`` is its input, or a gradient."""
+    """Return whether ``depthwise`` computes a convolution, transposed or not, of an input or a gradient ``tensor``."""
     if settings.groups == 1 or not fusions.is_on("depthwise") or not _is_half(tensor, weight):
         return False
     return depthwise.fits(weight.shape, settings)
 
 
 def differentiates_depthwise(call: ConvolutionCall) -> bool:
-    """Return whether ``depthwise`` takes the gradients of this convolution."""
+    """Return whether ``depthwise`` computes the gradients of a convolution."""
     return all(is_depthwise(volume, call.weight, call.settings) for volume in (call.slab, call.given))

@@ -20,7 +20,7 @@ class Settings:
 
     @cached_property
     def arguments(self) -> tuple[Any, ...]:
-        """In torch's order."""
+        """The arguments in torch's order."""
         return (
             list(self.stride),
             list(self.padding),

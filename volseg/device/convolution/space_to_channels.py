@@ -1,8 +1,8 @@
 """Convolutions of few channels, computed over groups of voxels along W whose channels are joined: pairs or fours.
 
-With channels last, the memory of ``(B, C, D, H, W)`` is that of ``(B, f C, D, H, W / f)`` as well, channel ``a C + c``
-being channel ``c`` of a group's voxel ``a``: a view, no copy. The convolution becomes one of ``f`` times as many
-channels, which fill the tiles of cuDNN's kernels, with an expanded weight::
+In channels-last layout, the memory of ``(B, C, D, H, W)`` is also that of ``(B, f C, D, H, W / f)``, and channel
+``a C + c`` is channel ``c`` of a group's voxel ``a``: a view, no copy. The convolution becomes one of ``f`` times as
+many channels, which fill the tiles of cuDNN's kernels, with an expanded weight::
 
     V[b O + o, a I + i, d, h, t + T] = w[o, i, d, h, k]    where  f t + a - b = k dilation - reach  for a tap k, else 0
 
@@ -11,14 +11,14 @@ channels, which fill the tiles of cuDNN's kernels, with an expanded weight::
         output voxel b = 1                   .  .    w0 w1  w2 .
 
 ``T`` groups on each side hold the kernel's reach. Half of the products or more are with zeros, but cuDNN takes as long
-for 16 channels as for 32: where that was measured to win stands in ``forms``.
+for 16 channels as for 32: ``forms`` lists the convolutions that gain by measurement.
 
-The weight's gradient is that of ``V``, of which each tap of ``w`` has ``f`` entries, which are added up: no sum has a
-term that is not in torch's. Forward, and in the input's gradient, the zeros of ``V`` are products: an infinite voxel
-times zero is NaN, so that what is not finite reaches up to ``f T + f - 1`` voxels along W, beyond the kernel's reach.
+The weight's gradient sums the ``f`` entries of ``V``'s gradient for each tap of ``w``: no sum has a term that torch's
+sum lacks. Forward, and in the input's gradient, the zeros of ``V`` are products: an infinite voxel times zero is NaN,
+so non-finite values reach up to ``f T + f - 1`` voxels along W, beyond the kernel's reach.
 
-Refused: strides and groups, transposed convolutions, widths that groups do not divide, and any padding along W but the
-kernel's reach. Along D and H all is as in the convolution itself: slabs between the planes of their halo are taken.
+Not supported: strides and groups, transposed convolutions, widths that are no multiple of a group, and padding along W
+other than the kernel's reach. Along D and H nothing changes: slabs between the planes of their halo are supported.
 """
 
 from collections.abc import Sequence
@@ -43,18 +43,18 @@ def _compute_reach(kernel: Sequence[int], settings: Settings) -> int:
 
 
 def can_group(volume: Tensor, weight: Tensor, settings: Settings, voxels: int) -> bool:
-    """Return whether a convolution may be computed over groups of so many voxels.
+    """Return whether a convolution may be computed over groups of this number of voxels.
 
     Parameters
     ----------
     volume : Tensor
-        Its input, or the gradient of its output, ``(B, C, D, H, W)``.
+        The input, or the gradient of the output, ``(B, C, D, H, W)``.
     weight : Tensor
         ``(O, I, kD, kH, kW)``.
     settings : Settings
-        Of the convolution.
+        Settings of the convolution.
     voxels : int
-        Of a group: 2 or more.
+        Voxels of a group: 2 or more.
     """
     plain = settings.stride == (1, 1, 1) and settings.groups == 1 and not settings.transposed
     if volume.ndim != 5 or not plain or weight.shape[-1] % 2 == 0 or volume.numel() == 0:
@@ -74,11 +74,11 @@ def view_groups(volume: Tensor, voxels: int) -> Tensor:
 
 
 def _view_voxels(groups: Tensor, voxels: int) -> Tensor:
-    """Return a volume of groups, dense with channels last, as one of voxels."""
+    """Return a dense channels-last volume of groups as a volume of voxels."""
     samples, wide, *sides, width = groups.shape
     before, _, *along, _ = groups.stride()
     channels = wide // voxels
-    # Autograd takes no in-place change of a function's output that is a view of something.
+    # Autograd refuses in-place changes of a function's output that is a view.
     return groups.as_strided((samples, channels, *sides, width * voxels), (before, 1, *along, channels)).detach()
 
 
@@ -86,7 +86,7 @@ Shape = tuple[int, ...]
 
 
 def _list_taps(shape: Shape, dilation: int, voxels: int) -> list[tuple[int, int, int, int]]:
-    """List which entries of ``V`` are taps of ``w``: voxel of the output, voxel of the input, group, tap along W."""
+    """List the entries of ``V`` that are taps of ``w``: voxel of the output, voxel of the input, group, tap along W."""
     reach = (shape[-1] - 1) // 2 * dilation
     found = []
     for out, tap in product(range(voxels), range(shape[-1])):
@@ -100,22 +100,22 @@ def count_groups(reach: int, voxels: int) -> int:
     return (reach + voxels - 1) // voxels
 
 
-@keeping()  # without a limit: recorded steps read these tensors from where they lie
+@keeping()  # without a limit: recorded steps read these tensors at their addresses
 def _index_expansion(shape: Shape, dilation: int, voxels: int, last: bool, device: torch.device) -> Tensor:
-    """Return where each entry of ``V`` stands in the memory of ``w``, behind whose end is a zero.
+    """Return the index of each entry of ``V`` in the memory of ``w``, which ends with a zero.
 
     Parameters
     ----------
     shape
-        Of ``w``.
+        Shape of ``w``.
     dilation
-        Along W.
+        Dilation along W.
     voxels
-        Of a group.
+        Voxels of a group.
     last
-        Whether the channels of ``w`` are last in its memory; those of ``V`` are.
+        Whether ``w`` is in channels-last layout, as ``V`` is.
     device
-        For the index.
+        Device of the index.
     """
     out, given, *taps = shape
     with torch.inference_mode(False):
@@ -130,7 +130,7 @@ def _index_expansion(shape: Shape, dilation: int, voxels: int, last: bool, devic
 
 @keeping()
 def _index_folding(shape: Shape, dilation: int, voxels: int, last: bool, device: torch.device) -> Tensor:
-    """Return where the ``voxels`` entries of each tap of ``w``, channels last, stand in the memory of ``V``."""
+    """Return the indices of the ``voxels`` entries of each tap of ``w``, channels last, in the memory of ``V``."""
     out, given, *taps = shape
     with torch.inference_mode(False):
         groups = 2 * count_groups((taps[2] - 1) // 2 * dilation, voxels) + 1
@@ -149,7 +149,7 @@ def _make_zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _number_entries(shape: Shape, last: bool) -> Tensor:
-    """Return where each entry of a dense weight stands in memory."""
+    """Return the index of each entry of a dense weight in memory."""
     numbers = torch.arange(prod(shape), dtype=torch.int32)
     if not last:
         return numbers.view(shape)
@@ -158,14 +158,14 @@ def _number_entries(shape: Shape, last: bool) -> Tensor:
 
 
 def _flatten(weight: Tensor) -> tuple[Tensor, bool]:
-    """Return a weight as it lies in memory, and whether its channels are last there."""
+    """Return a weight in memory order, and whether its channels are last."""
     if weight.is_contiguous(memory_format=torch.channels_last_3d):
         return weight.permute(0, 2, 3, 4, 1).reshape(-1), True
     return weight.contiguous().view(-1), False
 
 
 def expand(weight: Tensor, settings: Settings, voxels: int) -> Tensor:
-    """Return ``V``, ``(voxels O, voxels I, kD, kH, 2 T + 1)`` with channels last, zero but for the taps of a weight."""
+    """Return ``V``, ``(voxels O, voxels I, kD, kH, 2 T + 1)`` in channels-last layout: zero except for the taps."""
     (out, given, *taps), dilation = weight.shape, settings.dilation[-1]
     flat, last = _flatten(weight)
     index = _index_expansion(tuple(weight.shape), dilation, voxels, last, weight.device)
@@ -180,7 +180,7 @@ def _fold(gradient: Tensor, weight: Tensor, settings: Settings, voxels: int) -> 
     flat, last = _flatten(gradient)
     index = _index_folding(tuple(weight.shape), settings.dilation[-1], voxels, last, weight.device)
     entries = flat.index_select(0, index).view(voxels, out, *taps, given)
-    # torch adds up half precision in float32, and rounds once.
+    # torch adds half precision in float32, and rounds once.
     return entries.sum(0).permute(0, 4, 1, 2, 3)
 
 
@@ -207,7 +207,7 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
 
 
 def input_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings, voxels: int) -> Tensor:
-    """Return the gradient of the input, as ``forward`` its result; both volumes may be grouped."""
+    """Return the gradient of the input, like the result of ``forward``; both volumes may be grouped."""
     found = _differentiate(gradient, slab, expand(weight, settings, voxels), weight, settings, voxels, 0)
     return _view_voxels(in_layout(found, channels_last=True), voxels)
 
@@ -216,7 +216,7 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Se
     """Return the gradient of the weight, with channels last; both volumes may be grouped."""
     groups = 2 * count_groups(_compute_reach(weight.shape[2:], settings), voxels) + 1
     out, given, *taps = weight.shape
-    # Only its shape is asked for.
+    # Only the shape is used.
     wide = weight.new_empty((voxels * out, *taps[:2], groups, voxels * given)).permute(0, 4, 1, 2, 3)
     return _fold(_differentiate(gradient, slab, wide, weight, settings, voxels, 1), weight, settings, voxels)
 

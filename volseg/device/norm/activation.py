@@ -1,4 +1,4 @@
-"""The function behind a norm, computed in the same pass over the voxels."""
+"""Activation after a norm, computed in the same pass over the voxels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ __all__ = ["IDENTITY", "Activation"]
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A function applied behind the norm: ``parameter`` is leaky ReLU's slope or ELU's alpha.
+    """An activation after a norm: ``parameter`` is leaky ReLU's slope or ELU's alpha.
 
-    PReLU's slope is a tensor, of one value or one per channel, and goes beside this.
+    PReLU's slope is a tensor, of one value or one per channel, and is passed separately.
     """
 
     kind: Literal["none", "leaky", "elu", "prelu", "sigmoid", "silu", "gelu"] = "none"
@@ -36,7 +36,7 @@ class Activation:
     def derivative(self, x: Tensor, slope: Tensor | None = None) -> Tensor:
         """Return the derivative at ``x``, the value before activation."""
         if self.kind == "leaky":
-            # Not torch.where of two numbers: its result is float32 whatever x is.
+            # Not torch.where of two numbers: its result is float32 for any type of x.
             return torch.ones_like(x).masked_fill_(x <= 0, self.parameter)
         if self.kind == "prelu":
             assert slope is not None

@@ -1,8 +1,8 @@
 """Add a second term to a norm, with an activation of the sum, in one pass: residual blocks.
 
-``act(first + second)``, where the first is a norm with its own activation, and the second is one too, or a slab as it
-is. Backward takes two passes, as a norm alone does: the sums, and the gradients of both. Triton's kernels where they
-take the slab, else plain torch, which defines the results.
+``act(first + second)``: the first term is a norm with its own activation, and the second is another norm, or a plain
+slab. Backward takes two passes, like a norm: the sums, and the gradients of both. Triton's kernels run if they support
+the slab, otherwise plain torch, which defines the results.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,22 @@ def add(
     out: Tensor | None = None,
     ends: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Return ``activation(first + second)``, rounded once; in ``out`` where it is given.
+    """Return ``activation(first + second)``, rounded once; in ``out`` if given.
 
     Parameters
     ----------
     first
         A norm.
     second
-        Another, or a slab as it is; of the first one's shape. The sum has the type that torch gives a sum of both: a
-        norm in half precision plus a slab in float32 is float32. None: nothing is added, and ``activation`` is none.
+        Another norm, or a plain slab; of the first one's shape. The sum has the type that torch gives a sum of both: a
+        norm in half precision plus a slab in float32 is float32. With None only the norm is computed, without
+        activation.
     activation
-        Of the sum; no PReLU.
+        Activation of the sum; no PReLU.
     out
-        Of the sum's shape and type.
+        Memory of the sum's shape and type.
     ends
-        Of a norm to which nothing is added: see ``reference.affine``.
+        Ends of a norm without a second term: see ``reference.affine``.
     """
     if second is None:
         slab, _, scale, shift, kind, slope = first
@@ -63,7 +64,7 @@ def _compute(term: Term) -> Tensor:
 
 
 def _passes_on(second: Term, activation: Activation) -> bool:
-    """Return whether the second term gets the sum's gradient unchanged, and the first one's is that of a norm."""
+    """Return whether the second term gets the sum's gradient unchanged, and the first one the gradient of a norm."""
     return not second.is_norm and activation == IDENTITY
 
 
@@ -74,12 +75,12 @@ def _differentiate(gradient: Tensor, first: Term, second: Term, activation: Acti
 
 
 def add_sums(gradient: Tensor, first: Term, second: Term | None, activation: Activation) -> list[Tensor]:
-    """Return ``reference.gradient_sums`` of each term that is a norm, of each part, ``(parts, 2 or 3, B, C)``.
+    """Return ``reference.gradient_sums`` of each norm among the terms, for each part, ``(parts, 2 or 3, B, C)``.
 
     Parameters
     ----------
     gradient
-        Of the result.
+        Gradient of the result.
     first, second, activation
         See ``add``.
     """
@@ -106,20 +107,20 @@ def add_gradients(
     *,
     both: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of both slabs; those of norms in ``outs`` where they are given.
+    """Return the gradients of both slabs; those of norms in ``outs`` if given.
 
     Parameters
     ----------
     gradient
-        Of the result.
+        Gradient of the result.
     first, second, activation
         See ``add``.
     found
-        Factor and offset of each term that is a norm: see ``reference.gradient_input``.
+        Factor and offset of each norm among the terms: see ``reference.gradient_input``.
     outs
-        Of the slabs' shapes and types.
+        Memory of the slabs' shapes and types.
     both
-        Whether the second one's is wanted, which is no norm otherwise; else it is None.
+        Whether a second term that is no norm needs a gradient; otherwise its gradient is None.
     """
     if second is None or _passes_on(second, activation):
         slab, _, scale, shift, kind, slope = first

@@ -1,9 +1,9 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""The passes over the voxels of a norm plus something else in Triton: see ``addition``.
+"""The passes over the voxels of a norm plus a second term in Triton: see ``addition``.
 
-Kernels apart from those of a norm alone (``passes``), with which they share what is computed of a voxel. As one, a norm
-alone would be launched with the second term's arguments as well, and its sums would load scale and shift in their loop.
+These kernels are separate from those of a single norm (``passes``), and share the arithmetic of a voxel with them. In
+one kernel, a single norm would have the second term's arguments too, and its sums would load scale and shift in a loop.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def _sums_kernel(
         ym = tl.load(ymean + b * C + c, mask=inside, other=0.0)
     start = part * per_program
     stop = tl.minimum(start + per_program, V)
-    # Of each place of the tile: see ``statistics``.
+    # For each place of the tile: see ``statistics``.
     xtotal = tl.zeros((BV, BC), tl.float32)
     xmoment = tl.zeros((BV, BC), tl.float32)
     xthird = tl.zeros((BV, BC), tl.float32)
@@ -167,7 +167,7 @@ def _input_kernel(
 
 
 def _describe_kinds(first: Term, second: Term, activation: Activation) -> dict[str, int | bool]:
-    """Return what a kernel is compiled for."""
+    """Return the constants for which a kernel is compiled."""
     kinds = [KINDS[each.kind] for each in (first.activation, second.activation, activation)]
     return {"XKIND": kinds[0], "YNORM": second.is_norm, "YKIND": kinds[1], "KIND": kinds[2]}
 

@@ -30,7 +30,7 @@ Asked = ParamSpec("Asked")
 
 
 def _choose(kernels: Callable[Asked, Tensor], plain: Callable[Asked, Tensor], *, slab: int) -> Callable[Asked, Tensor]:
-    """Return what computes ``plain``, by kernels where they take its argument number ``slab``."""
+    """Return a function that computes ``plain``, by kernels if they support its argument number ``slab``."""
 
     @wraps(plain)
     def compute(*args: Asked.args, **kwargs: Asked.kwargs) -> Tensor:

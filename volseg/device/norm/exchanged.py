@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Coefficients of the norms in Triton, by kernels that join a slab's statistics and exchange them with other shards.
 
-With replicas, whose samples are one batch with the own ones, the senders are all slabs of all replicas, one replica
-after the other. How many voxels each has travels with its statistics, for the replicas' rows may differ. The gradients
-of weight and bias are those of the own replica: they are summed over the replicas with all others.
+With replicas that share a batch, the senders are all slabs of all replicas, one replica after the other. The number of
+voxels of each slab travels with its statistics, since the replicas may have different numbers of rows. The gradients of
+weight and bias are those of this replica: they are summed over the replicas with all other gradients.
 """
 
 from typing import Any, NamedTuple
@@ -45,29 +45,29 @@ __all__ = [
 
 
 class ExchangedCoefficients(NamedTuple):
-    """What a norm computes from its input."""
+    """Values that a norm computes from its input."""
 
     found: Tensor
-    """As ``reference.coefficients`` returns it, ``(5, B, C)``."""
+    """Result of ``reference.coefficients``, ``(5, B, C)``."""
     number: Tensor | None = None
-    """Voxels of a channel over the samples of all replicas, ``(1,)``; None where there are no others."""
+    """Voxels of a channel over the samples of all replicas, ``(1,)``; None without other replicas."""
 
 
 class ExchangedGradients(NamedTuple):
-    """What a norm's backward pass computes from the sums of all shards."""
+    """Values that a norm's backward pass computes from the sums of all shards."""
 
     factor: Tensor
     """See ``reference.gradient_input``, ``(B, C)``."""
     offset: Tensor
-    """The same."""
+    """See ``factor``."""
     weight: Tensor
-    """Its gradient over all samples of the own replica, ``(C,)``."""
+    """Gradient of the weight over all samples of this replica, ``(C,)``."""
     bias: Tensor
-    """The same."""
+    """Gradient of the bias over all samples of this replica, ``(C,)``."""
 
 
 def count_values(grouping: Grouping, batch: int, channels: int, over_replicas: bool = False) -> int:
-    """Return how many values a shard sends at most: the same number whichever rows a replica has."""
+    """Return the largest number of values that a shard sends: equal for any rows of the replicas."""
     if over_replicas:
         return 3 * channels
     return 2 * channels * (1 if grouping.over_batch else batch)
@@ -109,7 +109,7 @@ def _exchange_coefficients_kernel(
         total = tl.zeros((BLOCK,), tl.float32)
         if REPLICAS > 1:
             put(total + V * 1.0 * members, 2 * groups + slot, speaks, boxes, call, rank, SHARDS, CAPACITY)
-        tl.debug_barrier()  # nothing that is sent may wait for what is awaited
+        tl.debug_barrier()  # send everything before waiting
         if REPLICAS > 1:
             for peer in tl.static_range(SHARDS):
                 total += get(2 * groups + slot, listens, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
@@ -182,7 +182,7 @@ def _exchange_backward_kernel(
                 for peer in tl.static_range(SHARDS):
                     total += get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
                     moment += get(pairs + i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
-                # PairBlocks without a pair have heard nothing, which is NaN.
+                # PairBlocks without a pair have received NaN.
                 total = tl.where(inside, total, 0.0)
                 moment = tl.where(inside, moment, 0.0)
                 keep_gradients(total, moment, rstd, kept, i, inside, pairs)
@@ -233,12 +233,12 @@ def exchange_coefficients(
     voxels: int | None = None,
     replicas: int = 1,
 ) -> ExchangedCoefficients:
-    """Return ``reference.coefficients`` of a slab and those of the others, exchanged by the kernel that uses them.
+    """Return ``reference.coefficients`` of a slab and of the others, exchanged by the kernel that uses them.
 
     Parameters
     ----------
     slab
-        One that Triton ``takes``.
+        A slab that Triton ``takes``.
     shares, weight, bias, eps
         See ``reference.coefficients``; where the kernel runs. There are no shares where there are replicas.
     mailbox
@@ -246,11 +246,11 @@ def exchange_coefficients(
     grouping
         Which pairs of sample and channel share their statistics.
     running
-        What the kernel moves towards them, where it hears all others.
+        Running statistics, which the kernel moves if it receives all other values.
     voxels
-        Of a channel in a sample, of all shards; by default those of the slab.
+        Voxels of a channel in a sample, over all shards; by default those of the slab.
     replicas
-        Whose samples are one batch with the own ones; among several, statistics are over the batch.
+        Number of replicas that share the batch; with several, statistics are over the batch.
     """
     assert replicas == 1 or (mailbox is not None and grouping.over_batch)
     home = slab.device if mailbox is None else mailbox.calls.device
@@ -265,7 +265,7 @@ def exchange_coefficients(
     kept: tuple[Any, ...] = None, None, 0.0, 0.0
     if running is not None and moves:
         count = lanes.members * (count_voxels(slab) if voxels is None else voxels)
-        bessel = running.momentum / (count - 1) if replicas == 1 else 0.0  # of replicas the kernel finds the count
+        bessel = running.momentum / (count - 1) if replicas == 1 else 0.0  # with replicas the kernel computes the count
         kept = running.mean, running.variance, running.momentum, bessel
     with select_device(means):
         _exchange_coefficients_kernel[(lanes.blocks,)](
@@ -290,7 +290,7 @@ def exchange_backward_coefficients(
     given: bool = False,
     replicas: int = 1,
 ) -> ExchangedGradients:
-    """Return what ``reference.backward_coefficients`` computes likewise, its gradients summed over the samples.
+    """Compute ``reference.backward_coefficients`` in the same way, with its gradients summed over the samples.
 
     Parameters
     ----------
@@ -321,7 +321,7 @@ def exchange_backward_coefficients(
 
 
 def _describe_lanes(lanes: PairBlocks) -> dict[str, Any]:
-    """Return what a kernel is compiled for."""
+    """Return the constants for which a kernel is compiled."""
     sizes = {"PARTS": TILE // lanes.block, "ROWS": lanes.rows, "BLOCK": lanes.block}
     return {"ACROSS": lanes.across, **sizes, "num_warps": THREADS // 32}
 

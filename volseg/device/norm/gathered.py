@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Coefficients of the norms in Triton, of statistics that are there: scale and shift, and those of backward."""
+"""Coefficients of the norms in Triton, from existing statistics: scale and shift, and those of backward."""
 
 import torch
 from torch import Tensor
@@ -42,14 +42,14 @@ def store_coefficients(
 
 @triton.jit
 def keep_gradients(total, moment, rstd, kept, i, inside, count):
-    """Store the gradients of bias and weight at the places ``i`` of so many."""
+    """Store the gradients of bias and weight at the places ``i`` of ``count``."""
     tl.store(kept + i, moment * tl.load(rstd + i, mask=inside, other=0.0), mask=inside)
     tl.store(kept + count + i, total, mask=inside)
 
 
 @triton.jit
 def weigh_sums(total, moment, rstd, weight, i, inside, C, WEIGHT: tl.constexpr):
-    """Return what the sums of the pairs ``i`` add to those of their groups."""
+    """Return the contributions of the pairs ``i`` to the sums of their groups."""
     moment *= tl.load(rstd + i, mask=inside, other=0.0)
     if WEIGHT:
         w = tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
@@ -196,5 +196,5 @@ def backward_coefficients(stacked: Tensor, mean: Tensor, rstd: Tensor, weight: T
 
 
 def make_dense(values: Tensor | None) -> Tensor | None:
-    """Return weights or biases as the kernels read them: one behind the other, which those of a style may not be."""
+    """Return weights or biases as dense tensors for the kernels; those of a style may not be dense."""
     return None if values is None else values.contiguous()

@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Which (sample, channel) pairs of a norm share statistics, and in which order a kernel takes them."""
+"""Groups of (sample, channel) pairs of a norm that share statistics, and their order in a kernel."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,17 +18,17 @@ MOST_LANES = 64
 """Channels of one group that a program joins side by side."""
 
 THREADS = 128
-"""Of a program."""
+"""Threads of a program."""
 
 TILE = 1024
 """Statistics of parts that a program reads at a time."""
 
 
 class PairBlocks(NamedTuple):
-    """How programs take the pairs: each a few groups at a time, or all pairs of one group.
+    """Distribution of the pairs over programs: each takes a few groups at a time, or all pairs of one group.
 
-    Groups lie side by side in memory over a batch (``across`` False): a program takes some, many samples at a time.
-    A group of channels lies in one piece: a program takes one, some channels after the others (``across`` True).
+    Over a batch, groups are side by side in memory (``across`` False): a program takes some, many samples at a time. A
+    group of channels is one piece (``across`` True): a program takes one, a number of channels at a time.
     """
 
     groups: int
@@ -36,16 +36,16 @@ class PairBlocks(NamedTuple):
     """Pairs of a group."""
     across: bool
     block: int
-    """Pairs that are taken at a time."""
+    """Pairs that a program takes at a time."""
 
     @property
     def blocks(self) -> int:
-        """How many programs there are."""
+        """Number of programs."""
         return self.groups if self.across else int(triton.cdiv(self.groups, self.block))
 
     @property
     def steps(self) -> int:
-        """How often a program of one group takes pairs of it."""
+        """Number of steps in which a program takes the pairs of its one group."""
         return int(triton.cdiv(self.members, self.block)) if self.across else 1
 
     @property
@@ -75,7 +75,7 @@ class Grouping:
         return split.mean(-1, keepdim=True).expand_as(split).flatten(1)
 
     def find_lanes(self, batch: int, channels: int) -> PairBlocks:
-        """Return how programs take the pairs of so many samples and channels."""
+        """Return how programs take the pairs of a number of samples and channels."""
         if self.is_alone(batch, channels):
             return PairBlocks(batch * channels, 1, False, LANES)
         if self.over_batch:
@@ -90,7 +90,7 @@ ALONE = Grouping()
 
 @triton.jit
 def find_pairs(step, groups, members, ACROSS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the pairs that a program takes in a step, and which of them there are: see ``PairBlocks``."""
+    """Return the pairs that a program takes in a step, and a mask of existing ones: see ``PairBlocks``."""
     lane = tl.arange(0, BLOCK)
     if ACROSS:
         channel = step * BLOCK + lane
@@ -105,7 +105,7 @@ def find_pairs(step, groups, members, ACROSS: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def find_samples(first, groups, members, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the pairs of a program's groups in some samples, ``[ROWS, BLOCK]``, and which there are: over a batch."""
+    """Return the pairs of a program's groups in some samples, ``[ROWS, BLOCK]``, with a mask: over a batch."""
     sample = first + tl.arange(0, ROWS)
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     return sample[:, None] * groups + group[None, :], (sample < members)[:, None] & (group < groups)[None, :]
@@ -113,7 +113,7 @@ def find_samples(first, groups, members, ROWS: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def find_slots(groups, ACROSS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the numbers of a program's groups, which of its lanes speak for one, and which listen."""
+    """Return the numbers of a program's groups, a mask of the lanes that send for one, and of those that receive."""
     lane = tl.arange(0, BLOCK)
     if ACROSS:
         slot = tl.program_id(0) + 0 * lane
@@ -128,7 +128,7 @@ def find_slots(groups, ACROSS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def join_lanes(values, ACROSS: tl.constexpr):
-    """Return the sums over the members that the lanes hold, on all of them."""
+    """Return the sums over the members in the lanes, on all of them."""
     if ACROSS:
         values = tl.broadcast_to(tl.sum(values, 0), values.shape)
     return values

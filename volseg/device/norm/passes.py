@@ -38,7 +38,7 @@ KINDS = {"none": 0, "leaky": 1, "elu": 2, "prelu": 3, "sigmoid": 4, "silu": 5, "
 
 @triton.jit
 def keep_negative(value):
-    """Return what is below 0, and NaN: a GPU's own minimum of NaN and 0 is 0, which would pass for a number."""
+    """Return values below 0, and NaN: a GPU's own minimum of NaN and 0 is 0, which would hide the NaN."""
     return tl.minimum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -94,7 +94,7 @@ def _affine_kernel(
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     b = tl.program_id(2)
     mask = (v[:, None] < V) & (c[None, :] < C)
-    if ENDS:  # the first voxels and the last ones, of V in all
+    if ENDS:  # the first voxels and the last ones, V in total
         v = tl.where(v < front, v, v + skipped)
     value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
     a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
@@ -118,7 +118,7 @@ def _sums_kernel(
     alpha = load_alpha(alpha, slopes, step, c, inside, KIND)
     start = part * per_program
     stop = tl.minimum(start + per_program, V)
-    # Of each place of the tile: see ``statistics``.
+    # For each place of the tile: see ``statistics``.
     first_sum = tl.zeros((BV, BC), tl.float32)
     second_sum = tl.zeros((BV, BC), tl.float32)
     third_sum = tl.zeros((BV, BC), tl.float32)
@@ -201,7 +201,7 @@ def affine(
 
 
 def find_step(slope: Tensor | None) -> int:
-    """Return how far one channel's slope is from the next one's in memory."""
+    """Return the step in memory from one channel's slope to the next."""
     return 0 if slope is None or slope.numel() == 1 else slope.stride(0)
 
 

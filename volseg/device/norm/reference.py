@@ -55,11 +55,11 @@ def coefficients(
     shares
         Each shard's share of the voxels, ``(shards, 1, 1)``.
     weight, bias
-        Of the norm, ``(C,)``, or None.
+        Parameters of the norm, ``(C,)``, or None.
     eps
         Added to the variance, which is biased; ``rstd`` is the reciprocal of the root of both.
     average
-        Replaces each pair's value by its group's mean; None where each pair is its own group.
+        Replaces each pair's value by its group's mean; None if each pair is its own group.
     """
     mean, variance = join_moments(stacked, shares)
     if average is not None:
@@ -78,7 +78,7 @@ def join_moments(stacked: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
 def find_scale_and_shift(
     mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Return what ``coefficients`` returns, of mean and variance of each pair."""
+    """Return the result of ``coefficients`` from mean and variance of each pair."""
     rstd = (variance + eps).rsqrt()
     scale = rstd if weight is None else rstd * weight.to(rstd)
     shift = -mean * scale if bias is None else torch.addcmul(bias.to(rstd), mean, scale, value=-1)
@@ -88,14 +88,14 @@ def find_scale_and_shift(
 def given_coefficients(
     slab: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Return what ``coefficients`` returns from statistics that do not come from the slab.
+    """Return the result of ``coefficients`` for statistics that do not come from the slab.
 
     Parameters
     ----------
     slab
         ``(B, C, D, H, W)``.
     mean, variance
-        Of each channel, ``(C,)``: the running ones of a norm in evaluation.
+        Statistics of each channel, ``(C,)``: the running ones of a norm in evaluation.
     weight, bias, eps
         See ``coefficients``.
     """
@@ -122,9 +122,9 @@ def backward_coefficients(
     mean, rstd, weight, average
         See ``coefficients``.
     voxels
-        Of all shards.
+        Number of voxels of all shards.
     given
-        Whether the statistics do not come from the input: factor and offset are zero then.
+        Whether the statistics do not come from the input: then factor and offset are zero.
     """
     total, moment = stacked.sum(0)
     moment = moment * rstd
@@ -156,13 +156,13 @@ def affine(
     scale, shift
         ``(B, C)``.
     activation
-        Applied behind both.
+        Applied after both.
     out
-        Where the result goes.
+        Memory of the result.
     ends
-        How many of the first and of the last planes of ``out`` are written, instead of all.
+        Numbers of first and of last planes of ``out`` that are written, instead of all.
     slope
-        PReLU's, of one value or one per channel.
+        Slope of PReLU, of one value or one per channel.
     """
     if ends is not None and out is not None:
         front, back = ends
@@ -178,7 +178,7 @@ def affine(
 def _differentiate_activation(
     gradient: Tensor, slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation, slope: Tensor | None
 ) -> Tensor:
-    """Return what is left of the output's gradient before the activation.
+    """Return the gradient before the activation.
 
     Parameters
     ----------
@@ -203,17 +203,17 @@ def gradient_sums(
 ) -> Tensor:
     """Return the sums over the voxels of ``g`` and of ``g * (slab - mean)``, ``(2, B, C)``.
 
-    With PReLU there is a third one, ``(3, B, C)``: of the output's gradient times the value before, where that is
-    negative, which is the slope's gradient.
+    With PReLU there is a third sum, ``(3, B, C)``: of the output's gradient times the value before the activation
+    where this is negative, which is the slope's gradient.
 
     Parameters
     ----------
     gradient
-        Of the output; ``g`` is what is left of it before the activation.
+        Gradient of the output; ``g`` is the gradient before the activation.
     slab, scale, shift, activation, slope
-        What ``affine`` was given.
+        Arguments of ``affine``.
     mean
-        Of the slab, ``(B, C)``.
+        Mean of the slab, ``(B, C)``.
     """
     before = _differentiate_activation(gradient, slab, scale, shift, activation, slope).flatten(2)
     centered = _widen(slab).flatten(2) - mean.unsqueeze(-1)
@@ -242,9 +242,9 @@ def gradient_input(
     gradient, slab, scale, shift, activation, slope
         See ``gradient_sums``.
     factor, offset
-        ``(B, C)``, of ``backward_coefficients``.
+        ``(B, C)``, from ``backward_coefficients``.
     out
-        Where the result goes.
+        Memory of the result.
     """
     before = _differentiate_activation(gradient, slab, scale, shift, activation, slope)
     result = torch.addcmul(_spread_over_voxels(offset, slab), _widen(slab), _spread_over_voxels(factor, slab))

@@ -1,4 +1,4 @@
-"""The running statistics of a norm over the batch, and how a step moves them."""
+"""The running statistics of a norm over the batch, and their update in a step."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ def check_sizes(channels: int, **given: Tensor | None) -> None:
     Raises
     ------
     RuntimeError
-        Naming the tensor.
+        If a size differs; names the tensor.
     """
     for name, value in given.items():
         if value is not None and value.shape != (channels,):
@@ -23,7 +23,7 @@ def check_sizes(channels: int, **given: Tensor | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A batch norm's buffers, ``(C,)``, and how far a step moves them towards the batch's statistics."""
+    """A batch norm's buffers, ``(C,)``, and the momentum of their update."""
 
     mean: Tensor
     variance: Tensor
@@ -36,26 +36,26 @@ class Running:
         Raises
         ------
         ValueError
-            If it has only one of the two.
+            If the norm has only one of the two.
         """
         if (mean is None) != (variance is None):
             raise ValueError("running_mean and running_var must either both be None or neither be None")
         return None if mean is None or variance is None else cls(mean, variance, momentum)
 
     def fits_kernel(self) -> bool:
-        """Return whether a kernel that counts in float32 moves them as torch does."""
+        """Return whether a kernel that counts in float32 updates the buffers as torch does."""
         return all(buffer.dtype == torch.float32 and buffer.is_contiguous() for buffer in (self.mean, self.variance))
 
     def update(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:
-        """Move them.
+        """Update the buffers.
 
         Parameters
         ----------
         mean, variance
-            Of the batch, ``(C,)``; the variance is biased.
+            Statistics of the batch, ``(C,)``; the variance is biased.
         count
-            Voxels of a channel, over all samples; a tensor where replicas have some. The running variance is unbiased:
-            ``count / (count - 1)`` times.
+            Voxels of a channel, over all samples; a tensor if replicas share the batch. The running variance is
+            unbiased: multiplied by ``count / (count - 1)``.
         """
         self.mean.lerp_(mean.to(self.mean), self.momentum)
         variance = variance.to(self.variance)

@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Statistics of a slab in Triton: its moments, part by part, and what the parts come to."""
+"""Statistics of a slab in Triton: the moments of its parts, and their combination."""
 
 import torch
 from torch import Tensor
@@ -47,11 +47,11 @@ def _moments_kernel(
     inside = c < C
     start = part * per_program
     stop = tl.minimum(start + per_program, V)
-    # As far as they are from the part's first voxel: means far from 0 would be rounded in each turn.
+    # Relative to the part's first voxel: means far from 0 would be rounded in each iteration.
     origin = tl.load(x + b.to(tl.int64) * sb + c.to(tl.int64) * sc + start.to(tl.int64) * sv, mask=inside, other=0.0)
     origin = origin.to(tl.float32)
-    # Each place of the tile keeps the mean and squares of its own voxels, so that threads wait for each other at the
-    # end alone.
+    # Each place of the tile keeps the mean and squares of its own voxels, so that threads wait for each other only at
+    # the end.
     mean = tl.zeros((BV, BC), tl.float32)
     square = tl.zeros((BV, BC), tl.float32)
     whole = (stop - start) // BV
@@ -64,14 +64,14 @@ def _moments_kernel(
         delta = value - mean  # Welford's update
         mean += delta * (1.0 / turns)
         square += delta * (value - mean)
-    v = start + whole * BV + tl.arange(0, BV)  # in the last part not all places have a voxel left, in others none has
+    v = start + whole * BV + tl.arange(0, BV)  # in the last part some places, or all, have no voxel left
     there = v < stop
     mask = there[:, None] & inside[None, :]
     value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32) - origin[None, :]
     delta = tl.where(mask, value - mean, 0.0)
     mean += delta * (1.0 / (turns + 1.0))
     square += tl.where(mask, delta * (value - mean), 0.0)
-    # Chan's: statistics of the places joined; a place without a voxel counts 0 times.
+    # Chan's formula: join the statistics of the places; a place without a voxel counts 0 times.
     count = tl.where(there, turns + 1.0, turns)[:, None]
     own = tl.sum(mean * count, 0) / (stop - start).to(tl.float32)
     delta = mean - own[None, :]
@@ -88,7 +88,7 @@ def join_parts(
 ):  # fmt: skip
     """Return mean and biased variance of a program's groups over all parts of the slab.
 
-    Over a batch the samples of a part lie one behind the other, as the parts do: all of them are rows of one matrix.
+    Over a batch the samples of a part follow each other in memory, as the parts do: all are rows of one matrix.
     """
     voxels = V * 1.0 * members
     samples, turns, pitch = members, 1, groups

@@ -1,4 +1,4 @@
-"""One of two things that are added: a norm with its activation, or a slab as it is."""
+"""One of two added terms: a norm with its activation, or a plain slab."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ __all__ = ["Term"]
 
 
 class Term(NamedTuple):
-    """One of the two: ``activation(slab * scale + shift)``, or the slab itself where scale and shift are None."""
+    """A term of a sum: ``activation(slab * scale + shift)``, or the slab itself if scale and shift are None."""
 
     slab: Tensor
     mean: Tensor | None = None
@@ -21,5 +21,5 @@ class Term(NamedTuple):
 
     @property
     def is_norm(self) -> bool:
-        """Whether it is scaled and shifted."""
+        """Whether the term is scaled and shifted."""
         return self.scale is not None

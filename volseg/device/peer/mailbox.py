@@ -18,11 +18,11 @@ __all__ = ["PATIENCE", "Mailbox"]
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2**30
-"""Looks at words that do not come before the result is NaN: some ten minutes, NCCL's default, whatever timeout the
-group has. A process that is later than that, or has gone, so shows in the loss, which the training loop refuses."""
+"""Number of reads of a missing word before the result is NaN: some ten minutes, NCCL's default, for any timeout of the
+group. A process that is later, or has died, so shows in the loss, which the training loop refuses."""
 
 PROBE = 2**22
-"""Looks of the first exchange, which must end: what can be mapped might still not be reached."""
+"""Number of reads in the first exchange, which must end: mapped memory may still be out of reach."""
 
 
 class Mailbox(ABC):
@@ -31,20 +31,20 @@ class Mailbox(ABC):
     Parameters
     ----------
     boxes
-        Address, in this process, of the box of every process in the order of the group.
+        Addresses, in this process, of the boxes of all processes in the order of the group.
     rank
         This process's number in the group.
     device
-        Its GPU.
+        GPU of this process.
     patience
-        Looks at words that do not come before the result is NaN.
+        Number of reads of a missing word before the result is NaN.
     memory
-        What the boxes lie in, held for as long as the mailbox.
+        Memory of the boxes, held as long as the mailbox.
 
     Notes
     -----
-    Calls are made in the same order by all, on streams that wait for one another; also from a CUDA graph, for whose
-    replays the mailbox must be held.
+    All processes make calls in the same order, on streams that wait for each other, also in a CUDA graph; the mailbox
+    must be held for the graph's replays.
     """
 
     CARRIES: ClassVar[str]
@@ -53,7 +53,7 @@ class Mailbox(ABC):
         self, boxes: Sequence[int], rank: int, device: torch.device, patience: int = PATIENCE, memory: Any = None
     ) -> None:
         self.rank, self.shards, self.patience, self.memory = rank, len(boxes), patience, memory
-        # The calls so far, and the programs of the present one that are done.
+        # The number of calls so far, and of finished programs of the current call.
         self.calls = torch.zeros(2, dtype=torch.int32, device=device)
 
     @staticmethod
@@ -63,16 +63,16 @@ class Mailbox(ABC):
 
     @abstractmethod
     def probe(self) -> bool:
-        """Exchange a little; say whether everybody's came."""
+        """Exchange a few values; return whether those of all processes arrived."""
 
     @classmethod
     def connect(cls, group: dist.ProcessGroup, device: torch.device) -> Self | None:
-        """Return a mailbox of the group, or None where there can be none; called by all processes of the group.
+        """Return a mailbox of the group, or None if it is impossible; called by all processes of the group.
 
         Raises
         ------
         ParallelError
-            While a CUDA graph is recorded, of which waiting for the others cannot be a part.
+            While a CUDA graph is recorded: it cannot contain the wait for other processes.
         """
         shards = dist.get_world_size(group)
         if not is_gpu(device) or shards == 1 or not triton_tiles.available():
@@ -89,7 +89,7 @@ class Mailbox(ABC):
             if memory is None:
                 return None
             found = cls(memory.addresses, memory.rank, device, patience=0, memory=memory)
-            found.probe()  # compiles, and waits for nobody
+            found.probe()  # compiles, and waits for no other process
             reached = [True] * shards
             dist.all_gather_object(reached, True, group=group)
             found.patience = PROBE

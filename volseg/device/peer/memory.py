@@ -1,11 +1,11 @@
 """GPU memory that the other processes of the host write directly, through CUDA's inter-process handles.
 
-torch's own sharing opens a handle on the device it came from, which costs each process a context, half a gigabyte, on
-every GPU of the others. The driver maps it into the own device's context, which is all that a kernel needs.
+torch's own sharing opens a handle on its source device, which costs each process a context, half a gigabyte, on every
+other GPU. The driver maps the memory into the own device's context, and a kernel needs no more.
 
-Memory may be freed only when nobody has it mapped any more, and nothing may be freed while a CUDA graph is recorded,
-when Python may well find an object that nobody holds. So what has gone waits: the next time that its processes share
-memory, all unmap it, tell each other, and free it.
+Memory may be freed only when no process has it mapped, and nothing may be freed while a CUDA graph is recorded, when
+Python may collect unreferenced objects. So released memory waits: the next time that its processes share memory, all
+unmap it, report this to each other, and free it.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ __all__ = ["PeerMemory", "share_memory"]
 logger = logging.getLogger(__name__)
 
 LAZY_PEER_ACCESS = 1
-"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``, the only flag there is."""
+"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``, the only existing flag."""
 
 
 class _Handle(ctypes.Structure):
@@ -42,7 +42,7 @@ class Driver:
     def __enter__(self) -> Self:
         self._selected = torch.cuda.device(self.device)
         self._selected.__enter__()
-        self.synchronize()  # by now the device's context is there
+        self.synchronize()  # creates the device's context
         return self
 
     def __exit__(self, *fault: object) -> None:
@@ -50,11 +50,11 @@ class Driver:
 
     @property
     def place(self) -> tuple[str, str]:
-        """The host and the GPU."""
+        """Host and GPU."""
         return socket.gethostname(), str(torch.cuda.get_device_properties(self.device).uuid)
 
     def synchronize(self) -> None:
-        """Wait for all that runs on the GPU."""
+        """Wait for all work on the GPU."""
         torch.cuda.synchronize(self.device)
 
     def allocate(self, size: int) -> int:
@@ -65,7 +65,7 @@ class Driver:
         return address.value
 
     def free(self, address: int) -> None:
-        """Free memory that nobody has mapped."""
+        """Free memory that no process has mapped."""
         self._call("cuMemFree_v2", "free shared memory", ctypes.c_uint64(address))
 
     def offer(self, address: int) -> bytes:
@@ -76,14 +76,14 @@ class Driver:
         return bytes(handle)
 
     def map(self, handle: bytes) -> int:
-        """Return the address here of another process's memory."""
+        """Map another process's memory, and return its address here."""
         address = ctypes.c_uint64()
         given, flags = _Handle.from_buffer_copy(handle), ctypes.c_uint(LAZY_PEER_ACCESS)
         self._call("cuIpcOpenMemHandle_v2", "map another GPU's memory", ctypes.byref(address), given, flags)
         return address.value
 
     def unmap(self, address: int) -> None:
-        """Give up another process's memory."""
+        """Unmap another process's memory."""
         self._call("cuIpcCloseMemHandle", "unmap another GPU's memory", ctypes.c_uint64(address))
 
     def _call(self, name: str, what: str, *arguments: Any) -> None:
@@ -94,7 +94,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class _Gone:
-    """Shared memory that nobody here uses any more; all processes know it by the same ``key``."""
+    """Shared memory that this process no longer uses; all processes have the same ``key`` for it."""
 
     key: tuple[tuple[int, ...], int]
     device: torch.device
@@ -109,13 +109,13 @@ _times_shared: Counter[tuple[int, ...]] = Counter()
 class PeerMemory:
     """Memory on the GPU of every process of a group.
 
-    It stays for as long as this object, which whoever writes or reads it holds: a mailbox, its communicator, its
-    strategy, and so each recorded step of the strategy's model.
+    It exists as long as this object, which its readers and writers hold: a mailbox, its communicator, its strategy, and
+    so each recorded step of the strategy's model.
 
     Attributes
     ----------
     addresses
-        Where each process's memory is to this one, in the order of the group.
+        Address of each process's memory in this process, in the order of the group.
     rank
         This process's number in the group.
     """
@@ -128,7 +128,7 @@ class PeerMemory:
 def share_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> PeerMemory | None:
     """Return ``size`` bytes, all zeros, on the GPU of every process of the group.
 
-    All processes call it, and all get None where one could not: several hosts, processes that share a GPU, or GPUs
+    All processes call this, and all get None if one of them fails: several hosts, processes that share a GPU, or GPUs
     that cannot reach each other's memory.
     """
     rank, ranks = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
@@ -141,9 +141,9 @@ def share_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> P
         try:
             own = driver.allocate(size)
             offer = driver.place, driver.offer(own)
-        except (OSError, AttributeError, ParallelError) as fault:  # whatever it is, the others wait for this one's word
+        except (OSError, AttributeError, ParallelError) as fault:  # the others still wait for this process
             _log_reason(fault)
-        driver.synchronize()  # cleared, before anybody writes
+        driver.synchronize()  # cleared before any process writes
         offers, of_all = zip(*_gather((offer, unmapped), group), strict=True)
         _free_gone(driver, [set(keys) for keys in of_all], ranks)
         places = [given[0] for given in offers if given is not None]
@@ -159,7 +159,7 @@ def share_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> P
 
 
 def _unmap_gone(driver: Driver) -> list[tuple[tuple[int, ...], int]]:
-    """Give up what others have shared and nobody here uses any more; return the keys of all that is so given up."""
+    """Unmap memory that others have shared and this process no longer uses; return the keys of all unmapped memory."""
     here = [gone for gone in _gone if gone.device == driver.device]
     for gone in here:
         while gone.mapped:
@@ -168,7 +168,7 @@ def _unmap_gone(driver: Driver) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _free_gone(driver: Driver, unmapped: list[set[Any]], ranks: tuple[int, ...]) -> None:
-    """Free the memory of this process that all others have given up; ``unmapped`` are the keys that each rank named."""
+    """Free this process's memory that all others have unmapped; ``unmapped`` are the keys of each rank."""
     named = dict(zip(ranks, unmapped, strict=True))
     for gone in [gone for gone in _gone if gone.device == driver.device]:
         members, _ = gone.key

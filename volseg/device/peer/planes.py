@@ -2,17 +2,17 @@
 # mypy: disable-error-code="no-untyped-def"
 """Exchange halo planes between the GPUs of a host: one kernel writes them to the neighbours' memory, one reads them.
 
-As in ``values``, 32 bits of data and the number of the call are one word of 64 bits, which arrives whole: nothing has
-to be fenced. Planes go out from where they lie and come in where they are read. Small ones do so on the stream that
-computes: NCCL wants a stream of its own, events around it, and, while a CUDA graph is recorded, copies on both sides,
-which takes longer than the planes travel. Larger ones travel on a stream of their own too, beside the inner planes'
-work, but without the copies. The largest stay with NCCL, for a word of data costs two on the way. ::
+As in ``values``, 32 bits of data and the number of the call are one word of 64 bits, which arrives whole: no fence is
+needed. Planes are sent from their place and received at their place. Small planes use the computing stream: NCCL needs
+a stream of its own, events around it, and, while a CUDA graph is recorded, copies on both sides, which takes longer
+than the planes travel. Larger ones also use a separate stream, during the inner planes' work, but without the copies.
+The largest stay with NCCL, since a word of data takes two words on the way. ::
 
     box   | from the shard before: words of even calls, of odd calls | from the shard behind: even, odd |
 
-In every call each process sends to both neighbours and waits for both, one empty word where there are no planes. So
-two sets of words are enough: who sends call ``n + 2`` to a neighbour has its words of call ``n + 1``, which it sent
-after it had read call ``n``.
+In every call each process sends to both neighbours and waits for both, one empty word if there are no planes. So two
+sets of words are enough: a process that sends call ``n + 2`` to a neighbour has received the neighbour's words of call
+``n + 1``, which were sent after the neighbour had read call ``n``.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,19 +34,19 @@ from volseg.errors import ParallelError
 __all__ = ["EAGER_LIMIT", "LIMIT", "PlaneMailbox", "small_enough"]
 
 LIMIT = 2**22
-"""Bytes of planes that travel in one direction at most: a plane of 256 x 256 voxels, 32 channels, 16 bits. With 6.5e6
-bytes, of 320 x 320, a step of 160 x 320 x 320 voxels per GPU took 107 ms instead of 100."""
+"""Limit of bytes of planes in one direction: a plane of 256 x 256 voxels, 32 channels, 16 bits. With 6.5e6 bytes, of
+320 x 320, a step of 160 x 320 x 320 voxels per GPU took 107 ms instead of 100."""
 
 EAGER_LIMIT = 2**19
-"""The same where no graph is recorded: NCCL then copies nothing, and keeps Python no longer."""
+"""The same limit without a recorded graph: then NCCL copies nothing, and takes no more of Python's time."""
 
 ASIDE = 2**18
-"""Bytes in one direction from which on planes travel beside the work on the inner ones: 5 us on the way, 3 to start."""
+"""Bytes in one direction from which planes travel during the inner planes' work: 5 us to travel, 3 to start."""
 
 WORDS = LIMIT // 4
 
 PROGRAMS = 64
-"""Programs per direction at most: they wait, and other streams' kernels need multiprocessors meanwhile."""
+"""Limit of programs per direction: they wait, and other streams' kernels need multiprocessors meanwhile."""
 
 BLOCK = 2048
 
@@ -66,21 +66,21 @@ class Planes(NamedTuple):
     box: int
     """Address of the words on the way."""
     travelling: int
-    """Words on the way: one at least where there is a neighbour, none at the volume's border."""
+    """Words on the way: at least one with a neighbour, none at the volume's border."""
     start: int
     """Address of the planes."""
     words: int
-    """Of the planes."""
+    """Number of words of the planes."""
     run: int
     inner: int
     outer_stride: int
     inner_stride: int
     kept: int
-    """Address of a dense copy of what is received."""
+    """Address of a dense copy of the received planes."""
 
 
 ARGUMENTS = [f"{side}_{name}" for side in SIDES for name in Planes._fields]
-"""Of the kernel, in its order: the planes before, and the planes behind."""
+"""Arguments of the kernel, in order: the planes before, and the planes behind."""
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def _exchange_planes_kernel(
     if RECEIVE:
         if KEEP:
             kept = tl.where(first, before_kept, behind_kept).to(tl.int64).to(tl.pointer_type(tl.int32))
-        looks = 0  # in all blocks together: a missing process is waited for once
+        looks = 0  # over all blocks: wait for a missing process only once
         blocks = tl.cdiv(tl.maximum(travelling, words), BLOCK)
         for block in range(tl.program_id(0) // 2, blocks, tl.num_programs(0) // 2):
             i = block * BLOCK + tl.arange(0, BLOCK)
@@ -130,7 +130,7 @@ def _exchange_planes_kernel(
                 word = tl.load(slot + i, mask=awaited, other=0, volatile=True)
                 missing = tl.max(((word >> 32 != call) & awaited).to(tl.int32), 0)
                 looks += 1
-            # All of the block: half a number of 64 bits would pass for a number. Zeros at the volume's border.
+            # For the whole block: half of a 64-bit NaN would be a valid number. Zeros at the volume's border.
             data = tl.where(awaited, tl.where(missing != 0, NAN, word.to(tl.int32)), 0)
             place = _locate(i, start, run, inner, outer_stride, inner_stride, WHOLE)
             tl.store(place, data, mask=i < words)
@@ -146,14 +146,14 @@ def _exchange_planes_kernel(
 
 
 def small_enough(width: int, values: int, dtype: torch.dtype, limit: int = LIMIT) -> bool:
-    """Return whether halos travel this way: ``width`` planes, on any side of any shard, of ``values`` each."""
+    """Return whether halos fit this exchange: ``width`` planes, on any side of any shard, of ``values`` each."""
     size = values * dtype.itemsize
     return dtype.is_floating_point and size > 0 and size % 4 == 0 and width * size <= limit
 
 
 @lru_cache(maxsize=4096)  # the same few halos in every step
 def _find_runs(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> tuple[int, int, int, int] | None:
-    """Return the words of a run, the runs of a sample, and the strides of samples and runs; None where not so."""
+    """Return the words of a run, the runs of a sample, and the strides of samples and runs; None for other layouts."""
     run, dim = 1, len(shape)
     while dim > 0 and (shape[dim - 1] == 1 or stride[dim - 1] == run):
         dim -= 1
@@ -168,7 +168,7 @@ def _find_runs(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> tup
 def _describe(planes: Tensor | None, box: int, there: bool, kept: Tensor | None = None) -> Planes | None:
     """Return the kernel arguments of planes, in the order of travel; None if the planes must be packed.
 
-    An address everywhere, even of no planes: Triton compiles for integers of 32 and of 64 bits apart.
+    Every address is set, even without planes: Triton compiles separately for integers of 32 and of 64 bits.
     """
     address = box if kept is None else find_address(kept)
     if planes is None or planes.numel() == 0:
@@ -191,7 +191,7 @@ class PlaneMailbox(Mailbox):
         super().__init__(boxes, rank, device, patience, memory)
         side, last = PlaneMailbox.size() // 2, len(boxes) - 1
         self.neighbours = rank > 0, rank < last
-        # Who is before this shard finds its planes where those from behind arrive, and the other way round.
+        # The shard before finds its planes in its area for planes from behind, and vice versa.
         self.outboxes = boxes[max(0, rank - 1)] + side, boxes[min(last, rank + 1)]
         self.inboxes = boxes[rank], boxes[rank] + side
         self.stream = make_stream(device) if is_gpu(device) else None
@@ -199,12 +199,12 @@ class PlaneMailbox(Mailbox):
 
     @staticmethod
     def size(shards: int = 2) -> int:
-        """Return the bytes of a box, of any number of shards: it has words from two."""
+        """Return the bytes of a box for any number of shards: it has words from two."""
         del shards
         return 2 * 2 * WORDS * 8
 
     def probe(self) -> bool:
-        """Exchange ranks with the neighbours; say whether both came, and zeros where there is none."""
+        """Exchange ranks with the neighbours; return whether both arrived, and zeros without a neighbour."""
         own = torch.full((2,), float(self.rank), device=self.calls.device)
         before, behind = torch.full_like(own, -1), torch.full_like(own, -1)
         self.start((own, own), (before, behind))()
@@ -224,9 +224,9 @@ class PlaneMailbox(Mailbox):
         ----------
         sends, receives
             Planes for and from the shard before and the shard behind, in the order of voxels in which they travel.
-            Those to be received at the volume's border become zeros, all that do not come NaN.
+            Received planes become zeros at the volume's border, and NaN if they do not arrive.
         keep
-            Dense memory for a copy of what is received.
+            Dense memory for a copy of the received planes.
         """
         recording = is_recording(self.calls.device)
         self._complete(recording)
@@ -246,14 +246,14 @@ class PlaneMailbox(Mailbox):
         return exchange
 
     def settle(self) -> None:
-        """Receive what has been sent and not yet waited for, or forget it where its recording failed.
+        """Receive planes that were sent and not yet waited for, or drop them if their recording failed.
 
-        To be called before a recording begins: what another one left behind was never sent.
+        Call this before a recording begins: the planes of a failed recording were never sent.
         """
         self._complete(recording=False)
 
     def _complete(self, recording: bool) -> None:
-        """Receive what has been sent and not yet waited for: the box holds one call."""
+        """Receive planes that were sent and not yet waited for: the box holds one call."""
         if self._open is None:
             return
         if self._open.recorded and not recording:
@@ -267,7 +267,7 @@ class PlaneMailbox(Mailbox):
             self._open()
 
     def receive(self, exchange: "_Exchange") -> None:
-        """Wait for planes, unless that has been done."""
+        """Wait for planes, unless this was done before."""
         if self._open is not exchange:
             return
         self._open = None
@@ -296,7 +296,7 @@ class PlaneMailbox(Mailbox):
         kept: Sequence[Tensor | None],
         **variant: bool,
     ) -> None:
-        """Run the kernel for the planes ``both`` before and behind; they must not need packing."""
+        """Run the kernel for the planes ``both`` before and behind; they must need no packing."""
         before, behind = (_describe(*side) for side in zip(both, boxes, self.neighbours, kept, strict=True))
         assert before is not None
         assert behind is not None
@@ -311,10 +311,10 @@ class PlaneMailbox(Mailbox):
 
 @dataclass(eq=False, slots=True)
 class _Exchange:
-    """Planes on their way: called once, it waits for them. Not a closure, which would hold itself and the planes.
+    """Planes on their way; a call waits for them. Not a closure, which would hold itself and the planes.
 
-    ``targets`` are what is received, or where it arrives packed; ``sent`` is held for as long as it may be read on the
-    other ``stream``.
+    ``targets`` are the received planes, or their packed memory; ``sent`` is held as long as the other ``stream`` may
+    read it.
     """
 
     box: PlaneMailbox
@@ -330,7 +330,7 @@ class _Exchange:
 
 
 def _pack(planes: Tensor | None, copy: bool = True) -> Tensor | None:
-    """Return planes as they can travel: themselves, or dense memory for them, with a copy of them."""
+    """Return planes in a form that can travel: themselves, or dense memory for them, with a copy of them."""
     if _describe(planes, 0, there=True) is not None:
         return planes
     assert planes is not None

@@ -2,16 +2,16 @@
 # mypy: disable-error-code="no-untyped-def"
 """Exchange a few kilobytes between all GPUs of a host in one kernel: the norms' statistics, dozens of times a step.
 
-Who exchanges in another way lets the same kernel run, and so gets the same bits: see ``ValueExchange``.
+Other exchanges run the same kernel, and so get the same bits: see ``ValueExchange``.
 
-Every process writes its values into the memory of all the others, each beside the number of the call in one word of 64
-bits, and waits until all words of its own memory have that number. Nothing has to be fenced, since such a word arrives
-whole (NCCL's LL protocol). NCCL's all-gather does the same later, and queues behind the gradients' sums. ::
+Every process writes its values into the memory of all others, each with the number of the call in one word of 64 bits,
+and waits until all words of its own memory have that number. No fence is needed, since such a word arrives whole
+(NCCL's LL protocol). NCCL's all-gather does the same later, and queues behind the gradients' sums. ::
 
     box   | words of even calls, per sender | of odd calls |
 
-Two sets of words are enough: who writes those of call ``n + 2`` has those of call ``n + 1``, and each sender had read
-call ``n`` before it sent them. What travels is read in the order of the grid, so sums agree bit for bit.
+Two sets of words are enough: a process that writes call ``n + 2`` has received all words of call ``n + 1``, and each
+sender had read call ``n`` before it sent them. Values are read in the order of the grid, so sums agree bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,12 +32,12 @@ __all__ = ["CAPACITY", "RelayedValues", "ValueExchange", "ValueMailbox", "Values
 Result = TypeVar("Result")
 
 CAPACITY = 8192
-"""Float32 values that one process sends at most: 2 statistics of 16 samples and 256 channels."""
+"""Limit of float32 values that one process sends: 2 statistics of 16 samples and 256 channels."""
 
 
 @triton.jit
 def put(value, i, mask, boxes, call, rank, SHARDS: tl.constexpr, CAPACITY: tl.constexpr):
-    """Write float32 values to the places ``i`` of this process in everybody's box."""
+    """Write float32 values to this process's places ``i`` in the boxes of all processes."""
     word = (call << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     start = ((call & 1) * SHARDS + rank) * CAPACITY
     for peer in tl.static_range(SHARDS):
@@ -46,7 +46,7 @@ def put(value, i, mask, boxes, call, rank, SHARDS: tl.constexpr, CAPACITY: tl.co
 
 @triton.jit
 def get(i, mask, boxes, call, rank, peer, patience, SHARDS: tl.constexpr, CAPACITY: tl.constexpr):
-    """Wait for the values at the places ``i`` of a process; NaN where they do not come."""
+    """Wait for the values at the places ``i`` of a process; NaN if they do not arrive."""
     start = ((call & 1) * SHARDS + peer) * CAPACITY
     place = tl.load(boxes + rank).to(tl.pointer_type(tl.int64)) + start + i
     word = tl.load(place, mask=mask, other=0, volatile=True)
@@ -60,7 +60,7 @@ def get(i, mask, boxes, call, rank, peer, patience, SHARDS: tl.constexpr, CAPACI
 
 @triton.jit
 def count(calls, call):
-    """Count the call, once all programs of the kernel have come here."""
+    """Count the call, once all programs of the kernel have reached this point."""
     tl.debug_barrier()
     if tl.atomic_add(calls + 1, 1) == tl.num_programs(0) - 1:
         tl.store(calls + 1, 0)
@@ -75,7 +75,7 @@ def _exchange_values_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     put(tl.load(own + i, mask=mask, other=0.0), i, mask, boxes, call, rank, SHARDS, CAPACITY)
-    tl.debug_barrier()  # nothing that is sent may wait for what is awaited
+    tl.debug_barrier()  # send everything before waiting
     for peer in tl.static_range(SHARDS):
         value = get(i, mask, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
         tl.store(out + peer * n + i, value, mask=mask)
@@ -93,7 +93,7 @@ class ValueMailbox(Mailbox):
         super().__init__(boxes, rank, device, patience, memory)
         self.boxes = torch.tensor(boxes, dtype=torch.int64).to(device)
         self.hears = True
-        """Whether a kernel that runs now has the values of all others: where it runs several times, the last one."""
+        """Whether a running kernel has the values of all others: if it runs several times, only in the last run."""
 
     @staticmethod
     def size(shards: int) -> int:
@@ -117,13 +117,13 @@ class ValueMailbox(Mailbox):
         }
 
     def run(self, calls: Sequence["Callable[[ValueMailbox], Result]"], count: int) -> Result:
-        """Run the kernel of this process's one slab, which waits for the others'."""
+        """Run the kernel of this process's one slab, which waits for the other processes' values."""
         del count
         (call,) = calls
         return call(self)
 
     def stack(self, partial: Tensor) -> Tensor:
-        """Return every process's tensor, ``(shards, ...)``; NaN where one has not come."""
+        """Return every process's tensor, ``(shards, ...)``; NaN for a missing one."""
         partial = partial.contiguous()
         out = partial.new_empty((self.shards, *partial.shape))
         with select_device(partial):
@@ -133,42 +133,42 @@ class ValueMailbox(Mailbox):
         return out
 
     def probe(self) -> bool:
-        """Exchange the ranks; say whether all came."""
+        """Exchange the ranks; return whether all arrived."""
         own = torch.full((1,), float(self.rank), device=self.calls.device)
         return bool(self.stack(own).flatten().tolist() == list(range(self.shards)))
 
 
 class ValueExchange(Protocol):
-    """How a kernel that sends values, and uses those of all shards, is run for the slabs of this process.
+    """Run kernels that send values, and use those of all shards, for the slabs of this process.
 
-    Whether the shards are on one device, on GPUs of a host or on several hosts, it is the same kernel that joins a
-    slab's values, sends them, and adds up what came. So all get the same bits.
+    With shards on one device, on GPUs of a host or on several hosts, the same kernel joins a slab's values, sends them,
+    and adds the received values. So all get the same bits.
     """
 
     def run(self, calls: Sequence[Callable[[ValueMailbox], Result]], count: int) -> Result:
-        """Return what the kernel returns, once it has the values of all shards.
+        """Return the kernel's result, once it has the values of all shards.
 
         Parameters
         ----------
         calls
-            One for each slab of this process: runs a kernel that sends the slab's values and uses those of all.
+            One call for each slab of this process: it runs a kernel that sends the slab's values and uses those of all.
         count
-            Values that each sends.
+            Number of values that each slab sends.
         """
         ...
 
 
 class ValuesOfSlabs:
-    """Exchange values between slabs of one process: the kernels run one after the other, and none waits.
+    """Exchange values between slabs of one process: the kernels run one after the other without waiting.
 
-    The last one finds what all others have sent.
+    The last kernel finds the values of all others.
 
     Parameters
     ----------
     shards
         Number of slabs.
     device
-        Where the kernels run.
+        Device of the kernels.
     """
 
     def __init__(self, shards: int, device: torch.device) -> None:
@@ -185,9 +185,9 @@ class ValuesOfSlabs:
 
 
 class RelayedValues:
-    """The exchange between processes that do not reach each other's memory, by messages.
+    """Exchange values by messages between processes that do not reach each other's memory.
 
-    The kernels run once: they leave their values in a box of the process. The boxes are gathered, and the last kernel
+    The kernels run once, and leave their values in a box of the process. The boxes are gathered, and the last kernel
     runs again.
 
     Parameters
@@ -197,7 +197,7 @@ class RelayedValues:
     device
         This process's GPU.
     slabs
-        Of each process, whose numbers are neighbours.
+        Number of slabs of each process; the numbers of its slabs are neighbours.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slabs: int = 1) -> None:
@@ -209,7 +209,7 @@ class RelayedValues:
         self.sides = [ValueMailbox(boxes, first + n, device, patience=0, memory=self.memory) for n in range(slabs)]
 
     def run(self, calls: Sequence[Callable[[ValueMailbox], Result]], count: int) -> Result:
-        """Run the kernels of this process's slabs before the others' values are there, and the last one again."""
+        """Run the kernels of this process's slabs before the others' values arrive, and then the last one again."""
         for call, side in zip(calls, self.sides, strict=True):
             side.hears = False
             call(side)

@@ -35,10 +35,9 @@ SPLIT_BATCH_NORM = (
 def run_batch(net: nn.Module, placement: Placement, batch: CutBatch) -> Any:
     """Run the micro-batches; copy in-place changes back to the caller's tensors.
 
-    Pieces of one tensor share its version: an in-place change of one would invalidate what autograd has saved of
-    another.
-    So if forward was seen to change its arguments, each micro-batch has copies; otherwise a tensor with a history is
-    watched.
+    Pieces of one tensor share its version: an in-place change of one piece would invalidate tensors that autograd has
+    saved of another. So if forward was seen to change its arguments, each micro-batch has copies; otherwise a tensor
+    with a history is watched.
     """
     leaves, sizes = pytree.tree_leaves(batch.call), batch.sizes
     if len(batch.calls) == 1 or not torch.is_grad_enabled():
@@ -53,7 +52,7 @@ def run_batch(net: nn.Module, placement: Placement, batch: CutBatch) -> Any:
     given_back: set[int] = set()
     for number, own in pieces.items():
         if id(leaves[number]) not in given_back and any(get_version(piece) for piece in own):
-            given_back.add(id(leaves[number]))  # once, if it was passed twice
+            given_back.add(id(leaves[number]))  # once, even if it was passed twice
             leaves[number].copy_(torch.cat(own))
     if not pieces and versions != [get_version(tensor) for tensor in results]:
         raise PartitionError(
@@ -84,7 +83,7 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch) -> list[Any]:
         output, sent = _send_home(output, batch.target, context.pending)
         outputs.append(output)
         passages += sent
-    # Only now: an earlier wait would keep the target from its next micro-batch.
+    # At the end: an earlier wait would keep the target from its next micro-batch.
     for copied, passage in passages:
         passage.wait(copied)
     # The caller may change the batch in place.

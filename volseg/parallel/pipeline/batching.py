@@ -1,9 +1,9 @@
 """Find the tensors of a call, and of its outputs, with one row per sample; never guess from a length.
 
-A factor per channel may be as long as the batch, and a mean over the batch ``(1, ...)`` as a micro-batch of one. So
-the network runs with a number of samples that occurs nowhere else in the call, once for each choice of the candidate
-arguments to cut. If exactly one choice runs, and gives outputs of that many rows, it is the answer. Otherwise the call
-is refused with the names of the candidates: ``batched=`` states the choice.
+A factor per channel may be as long as the batch, and a mean over the batch ``(1, ...)`` as long as a micro-batch of one
+sample. So the network runs with a number of samples that occurs nowhere else in the call, once for each choice of
+arguments to cut. If exactly one choice runs, and gives outputs with that many rows, this choice is the answer.
+Otherwise the call is refused with the names of the candidates: ``batched=`` states the choice.
 
 These runs have no side effects: they save nothing for backward, and changed state is restored. Arguments are tested
 once for each structure of the call, outputs once for each condition of the network.
@@ -75,12 +75,12 @@ class Batching:
         self._returned: dict[Hashable, list[_Returned]] = {}
 
     def find_arguments(self, call: Call, runner: Runner) -> list[bool]:
-        """Return which leaves of ``call`` are to be cut.
+        """Return which leaves of ``call`` have one row per sample.
 
         Raises
         ------
         ParallelError
-            If the leaves cannot be determined, or differ from those declared.
+            If the leaves cannot be determined, or differ from the declared ones.
         """
         if self._declared is not None:
             return _resolve_declared(call, self._declared)
@@ -205,7 +205,7 @@ def _try_all(
                     for number, leaf in enumerate(pytree.tree_leaves(output)):
                         if isinstance(leaf, Tensor):
                             check_length(leaf, samples, number)
-                except Exception as failure:  # an answer: this is not the right choice
+                except Exception as failure:  # evidence against this choice
                     failures.append(failure)
                 else:
                     found.append((choice, output))

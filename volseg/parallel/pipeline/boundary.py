@@ -19,7 +19,7 @@ def refuse_hidden(net: nn.Module) -> None:
     Raises
     ------
     PartitionError
-        If there is one.
+        If there is such a module.
     """
     for path, module in net.named_modules():
         where = repr(path) if path else "the network itself"
@@ -53,7 +53,7 @@ def find_start(cut: str, starts: Sequence[str]) -> int:
     Raises
     ------
     PartitionError
-        If there is none; lists the possible starts.
+        If no segment starts there; lists the possible starts.
     """
     for number, path in enumerate(starts):
         if path == cut or path.startswith(f"{cut}."):

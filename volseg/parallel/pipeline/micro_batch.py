@@ -96,7 +96,7 @@ def split(
 ) -> list[Call]:
     """Split the leaves with one row per sample into pieces of ``split_size`` samples.
 
-    ``is_batch`` marks these leaves; by default all that are as long as the batch.
+    ``is_batch`` marks these leaves; by default all leaves that are as long as the batch.
     """
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     is_batch = find_candidates(args, kwargs) if is_batch is None else is_batch
@@ -121,7 +121,7 @@ def copy_pieces(leaves: Sequence[Any], places: Sequence[int], sizes: Sequence[in
     Raises
     ------
     ParallelError
-        If two tensors share memory, which their copies would not.
+        If two tensors share memory: their copies would not share it.
     """
     made: dict[int, list[Tensor]] = {}
     for place in places:

@@ -54,12 +54,12 @@ class Pipeline:
     cuts : sequence of str, optional
         First modules of the stages after the first, as dotted paths, instead of measuring.
     record : "auto" or bool
-        False runs Python for every micro-batch. True captures a batch as two CUDA graphs over all devices, and replays
-        them for batches of the same kind, after three eager ones; they keep the activations of one batch allocated for
-        each kind. ``"auto"`` does so on GPUs.
+        False runs Python for every micro-batch. True captures a batch as two CUDA graphs over all devices after three
+        eager batches, and replays them for batches of the same kind; each kind keeps the activations of one batch
+        allocated. ``"auto"`` records on GPUs.
     batched : sequence of int or str, optional
         Positions and names of the arguments with one row per sample; others go whole to each micro-batch. By default
-        they are found by running the network with another number of samples; needed if that is ambiguous.
+        the pipeline finds them by runs with another number of samples; name them if that is ambiguous.
 
     Raises
     ------

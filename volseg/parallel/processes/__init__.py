@@ -12,5 +12,5 @@ first_error     the error that the job reports, and the end of a process
 =============== =======================================================================
 
 What a launcher passes to a process (`volseg.launched`) and the lifetime of a process (`volseg.lifetime`) are needed
-before torch is imported, so these modules lie outside this package.
+before torch is imported, so these modules are outside this package.
 """

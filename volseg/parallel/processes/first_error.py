@@ -44,9 +44,8 @@ SECONDS_FOR_THE_CAUSE = 6.0
 """Seconds for the failing process to report its error, when this process knows only that another one is gone."""
 
 LASTING = (BatchFieldError, ConfigError, DataError, GridError, NonFiniteLossError, UnsupportedOperatorError)
-"""Errors that another attempt would meet again: it starts from the same files. A restart must also not turn a refusal
-into
-a consent: attempts after the first continue with the content of the run folder."""
+"""Errors that another attempt would meet again, since it starts from the same files. A restart must also not turn a
+refusal into consent: attempts after the first continue with the content of the run folder."""
 
 SECONDS_FOR_REPORTS = 2.0
 """Seconds for a status to be written before this process ends."""
@@ -121,7 +120,7 @@ def reporting_first_error(report: Callable[[str], object]) -> Iterator[None]:
 def begin_all_anew(message: str, supervision: Supervision, variables: Mapping[str, str]) -> NoReturn:
     """Restart all processes in place after a failure that the job survives in another way.
 
-    If another process failed before, for good or not, its failure counts.
+    If another process failed before, lastingly or not, its failure counts.
 
     Parameters
     ----------
@@ -140,7 +139,7 @@ def begin_all_anew(message: str, supervision: Supervision, variables: Mapping[st
 
 
 def _count_attempt() -> str:
-    """Return how often these processes have been started, this time included, where launchers keep counting."""
+    """Return how often these processes have been started, including this time, if launchers count."""
     return str(int(os.environ.get(OWN_ATTEMPTS, "0")) + 1)
 
 
@@ -222,13 +221,13 @@ def read_cause(failure: ProcessFailure, place: str) -> str:
 
 
 def is_lasting(failure: ProcessFailure) -> bool:
-    """Return whether a process of the elastic launcher failed for a cause that another attempt would meet too."""
+    """Return whether a process of the elastic launcher failed for a lasting cause."""
     told: Any = failure.error_file_data.get("message")
     return isinstance(told, dict) and bool(told.get("extraInfo", {}).get("lasts"))
 
 
 def _is_told_by_launcher() -> bool:
-    """Whether volseg's own launcher prints the message."""
+    """Return whether volseg's own launcher prints the message."""
     return OWN_LAUNCHER in os.environ and find_launch() is not None
 
 

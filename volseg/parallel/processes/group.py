@@ -78,7 +78,7 @@ _message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakK
 
 
 def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
-    """Join torch's default process group with the other processes of this job, unless it is joined.
+    """Join torch's default process group with the other processes of this job, if this process has not joined it.
 
     The backend is NCCL with GPUs, otherwise gloo. From then on a job of several processes is watched: see
     ``supervision``.
@@ -139,7 +139,7 @@ def make_group(
     ranks
         Members; all processes by default.
     backend
-        That of the default group by default.
+        Backend; that of the default group by default.
     local
         Whether only the members call this function, instead of every process.
     """
@@ -167,7 +167,7 @@ def make_groups(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a gloo group of the same processes for host tensors: the group itself, or one that the first call makes.
 
-    All models share one: torch never frees a group before the last.
+    All models share this group: torch frees no group before the last one.
     """
     if "cpu" in dist.Backend.backend_capability.get(dist.get_backend(group), ()):
         return group
@@ -186,7 +186,7 @@ def agree(yes: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) 
 
 
 def largest_over_processes(value: int, device: torch.device) -> int:
-    """Return the largest value over the processes to all of them; waits for the slowest."""
+    """Return the largest value over all processes, on each of them; wait for the slowest."""
     if not is_distributed():
         return value
     values = torch.tensor([value], device=device)
@@ -195,14 +195,14 @@ def largest_over_processes(value: int, device: torch.device) -> int:
 
 
 def gather_over_processes(names: Sequence[str]) -> list[str]:
-    """Return the distinct names that the processes pass to all of them, in the order of the processes."""
+    """Return the distinct names of all processes, on each of them, in the order of the processes."""
     group = dist.group.WORLD if is_distributed() else None
     told = exchange(names, None if group is None else find_message_group(group))
     return list(dict.fromkeys(name for one in told for name in one))
 
 
 def decide_together(decide: Callable[[], Any]) -> Any:
-    """Return what the main process decides, as JSON has it; every process calls this."""
+    """Return the main process's decision, a JSON value; every process calls this."""
     return json.loads(gather_over_processes([json.dumps(decide())] if is_main_process() else [])[0])
 
 

@@ -34,10 +34,8 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
     """Run ``python <command>`` in ``processes`` local processes, and wait for them.
 
     Each process gets torchrun's variables (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...). If one
-    fails, the
-    others are ended and all are restarted, up to ``max_restarts`` times. There is no restart after an error that
-    another
-    attempt would meet again, such as a config that cannot be run.
+    fails, the others are ended and all are restarted, up to ``max_restarts`` times. There is no restart after an error
+    that another attempt would meet again, such as a config that cannot be run.
 
     Parameters
     ----------

@@ -33,9 +33,9 @@ def exchange(message: Any, group: dist.ProcessGroup | None) -> list[Any]:
     Parameters
     ----------
     message : Any
-        A JSON value; tuples come back as lists, and keys as text. Numbers keep every bit, NaN too.
+        A JSON value; tuples come back as lists, and keys as text. Numbers keep every bit, including NaN.
     group : ProcessGroup or None
-        A gloo group, all processes of which call this; None: this process only.
+        A gloo group whose processes all call this; None for this process only.
     """
     text = json.dumps(message)
     if group is None:
@@ -187,7 +187,7 @@ def run_together(
     Parameters
     ----------
     group : ProcessGroup or None
-        A gloo group that nothing else uses meanwhile; all its processes call this. None: this process only.
+        A gloo group without other use during the work; all its processes call this. None for this process only.
     work : callable
         Takes the `Rounds`, calls their ``check`` between two parts of the work, and returns a JSON value.
     num_counts : int

@@ -2,7 +2,7 @@
 
 A launcher that restarts its processes keeps its store, and with it the addresses of the dead processes. The launcher's
 restart count does not separate attempts: a launcher on another machine that rejoins because of this one does not count.
-So rank 0 chooses an unused name, and all keys of the attempt lie under that name.
+So rank 0 chooses an unused name, the prefix of all keys of the attempt.
 
 Rank 0 must not mistake a dead process for a member. Each other process writes a random *sign*. Rank 0 writes a plan:
 the name, with the signs that it sees. Every process whose sign is in the plan confirms the plan. When all signs are

@@ -75,9 +75,9 @@ class Cause:
     is_own: bool
     """Whether this process reported the cause first."""
     lasts: bool = False
-    """Whether the cause would also end another attempt."""
+    """Whether another attempt would meet the same cause."""
     again: bool = False
-    """Whether all processes restart by themselves."""
+    """Whether all processes restart themselves."""
 
 
 class Supervision:
@@ -140,7 +140,7 @@ class Supervision:
     # Called by the main thread.
 
     def fail(self, message: str, *, lasts: bool = False, again: bool = False) -> Cause:
-        """Report that this process ends by an error; return the cause of the job's end, possibly another one's."""
+        """Report that this process ends with an error; return the cause of the job's end, possibly another error."""
         self._ending.set()  # the thread must not end the process while the main thread reports
         return self._decide(message, lasts=lasts, again=again)
 
@@ -175,7 +175,7 @@ class Supervision:
         before = time.monotonic()
         while not self._ending.wait(self.period):
             now = time.monotonic()
-            # Of a long gap, in which this process was stopped, count only the usual pause.
+            # Of a long gap in which this process was stopped, count only the usual pause.
             self._watched += min(now - before, 2 * self.period)
             before = now
             try:
@@ -269,7 +269,7 @@ class Supervision:
         return self._decide(message, hung=True), True
 
     def _decide(self, message: str, *, hung: bool = False, lasts: bool = False, again: bool = False) -> Cause:
-        """Write the cause if none is written; return the one that holds."""
+        """Write the cause if no process has written one; return the written cause."""
         if self.cause is None:
             mine = json.dumps({"message": message, "hung": hung, "lasts": lasts, "again": again, "by": self.rank})
             try:
@@ -302,7 +302,7 @@ class Supervision:
         return member["machine"] == self.members[self.rank]["machine"] and not is_running(member["pid"])
 
     def _has_left(self, rank: int) -> bool:
-        """Return whether a dead process ended normally: it may have reported that after the last poll."""
+        """Return whether a dead process ended normally: it may have reported its end after the last poll."""
         told = self._ask(lambda: self._get(f"life/{rank}"))
         return told is not None and bool(json.loads(told)["leaving"])
 

@@ -252,7 +252,7 @@ class WorkerPool:
         """End all workers and wait for them; with ``at_once`` kill them and all processes that they started."""
         for worker in self.running:
             if at_once:
-                if worker.process.returncode is None:  # otherwise its number may belong to another process by now
+                if worker.process.returncode is None:  # otherwise its number may belong to another process now
                     with suppress(ProcessLookupError, PermissionError):  # all have ended
                         os.killpg(worker.process.pid, signal.SIGKILL)
                 worker.process.kill()
@@ -280,7 +280,7 @@ def run_queue(
     Parameters
     ----------
     items
-        In starting order; each is asked for when a GPU is free.
+        In starting order; each is requested when a GPU is free.
     gpus
         Values of CUDA_VISIBLE_DEVICES.
     start

@@ -1,4 +1,4 @@
-"""Networks whose convolutions hold channels last: where that is faster, and how they come to."""
+"""Choose channels last for networks on devices where it is faster, and convert their weights."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ __all__ = ["put_channels_last", "suits_channels_last"]
 
 
 def suits_channels_last(home: torch.device) -> bool:
-    """Say whether the device has 16-bit matrix units, which want it so."""
+    """Return whether the device has 16-bit matrix units, for which channels last is faster."""
     return is_gpu(home) and find_capability(home) >= (8, 0)
 
 

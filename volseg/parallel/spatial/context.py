@@ -1,4 +1,4 @@
-"""What the operators of one network share: the communicator, the settings, and the parameters on their devices."""
+"""State that the operators of one network share: communicator, settings, and parameters on their devices."""
 
 import sys
 import warnings
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 __all__ = ["Context", "find_autocast", "saved_tensors_hooks"]
 
 MOST_PLANS = 4096
-"""Plans that are kept: those of a network for some hundred sizes of volumes."""
+"""Number of cached plans: enough for a network with some hundred sizes of volumes."""
 
 
 def saved_tensors_hooks() -> Any:
-    """Return the hooks that see what autograd saves now (a checkpointed block has its own), or None.
+    """Return the active hooks for autograd's saved tensors (a checkpointed block has its own), or None.
 
-    torch has no public way to ask.
+    torch has no public function for this.
     """
     return find_saved_tensors_hooks(True)
 
 
 def find_autocast(like: Tensor) -> torch.dtype | None:
-    """Return the type in which functions compute on a tensor's kind of device now; None without autocast."""
+    """Return autocast's current dtype for a tensor's kind of device; None without autocast."""
     device = like.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -48,38 +48,38 @@ class Context:
     communicator
         The shards.
     on_unsupported
-        What to do with an operator that has no sharded form.
+        Whether an operator without a sharded form raises, or runs on gathered tensors.
     net
-        The network; names the places in messages.
+        The network, for the names of modules in messages.
 
     Attributes
     ----------
     room
         Planes of room that norms and joins leave around their slabs.
     channels_last
-        Whether volumes of the network are meant to lie in memory with channels last.
+        Whether the network's volumes should be in channels-last layout.
     frugal
-        Whether memory matters more than time: set where blocks are recomputed.
+        Whether memory matters more than time: True if blocks are recomputed.
     tiled
         Whether convolutions of large slabs write their inputs a tile at a time.
     graph_generators
-        A source of random numbers for each slab of this process, while a CUDA graph is recorded; None where all draw
-        from the device's own.
+        A random generator for each slab of this process, while a CUDA graph is recorded; None if all slabs draw from
+        the device's generator.
     has_replicas
         Whether gradients are averaged or summed with processes that train on other volumes.
     replicas
-        Those whose samples are one batch with the own ones, for norms over the batch; None where a batch is whole.
+        Replicas that share a batch with this one, for norms over the batch; None if each batch is whole here.
     over_replicas
-        Their slabs and the own ones; None likewise.
+        The slabs of these replicas and of this one; None for a whole batch.
     copies
-        Those of the parameters on the shards' devices, of the pass that runs, if one does.
+        Copies of the parameters on the shards' devices for the current pass, if any.
     hooks
-        The saved-tensor hooks around the pass, or around a block that is recomputed for ``checkpoint=``. Others are
-        those of a checkpoint in the network's own code.
+        The saved-tensor hooks around the pass, or around a block that is recomputed for ``checkpoint=``. Other hooks
+        belong to a checkpoint in the network's own code.
     cuts_large
-        Whether a large ordinary tensor was cut, as masks of windows are: the next ones wait (see ``lazy.uncut``).
+        Whether a large ordinary tensor was cut, such as a mask of windows: later ones wait (see ``lazy.uncut``).
     groups
-        How many planes windows took of tokens ``(B, D, H, W, C)``, by their cut dims and planes.
+        Number of planes that windows took of tokens ``(B, D, H, W, C)``, by cut dims and planes.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class Context:
 
     @property
     def in_pass(self) -> bool:
-        """Whether a forward pass runs, or a part of one again."""
+        """Whether a forward pass runs, or a recomputed part of one."""
         return self.copies is not None
 
     @property
     def in_network(self) -> bool:
-        """Whether what is computed now has first derivatives alone, as the network has, and nobody's loss.
+        """Whether the current computation belongs to the network, which has only first derivatives, and not to a loss.
 
-        A block that the network itself checkpoints is computed again in the backward pass, outside of any forward pass,
-        and has to be computed as it was: in a checkpoint, a loss's too, it is the network that computes.
+        A block that the network itself checkpoints is recomputed in the backward pass, outside of any forward pass, in
+        the same way as at first: every checkpoint, also one of a loss, counts as the network.
         """
         return self.in_pass or saved_tensors_hooks() is not None
 
@@ -144,9 +144,9 @@ class Context:
 
     @contextmanager
     def own_hooks(self) -> Iterator[None]:
-        """Take the current saved-tensor hooks as those of a pass, or of a block of it that is recomputed.
+        """Treat the current saved-tensor hooks as those of a pass, or of a recomputed block of it.
 
-        Norms of ordinary tensors share their statistics with the other replicas in here.
+        Within this block, norms of ordinary tensors share their statistics with the other replicas.
         """
         before, self.hooks = self.hooks, saved_tensors_hooks()
         try:
@@ -163,14 +163,14 @@ class Context:
         replicas
             All replicas of the network.
         norms
-            Returns the context in which norms of ordinary tensors do so.
+            Returns the context in which norms of ordinary tensors share their statistics.
         """
         self.replicas, self.over_replicas = replicas, SlabsOfReplicas(self.communicator, replicas)
         self._norms = norms
 
     @contextmanager
     def without_replicas(self) -> Iterator[None]:
-        """Take the statistics of norms over the own samples alone in here."""
+        """Compute the statistics of norms only over this replica's samples within this block."""
         before, self.replicas = self.replicas, None
         try:
             yield
@@ -178,13 +178,13 @@ class Context:
             self.replicas = before
 
     def spread(self, whole: Tensor) -> list[Tensor]:
-        """Hand a whole value to the shards: a parameter's copies where it is one."""
+        """Return a whole value for each shard; for a parameter, its copies."""
         found = None if self.copies is None else self.copies.find(whole)
         if found is not None:
             return found
         if not (whole.requires_grad and torch.is_grad_enabled()):
             return [whole] if self._alone == whole.device else copy_plain(self.communicator, whole)
-        # In a backward pass a block is computed again, and nobody asks for gradients of what is then computed.
+        # In a backward pass a block is recomputed; no gradients of its parameters are needed then.
         if self.has_replicas and isinstance(whole, nn.Parameter) and find_backward_pass() == -1:
             raise ParallelError(
                 f"a parameter of shape {tuple(whole.shape)} met a sharded volume outside of the forward pass that "
@@ -207,7 +207,7 @@ class Context:
         biases = [] if bias is None else self.spread(bias)
         dtype = find_autocast(like)
         if dtype is None or not like.dtype.is_floating_point or like.dtype == torch.float64:
-            return like.dtype, weights, biases  # torch refuses parameters of another type
+            return like.dtype, weights, biases  # torch refuses parameters of another dtype
         return dtype, [self.cast(copy, dtype) for copy in weights], [self.cast(copy, dtype) for copy in biases]
 
     def planned(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -221,14 +221,14 @@ class Context:
     def defer(self, volume: Any) -> None:
         """Remember a volume whose slabs wait for the next operator.
 
-        One that is written from messages is kept until the forward pass ends: each process would write what it has not
-        collected yet, and wait for those that have.
+        A volume that is written from messages is kept until the forward pass ends: otherwise processes would write
+        different volumes, depending on garbage collection, and wait for each other.
         """
         self.forget_written()
         self._waiting.append((lambda: volume) if volume.pending.reads_messages else weakref.ref(volume))
 
     def forget_written(self) -> None:
-        """Keep no volume that need not be written any more."""
+        """Drop the volumes that need not be written any more."""
         found = [(waiting, waiting()) for waiting in self._waiting]
         self._waiting = [
             waiting if isinstance(waiting, weakref.ref) or volume.pending.reads_messages else weakref.ref(volume)
@@ -237,24 +237,24 @@ class Context:
         ]
 
     def _part_with_messages(self) -> None:
-        """Keep no volume behind the forward pass; what reads messages is written when it is read, or not at all."""
+        """Release the volumes that read messages after the forward pass; they are written only if they are read."""
         for volume in [waiting() for waiting in self._waiting]:
             if volume is not None and volume.pending.reads_messages:
                 volume.pending.wait_for_readers()
         self.forget_written()
 
     def change(self, volume: Any) -> None:
-        """Count that a volume is changed in place next, as torch does; what waits is written before.
+        """Count an in-place change of a volume, as torch does; write the waiting volumes before.
 
         Parameters
         ----------
         volume
-            Which.
+            The changed volume.
 
         Raises
         ------
         UnsupportedOperatorError
-            If a hook waits for the gradient of several of its slabs.
+            If a hook waits for the gradient of several of the volume's slabs.
         """
         if volume.hooks is not None:
             raise UnsupportedOperatorError(
@@ -266,7 +266,7 @@ class Context:
             other.pending.settle_apart(other)
 
     def write_waiting(self) -> None:
-        """Write what waits, before a tensor that it follows from loses its history."""
+        """Write the waiting volumes before a tensor that they depend on loses its history."""
         for other in self._take_waiting():
             other.pending.settle_with_history(other)
 
@@ -275,18 +275,18 @@ class Context:
         return [volume for reference in waiting if (volume := reference()) is not None]
 
     def say_once(self, message: str) -> None:
-        """Warn about something that was done instead of what was asked, the first time."""
+        """Log a warning once about work that was done in another way than requested."""
         if message not in self._said:
             self._said.add(message)
             warnings.warn(message, stacklevel=4)
 
     def name_of(self, wanted: nn.Module) -> str:
-        """Name a module of the network (only when a message needs it)."""
+        """Return the name of a module of the network; called only for messages."""
         modules = self.net.named_modules() if self.net is not None else ()
         return next((f"{name} ({type(m).__name__})" for name, m in modules if m is wanted), type(wanted).__name__)
 
     def module_path(self) -> str:
-        """Name the module whose ``forward`` is running, read off the call stack (only when a message needs it)."""
+        """Return the name of the module whose ``forward`` runs, from the call stack; called only for messages."""
         if self.net is None:
             return "the calling code"
         names = {id(module): name or type(module).__name__ for name, module in self.net.named_modules()}

@@ -1,9 +1,8 @@
-"""Torch's own verdict on a call, before any slab is touched: what it refuses, and the shapes of what it returns.
+"""Rehearse a call before any slab is touched: torch's errors, and the shapes of its results.
 
-The call is rehearsed on the meta device, where tensors have shapes and no values. What torch refuses (sizes that do
-not fit, a dim that does not exist, an unknown reduction) is refused with torch's words, and a handler whose result
-has another shape or dtype than torch's is caught before anybody computes with it. Each form of a call is rehearsed
-once.
+The call runs on the meta device, where tensors have shapes and no values. A call that torch refuses (sizes that do
+not fit, a dim that does not exist, an unknown reduction) raises torch's error, and a handler whose result has another
+shape or dtype than torch's is detected before its result is used. Each form of a call is rehearsed once.
 """
 
 from collections.abc import Callable
@@ -24,15 +23,15 @@ Outline = tuple[tuple[int, ...], torch.dtype | None]
 
 
 def rehearsed(func: Callable, args: tuple, kwargs: dict[str, Any], like: ShardedVolume) -> list[Outline] | None:
-    """Return the outlines of the tensors that the call returns, or None where they depend on values.
+    """Return the outlines of the tensors that the call returns, or None if they depend on values.
 
     Raises
     ------
     Exception
-        What torch raises for such a call.
+        torch's error for such a call.
     """
     autocast = torch.is_autocast_enabled(like.device.type)
-    # The default dtype is that of ``integers / 2`` and ``where(mask, 1.0, 0.0)``.
+    # The default dtype is the dtype of ``integers / 2`` and ``where(mask, 1.0, 0.0)``.
     key = (func, autocast, torch.get_default_dtype(), _described(args), _described(kwargs) if kwargs else None)
     try:
         found: list[Outline] | None = like.context.planned(key, lambda: _on_meta(func, args, kwargs, autocast))
@@ -44,7 +43,7 @@ def rehearsed(func: Callable, args: tuple, kwargs: dict[str, Any], like: Sharded
 
 
 def check(func: Callable, result: Any, expected: list[Outline]) -> None:
-    """Refuse a result that is not what torch returns: a mistake of ours must not pass for a number."""
+    """Refuse a result with another outline than torch's: an error in a handler must not become a result."""
     found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     if len(found) == len(expected) and all(
         leaf.shape == shape and dtype in (None, leaf.dtype)
@@ -59,7 +58,7 @@ def check(func: Callable, result: Any, expected: list[Outline]) -> None:
 
 
 def _described(value: Any) -> Any:
-    """Return what the shape of a result can depend on, as something to look up by."""
+    """Return a key of every property on which the shape of a result can depend."""
     kind = type(value)
     if isinstance(value, Tensor):
         return value.shape, value.dtype
@@ -69,7 +68,7 @@ def _described(value: Any) -> Any:
         return kind, *((name, _described(own)) for name, own in value.items())
     if kind is slice:
         return kind, value.start, value.stop, value.step
-    return kind, value  # 1, 1.0 and True are equal, and not alike
+    return kind, value  # 1, 1.0 and True are equal, but give different dtypes
 
 
 def _on_meta(func: Callable, args: tuple, kwargs: dict[str, Any], autocast: bool) -> list[Outline] | None:
@@ -85,7 +84,7 @@ def _on_meta(func: Callable, args: tuple, kwargs: dict[str, Any], autocast: bool
             result = func(*tree_map(outline, args), **tree_map(outline, named))
     except NotImplementedError:  # no kernel for the meta device, or a result that depends on values
         return None
-    except RuntimeError as fault:  # numbers that are read off a tensor: an index, or where to split
+    except RuntimeError as fault:  # numbers read from a tensor: an index, or the places of a split
         if "on meta" in str(fault) or "meta tensor" in str(fault):
             return None
         raise

@@ -1,8 +1,8 @@
-"""Copies where torch has a view: planes that had to move between shards, and slabs laid out otherwise.
+"""Mark copies where torch has a view: planes that had to move between shards, and slabs in another layout.
 
-``v = y[:, :, 2:8]`` is a view to torch: what changes ``v`` in place changes ``y``, and the other way round. Along the
-cut it is a copy, because its planes are balanced anew over the shards. So it may be read, as long as nobody has
-changed the original, and may not be changed itself. Both are checked where they happen.
+``v = y[:, :, 2:8]`` is a view in torch: an in-place change of ``v`` changes ``y``, and vice versa. Along the cut it is
+a copy, because its planes are balanced anew over the shards. So the copy may be read as long as the original is
+unchanged, and may not be changed itself. Each access checks both rules.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ __all__ = ["Origin", "mark_copies", "plain"]
 
 
 class Origin:
-    """What a copy was taken from, and the state it was in.
+    """Original tensors of a copy, and their versions at the time of copying.
 
     The tensors are kept alive, as a view keeps them alive.
     """
@@ -35,11 +35,11 @@ class Origin:
     def __init__(self, tensors: Sequence[Tensor], copies: Sequence[Tensor], parents: Iterable["Origin"]) -> None:
         self.parents = list(parents)
         self._source = Unchanged(list(tensors))
-        # Numbers alone: a copy knows its origin, and is not kept by it.
+        # Only numbers: a copy knows its origin, and the origin must not keep the copy alive.
         self.own_versions = [get_version(copy) for copy in copies]
 
     def check(self) -> None:
-        """Refuse to read a copy whose original was changed since."""
+        """Refuse to read a copy whose original has changed since."""
         for parent in self.parents:
             parent.check()
         if not self._source.holds():
@@ -49,7 +49,7 @@ class Origin:
             )
 
     def check_unchanged(self, volume: ShardedVolume) -> None:
-        """Refuse that a copy was changed in place."""
+        """Refuse an in-place change of a copy."""
         if [get_version(slab) for slab in volume._slabs] != self.own_versions:
             _refuse_write(volume.context.module_path())
 
@@ -63,7 +63,7 @@ def _refuse_write(where: str) -> None:
 
 
 class CopiedView(Tensor):
-    """An ordinary tensor, the same on every shard, that torch has as a view of a volume."""
+    """An ordinary tensor, equal on every shard, that is a view of a volume in torch."""
 
     origin: Origin
     place: Callable[[], str]
@@ -86,9 +86,9 @@ class CopiedView(Tensor):
             for view, version in zip(given, versions, strict=True):
                 if get_version(view) != version:
                     _refuse_write(view.place())
-            if isinstance(result, torch.Size):  # which tree_map would make a tuple of
+            if isinstance(result, torch.Size):  # tree_map would turn it into a tuple
                 return result
-            # A view of the copy is one of the volume.
+            # A view of the copy is a view of the volume.
             known = {get_storage_key(view.untyped_storage()): view for view in given}
 
             def kept(leaf: Any) -> Any:
@@ -107,13 +107,13 @@ def _copied(tensor: Tensor, origin: Origin, place: Callable[[], str]) -> CopiedV
 
 
 def mark_copies(result: Any, given: Sequence[ShardedVolume], perhaps: bool) -> Any:
-    """Mark those parts of a function's result that are copies, where torch returns views of its arguments.
+    """Mark the copies in a function's result where torch returns views of its arguments.
 
-    With ``perhaps``, torch returns a view or a copy as the whole volume's memory happens to lie: nobody knows which
-    here, and neither may be changed.
+    With ``perhaps``, torch returns a view or a copy depending on the whole volume's memory layout, which is unknown
+    here; so neither may be changed.
     """
     parents = [volume.origin for volume in given if volume.origin is not None]
-    # Those of every slab by itself: a piece of a neighbour's slab is no view of one's own.
+    # Compared slab by slab: a piece of a neighbour's slab is no view of this process's slab.
     owned = [_memory(volume._slabs) for volume in given]
     sources = [slab for volume in given for slab in volume._slabs]
 
@@ -135,12 +135,12 @@ def _memory(slabs: Sequence[Tensor]) -> list[int]:
 
 
 def plain(value: Any) -> Any:
-    """Return a copied view as an ordinary tensor, for whoever the network hands it to; leave everything else.
+    """Return a copied view as an ordinary tensor, for code outside the network; leave other values unchanged.
 
     Raises
     ------
     UnsupportedOperatorError
-        If its original was changed since: nobody checks behind here.
+        If the original was changed since: later accesses are not checked.
     """
     if not isinstance(value, CopiedView):
         return value

@@ -1,9 +1,8 @@
-"""Functions of users on volumes: custom autograd functions of one voxel at a time, and what reads whole tensors.
+"""Run users' functions on volumes: custom pointwise autograd functions, and functions that read whole tensors.
 
-``Function.apply`` does not ask ``__torch_function__``, so a volume would pass through with a backward of the empty
-shell (which ``table`` refuses). A declared function does to each slab what it does to a volume: its ``apply`` is
-replaced by one that looks for volumes first. Not declared is not run: nobody can see from outside whether a backward
-looks at neighbours.
+``Function.apply`` does not call ``__torch_function__``, so a volume would pass through with a backward of the empty
+shell (``table`` refuses this). For a declared function, ``apply`` is replaced by one that looks for volumes first and
+runs the function on each slab. A function that is not declared does not run: its backward may read neighbours.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,7 +48,7 @@ def pointwise_function(function: Function) -> Function:
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         run = plain.__get__(None, cls)
-        if cls is not function or not volumes((args, kwargs)):  # a subclass was not declared
+        if cls is not function or not volumes((args, kwargs)):  # a subclass is not declared
             return run(*args, **kwargs)
         with without_subclass_overrides():
             return _on_slabs(function, run, args, kwargs)
@@ -59,7 +58,7 @@ def pointwise_function(function: Function) -> Function:
 
 
 class _Declared(classmethod):
-    """The ``apply`` of a function that was declared."""
+    """The ``apply`` of a declared function."""
 
 
 def _on_slabs(function: type, apply: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -87,7 +86,7 @@ def _on_slabs(function: type, apply: Callable, args: tuple, kwargs: dict[str, An
 
 @contextmanager
 def no_script() -> Iterator[None]:
-    """Say what a scripted function met; the interpreter turns our refusal into a RuntimeError of its own."""
+    """Raise a refusal inside a scripted function as such; the interpreter turns it into a RuntimeError."""
     try:
         yield
     except RuntimeError as fault:
@@ -100,10 +99,10 @@ def no_script() -> Iterator[None]:
 
 
 def whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, called with the gathered tensor in the place of each volume among its arguments.
+    """Return a function that gathers the volumes among its arguments, and then calls the given one.
 
-    Values and gradients are those of one device. The volume must fit there (on every process of a group, which all
-    compute the same): gather what a loss needs, not what a layer makes.
+    Values and gradients equal those of one device. The whole volume must fit there (on every process of a group; all
+    compute the same): gather inputs of a loss, not of a layer.
 
     Parameters
     ----------

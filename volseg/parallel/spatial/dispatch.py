@@ -1,6 +1,6 @@
-"""From a torch function that met a sharded volume to its handler, and from the handler's result to torch's.
+"""Dispatch a torch function on a sharded volume to its handler, and turn the handler's result into torch's.
 
-The steps are those of ``table``; each refuses what it does not know.
+The steps are described in ``table``; each refuses what it does not know.
 """
 
 import types
@@ -33,7 +33,7 @@ from volseg.parallel.spatial.volume import ShardedVolume, relaid
 __all__ = ["Copied", "dispatch", "in_planes"]
 
 PLAIN = frozenset({int, float, bool, str, type(None), Tensor, nn.Parameter, torch.dtype, torch.device})
-"""Most arguments of most functions: told by one look at the type."""
+"""Types of most arguments of most functions, recognised by one look-up."""
 
 METADATA = "Metadata and autograd"
 """Family of functions that compute nothing."""
@@ -46,7 +46,7 @@ SCRIPTED = "TorchScript does not see the slabs; take the module as it is without
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterable[type]) -> Any:
-    """Run a torch function that met a sharded volume; ``kinds`` are the classes of its tensors beside torch's own."""
+    """Run a torch function on a sharded volume; ``kinds`` are the classes of its tensors besides torch's own."""
     if Uncut in kinds:
         args, kwargs = (shown if func in SUMS else written)((args, kwargs))
     entry = TABLE.get(func)
@@ -116,14 +116,14 @@ def _given(args: tuple, kwargs: dict[str, Any]) -> list[ShardedVolume]:
 
 
 def _reads_rounded(entry: Entry, kind: str) -> bool:
-    """Say whether a function takes fewer digits than torch's; where autocast is off again, none that computes."""
+    """Return whether a function computes in lower precision than torch's; False for computing ones without autocast."""
     return entry.rounded and (entry.family == METADATA or torch.is_autocast_enabled(kind))
 
 
 def _widen_what_is_read(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return a call's arguments with torch's digits where they have fewer here, but for what it changes in place.
+    """Return a call's arguments in torch's precision, except a tensor that the call changes in place.
 
-    That keeps its type, as whoever else holds it does. Where it comes by keyword a copy is changed, which is refused.
+    That tensor keeps its type for its other users. If it is passed by keyword, a copy is changed, which is refused.
     """
     told = isinstance(func, types.FunctionType) and "inplace" in func.__code__.co_varnames
     changed = int(bool(bind(func, args, kwargs).get("inplace")) if told else writes(func))
@@ -132,18 +132,18 @@ def _widen_what_is_read(func: Callable, args: tuple, kwargs: dict[str, Any]) -> 
 
 
 def _widened(leaf: Any) -> Any:
-    """Return a volume as torch has it, where it has fewer digits here: a copy."""
+    """Return a volume in torch's precision, as a copy, if its slabs have a lower one."""
     if not isinstance(leaf, ShardedVolume) or leaf.widen is None:
         return leaf
     wide = leaf.widen(leaf)
     if torch.is_grad_enabled():
-        leaf.is_bypassed = True  # the gradient of what has all digits goes to what was upsampled
+        leaf.is_bypassed = True  # the gradient of the wide volume goes to the input of the upsampling
     wide.origin = Origin(leaf._slabs, wide._slabs, [leaf.origin] if leaf.origin is not None else [])
     return wide
 
 
 def _treated(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name; refuse any that the handler does not know, unless it is torch's default."""
+    """Return the arguments by name; refuse any that the handler does not know, unless it has torch's default."""
     named = bind(func, args, kwargs)
     treated = entry.treated or frozenset()
     if named.keys() <= treated:
@@ -158,12 +158,12 @@ def _treated(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]) 
 
 
 def _is_by_sample(volume: ShardedVolume, args: tuple) -> bool:
-    """Say whether a volume is a function's input, and cut along its samples."""
+    """Return whether a volume is a function's input, and is cut along its samples."""
     return len(volume.dims) == 1 and bool(args) and args[0] is volume
 
 
 def _of_one_shape(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Say whether all tensors have one shape: then there is nothing to rehearse for a function that broadcasts."""
+    """Return whether all tensors have one shape: then a function that broadcasts needs no rehearsal."""
     shape = None
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -177,20 +177,20 @@ def _of_one_shape(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def in_planes(volume: ShardedVolume) -> ShardedVolume:
-    """Return the volume with its entries balanced over the shards, as operators that look at planes want it."""
+    """Return the volume with its entries balanced over the shards, for operators that work on planes."""
     if volume.merged is None:
         return volume
     if volume.merged.outer > 1:
         refuse(SEVERAL_RANGES)
     moved = relaid(volume, None)
-    # A copy: who changes it in place is refused.
+    # A copy: an in-place change of it is refused.
     moved.origin = Origin(volume.slabs, moved.slabs, [volume.origin] if volume.origin is not None else [])
     return moved
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The result of a function that returns views, where torch copies as well."""
+    """Result of a function that returns views where torch also copies."""
 
     value: Any
 
@@ -198,16 +198,16 @@ class Copied:
 def _checked(
     entry: Entry, func: Callable, result: Any, expected: list[Outline] | None, given: list[ShardedVolume]
 ) -> Any:
-    """Return the result, if it is what torch returns, and marked where it is a copy of what is a view there.
+    """Return the result if it matches torch's, and mark it if it is a copy where torch has a view.
 
     Parameters
     ----------
     entry, func
         The function that ran, and its entry.
     result
-        Of its handler.
+        Result of its handler.
     expected
-        What torch returns for such shapes; None where that was not asked.
+        Torch's result for such shapes; None if the call was not rehearsed.
     given
         The volumes among its arguments.
     """
@@ -227,7 +227,7 @@ def _checked(
 
 
 def _check_layouts(func: Callable, result: Any) -> None:
-    """Refuse slabs that are not those of the volume's layout: a mistake of ours must not pass for a number."""
+    """Refuse slabs that do not match the volume's layout: an error in a handler must not become a result."""
     for volume in volumes(result):
         grid = zip(volume._slabs, volume.context.communicator.coordinates, strict=True)
         for slab, coordinates in grid:

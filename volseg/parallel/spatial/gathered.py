@@ -1,4 +1,4 @@
-"""Functions on the whole volume: what a user asked for by ``on_unsupported="gather"``, or what needs all voxels."""
+"""Run functions on the whole volume: by ``on_unsupported="gather"``, or because they need all voxels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 __all__ = ["name_of", "nested", "run_gathered", "unsupported", "volumes"]
 
 OF_HISTORY = frozenset({torch.autograd.backward, torch.autograd.grad, Tensor.backward})
-"""Functions that a gathered copy never serves: of what was computed from the slabs, it is no part."""
+"""Functions that a gathered copy cannot serve: it does not belong to results computed from the slabs."""
 
 
 def volumes(arguments: Any) -> list[ShardedVolume]:
@@ -23,7 +23,7 @@ def volumes(arguments: Any) -> list[ShardedVolume]:
 
 
 def nested(value: Any) -> bool:
-    """Say whether a value may hold tensors; ``tree_flatten`` takes many times as long to find none."""
+    """Return whether a value may hold tensors; ``tree_flatten`` takes many times as long to find none."""
     holds = type(value) in SUPPORTED_NODES or isinstance(value, tuple)
     return holds and (isinstance(value, dict) or set(map(type, value)) != {int})
 
@@ -38,7 +38,7 @@ def name_of(func: Callable) -> str:
 
 
 def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str) -> Any:
-    """Raise, or run the function on gathered tensors where the user asked for that."""
+    """Raise, or run the function on gathered tensors if the user requested that."""
     given = volumes((args, kwargs))
     context = given[0].context
     where = context.module_path()
@@ -59,13 +59,13 @@ def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str
 
 
 def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a function on whole tensors, and cut what has the volume's grid again.
+    """Run a function on whole tensors, and cut results on the volume's grid again.
 
     Raises
     ------
     UnsupportedOperatorError
-        If the function changes a gathered volume, or returns something else than values: its effect would be on the
-        copy, and be lost.
+        If the function changes a gathered volume, or returns something other than values: the effect on the copy would
+        be lost.
     """
     given = volumes((args, kwargs))
     gathered = {id(volume): volume.full_tensor() for volume in given}
@@ -87,7 +87,7 @@ def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     else:
         memory = {get_storage_key(whole.untyped_storage()) for whole in gathered.values()}
         views = any(isinstance(leaf, Tensor) and get_storage_key(leaf.untyped_storage()) in memory for leaf in leaves)
-        # An ordinary tensor that took in a volume stays what and where it is.
+        # An ordinary tensor that was combined with a volume stays unchanged.
         own = {id(leaf) for leaf in tree_flatten((args, kwargs))[0]}
         result = tree_map(lambda leaf: leaf if id(leaf) in own else _cut_again(leaf, given[0]), result)
         return mark_copies(result, given, perhaps=True) if views else result

@@ -1,4 +1,4 @@
-"""Custom autograd functions leave a mark on the shell of a volume: what came through one is refused.
+"""Refuse volumes that passed through custom autograd functions, which leave a mark on the volume's shell.
 
 The shell claims to need a gradient, so that a ``torch.autograd.Function`` gives its result a history. Autograd does not
 see the slabs inside, whose gradient would be lost.
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["HISTORY", "check_history", "refuse_custom"]
 
 HISTORY: Any = Tensor.grad_fn
-"""The property itself: asked of the shell, where ``volume.grad_fn`` would go through the table."""
+"""The property itself, for the shell: ``volume.grad_fn`` would go through the table."""
 
 
 def check_history(volume: "ShardedVolume") -> None:
-    """Refuse a volume that came through a custom function, before its slabs are read past the table."""
+    """Refuse a volume from a custom function, before its slabs are read without the table."""
     with without_subclass_overrides():
         if HISTORY.__get__(volume) is not None:
             refuse_custom(volume)

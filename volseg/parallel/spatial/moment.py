@@ -1,4 +1,4 @@
-"""The modes in which an operator was called: what waits is written as it would have been then."""
+"""Record the modes in which an operator was called, so that waiting slabs are written in the same modes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +14,7 @@ __all__ = ["Moment"]
 
 
 class Moment:
-    """The modes in which an operator was called, for its slabs to be written in."""
+    """Modes in which an operator was called, for writing its slabs later."""
 
     __slots__ = ("_trained", "grad_enabled", "hooks", "inference")
 
@@ -29,25 +29,25 @@ class Moment:
         return self.joined(Moment(parameters))
 
     def joined(self, other: "Moment") -> "Moment":
-        """Return the same moment for the parameters of another one, too."""
+        """Return the same moment, also for the parameters of another one."""
         more = copy(self)
         more._trained = [*self._trained, *other._trained]
         return more
 
     def is_now(self) -> bool:
-        """Say whether what is computed now is differentiated, and saved, as then: one node can be both."""
+        """Return whether gradients and saved tensors are handled as then, so that one autograd node can serve both."""
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return modes == (self.grad_enabled, self.inference) and saved_tensors_hooks() == self.hooks
 
     def trains_alike(self) -> bool:
-        """Say whether the parameters are trained, or frozen, as then."""
+        """Return whether the parameters are trained, or frozen, as then."""
         return all(parameter.requires_grad == trained for parameter, trained in self._trained)
 
     def restored(self) -> AbstractContextManager[None]:
-        """Compute as if then.
+        """Compute in the recorded modes within the block.
 
-        The next operator may run under no_grad, or inside a checkpointed block that must not count this; or a parameter
-        was frozen, or freed, in between.
+        The next operator may run under no_grad, or inside a checkpointed block that must not include this work; or a
+        parameter may have been frozen or unfrozen in between.
         """
         now = saved_tensors_hooks()
         own = now is None or now == self.hooks

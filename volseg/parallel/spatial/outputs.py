@@ -1,4 +1,4 @@
-"""What a network on slabs does to its own input, and what it returns.
+"""Write a network's changes of its input back to the caller, and finish its outputs.
 
 A first layer that works in place changes the caller's tensor. On one device it does so with any network. Slabs in the
 caller's memory are that tensor. Elsewhere the change is written back after the forward pass, or refused if autograd
@@ -28,9 +28,9 @@ class CutInput:
 
     Parameters
     ----------
-    whole, volume
+    The tensor, and the volume of its slabs.
         The two.
-    others
+    The call's other tensors, and the values made of them: tensors that share memory with this one see its changes.
         The call's other tensors, and what was made of them: those that share memory with this one see its changes.
     """
 
@@ -41,7 +41,7 @@ class CutInput:
 
     @classmethod
     def among(cls, given: Sequence[Any], cut: Sequence[Any]) -> "list[CutInput]":
-        """Pair the leaves of a call's arguments with what was cut from them, once each."""
+        """Pair the leaves of a call's arguments with the volumes cut from them, once each."""
         pairs = {id(whole): (whole, made) for whole, made in zip(given, cut, strict=True) if _is_plain(whole)}
         return [
             cls(whole, volume, [pair for key, pair in pairs.items() if key != id(whole)])
@@ -50,12 +50,12 @@ class CutInput:
         ]
 
     def write_back(self) -> None:
-        """Give the caller's tensor what the forward pass wrote into the slabs.
+        """Copy the forward pass's changes of the slabs to the caller's tensor.
 
         Raises
         ------
         UnsupportedOperatorError
-            If autograd, or another argument that shares memory, would not have known of the change.
+            If autograd, or another argument that shares memory, would not see the change.
         """
         slabs = self.volume.slabs
         same = all(a is b for a, b in zip(slabs, self._slabs, strict=True))
@@ -94,7 +94,7 @@ def _lies_in(whole: Tensor, made: Tensor) -> bool:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Say whether the memory between the first and the last elements of two tensors overlaps."""
+    """Return whether the memory between the first and the last elements of two tensors overlaps."""
     if get_storage_key(one.untyped_storage()) != get_storage_key(other.untyped_storage()):
         return False
     (begin, end), (first, last) = _find_extent(one), _find_extent(other)
@@ -109,19 +109,19 @@ def _find_extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def finish_result(result: Any, marked: Marked | None, *, contiguous: bool) -> Any:
-    """Return what a forward pass's caller gets.
+    """Return the final result of a forward pass.
 
     Parameters
     ----------
     result
-        What the network returned.
+        The network's result.
     marked
-        Whose gradients the backward pass sums; None where nothing is to be summed.
+        Parameters whose gradients the backward pass sums; None for no sums.
     contiguous
-        Whether channels come first again, as in the labels with which losses mix them: outputs have few.
+        Whether to convert outputs to channels first, the layout of the labels in losses: outputs have few channels.
     """
     result = tree_map(_widen, result)
-    for volume in volumes(result):  # with the weights of now: the optimizer may change them before anybody looks
+    for volume in volumes(result):  # with the current weights: the optimizer may change them before the result is read
         volume.settle()
     result = tree_map(plain, result)
     if marked is not None:
@@ -130,7 +130,7 @@ def finish_result(result: Any, marked: Marked | None, *, contiguous: bool) -> An
 
 
 def _tie(result: Any, marked: Marked) -> Any:
-    """Return a pass's result, whose backward pass sums every gradient."""
+    """Return a pass's result, tied so that its backward pass sums every gradient."""
     leaves, structure = tree_flatten(result)
     marked.check_outputs(leaves)
     pieces = [_list_pieces(leaf) for leaf in leaves]
@@ -148,7 +148,7 @@ def _tie(result: Any, marked: Marked) -> Any:
 
 
 def _list_pieces(leaf: Any) -> list[Tensor]:
-    """Return the tensors that a gradient comes back through."""
+    """Return the tensors through which a gradient flows back."""
     if isinstance(leaf, ShardedVolume):
         check_history(leaf)
         return leaf.slabs if any(slab.requires_grad for slab in leaf.slabs) else []
@@ -156,7 +156,7 @@ def _list_pieces(leaf: Any) -> list[Tensor]:
 
 
 def _widen(leaf: Any) -> Any:
-    """Return what torch has in float32 as such; inside the network it may have had fewer digits."""
+    """Return values in float32 if torch has float32; inside the network they may have lower precision."""
     return leaf if not isinstance(leaf, ShardedVolume) or leaf.widen is None else leaf.widen(leaf)
 
 

@@ -1,12 +1,12 @@
-"""The parameters of a network on the shards' devices, for one forward pass.
+"""Copy the parameters of a network to the shards' devices, for one forward pass.
 
 One owner, with a rule for each mode:
 
-- A copy made while gradients are recorded has history, and serves with and without them. A copy made under ``no_grad``
-  (self-conditioning, recycling), or while the parameter is frozen, never serves where a gradient is wanted.
-- A copy serves as long as its parameter is unchanged: in place (its version) and by ``.data`` (its address).
-- A recomputed block uses the copies of the pass that it repeats. After the pass, nothing is kept: a head called outside
-  of ``forward`` reads its parameters as they are then, whoever changed them.
+- A copy made while gradients are recorded has history, and is used with and without gradients. A copy made under
+  ``no_grad`` (self-conditioning, recycling), or while the parameter is frozen, is never used with gradients.
+- A copy is valid as long as its parameter is unchanged: in place (its version) and by ``.data`` (its address).
+- A recomputed block uses the copies of the pass that it repeats. After the pass no copy is kept: a head called outside
+  of ``forward`` reads the current parameters.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class _Copied(NamedTuple):
 
 
 class _Cast(NamedTuple):
-    """A copy in another dtype; holds the copy, whose ``id`` is its key and must not be given to another tensor."""
+    """A copy in another dtype; holds the source, whose ``id`` is the key and must not be reused for another tensor."""
 
     copy: Tensor
     state: tuple[int, int]
@@ -39,16 +39,16 @@ class _Cast(NamedTuple):
 
 
 def _read_state(tensor: Tensor) -> tuple[int, int]:
-    """Return what a change in place, or by ``.data``, changes."""
+    """Return values that change with the tensor, in place or by ``.data``."""
     return get_version(tensor), find_address(tensor)
 
 
 class Copies:
-    """What one pass has copied.
+    """Copies of one pass.
 
-    Gradients of a bucket of parameters are summed in one call. It is handed to the shards when the first of its
-    parameters is used with gradients: autograd takes the most recent of the nodes that are ready, so the sum starts in
-    the middle of the backward pass, and not at its end.
+    Gradients of a bucket of parameters are summed in one call. The bucket goes to the shards when the first of its
+    parameters is used with gradients: autograd runs the most recent ready node first, so the sum starts in the middle
+    of the backward pass instead of its end.
     """
 
     def __init__(self, communicator: Communicator, parameters: Sequence[Tensor]) -> None:
@@ -77,7 +77,7 @@ class Copies:
         return found.copies
 
     def cast(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return one of the copies in autocast's dtype: converted once, however often it is used."""
+        """Return a copy in autocast's dtype, which is converted only once."""
         if id(copy) not in self._ids:
             return copy.to(dtype)
         key = id(copy), dtype, copy.requires_grad and torch.is_grad_enabled()
@@ -88,7 +88,7 @@ class Copies:
         return found.result
 
     def _record(self, whole: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
-        # A parameter that is frozen for the moment would get no gradient when it no longer is.
+        # A parameter that is frozen for now would get no gradient once it is unfrozen.
         trained = [parameter for parameter in bucket if parameter.requires_grad]
         for parameter, copies in zip(trained, self._communicator.share(trained), strict=True):
             self._recorded[id(parameter)] = self._noted(parameter, [as_savable(copy) for copy in copies])

@@ -1,10 +1,10 @@
-"""What is still to be done with a volume's slabs, or can be done again: one protocol, four states.
+"""State of a volume's slabs: to be written, written, shown or released; one protocol, four states.
 
-A norm or a join is not computed where it is called, but once the next operator is known (*waiting*): an activation is
-taken along, a convolution gets its halo sent while the inner planes are still being written, anything else gets the
-slabs. Slabs that were written so have a *recipe*: how to write them again from tensors that are kept anyway. An
-operator that keeps the recipe borrows the slabs and gives their memory back (*released*), unless somebody else has seen
-them, who may hold them still (*shown*). ::
+A norm or a join is not computed when it is called, but once the next operator is known (*waiting*): an activation is
+included, a convolution has its halo sent while the inner planes are still being written, any other operator gets the
+slabs. Slabs that were written in this way have a *recipe*: how to write them again from tensors that are kept anyway.
+An operator that keeps the recipe borrows the slabs and frees their memory (*released*), unless other code has read the
+slabs and may still hold them (*shown*). ::
 
       activate
        +---+
@@ -32,24 +32,23 @@ end_block     nothing [4]_             nothing                     nothing      
 narrow        the slabs' history       the slabs' history          as Written       as Written [5]_
 ============= ======================== =========================== ================ =====================
 
-.. [1] The input of a recomputed block says its recipe, and stays unwritten: a join reads the recipe alone.
-.. [2] And the recipe; where it can only be written as a whole it is, and stays Written.
-.. [3] What is larger than its recipe's tensors is spared.
-.. [4] A sum is written: waiting behind the block it would keep both of what is added.
-.. [5] Of an unwritten sum that of its cast, if asked for.
+.. [1] The input of a recomputed block returns its recipe, and stays unwritten: a join reads only the recipe.
+.. [2] And the recipe; if the slabs can only be written whole, they are, and stay Written.
+.. [3] Slabs larger than their recipe's tensors are spared.
+.. [4] A sum is written: waiting after the block, it would keep both terms.
+.. [5] For an unwritten sum, the history of its cast, if requested.
 
 What is changed in place
-    An operator that works in place lets everything that waits be written first (``Context.change``), but a bias, whose
-    slabs nobody has seen, and then has the slabs shown: it changes what was there when it was called. Everything else
-    shows in the tensors' versions (see ``versions``). What a *waiting* slab is written from has changed: refused, now
-    and at every later try. What a *written* or *shown* slab was written from has changed, or the slab itself: the slab
-    is right, and its recipe does not hold any more. What a *released* slab was written from has changed: the slab is
-    lost, and whoever asks for it is refused.
+    An in-place operator first writes all waiting slabs (``Context.change``), except a bias whose slabs were never read,
+    and then has its slabs shown: it changes the values at the time of its call. Other changes show in the tensors'
+    versions (see ``versions``). If the sources of a *waiting* slab have changed, this and every later read is refused.
+    If the sources of a *written* or *shown* slab have changed, or the slab itself, the slab is right, and its recipe is
+    no longer valid. If the sources of a *released* slab have changed, the slab is lost, and reads of it are refused.
 
 Most volumes never wait: they begin as ``PLAIN``, which is written and has no recipe, and become ``PLAIN_SHOWN``. A
-state holds tensors and no volume, which holds its state: nobody waits for a garbage collector to free a slab.
+state holds tensors and no volume, since the volume holds the state: a cycle would delay the release of slabs.
 
-This is no part of ``lazy``: the volume stands on the protocol, and the operators that wait make volumes.
+This module is not part of ``lazy``: the volume needs the protocol, and the operators in ``lazy`` make volumes.
 """
 
 from abc import ABC, abstractmethod
@@ -74,7 +73,7 @@ __all__ = ["PLAIN", "PLAIN_SHOWN", "Pending", "Released", "Shown", "Waiting", "W
 
 
 def find_likes(volume: "ShardedVolume") -> list[Tensor]:
-    """Return shape, element type and layout of the slabs, on the meta device: also of those that have no memory."""
+    """Return shape, element type and layout of the slabs, on the meta device: also of slabs without memory."""
     pending, slabs = volume.pending, volume._slabs
     if isinstance(pending, Released) and pending.layout is not None:
         layout = pending.layout
@@ -87,9 +86,8 @@ class Pending(ABC):
 
     Attributes
     ----------
-    parts
-        The slabs of each volume that is joined, if some are: an operator can hand each its own gradient. None once
-        the join was shown: who has seen it may wait for its gradient, by a hook for example.
+    The slabs of each joined volume, if any: an operator can return a gradient for each. None once the join was
+    shown: its readers may wait for its gradient, for example with a hook.
     """
 
     __slots__ = ()
@@ -97,79 +95,79 @@ class Pending(ABC):
 
     @property
     def reads_messages(self) -> bool:
-        """Whether the slabs will be written from what other processes send, before anything is changed in place."""
+        """Whether the slabs will be written from messages of other processes, before any in-place change."""
         return False
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "Waiting | None":
-        """Return the state with an activation behind it, or None where none can be taken along.
+        """Return the state with an activation included, or None if it cannot be included.
 
         Parameters
         ----------
         activation
-            Which.
+            The activation.
         slope
-            PReLU's.
+            Slope of PReLU.
         """
         del activation, slope
         return None
 
     def settle(self, volume: "ShardedVolume", halos: Sequence[Halo] = ()) -> Wait | None:
-        """Write what waits; with ``halos``, start their exchange and return the function that waits for it."""
+        """Write waiting slabs; with ``halos``, start their exchange and return the function that waits for it."""
         del volume, halos
         return None
 
     def settle_apart(self, volume: "ShardedVolume") -> None:
-        """Write what waits before any tensor is changed in place: what torch would not keep must not be kept then."""
+        """Write waiting slabs before an in-place change of any tensor: values that torch drops must not be kept."""
         self.settle(volume)
 
     def wait_for_readers(self) -> None:  # noqa: B027  (most read no messages)
-        """Write what reads messages only when it is read: the forward pass is over, and nobody else may have it."""
+        """Write slabs from messages only when they are read: after the forward pass others may not have them."""
 
     def settle_with_history(self, volume: "ShardedVolume") -> None:
-        """Write what waits before any tensor loses its history."""
+        """Write waiting slabs before any tensor loses its history."""
         self.settle(volume)
 
     @abstractmethod
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
-        """Return the slabs to an operator that calls ``release`` behind, and keeps the recipe instead of the slab."""
+        """Return the slabs to an operator that calls ``release`` afterwards, and keeps the recipe instead."""
 
     @abstractmethod
     def show(self, volume: "ShardedVolume") -> list[Tensor]:
-        """Return the slabs to anybody: their memory stays."""
+        """Return the slabs to any code: their memory is kept."""
 
     def release(self, volume: "ShardedVolume") -> None:
-        """Give the slabs' memory back where they can be written again and nobody else has seen them.
+        """Free the slabs' memory if they can be written again and no other code has read them.
 
-        The tensors stay: autograd knows them by their identity. A skip that waits for its join, and a join that a frame
-        of the network's ``forward`` still names, take no memory so.
+        The tensors stay: autograd knows them by their identity. So a skip that waits for its join, and a join that a
+        frame of the network's ``forward`` still names, take no memory.
         """
         del volume
 
     @abstractmethod
     def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
-        """Return how to write the slabs again, unless something was changed in place since."""
+        """Return how to write the slabs again, unless the sources have changed in place since."""
 
     def spare(self, volume: "ShardedVolume") -> Recipe | None:
-        """Return the recipe to an operator that needs no more of the slabs than that, and their history."""
+        """Return the recipe to an operator that needs only the recipe and the history of the slabs."""
         return self.find_recipe(volume)
 
     def hold(self, volume: "ShardedVolume") -> Recipe | None:
-        """Return the recipe to a block that is recomputed from it; write the slabs unless that would take more."""
+        """Return the recipe to a block that is recomputed from it; write the slabs unless that takes more memory."""
         self.settle(volume)
         return volume.pending.find_recipe(volume)
 
     def narrow(self, volume: "ShardedVolume", dtype: torch.dtype) -> list[Tensor]:
-        """Return the history of the slabs for an operator that reads the recipe, and casts what it reads.
+        """Return the history of the slabs for an operator that reads the recipe, and casts the result.
 
-        Its gradient may come in the type that it casts to, where the volume can stand for a cast of itself.
+        Its gradient may have the dtype of the cast, if the volume can represent a cast of itself.
         """
         del dtype
         return volume._slabs
 
     def end_block(self, volume: "ShardedVolume") -> None:
-        """Write, at the end of a block that is recomputed, what would keep more by waiting than its slabs take.
+        """Write slabs at the end of a recomputed block, if they would keep more memory by waiting.
 
-        Behind the block autograd would keep what it is written from, as it keeps what no checkpoint forgets.
+        After the block, autograd would keep their sources, as no checkpoint drops them.
         """
         del volume
 
@@ -180,11 +178,11 @@ class Waiting(Pending):
     Attributes
     ----------
     stand_ins
-        What the volume holds instead of its slabs, of their element type and on their devices.
+        Tensors in the volume in place of its slabs, of their element type and on their devices.
     room
-        Planes of room to leave around each slab (see ``transport.room``), or more where a wider halo comes.
+        Planes of room to leave around each slab (see ``transport.room``), or more if a wider halo follows.
     unchanged
-        What the slabs are written from.
+        Sources of the slabs.
     """
 
     refusal: ClassVar[str] = (
@@ -197,19 +195,19 @@ class Waiting(Pending):
 
     @abstractmethod
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Return the slabs, how to write them again, and the wait for ``halos``; there are none without room."""
+        """Return the slabs, their recipe, and the wait for ``halos``; there are no halos without room."""
 
     def outline(self) -> Outline | None:
-        """Return the slabs without memory, with their history, and how to write them; None where nobody can."""
+        """Return the slabs without memory, with their history, and their recipe; None if this is impossible."""
         return None
 
     def outline_in(self, dtype: torch.dtype) -> list[Tensor] | None:
-        """Return other such slabs, of another element type: what reads them has a gradient of that type."""
+        """Return such slabs of another element type, for an operator whose gradient has that type."""
         del dtype
         return None
 
     def check(self) -> None:
-        """Refuse to write from what was changed."""
+        """Refuse to write from changed sources."""
         if not self.unchanged.holds():
             raise UnsupportedOperatorError(self.refusal)
 
@@ -222,7 +220,7 @@ class Waiting(Pending):
         return wait
 
     def spare(self, volume: "ShardedVolume") -> Recipe | None:
-        """Leave the slabs unwritten, and without memory, where there is a recipe."""
+        """Leave the slabs unwritten, and without memory, if there is a recipe."""
         self.check()
         outlined = self.outline()
         if outlined is None:
@@ -250,12 +248,12 @@ class Waiting(Pending):
 
 @dataclass(slots=True, eq=False)
 class Written(Pending):
-    """The slabs are there, and nobody holds them but operators that borrowed them.
+    """The slabs have memory, and only operators that borrowed them hold them.
 
     Attributes
     ----------
     recipe, unchanged
-        How to write the slabs again, if that is known, and what must have stayed as it was then.
+        How to write the slabs again, if known, and the sources that must be unchanged for it.
     """
 
     recipe: Recipe | None
@@ -272,7 +270,7 @@ class Written(Pending):
         return volume._slabs
 
     def release(self, volume: "ShardedVolume") -> None:
-        """Give the memory back where the recipe holds."""
+        """Free the memory if the recipe is valid."""
         if self.find_recipe(volume) is None:
             return
         volume.pending = Released(self, [slab.untyped_storage().nbytes() for slab in volume._slabs], self.parts)
@@ -280,13 +278,13 @@ class Written(Pending):
             resize_memory(slab, 0)
 
     def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
-        """Return the recipe if it holds."""
+        """Return the recipe if it is valid."""
         del volume
         return self.recipe if self.recipe is not None and self.unchanged.holds() else None
 
 
 class Shown(Written):
-    """The slabs are there, and whoever has seen them may hold them."""
+    """The slabs have memory, and other code that has read them may hold them."""
 
     __slots__ = ()
 
@@ -295,26 +293,26 @@ class Shown(Written):
         return volume._slabs
 
     def release(self, volume: "ShardedVolume") -> None:
-        """Leave the memory to whoever has seen it."""
+        """Keep the memory for other code that has read it."""
         del volume
 
 
 @dataclass(slots=True, eq=False)
 class Released(Pending):
-    """The slabs' memory was given back, or never taken; ``written`` is the state that they had and get again.
+    """The slabs have no memory any more, or never had; ``written`` is their earlier and next state.
 
     Attributes
     ----------
     written
-        See above.
+        State to which the slabs return.
     bytes
-        Of each slab's memory.
+        Bytes of each slab's memory.
     parts
         See ``Pending``.
     layout
-        In which slabs are to lie that are an outline so far; None where they have a layout.
+        Layout of slabs that are only outlines so far; None if they have one.
     waiting
-        What was outlined, if anything was.
+        Waiting state of outlined slabs, if any.
     """
 
     written: Written
@@ -334,15 +332,15 @@ class Released(Pending):
         return self.written.show(volume)
 
     def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
-        """Return the recipe if it holds."""
+        """Return the recipe if it is valid."""
         return self.written.find_recipe(volume)
 
     def narrow(self, volume: "ShardedVolume", dtype: torch.dtype) -> list[Tensor]:
-        """Return the history in another type where what was outlined has one."""
+        """Return the history in another type if the outlined slabs have one."""
         found = None if self.waiting is None or dtype == volume.dtype else self.waiting.outline_in(dtype)
         if found is None:
             return volume._slabs
-        volume.is_bypassed = True  # its own gradient is not all of it
+        volume.is_bypassed = True  # its own gradient is incomplete
         return found
 
     def _restore(self, volume: "ShardedVolume") -> None:
@@ -360,7 +358,7 @@ class Released(Pending):
                     slab.data = whole  # the tensor that autograd knows
                     continue
                 resize_memory(slab, size)
-                # Through another tensor, so that it does not count as a change in place.
+                # Through another tensor, so that the write does not count as an in-place change.
                 out = torch.empty(0, dtype=slab.dtype, device=slab.device)
                 out.set_(slab.untyped_storage(), slab.storage_offset(), slab.shape, slab.stride())
                 recipe.write(row, out, 0)
@@ -368,6 +366,6 @@ class Released(Pending):
 
 
 PLAIN = Written(None, Unchanged(()))
-"""Of slabs that an operator has made at once: there is nothing to write them again from."""
+"""State of slabs that an operator has computed at once, without a recipe."""
 
 PLAIN_SHOWN = Shown(None, Unchanged(()))

@@ -1,4 +1,4 @@
-"""How slabs follow from tensors that are kept in their place, and what stands for slabs that were not written."""
+"""Recipes that write slabs from tensors which are kept instead, and outlines of slabs that were not written."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from torch import Tensor
 __all__ = ["Asked", "Outline", "Recipe", "Write", "add_in_float32", "mask_asked", "outline_slab", "split_rows"]
 
 Write = Callable[[Sequence[Tensor], Tensor, int], None]
-"""Writes, from tensors as they were saved, the planes of a slab that start at the given one and fill ``out``."""
+"""Writes, from saved tensors, the planes of a slab that start at the given plane and fill ``out``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Tensors, and how slabs follow from them.
+    """Tensors, and a function that writes slabs from them.
 
     Attributes
     ----------
@@ -31,22 +31,22 @@ class Recipe:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of all slabs."""
+        """Tensors of all slabs."""
         return tuple(tensor for row in self.rows for tensor in row)
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Slabs that were not written.
+    """Slabs that were not written, in place of written ones.
 
     Attributes
     ----------
     slabs
         Tensors of their shapes in the memory of one element (see ``outline_slab``), with their history.
     recipe
-        How to write them.
+        Recipe of the slabs.
     layout
-        In which they are to lie.
+        Their memory layout.
     """
 
     slabs: list[Tensor]

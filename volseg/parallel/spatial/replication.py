@@ -1,8 +1,8 @@
-"""All processes of a mesh hold the same network: made so when it is wrapped, and checked when it first runs.
+"""Give all processes of a mesh the same network when it is wrapped, and check this when it first runs.
 
-Each process computes a part of every layer with its own copy of the weights. Copies that differ (seeds that differ, a
+Each process computes a part of every layer with its own copy of the weights. Copies that differ (different seeds, a
 checkpoint loaded in one process only) give a result that belongs to no network, so they get the first process's values,
-as ``DistributedDataParallel`` does it.
+as in ``DistributedDataParallel``.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ def replicate(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch
     Raises
     ------
     ParallelError
-        If the processes built different networks, which have no values in common.
+        If the processes built different networks: these have no values in common.
     """
     _check_structure(net, groups, device, modes=False)
-    # Buckets, so that a network of small layers is a few broadcasts and a large one does not double its memory.
+    # In buckets: a network of small layers needs few broadcasts, and the memory of a large one is not doubled.
     for bucket in fill_buckets([tensor for _, tensor in _tensors(net)]):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
         for group in groups:
-            # As bytes: not every backend knows every type.
+            # As bytes: some backends lack some dtypes.
             dist.broadcast(flat.view(torch.uint8), dist.get_global_rank(group, 0), group=group)
         for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(values.view(tensor.shape))
@@ -43,16 +43,16 @@ def replicate(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch
 
 @torch.no_grad()
 def check_alike(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Refuse a network that is not the same in all processes: its modes, what is trained, and every bit of its values.
+    """Refuse a network that differs between processes in modes, trained parameters, or any bit of its values.
 
     Raises
     ------
     ParallelError
-        Naming the tensors that differ.
+        If networks differ; names the tensors.
     """
     _check_structure(net, groups, device, modes=True)
     named = list(_tensors(net))
-    if named and has_values(device):  # there no values can differ
+    if named and has_values(device):  # without values no difference is possible
         sums = torch.stack([_checksum(tensor).to(device) for _, tensor in named])
         _check(sums, groups, [name for name, _ in named], "hold different values of their network")
 
@@ -69,7 +69,7 @@ def _check_structure(net: nn.Module, groups: Sequence[dist.ProcessGroup], device
 
 
 def _check(own: Tensor, groups: Sequence[dist.ProcessGroup], names: Sequence[str], what: str) -> None:
-    """Compare numbers with those of the first process of each group; all processes come to the same verdict."""
+    """Compare numbers with those of the first process of each group; all processes reach the same verdict."""
     differs = torch.zeros_like(own, dtype=torch.int32)
     for group in groups:
         first = own.clone()
@@ -93,9 +93,9 @@ def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fingerprint(net: nn.Module, device: torch.device, modes: bool) -> Tensor:
-    """Return a number for each module: what it is, its tensors, and with ``modes`` what of it is trained.
+    """Return a number for each module: its type, its tensors, and with ``modes`` its trained parts.
 
-    Tensors that two modules share are one for the sums of gradients, and these take them as they lie in memory.
+    A tensor that two modules share is one tensor in the sums of gradients, which use its memory layout.
     """
     numbers, places = [], dict[int, int]()
     for name, module in net.named_modules():
@@ -115,12 +115,12 @@ def _describe(tensor: Tensor, modes: bool) -> tuple[Any, ...]:
 
 
 CHUNK = 2**17
-"""Elements summed at once: as 64-bit integers, several times over, they take many times their own memory, and what is
-taken in the first step is kept. So many go into the small segments, which are there anyway."""
+"""Elements summed at once: as 64-bit integers they take many times their own memory, and the first step's memory is
+kept. This number fits into small segments, which exist anyway."""
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Return a sum of the tensor's bits, each element's weighted by its place; integers, so exact in any order."""
+    """Return a sum of the tensor's bits, weighted by position; in integers, so exact in any order."""
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = flat.view(sizes[flat.element_size()])

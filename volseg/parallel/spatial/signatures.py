@@ -1,12 +1,12 @@
-"""A call's arguments by torch's own names, whatever way they were passed.
+"""Bind a call's arguments to torch's own names, in whatever form they were passed.
 
 torch takes an argument by position, by keyword, by NumPy's name for it (``axis``, ``keepdims``, ``x1``), and the last
 integers of some methods one by one (``x.permute(0, 2, 1)``). A handler that reads ``args[1]`` or ``kwargs["dim"]``
-misses all but one of these without a word. So each call is bound to the function's signature first: torch's operator
-schemas for what is compiled, Python's own for what is not.
+silently misses all other forms. So each call is first bound to the function's signature: torch's operator schemas for
+compiled functions, Python's own signatures for others.
 
-How a call is bound depends on the function, on which arguments were passed and on their types: it is worked out once
-for each of these and kept.
+The binding depends on the function, on the passed arguments and on their types; it is computed once for each of these
+and cached.
 """
 
 import inspect
@@ -34,7 +34,7 @@ CANONICAL |= {"train": "training", "indices": "index", "element": "elements", "t
 CANONICAL |= dict.fromkeys(("mat", "mat1", "batch1"), "first") | dict.fromkeys(
     ("mat2", "batch2", "vec", "vec2"), "other"
 )
-"""One name for what torch's functions and methods call differently."""
+"""One name for arguments that torch's functions and methods name differently."""
 
 OPERATOR_OF = {
     name: name
@@ -64,13 +64,13 @@ class Parameter:
 
     @property
     def canonical(self) -> str:
-        """The name that handlers know it by."""
+        """Name by which handlers know the argument."""
         return CANONICAL.get(self.name, self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """How to read one form of a call: the name of each value, the last positional ones perhaps one sequence."""
+    """Map of one form of a call: the name of each value; the last positional values may form one sequence."""
 
     names: tuple[str, ...]
     gathered_from: int | None
@@ -102,7 +102,7 @@ def defaults_of(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str
 
 
 def fill(func: Callable, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
-    """Return all arguments by torch's names for them: torch's defaults for those that were not passed."""
+    """Return all arguments by torch's names, with torch's defaults for omitted ones."""
     return SimpleNamespace(**defaults_of(func, args, kwargs) | bind(func, args, kwargs))
 
 
@@ -124,7 +124,7 @@ def _binding(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Binding:
     if isinstance(func, FunctionType):
         return _python_binding(func, args, kwargs)
     candidates = _schemas(func)
-    # First as it stands; then with a number where a tensor is expected, which some functions take.
+    # First in the given form; then with a number in place of a tensor, which some functions accept.
     for loose in (False, True):
         for parameters in candidates:
             found = _fit(parameters, args, kwargs, loose)
@@ -136,7 +136,7 @@ def _binding(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Binding:
 
 def _python_binding(func: FunctionType, args: tuple, kwargs: dict[str, Any]) -> Binding:
     signature = python_signature(func)
-    signature.bind(*args, **kwargs)  # TypeError as Python says it
+    signature.bind(*args, **kwargs)  # raises Python's own TypeError
     parameters = list(signature.parameters.values())
     names = [parameter.name for parameter in parameters]
     gathered = None
@@ -153,7 +153,7 @@ def _python_binding(func: FunctionType, args: tuple, kwargs: dict[str, Any]) -> 
 
 @cache
 def python_signature(func: FunctionType) -> inspect.Signature:
-    """Return the signature of a function written in Python; poolings choose one of two of the same arguments."""
+    """Return the signature of a function written in Python; poolings choose between two with the same arguments."""
     signature = inspect.signature(func)
     if tuple(signature.parameters) != ("args", "kwargs"):
         return signature
@@ -183,7 +183,7 @@ def _schemas(func: Callable) -> tuple[tuple[Parameter, ...], ...]:
         )
         if any("Tensor" in p.type for p in parameters):
             found.append(parameters)
-    # Forms that write to out= last: their arguments are those of another form, and out.
+    # Forms that write to out= come last: their arguments are those of another form, and out.
     return tuple(sorted(found, key=lambda parameters: any(p.name == "out" for p in parameters)))
 
 
@@ -194,7 +194,7 @@ def _raw_schemas(func: Callable) -> tuple[Any, ...]:
 
 @cache
 def returns_view(func: Callable) -> bool:
-    """Say whether a compiled function may return its argument's memory under another shape."""
+    """Return whether a compiled function may return its argument's memory under another shape."""
     return any(
         result.alias_info is not None and not result.alias_info.is_write
         for schema in _raw_schemas(func)
@@ -205,11 +205,11 @@ def returns_view(func: Callable) -> bool:
 
 @cache
 def writes(func: Callable) -> bool:
-    """Say whether a compiled function changes its first argument whatever it is called with."""
-    if func is Tensor.__setitem__:  # which has no schema
+    """Return whether a compiled function changes its first argument in every form of call."""
+    if func is Tensor.__setitem__:  # it has no schema
         return True
     schemas = [s for s in _raw_schemas(func) if any("Tensor" in str(a.type) for a in s.arguments)]
-    # What is written by keyword is out=, under whatever name (``max`` takes ``max=`` and ``max_values=``).
+    # A keyword argument that is written is out=, under any name (``max`` takes ``max=`` and ``max_values=``).
     own = [a for s in schemas for a in s.arguments if not a.kwarg_only]
     # TorchScript sorts lists of tensors in place, under the name of ``torch.sort``.
     return any(a.alias_info is not None and a.alias_info.is_write and "List" not in str(a.type) for a in own)
@@ -242,7 +242,7 @@ def _fit(parameters: Sequence[Parameter], args: tuple, kwargs: dict[str, Any], l
         if own is None or own in names:
             return None
         names.append(own)
-    # out=None is as good as no out.
+    # out=None equals no out.
     values = {n: v for n, v in zip(names, (*args, *kwargs.values()), strict=True) if (n, v) != ("out", None)}
     if any(p.default is NOTHING and p.name not in values for p in parameters):
         return None

@@ -45,23 +45,22 @@ class Spatial:
     Attributes
     ----------
     axes : str or sequence of str, optional
-        Which of D, H, W each mesh axis cuts, such as ``"D"`` or ``("D", "H")``. By default D, or the longest of each
-        volume where that leaves a shard fewer than 16 planes.
+        Which of D, H, W each mesh axis cuts, such as ``"D"`` or ``("D", "H")``. By default D, or the longest axis of
+        each volume if D leaves a shard fewer than 16 planes.
     grid : sequence of int, optional
         Shards along each of ``axes``; by default one axis holds all.
     on_unsupported : "raise" or "gather"
-        What becomes of an operator without a sharded form: refused, or run on whole tensors, which is said once.
+        Treatment of an operator without a sharded form: refused, or run on whole tensors with one logged warning.
     checkpoint : str or int, optional
         Activations to recompute instead of keep: None, ``"all"``, or the number of finest levels. ``"tiled"`` is
         ``"all"``, and convolutions of large slabs write their inputs a tile at a time.
     channels_last : bool, optional
-        Whether volumes lie in memory with channels last; by default on GPUs with 16-bit matrix units, where it is
-        faster.
+        Whether volumes are in channels-last layout; by default on GPUs with 16-bit matrix units, where it is faster.
     offload : bool
         Whether activations of a megabyte and more wait in host memory for the backward pass.
     fixed_order : bool
-        Whether sums over shards have one order: the same bits with the shards on one device, on several, or on several
-        processes.
+        Whether sums over shards have one order: the same bits with the shards on one device, on several devices, or on
+        several processes.
 
     Raises
     ------
@@ -115,7 +114,7 @@ class SpatialStrategy:
     mesh
         Processes instead of devices; see ``ModelParallel``.
     replicated
-        Whether the network gets the values of the first process; not needed for a copy of one that has them.
+        Whether the network gets the values of the first process; not needed for a copy of a replicated network.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class SpatialStrategy:
         self.context.tiled = options.checkpoint == "tiled"
         self._checked = False
         self._checked_weights = not self._groups
-        # Shards that are one device's as well as several processes' draw alike in both cases.
+        # Shards draw equal numbers on several processes, and with a fixed order also on one device.
         self._draws_alike = self.group is not None or options.fixed_order
         shards = [] if self.group is None else [self.group]
         self.seeds = CommonSeeds(shards, self.communicator.home) if self._draws_alike else None
@@ -158,7 +157,7 @@ class SpatialStrategy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the volumes among the arguments, and run the network's own ``forward`` on the slabs."""
         if torch.is_inference_mode_enabled():
-            # There torch does not count changes in place, by which a deferred norm notices that it came too late.
+            # torch does not count in-place changes there, and a deferred norm needs the count to notice late writes.
             with torch.inference_mode(False), torch.no_grad():
                 args, kwargs = tree_map(_make_ordinary, (args, kwargs))
                 return self(*args, **kwargs)
@@ -167,7 +166,7 @@ class SpatialStrategy:
             check_alike(self.net, self._groups, self.communicator.home)
         leaves, structure = tree_flatten((args, kwargs))
         known = {id(leaf): self.cut(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-        cut = [known.get(id(leaf), leaf) for leaf in leaves]  # a tensor that is given twice is one volume
+        cut = [known.get(id(leaf), leaf) for leaf in leaves]  # a tensor that is passed twice is one volume
         args, kwargs = tree_unflatten(cut, structure)
         inputs = CutInput.among(leaves, cut)
         trained: list[Tensor] = [parameter for parameter in self.net.parameters() if is_trained(parameter)]
@@ -187,7 +186,7 @@ class SpatialStrategy:
 
     @property
     def is_shared(self) -> bool:
-        """Whether volumes lie on several processes, all of which run the network together."""
+        """Whether volumes are spread over several processes, all of which run the network together."""
         return isinstance(self.communicator, ProcessGroupShards)
 
     @property
@@ -197,7 +196,7 @@ class SpatialStrategy:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether it runs recordings of its own: no, whole steps are recorded around it."""
+        """Whether the strategy replays recordings of its own: no, whole steps are recorded around it."""
         return False
 
     @property
@@ -207,37 +206,38 @@ class SpatialStrategy:
 
     @property
     def volumes(self) -> "SpatialStrategy":
-        """How volumes are cut: by this."""
+        """The strategy itself, which cuts volumes."""
         return self
 
     def agree(self, yes: bool) -> bool:
-        """Ask the processes that share a volume, then those that average with them: in effect all of a mesh."""
+        """Return whether all processes agree that share a volume, then all that average with them: the whole mesh."""
         return agree(yes, self._groups, self.communicator.home)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The processes that share a volume; None where this one holds all of it."""
+        """The processes that share a volume; None if this process holds all of it."""
         return self.communicator.group if isinstance(self.communicator, ProcessGroupShards) else None
 
     @property
     def group_rank(self) -> int:
-        """Which of them this process is."""
+        """Number of this process in the group."""
         return self.communicator.rank if isinstance(self.communicator, ProcessGroupShards) else 0
 
     @property
     def first_process(self) -> int:
-        """The global rank of the first of them."""
+        """Global rank of the first process in the group."""
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
     def message_group(self) -> dist.ProcessGroup:
-        """Return a gloo group of the processes that share a volume; made by all of them together, the first time."""
+        """Return a gloo group of the processes that share a volume; the first call creates it on all of them."""
         assert self.group is not None
         return find_message_group(self.group)
 
     def prepare_recording(self) -> list[torch.Generator]:
-        """Make ready for a CUDA graph of a step; return the generators that it draws from beside the device's own.
+        """Prepare a CUDA graph of a step; return its random generators besides the device's own.
 
-        Whole channels and levels too coarse to cut draw alike everywhere, voxels differently: a generator each.
+        Whole channels and levels too coarse to cut draw equal numbers on all shards, voxels different ones: a generator
+        for each.
         """
         self.context.graph_generators = None
         if not self._draws_alike:
@@ -249,7 +249,7 @@ class SpatialStrategy:
 
     @contextmanager
     def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
-        """Replay in here: a seed of its own for every step, the same on all processes, whatever each has drawn."""
+        """Replay in this block, with a new seed for every step that is equal on all processes."""
         if isinstance(self.communicator, ProcessGroupShards):
             self.communicator.look()
         with self.same_randomness():
@@ -263,7 +263,7 @@ class SpatialStrategy:
         return [group for group in (self.group, self.replicas) if group is not None]
 
     def cut(self, value: Any) -> Any:
-        """Cut a tensor that is a volume, ``(B, C, D, H, W)`` or ``(B, C, H, W)``; leave everything else."""
+        """Cut a tensor that is a volume, ``(B, C, D, H, W)`` or ``(B, C, H, W)``; leave other values unchanged."""
         if not isinstance(value, Tensor) or isinstance(value, ShardedVolume):
             return value
         value = as_plain(value)
@@ -276,7 +276,7 @@ class SpatialStrategy:
         return from_whole(value.to(self.communicator.home) if self._one_device else value, dims, self.context)
 
     def _check_alike(self, value: Tensor) -> None:
-        """Refuse, at the first volume, that the processes of a group pass different ones."""
+        """Refuse different volumes on the processes of a group; checked at the first volume."""
         communicator = self.communicator
         if self._checked or not isinstance(communicator, ProcessGroupShards):
             return
@@ -302,10 +302,10 @@ class SpatialStrategy:
 
     @contextmanager
     def same_randomness(self) -> Iterator[None]:
-        """Give all processes of a volume the same random state.
+        """Give all processes of a volume the same random state within the block.
 
-        Levels that are too coarse to cut draw from it, and dropout its seeds, which may be active in a network that is
-        evaluated, too. The caller's generators are put back.
+        Levels that are too coarse to cut draw from it, and so does dropout for its seeds, also in a network in
+        evaluation. The caller's generators are restored.
         """
         device = self.communicator.home
         if self.seeds is None or is_recording(device):
@@ -317,7 +317,7 @@ class SpatialStrategy:
     def sum_gradients(
         self, replicas: dist.ProcessGroup, *, average: bool = False, fixed_order: bool = False
     ) -> GradientSums:
-        """Sum the gradients of all passes from now on over processes that hold the same shard of other volumes."""
+        """Sum the gradients of all later passes over processes that hold the same shard of other volumes."""
         if self.sums is not None:
             raise ParallelError(
                 "the gradients of this model are averaged over the 'data' dimension of its mesh already; give "
@@ -331,7 +331,7 @@ class SpatialStrategy:
 
     @property
     def partition(self) -> str:
-        """Which planes each shard owns, for a volume of 100 planes."""
+        """Planes of each shard, for a volume of 100 planes."""
         lines = []
         for index, (device, owned) in enumerate(
             zip(self.communicator.devices, self.communicator.owned([100] * len(self.communicator.grid)), strict=True)
@@ -342,7 +342,7 @@ class SpatialStrategy:
 
 
 def _count_room(net: nn.Module) -> int:
-    """Return the planes of halo that the network's convolutions take on each side, at most three."""
+    """Return the planes of halo that the network's convolutions need on each side, at most three."""
     kernels = [
         (module.kernel_size[0] - 1) * module.dilation[0] // 2 for module in net.modules() if isinstance(module, ConvNd)
     ]
@@ -350,7 +350,7 @@ def _count_room(net: nn.Module) -> int:
 
 
 def _make_ordinary(value: Any) -> Any:
-    """Return a copy of a tensor made in inference mode that is none any more; leave everything else."""
+    """Return an ordinary copy of a tensor made in inference mode; leave other values unchanged."""
     made_there = isinstance(value, Tensor) and not isinstance(value, ShardedVolume) and value.is_inference()
     return value.clone() if made_there else value
 

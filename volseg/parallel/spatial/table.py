@@ -1,7 +1,7 @@
-"""The operator table: which torch function is run on slabs, and how; nothing else is run at all.
+"""Table of the torch functions that run on slabs, with their handlers; other functions do not run.
 
-Handlers register themselves with ``@handles(...)``. A call reaches its handler in four steps, each of which refuses
-what it does not know:
+Handlers register themselves with ``@handles(...)``. A call reaches its handler in four steps, and each step refuses
+calls that it does not know:
 
 1. The function must have an entry.
 2. Its arguments are bound to torch's own signature (see ``signatures``). The handler's parameters say which of them
@@ -11,9 +11,9 @@ what it does not know:
    torch's shapes and dtypes.
 4. Where torch returns a view and slabs had to be copied, the result may not be changed in place (see ``copied_view``).
 
-``dispatch`` takes a call through them; here is what is registered.
+``dispatch`` takes a call through these steps; this module registers the handlers.
 
-The documentation's table is printed from here (``documented``), so it cannot disagree with the code.
+The documentation's table is printed from this module (``documented``), so it always agrees with the code.
 """
 
 import inspect
@@ -44,11 +44,11 @@ NAMESPACES: dict[str, Any] = {
 }
 
 VIEWS = frozenset({"split", "unbind", "__iter__", "unflatten", "T", "mT", "H", "mH", "real", "imag"})
-"""What returns views besides the operators whose schemas say so."""
+"""Functions that return views, besides the operators whose schemas say so."""
 
 PERHAPS_VIEWS = frozenset({"contiguous", "reshape", "reshape_as", "flatten", "ravel", "data"})
-"""What returns a view or a copy as memory happens to lie, which on slabs may be otherwise; and ``data``, whose changes
-nobody can see."""
+"""Functions that return a view or a copy depending on the memory layout, which may differ on slabs; and ``data``,
+whose changes leave no version."""
 
 WHOLE_CALL = ("func", "args", "kwargs")
 
@@ -60,7 +60,7 @@ class Entry:
     Attributes
     ----------
     family
-        Where the documentation lists it; None for functions that are not torch's.
+        Its family in the documentation; None for functions that are not torch's.
     treated
         The arguments that the handler treats; None for all of them.
     filled
@@ -68,19 +68,19 @@ class Entry:
     composed
         Whether it is written with other functions, each of which meets the table by itself.
     rehearsed
-        Whether the call is rehearsed on shapes: not where the handler compares sizes itself, or none are to compare.
+        Whether the call is rehearsed on shapes: not if the handler compares sizes itself, or there are none to compare.
     broadcasts
-        Whether shapes that are equal are right, and the result has them too.
+        Whether equal shapes are always right, and also the result's shape.
     views
         Whether torch may return a view of an argument.
     perhaps
-        Whether that depends on how the argument lies in memory.
+        Whether that depends on the argument's memory layout.
     merged
-        Whether the handler honours a cut dim that was merged with its neighbours (see ``plan.shards.Merged``). Any
-        other one gets the volume in planes, or not at all.
+        Whether the handler supports a cut dim that was merged with its neighbours (see ``plan.shards.Merged``). Other
+        handlers get the volume in planes, or not at all.
     rounded
-        Whether it reads an upsampled volume in the type that its slabs have, where torch has float32. Any other one
-        gets it in float32.
+        Whether it reads an upsampled volume in the slabs' type where torch has float32. Other handlers get the volume
+        in float32.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Entry:
 
 
 class Refusal(Exception):  # noqa: N818  (never reaches a user)
-    """What a handler cannot do on slabs."""
+    """A call that a handler cannot run on slabs."""
 
 
 def refuse(reason: str) -> NoReturn:
@@ -107,7 +107,7 @@ def refuse(reason: str) -> NoReturn:
 
 
 def refuse_if(stands_against: object, reason: str) -> None:
-    """End a handler where something stands against the call: it cannot be run on slabs, for this reason."""
+    """End a handler if a condition prevents the call from running on slabs, for this reason."""
     if stands_against:
         refuse(reason)
 
@@ -115,7 +115,7 @@ def refuse_if(stands_against: object, reason: str) -> None:
 TABLE: dict[Any, Entry] = {}
 
 BY_SAMPLE: dict[Any, Handler] = {}
-"""Forms of entries for volumes that are cut along dim 0, whose samples are computed each by itself."""
+"""Handlers for volumes that are cut along dim 0; each sample is computed by itself."""
 
 
 def handles(
@@ -127,18 +127,18 @@ def handles(
     rounded: bool = False,
     treats: str = "",
 ) -> Callable[[Handler], Handler]:
-    """Register a handler for every function of these names, in any namespace of torch that has it.
+    """Register a handler for every function of these names, in each namespace of torch that has it.
 
     A name is bare (``"relu"``: ``torch.relu``, ``Tensor.relu`` and ``F.relu``) or qualified (``"F.relu"``). A handler
-    is ``merged`` if it touches the cut only by zipping slabs, by ``aligned`` or by ``wrap``, or asks the volume for
-    what it owns.
+    is ``merged`` if it uses the cut only by zipping slabs, by ``aligned`` or by ``wrap``, or asks the volume for the
+    owned entries.
 
     ``treats`` names the arguments of a handler that gets them as one value, with torch's own defaults.
 
-    ``rounded``, it reads an upsampled volume in the type that its slabs have, where torch has float32 under autocast:
-    convolutions, which autocast has in that type anyway; what stands between an upsampling and its convolution in a
-    decoder (norms, the join or the sum with a skip), whose results are rounded once more than torch's; and what asks
-    for no value.
+    A ``rounded`` handler reads an upsampled volume in the slabs' type, where torch has float32 under autocast. These
+    are convolutions, which autocast runs in that type anyway; operators between an upsampling and its convolution in
+    a decoder (norms, the join or the sum with a skip), whose results are rounded once more than torch's; and functions
+    that read no values.
     """
 
     def register(handler: Handler) -> Handler:
@@ -157,9 +157,9 @@ def handles(
 
 
 def sharded_form(function: Callable) -> Callable[[Handler], Handler]:
-    """Register what runs in the place of a function of one's own where one of its arguments is a sharded volume.
+    """Register a function that replaces a custom function if one of its arguments is a sharded volume.
 
-    The handler gets ``(function, args, kwargs)`` as they come. The function must ask for it, as torch's own do:
+    The handler gets ``(function, args, kwargs)`` unchanged. The function must call it as torch's own functions do:
     ``torch.overrides.handle_torch_function(function, tensors, *args, **kwargs)``.
 
     Raises
@@ -177,7 +177,7 @@ def sharded_form(function: Callable) -> Callable[[Handler], Handler]:
 
 
 def handles_samples(*names: str) -> Callable[[Handler], Handler]:
-    """Register the form of entries for volumes that are cut along dim 0; it takes the entry's arguments by name."""
+    """Register handlers for volumes that are cut along dim 0; they take the entry's arguments by name."""
 
     def register(handler: Handler) -> Handler:
         forms = {function: handler for name in names for _, function in _find(name) if function in TABLE}
@@ -192,7 +192,7 @@ def handles_samples(*names: str) -> Callable[[Handler], Handler]:
 
 
 def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
-    """Register a function that is written with others; it is called with torch's own arguments."""
+    """Register a function that is composed of others; it is called with torch's own arguments."""
 
     def register(handler: Handler) -> Handler:
         for label, function in _found(names):
@@ -210,7 +210,7 @@ def _check_unknown(function: Callable, label: str) -> None:
 
 
 def _found(names: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return the functions of these names that nobody handles yet; torch may know one by several of the names."""
+    """Return the functions of these names without a handler; torch may have one function under several names."""
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ValueError(f"{', '.join(sorted(twice))} stands in one registration twice; name it once")

@@ -1,8 +1,8 @@
-"""Changes in place, told by versions: the one place where they are compared.
+"""Detect in-place changes by version counters: the one module that compares them.
 
-torch counts how often a tensor was changed in place, and refuses a gradient of what was changed since it was saved: but
-only where it saves the tensor itself. What goes through saved-tensor hooks it does not compare. ``keep`` and ``take``
-are hooks that do; ``Watched`` compares where nothing is kept.
+torch counts the in-place changes of a tensor, and refuses the gradient of a saved tensor that has changed since, but
+only if it saves the tensor itself. It does not compare tensors that go through saved-tensor hooks. ``keep`` and
+``take`` are hooks that compare; ``Watched`` compares without keeping a tensor.
 """
 
 import weakref
@@ -27,17 +27,17 @@ class Unchanged:
         self._versions = [get_version(tensor) for tensor in tensors]
 
     def including(self, *tensors: Tensor) -> "Unchanged":
-        """Return these and others, which must stay as they are from now on."""
+        """Return these tensors and others, which must not change from now on."""
         return self.joined(Unchanged(tensors))
 
     def joined(self, other: "Unchanged") -> "Unchanged":
-        """Return these and those of another, as they were."""
+        """Return these tensors and those of another object, with the recorded versions."""
         both = Unchanged((*self._tensors, *other._tensors))
         both._versions = [*self._versions, *other._versions]
         return both
 
     def holds(self) -> bool:
-        """Say whether none of them was changed in place since."""
+        """Return whether no tensor was changed in place since."""
         return [get_version(tensor) for tensor in self._tensors] == self._versions
 
 
@@ -49,13 +49,13 @@ class Kept(NamedTuple):
 
 
 def keep(tensor: Tensor) -> Kept:
-    """Keep a tensor for the backward pass as it is: the first of two saved-tensor hooks."""
-    with without_subclass_overrides():  # of the shell of a volume, which a checkpoint saves
+    """Keep a tensor for the backward pass, with its version: the first of two saved-tensor hooks."""
+    with without_subclass_overrides():  # of a volume's shell, which a checkpoint saves
         return Kept(tensor, get_version(tensor))
 
 
 def take(kept: Kept) -> Tensor:
-    """Return a tensor that was kept: the second hook.
+    """Return a kept tensor: the second hook.
 
     Raises
     ------
@@ -68,14 +68,14 @@ def take(kept: Kept) -> Tensor:
 
 
 class Watched:
-    """The version of a tensor without its memory, which is given back as if nobody watched.
+    """The version of a tensor without its memory, which can be freed.
 
     Parameters
     ----------
     tensor : Tensor
-        What is watched.
+        The watched tensor.
     ends : bool
-        Whether nobody else can change it once it is gone: a volume's shell has no views.
+        Whether no other tensor can change it once it is gone: a volume's shell has no views.
     """
 
     __slots__ = ("_find", "_shape", "_version")

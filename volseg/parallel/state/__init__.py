@@ -1,1 +1,1 @@
-"""What a network is besides its inputs: noted, compared, put back."""
+"""Record, compare and restore the state of a network, apart from its inputs."""

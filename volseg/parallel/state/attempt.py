@@ -1,7 +1,7 @@
-"""What an attempt may change besides giving a result, noted so that it can be undone.
+"""Record everything that an attempt may change besides its result, so that the attempt can be undone.
 
-An attempt (to run spatially, to record, to find something out) runs ``forward`` once more than the user asked for, or
-breaks off in the middle of it. Nothing of it may show.
+An attempt (to run spatially, to record, to probe) runs ``forward`` once more than the user asked for, or stops in the
+middle of it. It must leave no side effects.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,27 +21,27 @@ __all__ = ["Attempt"]
 
 
 class Attempt:
-    """Everything as it was before; ``put_back`` undoes the attempt, and so does the end of a ``with`` block.
+    """State before an attempt; ``put_back`` undoes the attempt, as does the end of a ``with`` block.
 
     Parameters
     ----------
     net
-        Its buffers and attributes count, and which tensors its gradients are.
+        Network whose buffers and attributes are restored, and the references to its gradients.
     devices
-        Whose random numbers count besides the host's.
+        Devices whose random numbers are restored besides the host's.
     written
-        Parameters whose values count as well, because ``forward`` is known to change them.
+        Parameters whose values are restored too, because ``forward`` is known to change them.
     optimizer
-        Its settings and state count: of the state, values on the host, and which tensors there are.
+        Optimizer whose settings and state are restored: the values on the host, and the set of tensors in its state.
     inputs
-        The arguments of the call, nested as you like, where ``forward`` may have changed them in place.
+        Arguments of the call, nested in any way, which ``forward`` may have changed in place.
 
     Attributes
     ----------
     network : Remembered
-        The network's state of then.
+        State of the network before the attempt.
     random : RandomState
-        The generators' state of then.
+        State of the generators before the attempt.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Attempt:
         Parameters
         ----------
         in_place
-            Whether a parameter's version tells that it was changed; not where kernels were recorded and have not run.
+            Whether a higher version of a parameter means a change; False if kernels were recorded and have not run.
 
         Raises
         ------
         ParallelError
-            If that cannot be undone: a change in place of a parameter, or of an input that needs a gradient.
+            If a change in place cannot be undone: of a parameter, or of an input that needs a gradient.
         """
-        self.random.put_back()  # first, since what follows may refuse
+        self.random.put_back()  # first, since the following code may refuse
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -99,7 +99,7 @@ class Attempt:
 
 
 def _remember_optimizer(optimizer: Optimizer | None) -> Callable[[], None]:
-    """Note an optimizer's settings and state; return the function that puts them back."""
+    """Record an optimizer's settings and state; return the function that restores them."""
     if optimizer is None:
         return lambda: None
     own, groups = optimizer.param_groups, [(group, dict(group)) for group in optimizer.param_groups]
@@ -126,5 +126,5 @@ def _remember_optimizer(optimizer: Optimizer | None) -> Callable[[], None]:
 
 
 def _copy_on_host(value: Any) -> Tensor | None:
-    """Return what a tensor on the CPU holds: those on the device are not changed while kernels are recorded."""
+    """Return a copy of a tensor on the CPU: tensors on the device do not change while kernels are recorded."""
     return value.clone() if isinstance(value, Tensor) and not on_gpu(value) else None

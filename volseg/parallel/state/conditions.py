@@ -1,4 +1,4 @@
-"""Tell the conditions of a network apart, and know again one that was there before: training, validation."""
+"""Distinguish the conditions of a network, and recognise earlier ones, such as training and validation."""
 
 from collections.abc import Callable, Hashable
 
@@ -9,20 +9,20 @@ from volseg.parallel.state.watch import HOOKS_OF_ALL, Watch
 __all__ = ["Conditions"]
 
 MOST_NUMBERS = 64
-"""Conditions that are remembered."""
+"""Number of conditions that are remembered."""
 
 
 class Conditions:
-    """Numbers the conditions of a network; asked before every batch.
+    """Number the conditions of a network; called before every batch.
 
     Parameters
     ----------
     net
         The network.
     needs_python
-        Whether it has something that only Python can do, such as a hook of the user's.
+        Returns whether the network needs Python on each call, for example for a user's hook.
     sees_tensors
-        Whether one tensor in the place of another is a difference.
+        Whether a tensor that replaces another one is a difference.
     """
 
     def __init__(self, net: nn.Module, needs_python: Callable[[nn.Module], bool], sees_tensors: bool = True) -> None:
@@ -31,10 +31,10 @@ class Conditions:
         self._numbers: dict[Hashable, int] = {}
         self._given = 0
         self.number = 0
-        """Of the condition when last asked."""
+        """Number of the condition at the last call."""
 
     def __call__(self) -> int | None:
-        """Return the number of the network's condition; ``None`` where Python has to run each time."""
+        """Return the number of the network's condition; ``None`` if Python has to run each time."""
         if self._watch is None:
             self._watch = Watch(self._net, sees_tensors=self._sees_tensors)
             self._renumber(self._watch)
@@ -43,11 +43,11 @@ class Conditions:
         return None if self._needs_python else self.number
 
     def _renumber(self, watch: Watch) -> None:
-        """Give this condition the number that it had before, or a new one."""
+        """Give this condition its earlier number, or a new one."""
         description = watch.description
         if description not in self._numbers:
             if len(self._numbers) >= MOST_NUMBERS:
-                # Something changes all the time; old numbers are not given again.
+                # The conditions change all the time; old numbers are not used again.
                 self._numbers.clear()
             self._given += 1
             self._numbers[description] = self._given

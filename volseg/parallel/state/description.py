@@ -1,7 +1,7 @@
-"""Describe a value so that a change of it shows, also of what it holds: containers, configuration objects, closures.
+"""Describe a value, so that changes show, also inside it: in containers, configuration objects and closures.
 
 A description is a tuple of tokens, which can be hashed and compared. Plain values are compared by value, others by
-identity. Tensors are followed weakly, since they may be large.
+identity. Tensors are held weakly, since they may be large.
 """
 
 import contextlib
@@ -29,24 +29,24 @@ PLAIN = frozenset(
         *(torch.Size, torch.dtype, torch.device, torch.layout, range, slice),
     )
 )
-"""Types of values that never change, and are compared as such."""
+"""Types of values that never change; they are compared by value."""
 
 FIXED = (
     *(nn.Module, type, types.BuiltinFunctionType, types.ModuleType, types.WrapperDescriptorType),
     *(types.MethodDescriptorType, types.CodeType, staticmethod, classmethod, property, enum.Enum, logging.Logger),
 )
-"""Types of which nothing but the object itself counts: classes and modules are watched by themselves."""
+"""Types of which only the object itself counts: classes and modules are watched separately."""
 
 SINGLE = (Tensor, *FIXED)
 
 MOST_INSIDE = 4096
-"""Leaves of one value; more would take longer to look at than a recording saves."""
+"""Limit of leaves in one value; more would take longer to compare than a recording saves."""
 
 Description = tuple[Hashable, ...]
 
 
 class See(Enum):
-    """What of a tensor counts."""
+    """Properties of a tensor that count."""
 
     VALUES = "which it is, where it lies, and on a host, where Python may have read it, its version"
     OBJECTS = "which it is"
@@ -54,11 +54,11 @@ class See(Enum):
 
 
 class UnknownError(Exception):
-    """A value could change unnoticed."""
+    """A value may change unnoticed."""
 
 
 class Same:
-    """An object by its identity, which no other can take over meanwhile."""
+    """An object by its identity; it is kept alive, so that no other object gets the same identity."""
 
     __slots__ = ("value",)
 
@@ -76,22 +76,22 @@ class Same:
 
 
 class _Identity(NamedTuple):
-    """An object that is not to be followed further."""
+    """An object whose contents are not followed."""
 
     value: Any
 
 
 class Weak:
-    """A tensor by its identity, as long as it lives."""
+    """A tensor by its identity, as long as it exists."""
 
     __slots__ = ("_ref",)
 
     def __init__(self, tensor: Tensor) -> None:
-        self._ref = ref(tensor)  # one for all that ask, and kept here
+        self._ref = ref(tensor)  # one reference for all comparisons, kept here
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor itself, if it is still there."""
+        """The tensor, or None if it is gone."""
         return self._ref()
 
     def __eq__(self, other: object) -> bool:
@@ -105,12 +105,12 @@ class Weak:
 
 
 def list_leaves(value: Any) -> list[Any]:
-    """Return what a value consists of, flat, with the types and lengths of the containers.
+    """Return the contents of a value as a flat list, with the types and lengths of containers.
 
     Raises
     ------
     UnknownError
-        If it could change without a difference here: what gives another value each time, or holds very much.
+        If the value may change unnoticed: it gives another value each time, or has too many parts.
     """
     found: list[Any] = []
     _follow(value, found, {})
@@ -122,11 +122,11 @@ def _follow(value: Any, found: list[Any], seen: dict[int, tuple[int, Any]]) -> N
     if kind in PLAIN or isinstance(value, SINGLE):
         found.append(value)
         return
-    # Objects that hold one another are followed once.
+    # Objects that refer to each other are followed once.
     if id(value) in seen:
         found += "again", seen[id(value)][0]
         return
-    seen[id(value)] = len(seen), value  # held: what is made on the way must not take over an identity
+    seen[id(value)] = len(seen), value  # kept alive: temporary objects must not reuse an identity
     if len(found) > MOST_INSIDE:
         raise UnknownError
     found.append(kind)
@@ -140,7 +140,7 @@ def _follow(value: Any, found: list[Any], seen: dict[int, tuple[int, Any]]) -> N
 
 
 def _list_parts(value: Any) -> Iterable[Any]:
-    """Return what an object holds."""
+    """Return the parts of an object."""
     if type(value) is list or type(value) is tuple:
         return [len(value), *value]
     if _varies(value):
@@ -165,7 +165,7 @@ def _list_parts(value: Any) -> Iterable[Any]:
 
 
 def _varies(value: Any) -> bool:
-    """Say whether a value gives something else each time: iterators, generators of random numbers."""
+    """Return whether a value gives something else each time: an iterator, or a generator of random numbers."""
     return (
         isinstance(value, torch.Generator | random.Random)
         or hasattr(type(value), "__next__")
@@ -174,7 +174,7 @@ def _varies(value: Any) -> bool:
 
 
 def _list_cells(function: types.FunctionType) -> list[Any]:
-    """Return what a function closes over."""
+    """Return the values in a function's closure."""
     found = []
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # a name that has no value yet
@@ -198,7 +198,7 @@ def _list_names(slots: str | Iterable[str]) -> Iterable[str]:
 
 
 def stays(value: Any) -> bool:
-    """Say whether nothing inside of ``value`` can change, as long as it is the same object."""
+    """Return whether nothing inside ``value`` can change, as long as it is the same object."""
     kind = type(value)
     if kind in PLAIN or isinstance(value, FIXED):
         return True
@@ -234,7 +234,7 @@ def _make_token(leaf: Any, see: See) -> Hashable:
 
 
 def find_tensor(token: Hashable) -> Weak | None:
-    """Return which tensor a token describes, or None where it is something else."""
+    """Return the tensor that a token describes, or None if it describes another value."""
     first = token[0] if isinstance(token, tuple) and token else token
     return first if isinstance(first, Weak) else None
 
@@ -242,7 +242,7 @@ def find_tensor(token: Hashable) -> Weak | None:
 def _describe_tensor(tensor: Tensor, see: See) -> Hashable:
     if see is See.KINDS:
         return Tensor, tensor.dim()
-    # Parameters are looked at where they are registered; what a subclass holds has no one place.
+    # Parameters are compared where they are registered; the tensors of a subclass have no single place.
     if see is See.OBJECTS or type(tensor) is not Tensor or tensor.layout != torch.strided:
         return Weak(tensor)
     version = 0 if tensor.is_inference() or tensor.device.type != "cpu" else get_version(tensor)

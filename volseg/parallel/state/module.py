@@ -1,8 +1,8 @@
-"""What a forward pass may leave behind in a network: buffers, and attributes of its modules.
+"""Record and restore the state that a forward pass may change in a network: buffers, and attributes of its modules.
 
-A forward pass that is run once more than the user asked for (a block that is recomputed, an attempt to record or to
-run spatially that is given up) must not count. ``remember`` notes the state before it; ``Remembered`` puts it back, or
-lends it for the time of a recomputation.
+A forward pass that runs once more than the user asked for (a recomputed block, a failed attempt to record or to run
+spatially) must have no side effects. ``remember`` records the state before the pass; ``Remembered`` restores that
+state, or lends it for a recomputation.
 """
 
 import random
@@ -26,24 +26,24 @@ from volseg.errors import ParallelError
 __all__ = ["Remembered", "is_scripted", "remember"]
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that ``nn.Module`` itself makes: parameters, children, hooks. What they hold is not changed by a forward
-pass, except for buffers, which are remembered by value."""
+"""Attributes that ``nn.Module`` itself creates: parameters, children, hooks. A forward pass does not change their
+contents, except for buffers, whose values are remembered."""
 
 CHANGEABLE = frozenset({Tensor, dict, list, set, tuple, torch.Generator, random.Random})
-"""Types of attributes that are remembered with what they hold: a tuple may hold what can be changed."""
+"""Types of attributes that are remembered with their contents: a tuple may contain changeable values."""
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 """Types that are compared by value."""
 
 LEFT_OUT = REGISTRIES | {"_reversed_padding_repeated_twice"}
-"""Attributes that are not looked into; the list is that of torch's convolutions, of which a network has many."""
+"""Attributes that are not inspected; the list belongs to torch's convolutions, which are numerous."""
 
 NONE: dict[str, Any] = {}
-"""What most modules have of most kinds of state; never changed."""
+"""The empty state of most modules; never changed."""
 
 
 class _Known:
-    """A value that can be changed in place, and what it held."""
+    """A value that can be changed in place, and its recorded content."""
 
     __slots__ = ("held", "value", "version")
 
@@ -53,7 +53,7 @@ class _Known:
         kind = type(value)
         if kind is Tensor:
             self.version = _read_version(value)
-            # A tensor with history cannot be changed in place without autograd's knowing.
+            # A tensor with history cannot be changed in place without autograd noticing.
             self.held = None if value.requires_grad else value.detach().clone()
         elif kind is dict:
             self.held = {key: _Known(item) for key, item in value.items()}
@@ -69,9 +69,9 @@ class _Known:
             self.held = value.getstate()
 
     def is_changed(self, now: Any) -> bool:
-        """Say whether ``now`` stands where this value stood and says something else.
+        """Return whether ``now``, in the place of this value, has other content.
 
-        A number, a size or a list that was made anew with the same content says the same; another tensor does not.
+        A number, a size or a new list of the same content is unchanged; another tensor is a change.
         """
         value, held, kind = self.value, self.held, type(now)
         if kind is not type(value):
@@ -91,14 +91,14 @@ class _Known:
         return kind is random.Random and now.getstate() != held
 
     def _is_written(self) -> bool:
-        """Say whether the tensor was written to; through ``data``, that leaves no version."""
+        """Return whether the tensor was written to; a write through ``data`` does not increase the version."""
         value, held = self.value, self.held
         return _read_version(value) != self.version or (held is not None and not _is_equal(value, held))
 
     def restore(self) -> Any:
-        """Return the value itself, holding again what it held.
+        """Return the value itself with its recorded content.
 
-        A tensor that holds it still is not written to: backward would take that for a change of what it has saved.
+        A tensor with unchanged content is not written to: backward would see a change of a saved tensor.
         """
         value, held = self.value, self.held
         if isinstance(value, torch.Generator):
@@ -122,7 +122,7 @@ class _Known:
         return value
 
     def copy(self) -> Any:
-        """Return a value of its own that holds what this one held."""
+        """Return a new value with the recorded content."""
         value, held = self.value, self.held
         if isinstance(value, torch.Generator):
             generator = torch.Generator(value.device)
@@ -144,7 +144,7 @@ class _Known:
 
 
 def _is_open(value: Any) -> bool:
-    """Say whether a value can be changed in place."""
+    """Return whether a value can be changed in place."""
     kind = type(value)
     return kind in CHANGEABLE and not (kind is tuple and PLAIN.issuperset(map(type, value)))
 
@@ -154,14 +154,14 @@ def _read_version(tensor: Tensor) -> int:
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors hold the same; undefined values equal themselves."""
+    """Return whether two tensors have equal values; NaN equals NaN."""
     if not _fits(one, other):
         return False
     return one.is_meta or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _fits(tensor: Tensor, held: Tensor) -> bool:
-    """Say whether a tensor can take what it held: ``resize_`` and ``data`` change its shape or its type."""
+    """Return whether a tensor can take its recorded values: ``resize_`` and ``data`` change shape or type."""
     return tensor.shape == held.shape and tensor.dtype == held.dtype and tensor.device == held.device
 
 
@@ -171,7 +171,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 class _Part(NamedTuple):
-    """One module: its attributes as they were, those that can be changed in place, and its registries."""
+    """State of one module: its attributes, the contents of changeable ones, and its registries."""
 
     module: nn.Module
     own: dict[str, Any]
@@ -183,7 +183,7 @@ class _Part(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> "_Part":
-        """Note a module; called for every module of every recomputed block, so it looks at no more than it must."""
+        """Record a module; called for every module of every recomputed block, so it inspects as little as possible."""
         own = vars(module).copy()
         buffers, parameters = own[BUFFERS], own[PARAMETERS]
         return cls(
@@ -197,7 +197,7 @@ class _Part(NamedTuple):
         )
 
     def is_unchanged(self) -> bool:
-        """Say, from identities alone, whether the module has nothing that could have changed."""
+        """Return whether, by identities only, the module has nothing that could have changed."""
         return not (
             self.known
             or self.buffers
@@ -208,7 +208,7 @@ class _Part(NamedTuple):
         )
 
     def changes(self) -> Iterator[str]:
-        """Name the buffers and attributes that are not what they were."""
+        """Yield the names of buffers and attributes that have changed."""
         for then, known, now in (
             (self.own, self.known, vars(self.module)),
             ({name: item.value for name, item in self.buffers.items()}, self.buffers, get_buffers(self.module)),
@@ -220,7 +220,7 @@ class _Part(NamedTuple):
                     yield name
 
     def set(self, known: dict[str, Any], buffers: dict[str, Any]) -> None:
-        """Give the module its attributes of then, but for these."""
+        """Restore the module's recorded attributes and parameters, with the given values and buffers instead."""
         own = vars(self.module)
         for name in own.keys() - self.own.keys():
             del own[name]
@@ -234,7 +234,7 @@ class _Part(NamedTuple):
 
 
 class Remembered:
-    """The state of a network at one moment; made by ``remember``."""
+    """State of a network at one moment; made by ``remember``."""
 
     def __init__(self, net: nn.Module, values: Iterable[Tensor] = ()) -> None:
         self._paths, self._parts = [], []
@@ -251,22 +251,22 @@ class Remembered:
 
     @torch.no_grad()
     def put_back(self, in_place: bool = True) -> None:
-        """Make the network as it was: the same buffers and containers, holding what they held.
+        """Restore the network: the same buffers and containers, with their recorded contents.
 
         Parameters
         ----------
         in_place
-            Whether a parameter's version tells that it was changed; not where kernels were recorded and have not run.
+            Whether a higher version of a parameter means a change; False if kernels were recorded and have not run.
 
         Raises
         ------
         ParallelError
-            If a parameter was changed in place whose value was not noted.
+            If a parameter was changed in place and its value was not recorded.
         """
         if in_place:
             self.check_parameters()
         for tensor, value in self._values:
-            # Past autograd's versions, as such changes in forward are made.
+            # Without a new version: forward makes such changes past autograd too.
             tensor.data.copy_(value)
         for part in self._parts:
             if not part.is_unchanged():
@@ -275,13 +275,13 @@ class Remembered:
                 )
 
     def changes(self) -> list[str]:
-        """Return the dotted names of the buffers and attributes that are not what they were."""
+        """Return the dotted names of the buffers and attributes that have changed."""
         found = zip(self._paths, self._parts, strict=True)
         return [f"{path}.{name}".lstrip(".") for path, part in found for name in part.changes()]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Run with the remembered state, and with today's again afterwards.
+        """Run the block with the remembered state, and restore the current state afterwards.
 
         Values are exchanged for copies, so that neither tensors nor their versions change: autograd may have saved
         them.
@@ -304,7 +304,7 @@ class Remembered:
                     parameter.requires_grad_(trained)
 
     def check_parameters(self) -> None:
-        """Refuse parameters that were changed in place since, but for those whose values were noted."""
+        """Refuse parameters that were changed in place since then, except those whose values were recorded."""
         noted = {id(tensor) for tensor, _ in self._values}
         for part in self._parts:
             if not part.versions or part.versions == _read_versions(part.parameters):
@@ -319,15 +319,15 @@ class Remembered:
 
 
 def remember(net: nn.Module, values: Iterable[Tensor] = ()) -> Remembered:
-    """Note the buffers of a network, and the attributes of its modules, with what they hold.
+    """Record the buffers of a network and the attributes of its modules, with their contents.
 
     Parameters
     ----------
     net
         The network.
     values
-        Parameters whose values are noted as well, because ``forward`` is known to change them; the others are not, they
-        are large.
+        Parameters whose values are recorded too, because ``forward`` is known to change them; the others are large, and
+        are not recorded.
     """
     return Remembered(net, values)
 
@@ -345,7 +345,7 @@ def is_scripted(module: nn.Module) -> bool:
 
 
 def _note_today(module: nn.Module) -> tuple[_Part, dict[str, Any]]:
-    """Note a module as it is, to be set again soon: nothing of it by value."""
+    """Record a module for a short exchange, without copies of its contents."""
     parameters = dict(get_parameters(module))
     part = _Part(module, dict(vars(module)), NONE, NONE, parameters, [], _read_trained(parameters))
     return part, dict(get_buffers(module))
@@ -369,5 +369,5 @@ def _read_trained(parameters: dict[str, Any]) -> list[bool]:
 
 
 def _is_same(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    """Say whether two dictionaries hold the same objects in the same order."""
+    """Return whether two dictionaries hold the same objects in the same order."""
     return len(now) == len(then) and all(map(is_, now.values(), then.values()))

@@ -1,4 +1,4 @@
-"""Functions in which those of torch that they call are not seen: compiled ones."""
+"""Mark functions whose calls of torch functions a mode does not see: compiled functions."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,11 +9,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def opaque(function: Function) -> Function:
-    """Mark a function, or a method, as one that ``TorchFunctionMode`` cannot look into."""
+    """Mark a function or method as opaque to ``TorchFunctionMode``."""
     function.is_opaque = True  # type: ignore[attr-defined]
     return function
 
 
 def is_opaque(function: Any) -> bool:
-    """Say whether a function, as a mode gets it, is marked so."""
+    """Return whether a function, as a mode receives it, is marked as opaque."""
     return getattr(function, "is_opaque", False) is True

@@ -1,7 +1,7 @@
-"""The random numbers that a forward pass may draw from, noted so that it can be repeated or undone.
+"""Record the random number generators of a forward pass, so that the pass can be repeated or undone.
 
-torch's default generators of the CPU and of the devices in use, Python's and NumPy's. Generators that a network holds
-itself are part of its own state: see ``module``.
+Covered are torch's default generators of the CPU and of the devices in use, Python's and NumPy's. Generators that
+belong to a network are part of the network's state: see ``module``.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ __all__ = ["CommonSeeds", "RandomState", "mix", "own_random_numbers", "seeded"]
 
 
 class RandomState:
-    """Where the generators stand at one moment.
+    """States of the generators at one moment.
 
     Parameters
     ----------
     devices
-        Whose generators count besides the CPU's; those of devices that are not CUDA's have none of their own.
+        Devices whose generators count besides the CPU's; devices other than CUDA have none of their own.
     foreign
-        Whether Python's and NumPy's count as well: to read them takes fifty times as long as to read torch's.
+        Whether Python's and NumPy's generators count too: reading them takes fifty times as long as reading torch's.
     """
 
     def __init__(self, devices: Iterable[torch.device], foreign: bool = True) -> None:
@@ -40,18 +40,18 @@ class RandomState:
         self._numpy = _find_numpy().get_state() if foreign and _find_numpy() is not None else None
 
     def torch_moved(self) -> bool:
-        """Say whether torch's generators were drawn from since."""
+        """Return whether torch's generators were drawn from since then."""
         with host_values():
             return any(not torch.equal(generator.get_state(), state) for generator, state in self._generators)
 
     def foreign_moved(self) -> bool:
-        """Say whether Python's or NumPy's were drawn from since."""
+        """Return whether Python's or NumPy's generators were drawn from since then."""
         if self._foreign and random.getstate() != self._python:
             return True
         return self._numpy is not None and not _is_same_numpy(_find_numpy().get_state(), self._numpy)
 
     def put_back(self) -> None:
-        """Let the generators stand where they stood."""
+        """Restore the recorded states of the generators."""
         for generator, state in self._generators:
             generator.set_state(state)
         if self._python is not None:
@@ -61,7 +61,7 @@ class RandomState:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Draw the numbers of then, and go on from today's afterwards."""
+        """Draw from the recorded states in this block, and from the current states afterwards."""
         now = RandomState(self._devices, self._foreign)
         self.put_back()
         try:
@@ -72,7 +72,7 @@ class RandomState:
 
 @contextmanager
 def own_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Draw numbers that do not count: trials, measurements and attempts to record leave the generators as they are."""
+    """Draw without effect on the generators, in trials, measurements and attempts to record."""
     known = RandomState(devices)
     try:
         yield
@@ -82,9 +82,9 @@ def own_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
-    """Draw from a seed, whoever draws, and go on from the caller's numbers afterwards.
+    """Draw from a seed in this block, with any library, and from the caller's states afterwards.
 
-    Generator by generator: ``torch.manual_seed`` takes ten times as long.
+    Each generator is seeded by itself: ``torch.manual_seed`` takes ten times as long.
     """
     devices, numpy = tuple(devices), _find_numpy()
     before, python = RandomState(devices, foreign=False), random.getstate()
@@ -104,19 +104,18 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 class CommonSeeds:
-    """Seeds that processes draw alike, one for each forward pass, whatever each of them draws besides.
+    """Seeds that are equal in all processes, one per forward pass, independent of other draws.
 
-    They come from a generator that belongs to a network, and whose state a checkpoint keeps: a training that goes on
-    draws what it would have drawn. Passes in evaluation do not move it: how often is validated, and on how many
-    processes, changes nothing of the training.
+    They come from a generator of the network, whose state is in the checkpoint: a resumed training draws the same
+    numbers. Evaluation passes do not advance the generator: the number of validations, and of their processes, does not
+    change the training.
 
     Parameters
     ----------
-    groups
-        Of processes that draw alike: shards, then replicas, so that one value reaches all. The first process decides
-        where they begin, with its own default generator, when the first seed is drawn.
+    Groups of processes with equal seeds: shards, then replicas, so that one value reaches all. The first process
+    chooses the initial state from its default generator when the first seed is drawn.
     device
-        On which the groups exchange.
+        Device for the exchange between processes.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -125,7 +124,7 @@ class CommonSeeds:
         self._num_evaluations = 0
 
     def draw(self, training: bool) -> int:
-        """Return the seed of a pass; the first one is drawn by all processes together."""
+        """Return the seed of a pass; all processes draw the first one together."""
         generator = self.agree()
         if training:
             self._num_evaluations = 0
@@ -136,7 +135,7 @@ class CommonSeeds:
         return mix(_draw(beside), 2**32 + self._num_evaluations)
 
     def agree(self) -> torch.Generator:
-        """Return the generator, on which all processes have agreed; until then all of them call this together."""
+        """Return the common generator; all processes call this together until it exists."""
         if self._generator is None:
             with host_values():
                 first = self._take_first(torch.randint(2**62, (1,)))
@@ -151,23 +150,23 @@ class CommonSeeds:
         return value.cpu()
 
     def follow(self, other: "CommonSeeds") -> None:
-        """Go on from where another one stands, which is alike in all processes; nothing is sent."""
+        """Continue from the state of another object, which is equal in all processes; nothing is sent."""
         state = other.get_state()
         if state is not None:
             self._generator = torch.Generator()
             self._generator.set_state(state)
 
     def get_state(self) -> Tensor | None:
-        """Return where the generator stands; None before the first pass."""
+        """Return the state of the generator; None before the first pass."""
         return None if self._generator is None else self._generator.get_state()
 
     def set_state(self, state: Tensor | None) -> None:
-        """Go on from a saved state; called by all processes together.
+        """Continue from a saved state; all processes call this together.
 
         Raises
         ------
         ParallelError
-            If they were given different states.
+            If processes pass different states.
         """
         self._generator = None
         own = torch.zeros(0, dtype=torch.uint8) if state is None else state.cpu()
@@ -187,7 +186,7 @@ class CommonSeeds:
 def mix(seed: int, number: int) -> int:
     """Return another seed for each number.
 
-    Seeds one apart would give the CPU's Mersenne twister related streams; a large odd step does not.
+    Seeds that differ by one would give related streams of the CPU's Mersenne twister; a large odd step does not.
     """
     return (seed + number * 0x9E3779B97F4A7C15) % 2**63
 
@@ -201,14 +200,14 @@ def _find_generators(devices: Iterable[torch.device]) -> Iterator[torch.Generato
     yield torch.default_generator
     gpus = [device for device in devices if device.type == "cuda"]
     if gpus:
-        torch.cuda.init()  # before, they have no generators
+        torch.cuda.init()  # without this there are no generators
         current = torch.cuda.current_device()
         for index in sorted({current if device.index is None else device.index for device in gpus}):
             yield torch.cuda.default_generators[index]
 
 
 def _find_numpy() -> Any:
-    """Return NumPy's module of random numbers where somebody has imported it."""
+    """Return NumPy's module of random numbers if it was imported, otherwise None."""
     return sys.modules.get("numpy.random")
 
 

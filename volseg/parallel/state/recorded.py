@@ -1,9 +1,9 @@
-"""What a recording depends on besides its inputs: the network, the optimizer, and the modes of torch.
+"""Watch the state that a recording depends on besides its inputs: the network, the optimizer, and torch's modes.
 
-A recording repeats kernels and runs no Python. So what Python would do differently now (a dropout's probability that
-was changed, ``eval()``, a frozen or replaced parameter, a hook, a rate assigned to the optimizer) must end the
-recording, and what only Python changes (a counter, a number drawn on the CPU) must not be recorded. An attempt that is
-given up leaves no trace.
+A recording repeats kernels and runs no Python. So any change that Python would react to (another dropout probability,
+``eval()``, a frozen or replaced parameter, a hook, a rate assigned to the optimizer) must end the recording, and
+effects of Python only (a counter, a number drawn on the CPU) must not be recorded. An attempt that is given up has no
+side effects.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ __all__ = ["RecordedState"]
 
 
 class _Reads(TorchFunctionMode):
-    """Notes which of the tensors that are watched functions read: one that is also replaced is state.
+    """Record the watched tensors that functions read: a tensor that is also replaced is state.
 
-    A recording would read the first one for ever.
+    A recording would always read the first such tensor.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -39,7 +39,7 @@ class _Reads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_opaque(func):  # what it reads is not seen, so it may have read all
+        if is_opaque(func):  # its reads are not seen, so it may have read all
             self.read.update(self._watched.values())
         found = (self._watched.get(id(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         self.read.update(weak for weak in found if weak is not None)
@@ -47,14 +47,14 @@ class _Reads(TorchFunctionMode):
 
 
 class RecordedState:
-    """The state around a step that is recorded: noted before the attempt, put back if it is given up, watched after.
+    """State around a recorded step: recorded before the attempt, restored if the attempt fails, watched afterwards.
 
     Parameters
     ----------
     net, optimizer
-        What the step trains, and with what.
+        The trained network and its optimizer.
     prepare
-        What to change before an attempt, to be undone with it.
+        Makes changes before an attempt; they are undone with it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RecordedState:
         self._reads: _Reads | None = None
 
     def begin(self) -> None:
-        """Note everything before an attempt to record."""
+        """Record everything before an attempt to record."""
         self._attempt = Attempt(self._net, optimizer=self._optimizer)
         self._prepare()
         self._watch_of_attempt = Watch(self._net, self._optimizer)
@@ -75,12 +75,12 @@ class RecordedState:
         self._on_cpu = [(name, tensor, get_version(tensor)) for name, tensor in self._find_host_tensors()]
 
     def keep(self) -> None:
-        """Accept the attempt, and watch from now on.
+        """Accept the attempt, and watch the state from now on.
 
         Raises
         ------
         ParallelError
-            If the step did in Python, or on the CPU, what a replay would not do.
+            If the step did work in Python, or on the CPU, that a replay would not repeat.
         """
         read = self._look(None)
         assert self._attempt is not None
@@ -119,28 +119,28 @@ class RecordedState:
         """Undo the attempt."""
         self._look(None)
         assert self._attempt is not None
-        # Kernels that were recorded have not run: parameters whose versions moved hold what they held.
+        # Recorded kernels have not run: parameters with higher versions still have their values.
         self._attempt.put_back(in_place=False)
         self._attempt = None
 
     def done(self) -> None:
-        """Forget what an attempt would be undone with, and give its memory back."""
+        """Drop the state for undoing an attempt, and free its memory."""
         self._attempt = None
         release_cache({find_device(parameter) for parameter in self._net.parameters()})
 
     def find_change(self) -> str | None:
-        """Name what is not as it was when the step was recorded, or None; recordings are made anew then."""
+        """Return a description of the first change since the recording, or None; a change ends the recordings."""
         if self._watch is None:
             return None
         for change in self._watch.changes():
-            # What the recorded function writes anew each time, it may have written once more.
+            # Tensors that the recorded function replaces on each call may have been replaced once more.
             if change.name not in self._written or not change.is_of_tensors:
                 self._watch, self._written = None, set()
                 return change.name
         return None
 
     def _look(self, reads: _Reads | None) -> set[Weak]:
-        """Begin to note what is read, or end; return what was."""
+        """Start or stop recording reads; return the recorded tensors."""
         found: set[Weak] = set()
         if self._reads is not None:
             self._reads.__exit__(None, None, None)

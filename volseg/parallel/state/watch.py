@@ -1,13 +1,13 @@
 """Watch everything besides its arguments that ``forward`` could read, and an optimizer, for changes.
 
-A recording repeats kernels, not Python, so it stands for ``forward`` only while all that Python could read is as it
-was: modules and their attributes with what containers, configuration objects and closures hold, the functions that run
-(``forward`` patched on a class or an object), hooks, which parameters and buffers there are and where they lie, what an
-optimizer is set to. Asked before every replay, while GPUs may be waiting: identities are compared all at once, and only
-what is not the same object is looked into.
+A recording repeats kernels, not Python, so it may replace ``forward`` only while everything that Python could read is
+unchanged: modules and their attributes with the contents of containers, configuration objects and closures, the
+functions that run (``forward`` patched on a class or an object), hooks, the set of parameters and buffers and their
+memory, and the optimizer's settings. This is checked before every replay, while GPUs may be waiting: all identities
+are compared at once, and only changed objects are inspected.
 
-Globals are watched that the network's own functions name, if they can be described. Other globals, and what ``forward``
-reads from outside of Python, cannot be seen.
+Globals are watched if the network's own functions name them and they can be described. Other globals, and data that
+``forward`` reads from outside of Python, cannot be watched.
 """
 
 import operator
@@ -56,19 +56,19 @@ FOLLOWED = (
     BACKWARD_HOOKS,
     BACKWARD_PRE_HOOKS,
 )
-"""Registries of a module whose members count; the others hold flags of these, or concern state dictionaries."""
+"""Registries of a module whose members count; the other registries hold flags of these, or concern state dicts."""
 
 HOOKS_OF_ALL = HOOKS_OF_ALL_MODULES
 
 MADE_BY_PYTHON = frozenset({"__call__", "__getattr__"})
-"""Names of a class between underscores that say something."""
+"""Special names of a class that may change its behaviour."""
 
 
 _VALUES: Callable[[Any], Iterable[Any]] = dict.values
 
 
 class _Token:
-    """Stands for what cannot be described."""
+    """Token for a value that cannot be described."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -81,7 +81,7 @@ ABSENT, UNKNOWN = _Token("nothing"), _Token("what cannot be compared")
 
 
 class Change(NamedTuple):
-    """Something that is not as it was."""
+    """A change of a watched value."""
 
     name: str
     old: Description
@@ -89,14 +89,14 @@ class Change(NamedTuple):
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
-        """What differs, token by token; all of it where the lengths differ."""
+        """Tokens that differ, in pairs; one pair of all tokens if the lengths differ."""
         if len(self.old) != len(self.new):
             return [(self.old, self.new)]
         return [pair for pair in zip(self.old, self.new, strict=True) if pair[0] != pair[1]]
 
     @property
     def is_of_tensors(self) -> bool:
-        """Whether nothing changed but which tensor stands where, if any."""
+        """Whether only the identity of tensors has changed, if anything."""
         return self.old != self.new and all(
             _is_tensor_or_none(old) and _is_tensor_or_none(new) and find_tensor(old) != find_tensor(new)
             for old, new in self.pairs
@@ -108,11 +108,11 @@ def _is_tensor_or_none(token: Any) -> bool:
 
 
 class _Content:
-    """A member that can change inside, what it held, and how that is described."""
+    """A member that can change inside, with its content and description."""
 
     def __init__(self, value: Any, found: list[Any], described: Description, see: See) -> None:
         self._value, self._described, self._see = value, described, see
-        # Tensors among it are not to be kept alive.
+        # Tensors in it must not be kept alive.
         keeps = see is See.OBJECTS or not any(isinstance(leaf, Tensor) for leaf in found)
         self._leaves = found if keeps else None
         is_flat = keeps and type(value) in (list, tuple)
@@ -121,7 +121,7 @@ class _Content:
         )
 
     def is_same(self) -> bool:
-        """Look again."""
+        """Return whether the content is still the same."""
         items = self._items
         if items is not None and len(self._value) == len(items) and all(map(is_, self._value, items)):
             return True
@@ -151,18 +151,18 @@ class _Snapshot:
 
 
 class _Held:
-    """One dictionary of a module, a class or an optimizer, and what it held.
+    """One dictionary of a module, a class or an optimizer, and its recorded content.
 
     Parameters
     ----------
     where
-        What stands before the names.
+        Prefix of the names.
     holder
         The dictionary itself.
     see
-        What of tensors counts.
+        Properties of tensors that count.
     left_out
-        Names that do not.
+        Names that are not watched.
     """
 
     def __init__(self, where: str, holder: Mapping[Any, Any], see: See, left_out: Container[Any] = ()) -> None:
@@ -170,7 +170,7 @@ class _Held:
         self.note()
 
     def note(self) -> None:
-        """Note it as it is."""
+        """Record the current content."""
         self.length = len(self.holder)
         self.names: list[Any] = []
         self.unknown: list[str] = []
@@ -181,7 +181,7 @@ class _Held:
             if name in self._left_out:
                 continue
             if isinstance(value, Tensor) and self.see is not See.OBJECTS:
-                # Held by nobody but its description: features that a module keeps may be large.
+                # Only the description refers to the tensor: features that a module keeps may be large.
                 self.described[name] = describe((value,), self.see)
                 self.loose.append((name, self.described[name]))
                 continue
@@ -197,18 +197,18 @@ class _Held:
                 self.contents.append(_Content(value, found, self.described[name], self.see))
         self.get: Callable[[Any], Iterable[Any]] | None = None
         if len(self.names) == self.length and isinstance(self.holder, dict):
-            self.get = _VALUES  # quicker where all of it counts
+            self.get = _VALUES  # quicker if all names count
         elif self.names:
             self.get = itemgetter(*self.names, self.names[0])
         self.values: list[Any] = [] if self.get is None else list(self.get(self.holder))
         self.snapshot = _Snapshot(self.described)
 
     def is_same(self) -> bool:
-        """Say whether it is as noted; changed inside or not."""
+        """Return whether the dictionary holds the same objects; their contents may differ."""
         return len(self.holder) == self.length and self._has_same_objects() and self.is_same_inside()
 
     def is_same_inside(self) -> bool:
-        """Say whether the same objects hold the same."""
+        """Return whether the same objects have the same contents."""
         holder, see = self.holder, self.see
         return all(content.is_same() for content in self.contents) and all(
             name in holder and isinstance(holder[name], Tensor) and describe((holder[name],), see) == described
@@ -218,11 +218,11 @@ class _Held:
     def _has_same_objects(self) -> bool:
         try:
             return self.get is None or all(map(is_, self.get(self.holder), self.values))
-        except KeyError:  # one went and another came
+        except KeyError:  # one name was replaced by another
             return False
 
     def changes(self) -> Iterator[Change]:
-        """Note it anew; name what is not as it was."""
+        """Record the content anew; yield the changes."""
         before = self.described
         self.note()
         for name in {**before, **self.described}:
@@ -232,14 +232,14 @@ class _Held:
 
 
 class Watch:
-    """Tells what of a network, and of an optimizer, is not as it was when last asked.
+    """Find changes of a network and of an optimizer since the last call.
 
     Parameters
     ----------
     net, optimizer
-        What is watched.
+        The watched objects.
     sees_tensors
-        Whether one tensor in the place of another is a difference, and where it lies.
+        Whether a tensor that replaces another one, or moves in memory, is a change.
     """
 
     def __init__(self, net: nn.Module, optimizer: Optimizer | None = None, sees_tensors: bool = True) -> None:
@@ -255,7 +255,7 @@ class Watch:
         self._arrange()
 
     def _arrange(self) -> None:
-        """Put together what is compared each time."""
+        """Collect the values that are compared each time."""
         self._empty = [held.holder for held in self._held if not held.length]
         self._full = [held.holder for held in self._held if held.length]
         self._lengths = list(map(len, self._full))
@@ -272,18 +272,18 @@ class Watch:
 
     @property
     def unknown(self) -> list[str]:
-        """What could change unnoticed."""
+        """Names of values that may change unnoticed."""
         return [name for held in self._held for name in held.unknown]
 
     @property
     def tensors(self) -> list[Weak]:
-        """The tensors that are kept, by modules or in what they hold."""
+        """The tensors in modules and in their contents."""
         tokens = (token for held in self._held for described in held.described.values() for token in described)
         return [weak for token in tokens if (weak := find_tensor(token)) is not None]
 
     @property
     def description(self) -> Description:
-        """Everything that is watched, as it was when last asked."""
+        """Description of everything watched, at the last call."""
         places = tuple([(address, requires_grad) for _, _, address, requires_grad in self._tensors])
         return (
             *(tuple(map(Same, self._members)), tuple(self._kinds), places),
@@ -291,7 +291,7 @@ class Watch:
         )
 
     def changes(self) -> list[Change]:
-        """Return what is different; it is known from now on."""
+        """Return the changes, and record the current state."""
         same = self._has_same_objects()
         suspects = [held for held in self._open if not held.is_same_inside()] if same else self._find_differing()
         names = [held.names for held in suspects]
@@ -303,7 +303,7 @@ class Watch:
         ]
         others = []
         if not all(map(is_, _list_own(self._optimizer), self._own)):
-            others.append(Change("the optimizer's state", (), ()))  # load_state_dict makes it anew
+            others.append(Change("the optimizer's state", (), ()))  # load_state_dict creates a new one
         if list(map(type, self._members)) != self._kinds:
             others.append(Change("a module's class", (), ()))
         if others or any(id(held.holder) in self._children for held in suspects):
@@ -321,7 +321,7 @@ class Watch:
             return False
         try:
             return all(map(is_, chain.from_iterable(map(_got, self._gets, self._read)), self._values))
-        except KeyError:  # one went and another came
+        except KeyError:  # one name was replaced by another
             return False
 
 
@@ -355,7 +355,7 @@ def _find_held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) 
 
 
 def _name_modules(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules, and the networks of wrappers that have their registries and no child of that name."""
+    """Yield the modules, and networks inside wrappers that share their registries but are no registered child."""
     waiting, known = [("", net)], set[int]()
     for path, outer in waiting:
         for name, module in outer.named_modules(prefix=path):

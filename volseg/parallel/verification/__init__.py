@@ -1,1 +1,1 @@
-"""Whether a network over several devices computes what it computes on one."""
+"""Check that a network over several devices computes the same as on one."""

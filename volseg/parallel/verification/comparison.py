@@ -1,4 +1,4 @@
-"""What steps of training leave behind, by name, and how far two such observations lie apart.
+"""Observe the named values after training steps, and compute the largest errors between two observations.
 
 An observation is a dictionary: ``output 0``, ``input 0`` (its gradient), ``input 0 after the call``,
 ``gradient of PARAMETER``, ``step of PARAMETER`` (its value after the optimizer's step), ``buffer NAME``,
@@ -58,30 +58,30 @@ KINDS = {
     "attribute": "attributes",
     "after": "inputs after",
 }
-"""First word of a value's name (``after`` stands for ``input 0 after the call``) to the kind it is of."""
+"""First word of a value's name (``after`` stands for ``input 0 after the call``) to its kind."""
 
 SCALES = {"input": "gradient"}
-"""Kinds measured on one scale: the gradient of an input in front of a norm is nothing but round-off."""
+"""Kinds measured on one scale: the gradient of an input in front of a norm is pure round-off."""
 
 
 def find_kind(name: str) -> str:
-    """Return the key of ``KINDS`` that a value's name belongs to."""
+    """Return the key of ``KINDS`` for a value's name."""
     return "after" if name.endswith(" after the call") else name.partition(" ")[0]
 
 
 def default_objective(outputs: Any) -> Tensor:
-    """Return a number that depends on every voxel of every output, not symmetrically."""
+    """Return a number that depends on every voxel of every output, without symmetry."""
     terms = [
         (output.square().mean() + output.sin().mean()).double()
         for output in tree_leaves(outputs)
         if isinstance(output, Tensor) and output.is_floating_point()
     ]
-    # The first one begins the sum: a zero from the host could not be recorded on a GPU.
+    # The sum begins with the first term: a zero from the host could not be recorded on a GPU.
     return sum((term.to(terms[0].device) for term in terms[1:]), terms[0]) if terms else torch.zeros(())
 
 
 def eager_step(call: Callable[..., Any], objective: Callable[[Any], Tensor], gradients: bool = True) -> Step:
-    """Return a step that calls the model as it is; without ``gradients`` as a validation does."""
+    """Return a step that calls the model unchanged; without ``gradients``, as in validation."""
 
     def step(arguments: Sequence[Any]) -> Any:
         with torch.set_grad_enabled(gradients):
@@ -95,7 +95,7 @@ def eager_step(call: Callable[..., Any], objective: Callable[[Any], Tensor], gra
 
 
 def observe(model: nn.Module, inputs: Sequence[Any], step: Step, steps: int = 1, leaves: bool = True) -> list[Values]:
-    """Take steps of gradient descent, each on the same inputs anew; return what each leaves, in copies of its own.
+    """Take steps of gradient descent on fresh copies of the inputs; return copies of the values after each step.
 
     Parameters
     ----------
@@ -104,9 +104,9 @@ def observe(model: nn.Module, inputs: Sequence[Any], step: Step, steps: int = 1,
     step
         Forward and backward of one step.
     steps
-        How many.
+        Number of steps.
     leaves
-        Whether floating inputs ask for a gradient.
+        Whether floating-point inputs require gradients.
     """
     net = _find_net(model)
     parameters = list(net.parameters())
@@ -127,7 +127,7 @@ def observe(model: nn.Module, inputs: Sequence[Any], step: Step, steps: int = 1,
 
 
 def observe_call(model: nn.Module, inputs: Sequence[Any]) -> Values:
-    """Return what a call without gradients leaves: outputs, inputs and buffers."""
+    """Return the outputs, inputs and buffers after a call without gradients."""
     arguments = [_copy_argument(value, False) for value in inputs]
     with torch.no_grad():
         values = _note_call(model(*arguments), arguments)
@@ -155,23 +155,23 @@ def _copy_argument(value: Any, leaves: bool) -> Any:
 
 
 def whole(value: Any) -> Any:
-    """Return a volume that is cut over devices put together; anything else as it is."""
+    """Return a sharded volume as one tensor; return any other value unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy on the host, of a cut volume the whole."""
+    """Return a copy on the host; a sharded volume is gathered."""
     value = whole(value)
-    # A copy even on the host: the next step overwrites parameters, buffers and, where it is recorded, outputs.
+    # A copy even on the host: the next step overwrites parameters, buffers and, if recorded, outputs.
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _list_attributes(net: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Find the plain values and tensors that modules hold outside of the registries of ``nn.Module``."""
+    """Yield the plain values and tensors that modules hold outside of the registries of ``nn.Module``."""
     registered = set(net.modules())
     for path, module in net.named_modules():
         own = vars(module)
-        # A wrapper that shares the registries of the network inside it (FitGrid) hides that one's attributes.
+        # A wrapper that shares the registries of its inner network (FitGrid) hides the attributes of that network.
         hidden = [item for item in own.values() if isinstance(item, nn.Module) and item not in registered]
         for part in (module, *hidden):
             for name, value in vars(part).items():
@@ -194,29 +194,29 @@ def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How two observations differ."""
+    """Differences between two observations."""
 
     errors: dict[str, float] = field(default_factory=dict)
-    """Largest relative error by name; NaN where there is no number for it, and then a reason."""
+    """Largest relative error by name; NaN if no number can be computed, with an entry in ``reasons``."""
     reasons: dict[str, str] = field(default_factory=dict)
     both_nan: tuple[str, ...] = ()
-    """Values that are no numbers in the same places on both sides, which counts as equal."""
+    """Values that are NaN in the same places on both sides; these count as equal."""
     tolerance: float = TOLERANCE
 
     @property
     def wrong(self) -> dict[str, float]:
-        """Errors above the tolerance; NaN is."""
+        """Errors above the tolerance; NaN counts as above."""
         return {name: error for name, error in self.errors.items() if not error <= self.tolerance}
 
 
 class _Differs(Exception):  # noqa: N818  (a result, not a fault)
-    """Two values that cannot be subtracted; says why."""
+    """Two values cannot be subtracted; the message gives the reason."""
 
 
 def find_differences(
     theirs: Values, ours: Values, ignored: frozenset[str] = frozenset(), tolerance: float = TOLERANCE
 ) -> Difference:
-    """Compare with the plain network's values (``theirs``); gradients that neither side has are left out.
+    """Compare with the plain network's values (``theirs``); leave out gradients that neither side has.
 
     A tensor much smaller than its peers (a bias before a norm) is measured on their scale.
     """
@@ -246,7 +246,7 @@ def _find_scale(name: str) -> str:
 
 
 def _size(value: Any) -> float:
-    """Return the largest absolute value: NaN if there is one, 0 for what is no tensor."""
+    """Return the largest absolute value: NaN if there is a NaN, 0 for a value that is no tensor."""
     if not isinstance(value, Tensor) or not value.numel():
         return 0.0
     return float(torch.linalg.vector_norm(_numbers(value), math.inf))
@@ -269,7 +269,7 @@ def _error(ours: Any, theirs: Any, size: float, scale: float) -> float:
     for what in ("shape", "dtype"):
         if getattr(ours, what) != getattr(theirs, what):
             raise _Differs(f"{what} {getattr(ours, what)}, where the plain network has {getattr(theirs, what)}")
-    if torch.equal(ours, theirs):  # not so with NaN
+    if torch.equal(ours, theirs):  # False with NaN
         return 0.0
     a, b = _numbers(ours), _numbers(theirs)
     distance = a - b
@@ -298,20 +298,20 @@ def compare(
     objective: Callable[[Any], Tensor] = default_objective,
     steps: int = 1,
 ) -> dict[str, float]:
-    """Return the largest relative error of everything that training touches, by name.
+    """Return the largest relative error of every value that training touches, by name.
 
     Parameters
     ----------
     plain, sharded
-        Two networks that hold the same values at the start; both are changed.
+        Two networks with the same initial values; both are changed.
     inputs
         Their arguments.
     objective
-        From outputs to a loss.
+        Maps outputs to a loss.
     steps
-        Of gradient descent.
+        Number of steps of gradient descent.
     """
-    # Two that were built apart may hold attributes of their own, such as a random filler.
+    # Networks that were built separately may differ in attributes, such as a random filler.
     one, other = (
         {f"attribute {key}": held for key, held in _list_attributes(_find_net(model))} for model in (plain, sharded)
     )
@@ -322,7 +322,7 @@ def compare(
 
 
 def name_steps(steps: Sequence[Mapping[str, _T]], first: int = 1) -> dict[str, _T]:
-    """Return what consecutive steps say about values under one name each: those of later steps tell which."""
+    """Return the values of consecutive steps in one dictionary; names of later steps end with the step's number."""
     return {
         name if number == 1 else f"{name}, step {number}": told
         for number, step in enumerate(steps, first)
@@ -331,7 +331,7 @@ def name_steps(steps: Sequence[Mapping[str, _T]], first: int = 1) -> dict[str, _
 
 
 def join(outputs: Sequence[Any]) -> Any:
-    """Put the outputs of micro-batches together along the batch."""
+    """Concatenate the outputs of micro-batches along the batch."""
     columns = zip(*(tree_leaves(output) for output in outputs), strict=True)
     leaves = iter([
         torch.cat(list(column)) if isinstance(column[0], Tensor) and column[0].dim() else column[0]

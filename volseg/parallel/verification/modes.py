@@ -1,4 +1,4 @@
-"""The modes in which ``verify`` runs a network, and how each is compared with the plain network."""
+"""Run a network in each mode of ``verify``, and compare each mode with the plain network."""
 
 import copy
 import math
@@ -34,10 +34,10 @@ from volseg.parallel.verification.subject import MOST, Subject, cut_pieces, name
 __all__ = ["Comparison", "Mode", "make_copies"]
 
 STEPS = 2
-"""The second meets parameters, buffers and caches that the first has changed."""
+"""Number of steps: the second one uses parameters, buffers and caches that the first one has changed."""
 
 RECORDED_AFTER = 3
-"""Eager steps before a recording, of both strategies."""
+"""Number of eager steps before a recording, for both strategies."""
 
 
 @dataclass(frozen=True)
@@ -47,35 +47,35 @@ class Mode:
     training: bool
     remark: str = ""
     options: tuple[tuple[str, Any], ...] = ()
-    """For ``ModelParallel``, beside those of all modes."""
+    """Options of ``ModelParallel`` besides those of all modes."""
     gradients: bool = True
     recorded: bool = False
     split_size: int | None = None
-    """Samples per micro-batch, by which the plain network then runs too."""
+    """Samples per micro-batch; the plain network then runs in such micro-batches too."""
     devices: tuple[torch.device, ...] | None = None
-    """Instead of those of the comparison."""
+    """Devices of this mode, instead of those of the comparison."""
 
     @property
     def name(self) -> str:
-        """For the report."""
+        """Name in the report."""
         return ", ".join(filter(None, ("train" if self.training else "eval", self.remark)))
 
 
 class _NothingToCompareError(Exception):
-    """A mode that is the same as another one for this network; says why."""
+    """A mode equals another one for this network; the message gives the reason."""
 
 
 def make_copies(count: int) -> list[torch.device]:
-    """Return CPU devices between which tensors are really copied: one device several times hides stale copies."""
+    """Return distinct CPU devices, between which tensors are really copied: one device would hide stale copies."""
     return [torch.device("cpu"), *(torch.device("cpu", index) for index in range(1, count))]
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """What is compared after a step, and how exactly."""
+    """Loss and tolerance of a comparison."""
 
     objective: Callable[[Any], Tensor]
-    """From outputs to a loss."""
+    """Maps outputs to a loss."""
     tolerance: float
     """Largest relative error that counts as equal."""
 
@@ -90,11 +90,11 @@ class Comparison:
     inputs
         The shape of its volume, and its further arguments.
     devices
-        To compare on; None for those of a process group.
+        Devices of the comparison; None for those of a process group.
     criterion
-        When a step counts as equal.
+        Loss, and the error that counts as equal.
     strategy, options
-        For ``ModelParallel``.
+        Arguments of ``ModelParallel``.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Comparison:
         placed = self._spatial(self.subjects[True].net)
         shards: int = placed.communicator.num_shards
         if placed.dims_of(torch.Size(self.shape)) is None:
-            # Every shard would compute it whole: equal, and nothing shown.
+            # Every shard would compute the whole volume: the results would be equal, and the comparison empty.
             raise ParallelError(
                 f"a volume of {self.shape} is too thin to be cut over {shards} devices, so nothing would be compared; "
                 f"give a larger shape or fewer devices"
@@ -203,7 +203,7 @@ class Comparison:
             Mode(False, f"micro-batches of {size}", (cut, eager), split_size=size),
             Mode(False, "without gradients", (cut, eager), split_size=size, gradients=False),
         ]
-        # Without a GPU a recording repeats calls, on one device.
+        # Without a GPU, a recording repeats calls on one device.
         home = self.devices[0]
         places = None if home.type == "cuda" else (home,) * len(self.devices)
         recorded = (cut, ("record", True))
@@ -220,7 +220,7 @@ class Comparison:
         ours, remark, failed = self._attempt(lambda: self._run(mode, subject.net, steps), result)
         if failed is not None and failed.outcome != "failed":
             return failed
-        # After the parallel one, which may refuse before anything is computed; a fault of the plain network comes out.
+        # After the parallel run, which may refuse before any computation; a fault of the plain network is raised.
         key = (self.objective, steps, mode.gradients, mode.split_size)
         theirs = subject.reference(*key)
         if failed is not None:
@@ -244,7 +244,7 @@ class Comparison:
     def _attempt(
         self, run: Callable[[], tuple[list[Values], str]], result: ModeResult
     ) -> tuple[list[Values], str, ModeResult | None]:
-        """Return what a run gives, or in third place how it failed."""
+        """Return the result of a run; the third value describes a failure, or is None."""
         try:
             return *run(), None
         except _NothingToCompareError as reason:
@@ -252,12 +252,12 @@ class Comparison:
         except VolsegError as fault:
             self.faults.append(fault)
             failed = replace(result, outcome="refused", message=str(fault))
-        except Exception as fault:  # counts as a difference: what is not supported must raise a typed error
+        except Exception as fault:  # counts as a difference: unsupported networks must raise a typed error
             failed = replace(result, outcome="failed", message=f"{type(fault).__name__}: {fault}")
         return [], "", failed
 
     def _impossible(self, mode: Mode) -> str:
-        """Say why a mode cannot be run here; empty where it can."""
+        """Return why a mode cannot be run here; empty if it can."""
         home = self.subjects[mode.training].inputs[0].device
         if self.strategy == "spatial" and mode.recorded and home.type != "cuda":
             return "needs a GPU"
@@ -266,7 +266,7 @@ class Comparison:
         return ""
 
     def _run(self, mode: Mode, net: nn.Module, steps: int, seed: int = 0) -> tuple[list[Values], str]:
-        """Train a fresh copy on the devices; return what each step leaves, and a remark."""
+        """Train a fresh copy on the devices; return the values after each step, and a remark."""
         devices: Sequence[torch.device] | None = self.devices if mode.devices is None else mode.devices
         subject = self.subjects[mode.training]
         if mode.recorded and self.strategy == "spatial" and devices is not None:
@@ -304,7 +304,7 @@ class Comparison:
         return seen, f"was not recorded: {recorded.refused}" if recorded.refused else ""
 
     def _find_ignored(self, mode: Mode, theirs: Values) -> frozenset[str]:
-        """Return what has another meaning in this mode."""
+        """Return the names of values with another meaning in this mode."""
         if mode.recorded and self.strategy == "spatial":  # a recording reads copies of the inputs
             return frozenset(name for name in theirs if find_kind(name) in ("input", "after"))
         if mode.split_size is not None and mode.training:
@@ -316,7 +316,7 @@ class Comparison:
         return frozenset()
 
     def _tell(self, mode: Mode, difference: Difference, theirs: Values, ours: Values) -> None:
-        """Note what is equal and odd."""
+        """Note values that are equal but unusual."""
         unused = [
             name.removeprefix("gradient of ")
             for name, value in theirs.items()
@@ -328,7 +328,7 @@ class Comparison:
             self.notes.append(f"{mode.name}: NaN in the same places on both sides: {name_few(difference.both_nan)}")
 
     def _repeat(self, subject: Subject) -> list[ModeResult]:
-        """Compare runs of the same model with each other, where the network draws random numbers."""
+        """Compare runs of the same model with each other, if the network draws random numbers."""
         if not subject.is_random or not subject.repeats:
             return []
         options: tuple[tuple[str, Any], ...] = ()
@@ -355,14 +355,14 @@ class Comparison:
 
 
 def _must_differ(found: Difference) -> Difference:
-    """Turn a comparison of two seeds round: the plain network's outputs differ between them."""
+    """Return no error if two seeds gave different outputs, as for the plain network; otherwise return an error."""
     if any(error for name, error in found.errors.items() if find_kind(name) in ("output", "buffer")):
         return Difference({"output": 0.0})
     return Difference({"output": math.nan}, {"output": "two seeds give the same, and differ on the plain network"})
 
 
 def _choose_even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
-    """Return where stages of about as many calls begin; a pipeline's own choice may be one stage for a tiny volume."""
+    """Return cuts into stages of about equally many calls; a pipeline may choose one stage for a tiny volume."""
     arguments = tuple(cut_pieces(subject.inputs, split_size)[0])
     with seeded(0, list_gpus()), torch.no_grad():
         _, trace, _ = observe_copy(subject.net, arguments, {}, subject.inputs[0].device)

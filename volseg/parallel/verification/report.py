@@ -1,4 +1,4 @@
-"""What ``verify`` found, printed as a table of modes and what was compared in each."""
+"""Report of ``verify``, printed as a table of modes and compared values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from volseg.parallel.verification.comparison import (
 __all__ = ["ModeResult", "Report"]
 
 SINGLE = 1e-5
-"""Errors below this one may be those of float32."""
+"""Errors below this value may be float32 round-off."""
 
 LISTED = 10
 """Differences listed for each mode."""
@@ -25,32 +25,32 @@ LISTED = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ModeResult:
-    """One way to run the network, and how it compares with the plain network."""
+    """Result of one mode: its differences from the plain network."""
 
     name: str
     steps: tuple[Difference, ...] = ()
     first: int = 1
-    """Number of the step that ``steps`` begin with."""
+    """Number of the first step in ``steps``."""
     message: str = ""
-    """Why it was refused, failed or not compared; or a remark."""
+    """Reason of a refusal, of a failure or of a missing comparison; or a remark."""
     outcome: str = ""
-    """``refused`` (an error of ours), ``failed`` (any other error) or ``not compared``; empty where it was compared."""
+    """``refused`` (an error of ours), ``failed`` (any other error) or ``not compared``; empty if it was compared."""
     plain: bool = True
-    """Whether the other side is the plain network, and not the same model run another way."""
+    """Whether the other side is the plain network instead of another run of the same model."""
 
     @property
     def errors(self) -> dict[str, float]:
-        """Largest relative error by name; NaN where the two sides cannot be subtracted."""
+        """Largest relative error by name; NaN if the two sides cannot be subtracted."""
         return name_steps([step.errors for step in self.steps], self.first)
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why an error is NaN, by name."""
+        """Reason of each NaN error, by name."""
         return name_steps([step.reasons for step in self.steps], self.first)
 
     @property
     def wrong(self) -> dict[str, float]:
-        """Errors above the tolerance, the worst first."""
+        """Errors above the tolerance, worst first."""
         return order_worst_first(name_steps([step.wrong for step in self.steps], self.first))
 
     @property
@@ -61,7 +61,7 @@ class ModeResult:
 
 @dataclass(frozen=True)
 class Report:
-    """How a network on several devices compares with itself on one."""
+    """Comparison of a network on several devices with the same network on one."""
 
     shape: tuple[int, ...]
     shards: int
@@ -76,7 +76,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """``equal``, ``different``, or ``not compared`` where nothing could be compared with the plain network.
+        """``equal``, ``different``, or ``not compared`` if no mode could be compared with the plain network.
 
         An error that is not the typed refusal of volseg counts as a difference.
         """
@@ -92,7 +92,7 @@ class Report:
         return self.verdict == "equal"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain values that JSON holds; an error without a number is None and has a reason."""
+        """Return plain values for JSON; an error without a number is None and has a reason."""
         modes = [
             {
                 "name": mode.name,
@@ -140,7 +140,7 @@ class Report:
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
     def _make_table(self) -> list[str]:
-        """Return one row per mode and step, one column per kind of value that was compared."""
+        """Return one row per mode and step, with one column per kind of compared values."""
         present = {find_kind(name) for mode in self.modes for name in mode.errors}
         kinds = [kind for kind in KINDS if kind in present]
         rows = [["mode", "step", *(KINDS[kind] for kind in kinds)]]
@@ -161,7 +161,7 @@ class Report:
         ]  # fmt: skip
 
     def _count(self) -> list[str]:
-        """Say how much was compared, and what the largest error is."""
+        """Return the number of compared values, and the largest error."""
         first = next((mode.steps[0].errors for mode in self.modes if mode.plain and mode.steps), {})
         if not first:
             return []
@@ -172,7 +172,7 @@ class Report:
         return [f"Compared: {told}.", f"Largest relative error: {_number(error)}{f', {name}' if error else ''}."]
 
     def _collect_messages(self) -> list[str]:
-        """Return refusals, failures and remarks; modes with the same one share a line."""
+        """Return refusals, failures and remarks; modes with the same message share a line."""
         shared: dict[tuple[str, str], list[str]] = {}
         for mode in self.modes:
             if mode.message:
@@ -181,7 +181,7 @@ class Report:
 
 
 def _cell(step: Difference, kind: str) -> str:
-    """Return the largest error of a kind; one that is too large bears a mark."""
+    """Return the largest error of a kind, marked if it is too large."""
     found = {name: error for name, error in step.errors.items() if find_kind(name) == kind}
     if not found:
         return "-"

@@ -1,7 +1,7 @@
-"""The plain network that several devices are compared with: what of it can be compared, and what is to be told.
+"""Prepare the plain network of a comparison: find the values that can be compared, and notes for the report.
 
-Values are compared only where the plain network gives them again: one that draws random numbers of its own, or does
-not repeat itself with one seed, is said to be so.
+Values are compared only if the plain network repeats them. The report names a network that draws random numbers, or
+that does not repeat itself with one seed.
 """
 
 import copy
@@ -33,14 +33,14 @@ __all__ = ["MOST", "Subject", "cut_pieces", "name_few"]
 EPSILON = torch.finfo(torch.float64).eps
 
 MARGIN = 100
-"""How much more than input moved by round-off the round-off of every layer may change."""
+"""Accepted error of all layers' round-off, relative to the effect of an input moved by round-off."""
 
 MOST = 1e-5
-"""No error above it is put down to round-off: what is wrong is above 1e-4."""
+"""Largest error that counts as round-off: real faults are above 1e-4."""
 
 
 def cut_pieces(inputs: Sequence[Any], split_size: int) -> list[list[Any]]:
-    """Cut the inputs into micro-batches, as a pipeline does: what has the batch as first dimension."""
+    """Cut the inputs into micro-batches, as a pipeline does: tensors whose first dimension is the batch."""
     batch = len(inputs[0])
     cut = [
         value.split(split_size) if isinstance(value, Tensor) and value.dim() and len(value) == batch else None
@@ -58,15 +58,15 @@ class Subject:
     Attributes
     ----------
     original, net
-        As the user gave it, and with dropout off where it draws.
+        The user's network in float64, and the same with its dropout off.
     trouble
-        Why values cannot be compared; empty where they can.
+        Why values cannot be compared; empty if they can.
     is_random, repeats
-        Whether ``original`` draws random numbers, and gives the same twice with one seed.
+        Whether ``original`` draws random numbers, and whether one seed gives the same values twice.
     leaves
-        Whether inputs may ask for a gradient: not where the network changes them in place.
+        Whether inputs may require gradients: not if the network changes them in place.
     notes
-        For the report.
+        Lines for the report.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Subject:
             self.notes.append(f"in {'eval' if self.training else 'train'} mode inside {self.state}: {name_few(other)}")
 
     def _probe(self, others: Sequence[Any]) -> None:
-        """Find out what the plain network does with one seed, with another, and with another input."""
+        """Test the plain network with one seed twice, with another seed, and with another input."""
         first, again, other = (self._forward(self.original, self.inputs, seed) for seed in (0, 0, 1))
         self.repeats, self.is_random = _is_alike(first, again), not _is_alike(first, other)
         self.net, self.trouble = self.original, ""
@@ -139,7 +139,7 @@ class Subject:
     def reference(
         self, objective: Callable[[Any], Tensor], steps: int, gradients: bool = True, split_size: int | None = None
     ) -> list[Values]:
-        """Return what steps of the plain network leave, by micro-batches where ``split_size`` is given."""
+        """Return the values after steps of the plain network, by micro-batches if ``split_size`` is given."""
         key = steps, gradients, split_size
         if key not in self._references:
             self._references[key] = self._train(self.inputs, objective, *key)
@@ -150,8 +150,8 @@ class Subject:
     ) -> list[float]:
         """Return for each step the error that the plain network's own round-off explains.
 
-        It is found by moving the input by a few units in the last place: a norm over two voxels blows that up, and so
-        it does the different order of a sum over shards.
+        The input is moved by a few units in the last place: a norm over two voxels amplifies this change, and in the
+        same way the different order of a sum over shards.
         """
         key = steps, gradients, split_size
         if key not in self._allowed:
@@ -189,7 +189,7 @@ class Subject:
             return observe(model, inputs, eager_step(call, objective, gradients), steps, self.leaves)
 
     def mixes_samples(self, split_size: int) -> bool:
-        """Whether outputs by micro-batches are other than those of the whole batch."""
+        """Return whether outputs by micro-batches differ from those of the whole batch."""
         if self.trouble:
             return False
         whole, parts = (self._train(self.inputs, _nothing, 1, False, size)[0] for size in (None, split_size))
@@ -200,7 +200,7 @@ class Subject:
         )
 
     def norm_buffers(self) -> frozenset[str]:
-        """Return the names of running statistics, which a pipeline takes from the whole batch."""
+        """Return the names of running statistics, which a pipeline updates from the whole batch."""
         return frozenset(
             f"buffer {path}.{name}" if path else f"buffer {name}"
             for path, module in self.net.named_modules()
@@ -211,7 +211,7 @@ class Subject:
 
     @contextmanager
     def _own_fault(self) -> Iterator[None]:
-        """Say that it is the plain network that fails."""
+        """Raise an error of the block as an error of the plain network."""
         try:
             yield
         except Exception as fault:
@@ -222,7 +222,7 @@ class Subject:
 
 
 def _copy(net: nn.Module, training: bool) -> nn.Module:
-    """Return a copy in float64; modules in eval inside a network that trains stay so."""
+    """Return a copy in float64; modules in eval mode inside a network in training mode stay in eval mode."""
     if any(is_lazy(value) for value in (*net.parameters(), *net.buffers())):
         raise ParallelError("the network has lazy parameters without a shape yet; call it once before verify")
     try:
@@ -255,7 +255,7 @@ def _nothing(outputs: Any) -> Tensor:
 
 
 def _is_alike(one: Values, other: Values) -> bool:
-    """Whether outputs and buffers agree; GPUs may add up in another order."""
+    """Return whether outputs and buffers agree; GPUs may add in another order."""
     errors = find_differences(one, other).errors
     return all(error <= TOLERANCE for name, error in errors.items() if find_kind(name) in ("output", "buffer"))
 
@@ -269,5 +269,5 @@ def _is_low(value: Any) -> bool:
 
 
 def name_few(names: Sequence[str]) -> str:
-    """List names, the first ones of many."""
+    """Return the names in one line, only the first ones if there are many."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

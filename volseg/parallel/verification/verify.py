@@ -1,8 +1,8 @@
 """Compare a network on several devices with the same network on one, in every mode that training meets.
 
-The comparison runs in float64, where an error of the method shows and round-off does not. Each mode (training or
-evaluation, activations recomputed or kept, recorded or not) gets fresh copies, two steps of gradient descent on real
-copies between devices, and is compared value by value. What cannot be compared is said, not left out: see `Report`.
+The comparison runs in float64, so that faults of the method exceed round-off. Each mode (training or evaluation,
+activations recomputed or kept, recorded or not) runs fresh copies for two steps of gradient descent, with real copies
+between devices, and is compared value by value. The report names the values that cannot be compared: see `Report`.
 """
 
 import logging
@@ -24,7 +24,7 @@ from volseg.parallel.verification.report import ModeResult, Report
 __all__ = ["TOLERANCE", "ModeResult", "Report", "compare", "default_objective", "verify"]
 
 SHARDS = 4
-"""Where the machine has fewer than two GPUs."""
+"""Number of shards if the machine has fewer than two GPUs."""
 
 
 def verify(
@@ -44,31 +44,31 @@ def verify(
     parameters after a step, the inputs after the call, and all of it in a second step. Modes: training and
     evaluation, without gradients, with and without recomputation (spatial) or micro-batches (pipeline), recorded.
 
-    Dropout is turned off where it draws (the two would draw different masks); batch norm stays in training mode. What
-    is random is looked at apart: one seed must give the same twice, recomputed or not. The network itself is not
-    changed: copies are compared.
+    Dropout is turned off (the two sides would draw different masks); batch norm stays in training mode. Random numbers
+    are tested separately: one seed must give the same values twice, recomputed or not. The network itself does not
+    change: copies are compared.
 
     Parameters
     ----------
     net
-        The network. Modules in eval mode inside a network in training mode stay so.
+        The network. Its modules in eval mode stay in eval mode.
     shape
-        Input shape ``(B, C, D, H, W)`` or ``(B, C, H, W)``; small is enough. A pipeline's micro-batches need a ``B``
-        of two or more.
+        Input shape ``(B, C, D, H, W)`` or ``(B, C, H, W)``; a small one is enough. A pipeline's micro-batches need a
+        ``B`` of two or more.
     devices
         Shards (or stages) of this process; by default all visible GPUs, or four copies on the CPU. ``["cpu"] * 4``
         becomes ``["cpu", "cpu:1", ...]``, between which tensors are copied as between GPUs. Under ``torchrun``, leave
         it out.
     objective
-        From outputs to a loss.
+        Maps outputs to a loss.
     tolerance
-        Largest relative error that counts as equal; more where the plain network's own round-off explains it.
+        Largest relative error that counts as equal; larger if the plain network's own round-off explains it.
     strategy
         ``"spatial"`` or ``"pipeline"``.
     more
         Further arguments of ``forward`` after the volume, such as a tensor of time steps.
     options
-        For ``ModelParallel``. ``checkpoint`` is what the recomputed modes use, ``"all"`` by default.
+        Options of ``ModelParallel``. ``checkpoint`` is the setting of the recomputed modes, ``"all"`` by default.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def verify(
     GridError
         If the plain network itself fails on this shape.
     UnsupportedOperatorError
-        If every mode was refused; otherwise the report names those that were.
+        If every mode was refused; otherwise the report names the refused modes.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def verify(
 
 
 def _devices(devices: Sequence[str | int | torch.device] | None, strategy: str) -> list[torch.device] | None:
-    """Return the devices to compare on, real copies for shards that share the CPU; None within a process group."""
+    """Return the devices to compare on, with real copies for shards that share the CPU; None within a process group."""
     if devices is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         if strategy == "pipeline":
             raise ParallelError("a pipeline runs in one process; name its devices, such as devices=['cpu'] * 2")

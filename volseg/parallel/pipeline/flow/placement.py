@@ -60,7 +60,7 @@ class Placement:
     counters: frozenset[int] = frozenset()
     """Identities of the ``num_batches_tracked`` buffers."""
     quiet: frozenset[nn.Module] = frozenset()
-    """Leaves whose functions are not intercepted, as none needs a tensor from another stage."""
+    """Leaves whose functions are not intercepted, as no function needs a tensor from another stage."""
     aliased: set[int] = field(default_factory=set)
     """Identities of parameters and buffers that forward reaches under another name, such as ``.data``."""
     written: tuple[Tensor, ...] = ()
@@ -103,7 +103,7 @@ def _unmark(tensor: Tensor) -> None:
 def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[torch.device]) -> Placement:
     """Assign the trace's segments, ``lengths`` at a time, to ``devices``, and move parameters and buffers there.
 
-    Each goes to the first stage that uses it, and keeps its identity (``.data`` is replaced), so optimizers and
+    Each tensor goes to the first stage that uses it, and keeps its identity (``.data`` is replaced), so optimizers and
     tied weights stay valid. State that the trace never saw goes with the layer registered before it.
     """
     locations = tuple(Location(stage, device) for stage, (device, _) in enumerate(zip(devices, lengths, strict=False)))
@@ -170,7 +170,7 @@ def _name_states(net: nn.Module) -> Mapping[str, Tensor]:
 
 @dataclass(eq=False)
 class BatchContext:
-    """What the micro-batches of a batch share."""
+    """Objects that the micro-batches of a batch share."""
 
     borrowed: dict[Any, Tensor] = field(default_factory=dict)
     """Copies of parameters for stages that use but do not own them."""
@@ -190,7 +190,7 @@ class PlacedRun(runs.Run):
     statistics
         Handles running statistics; ``None`` leaves norms unchanged.
     context
-        What the micro-batches of a batch share.
+        Objects that the micro-batches of a batch share.
     """
 
     skips_quiet = True
@@ -267,7 +267,7 @@ class PlacedRun(runs.Run):
             if location.device.type == "cuda":
                 # Tensors that forward makes on plain "cuda" belong to the current stage.
                 torch.cuda.set_device(location.device)
-            if location.stage < self.here.stage:  # a layer again: it may change in place what was sent
+            if location.stage < self.here.stage:  # an earlier layer: it may change sent tensors in place
                 wait_for_copies([location.device], self.placement.devices)
             self.here = location
             self._mark(is_end=False)

@@ -1,4 +1,4 @@
-"""Running statistics of the whole batch from a batch that was normalised in micro-batches.
+"""Compute running statistics of the whole batch from a batch that is normalised in micro-batches.
 
 Batch norm in training normalises each micro-batch with its own mean and variance (waiting for the whole batch
 at every layer would stall the pipeline). Its *running* statistics, which evaluation uses, are updated once per
@@ -76,13 +76,13 @@ class NormSite:
 
 
 class FrozenStatistics:
-    """Update nothing: for measurements, and for recomputation in backward, which has been counted.
+    """Update no statistics: for measurements, and for recomputation in backward, whose batch was counted before.
 
     Parameters
     ----------
     counts_batches
         Whether counters increase nevertheless, for a caller that restores the buffers: norms with ``momentum=None``
-        divide by theirs, which is 0 before the first batch.
+        divide by their counter, which is 0 before the first batch.
     keeps_form
         Whether norms get blank running buffers, for a recomputation: torch's checkpoint counts saved tensors, and the
         forward pass saved such buffers too.
@@ -164,9 +164,9 @@ def combine(
 
 
 def _commit(calls: Sequence[_Gathered]) -> None:
-    """Update the running statistics of some norms of one device with those of all micro-batches.
+    """Update the running statistics of some norms of one device from all micro-batches.
 
-    One call for all: a network of fifty norms would otherwise queue hundreds of tiny kernels between forward and loss.
+    All norms are updated in one call: fifty norms would otherwise queue hundreds of tiny kernels before the loss.
     """
     first, widths = calls[0], [kept.rows.shape[2] for kept in calls]
     means, variances = torch.cat([kept.rows for kept in calls], 2)
@@ -258,7 +258,7 @@ def bind_arguments(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
 def run_norm(
     statistics: RunningStatistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Run one of ``NORMS`` under ``statistics``; return ``None`` if it updates nothing.
+    """Run one of ``NORMS`` under ``statistics``; return ``None`` if the call updates no statistics.
 
     Raises
     ------

@@ -41,7 +41,7 @@ class PendingCopies:
         self._last: dict[Any, tuple[Tensor, Any]] = {}
 
     def hold(self, gradient: Tensor, left: Any) -> None:
-        """Hold a gradient whose copy ends with the event ``left``; let the one before go."""
+        """Hold a gradient whose copy ends with the event ``left``; release the previous gradient."""
         stream = find_current_stream(gradient.device)
         if stream in self._last:
             stream.wait_event(self._last[stream][1])
@@ -61,7 +61,7 @@ class Passage:
         self.noted: tuple[int, int | None, int | None] | None = None
 
     def note(self, source: int | None, target: int | None) -> None:
-        """Set the stages that it joins, for an active timeline: the backward pass does not know them."""
+        """Set the stages that the passage joins, for an active timeline: the backward pass does not know them."""
         timeline = find_timeline()
         if timeline is not None:
             self.noted = timeline.micro_batch, source, target
@@ -77,7 +77,7 @@ class Passage:
             timeline.mark(stage, device, "backward", number, is_end=is_end)
 
     def wait(self, tensor: Tensor) -> Tensor:
-        """Make the current stream of the tensor's device wait for its arrival."""
+        """Make the current stream of the tensor's device wait until the tensor has arrived."""
         if self.arrived is not None:
             stream = find_current_stream(tensor.device)
             stream.wait_event(self.arrived)
@@ -177,7 +177,7 @@ class _Cross(torch.autograd.Function):
 def send(tensor: Tensor, target: torch.device, pending: PendingCopies | None = None) -> tuple[Tensor, Passage]:
     """Start a differentiable copy to ``target``; call ``passage.wait(copy)`` before using it.
 
-    ``pending`` are those of all sent tensors of a batch.
+    ``pending`` holds the gradients of all sent tensors of a batch.
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Measure the cost of each part of a network by running it.
 
-A copy of the network runs on one device, part by part: each part's inputs are detached from autograd, its forward
-is timed, then its backward, and its activations are freed before the next part starts. So the memory needed is that of
-the largest part, and a network can be measured that one device could not train.
+A copy of the network runs on one device, part by part. Each part's inputs are detached from autograd; its forward is
+timed, then its backward, and its activations are freed before the next part starts. So the measurement needs only the
+memory of the largest part, and works for a network that one device could not train.
 """
 
 import contextlib
@@ -34,8 +34,7 @@ __all__ = ["Measured", "copy_network", "find_activations", "measure", "move_call
 
 REPEATS = 2
 """Timed passes on a GPU after one warm-up; the fastest counts. On a host the first pass counts: observing the network
-has
-warmed it up, and three passes would take longer than the batch."""
+has warmed it up, and three passes would take longer than the batch."""
 
 # Long enough for the host to queue a part before the device starts it, otherwise the host would be timed.
 SLEEP_CYCLES = 2_000_000
@@ -58,9 +57,8 @@ def observe_copy(
 ) -> tuple[nn.Module, Trace, Observer]:
     """Copy the network to ``device``, watch the copy, and record one forward of it.
 
-    First without the user's hooks, and without saved tensors, then with both: a hook may change shapes, and a network
-    may
-    differentiate inside.
+    The first attempt runs without the user's hooks and saved tensors, the second with both: a hook may change shapes,
+    and a network may differentiate inside.
     """
     first: Exception | None = None
     ways = ((False, True), (False, False), (True, True), (True, False))
@@ -69,7 +67,7 @@ def observe_copy(
         own_args, own_kwargs = move_call((args, kwargs), device)
         try:
             trace, observer = observe(probe, own_args, own_kwargs, counts)
-        except Exception as failure:  # the error of the first attempt is the network's own
+        except Exception as failure:  # the first attempt has the network's own error
             first = first or failure
             continue
         return probe, trace, observer
@@ -231,9 +229,9 @@ class Stopwatch(runs.Run):
         try:
             backward = self._backward(sent) if sent else 0.0
         except RuntimeError as failure:
-            # Every result is differentiated here, also those whose gradient the network does not need: their saved
-            # tensors may have been overwritten, or a derivative may be missing. A reentrant checkpoint passes its
-            # gradient beyond the cut, to a finished segment. The training raises an error of a needed gradient again.
+            # Every result is differentiated here, even if the network does not need its gradient: its saved tensors
+            # may have been overwritten, or a derivative may be missing. A reentrant checkpoint passes its gradient
+            # beyond the cut, to a finished segment. If the gradient is needed, the training raises the error again.
             # The time is estimated as a second forward, and twice that for the gradients.
             if isinstance(failure, torch.OutOfMemoryError | VolsegError):
                 raise

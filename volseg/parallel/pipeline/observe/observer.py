@@ -131,7 +131,7 @@ class Observer(runs.Run):
         differentiates = function in DIFFERENTIATE
         if runs.keeps_place(function) and not differentiates:
             return self._ask(function, args, kwargs)
-        # What torch.vmap wraps has no memory of its own.
+        # A tensor wrapped by torch.vmap has no memory of its own.
         read = [runs.unwrap(tensor) for tensor in runs.find_tensors((args, kwargs))]
         versions = [(tensor, runs.read_version(tensor)) for tensor in read]
         blocks = [self._memory.see(tensor, self._number) for tensor in read]
@@ -224,7 +224,7 @@ def observe(
 ) -> tuple[Trace, Observer]:
     """Run a watched network once and return its trace.
 
-    Unless it ``counts`` the tensors that backward needs, they are kept: for networks that differentiate inside.
+    If ``counts`` is False, tensors for backward are kept instead of counted: for networks that differentiate inside.
     """
     with torch.enable_grad(), Observer(net, counts) as observer:
         # Arguments that forward changes in place exist from the start.

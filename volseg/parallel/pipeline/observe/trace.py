@@ -1,7 +1,7 @@
 """Trace of one ``forward`` as a flat list of events, and the runs of module calls that must stay together.
 
-Pure: this module reads the events of an ``Observer``. A pipeline may be cut only just before the call of a *leaf* (a
-module that calls no other module), and not everywhere:
+This module is pure: it reads the events of an ``Observer``. A pipeline may be cut only just before the call of a *leaf*
+(a module that calls no other module), and not everywhere:
 
 * A tensor that is changed in place must not have been copied to another device before, or the original would
   keep its old value. No cut falls between the creation of such memory and its last change.

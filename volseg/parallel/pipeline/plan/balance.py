@@ -201,8 +201,7 @@ def _compute_front(costs: Sequence[Held], limits: Sequence[Sequence[float]], min
     """Return the Pareto front of cuts in the first ``minimised`` costs (one or two).
 
     A cut's cost is its largest stage in each cost; every stage respects its ``limits[cost][stage]``. Each cut comes
-    with
-    these maxima. Dynamic programming over the layers; the fronts stay short, a dozen cuts.
+    with these maxima. Dynamic programming over the layers; the fronts stay short, a dozen cuts.
     """
     layers = len(costs[0]) - 1
     best: list[list[Found]] = [[((0.0,) * minimised, ())], *([] for _ in range(layers))]
@@ -273,7 +272,7 @@ def predict_ms(
 def choose_quickest(candidates: dict[int, float]) -> int:
     """Return the fastest split size, or number of stages; within 2 % the largest.
 
-    A larger micro-batch queues fewer kernels, and more stages hold less each.
+    A larger micro-batch queues fewer kernels, and with more stages each stage holds less.
 
     Examples
     --------

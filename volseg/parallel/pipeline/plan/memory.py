@@ -1,4 +1,4 @@
-"""Memory that each possible stage of a network holds for one micro-batch: pure arithmetic, exact.
+"""Compute the memory that each possible stage of a network holds for one micro-batch: pure arithmetic, exact.
 
 The memory of layers does not add up. A tensor that several layers keep for backward is held once by a stage with all of
 them, and once by each of the stages that share them: a skip, and the result of an in-place activation for the
@@ -62,7 +62,7 @@ def compute_held_bytes(activations: Iterable[KeptActivation], layers: int, is_re
 
 
 def _compute_any_within(layers: Sequence[int], count: int) -> torch.Tensor:
-    """Return, for each [start, end), whether one of ``layers`` lies in it."""
+    """Return, for each [start, end), whether it contains one of ``layers``."""
     has = torch.zeros(count + 2, dtype=torch.int64)
     has[1 + torch.tensor(sorted(set(layers)), dtype=torch.int64)] = 1
     before = has.cumsum(0)[: count + 1]

@@ -25,13 +25,13 @@ class LayerCost:
     backward_ms: float = 0.0
     parameter_bytes: int = 0
     activation_bytes: int = 0
-    """Kept from forward to backward, and by no earlier layer."""
+    """Bytes kept from forward to backward here, and by no earlier layer."""
     sent_bytes: int = 0
-    """Made here and used by later layers."""
+    """Bytes made here and used by later layers."""
 
     @property
     def ms(self) -> float:
-        """Forward and backward."""
+        """Time of forward and backward."""
         return self.forward_ms + self.backward_ms
 
 
@@ -51,22 +51,22 @@ class StageCost:
 
     @property
     def forward_ms(self) -> float:
-        """Forward of one micro-batch."""
+        """Forward time of one micro-batch."""
         return sum(layer.forward_ms for layer in self.layers)
 
     @property
     def backward_ms(self) -> float:
-        """Backward of one micro-batch."""
+        """Backward time of one micro-batch."""
         return sum(layer.backward_ms for layer in self.layers)
 
     @property
     def ms(self) -> float:
-        """Forward and backward of one micro-batch."""
+        """Forward and backward time of one micro-batch."""
         return self.forward_ms + self.backward_ms
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the parameters that live here."""
+        """Bytes of the parameters of this stage."""
         return sum(layer.parameter_bytes for layer in self.layers)
 
 
@@ -127,12 +127,12 @@ class Partition:
 
     @property
     def total_ms(self) -> float:
-        """All layers, for one micro-batch."""
+        """Time of all layers for one micro-batch."""
         return sum(stage.ms for stage in self.stages)
 
     @property
     def slowest_ms(self) -> float:
-        """The slowest stage, for one micro-batch."""
+        """Time of the slowest stage for one micro-batch."""
         return max(stage.ms for stage in self.stages)
 
     @property

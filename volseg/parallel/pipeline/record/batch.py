@@ -50,20 +50,20 @@ class _Output:
     """Its place among the tensors of the output."""
     source: Tensor
     home: Tensor
-    """Copy of it where the outputs are joined."""
+    """Its copy on the device where the outputs are joined."""
     lane: int
 
 
 class _Ticket:
-    """Held by the autograd node of one forward: while it exists unused, its activations are needed."""
+    """Token of the autograd node of one forward: while it exists unused, the activations are needed."""
 
     is_used = False
 
 
 class RecordedBatch:
-    """A recording of ``net`` for batches like the given one; the tensors' values do not matter.
+    """Recording of ``net`` for batches like the given one; the tensors' values do not matter.
 
-    Its memory holds one batch: ``is_free`` tells whether a backward still needs it.
+    Its memory holds one batch: ``is_free`` is False while a backward still needs it.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class RecordedBatch:
     Raises
     ------
     RecordRefusedError
-        If a recording would not repeat what ``forward`` does.
+        If a recording would not repeat the work of ``forward``.
     """
 
     def __init__(self, net: nn.Module, placement: Placement, batch: CutBatch, lanes: int = 1) -> None:
@@ -106,7 +106,7 @@ class RecordedBatch:
             self._backward = self._record_backward() if torch.is_grad_enabled() else None
             self._backward_marks = timeline.marks[len(self._forward_marks) :]
         self._leaves, self._structure = pytree.tree_flatten(join(self._homes, batch.sizes))
-        self._roots.clear()  # the autograd graph goes; the memory stays the recording's
+        self._roots.clear()  # free the autograd graph; the recording keeps the memory
 
     @property
     def lanes(self) -> int:
@@ -136,7 +136,7 @@ class RecordedBatch:
         return ticket
 
     def _record_forward(self) -> tuple[BatchGraph, list[Any]]:
-        """Record every micro-batch; note its outputs, return the graph and the outputs where they are joined."""
+        """Record every micro-batch; keep its outputs, return the graph and the joined outputs' tensors."""
         self._roots: list[_Output] = []
         given = [(tensor, runs.read_version(tensor)) for tensor in self._inputs]
         graph, homes = self._lanes.record(self._run_forward)
@@ -257,7 +257,7 @@ class RecordedBatch:
     def replay_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the backward pass; return the gradients of the inputs, then of the parameters.
 
-        A gradient is None where none arrives. They are copies, since the next batch overwrites the recording's own.
+        A gradient is None if none arrives. All are copies, since the next batch overwrites the recording's tensors.
         """
         assert self._backward is not None
         reached: set[int] = set()
@@ -285,7 +285,7 @@ class RecordedBatch:
 
 
 def _bring(tensor: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-    """Return a tensor on ``device``, and the event of its arrival, None where it is there."""
+    """Return a tensor on ``device``, and the event of its arrival, or None if it was not moved."""
     return (tensor, None) if tensor.device == device else copy_between(tensor, device)
 
 

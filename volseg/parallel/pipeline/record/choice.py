@@ -39,7 +39,7 @@ WARM_UP = 3
 """Eager batches before one is recorded."""
 
 TRACED_WARM_UP = 2
-"""The same where a step is only traced: the first batch creates persistent state, the second finds it."""
+"""Eager batches before a recording if a step is only traced: the first creates persistent state, the second uses it."""
 
 MOST_RECORDINGS = 3
 """Kinds of batches kept as recordings: training, validation and one spare."""
@@ -59,7 +59,7 @@ def identify_batch(
     Parameters
     ----------
     condition
-        Of the network (``Conditions``).
+        Condition of the network (see ``Conditions``).
     call
         The batch.
     target
@@ -76,8 +76,8 @@ def identify_batch(
 class BatchRecorder:
     """Record the kinds of batches that recur, after observing them.
 
-    Each recording holds a batch's activations, so there are few: a new kind replaces one that has been unused for long,
-    otherwise it stays eager. Volumes of ever new sizes therefore run eagerly.
+    Each recording holds a batch's activations, so there are few: a new kind of batch replaces one that has been unused
+    for long, otherwise it stays eager. Volumes of ever new sizes therefore run eagerly.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class BatchRecorder:
     record
         False for no recordings, True for recordings wherever they are correct, ``"auto"`` for those on GPUs.
     devices
-        Of the pipeline.
+        Devices of the pipeline.
     """
 
     def __init__(self, net: nn.Module, record: str | bool, devices: Sequence[torch.device]) -> None:
@@ -127,7 +127,7 @@ class BatchRecorder:
         return self._recordings.use(kind) if found is not None and found.is_free else None
 
     def _record(self, kind: Kind[RecordedBatch], placement: Placement, batch: CutBatch) -> bool:
-        """Record a kind of batches, if it is time; return whether that was possible."""
+        """Record a kind of batches, if it is due; return whether a recording was made."""
         if not self._recordings.is_warm(kind) or not self._recordings.make_room():
             return False
         try:
@@ -161,10 +161,10 @@ class BatchRecorder:
 
 
 def choose_lanes(stages: int, micro_batches: int) -> int:
-    """Return two lanes where sharing a device gains more than filling and draining the pipeline by twos costs.
+    """Return two lanes if sharing a device gains more than filling and draining the pipeline by twos costs.
 
-    Micro-batches that go by twos, at s times the speed of one, take (m / 2 + p - 1) 2 / s steps of a stage where single
-    ones take m + p - 1. With s = 1.2 of a V-Net on 64^3 voxels, twos are faster from m = 4 (p - 1) on. Four lanes were
+    Micro-batches in pairs, at s times the speed of single ones, take (m / 2 + p - 1) 2 / s steps of a stage; single
+    ones take m + p - 1. With s = 1.2 of a V-Net on 64^3 voxels, pairs are faster from m = 4 (p - 1) on. Four lanes were
     9 % slower for large kernels, and 5 % faster for this V-Net.
 
     Examples

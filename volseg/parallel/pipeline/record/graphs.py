@@ -47,7 +47,7 @@ class Lanes:
     Parameters
     ----------
     devices
-        Everything that a recorded function touches.
+        All devices that a recorded function uses.
     count
         Number of lanes; hosts have one.
     """
@@ -71,7 +71,7 @@ class Lanes:
 
     @property
     def has_events(self) -> bool:
-        """Whether recorded events tell the time."""
+        """Whether recorded events measure time."""
         return bool(self._gpus) and has_values(self._gpus[0])
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class Lanes:
             yield
 
     def record(self, work: Callable[[], T]) -> tuple[BatchGraph, T]:
-        """Record what ``work`` gives to the devices, from this thread only; return the graph and its result.
+        """Record the work that ``work`` queues on the devices, from this thread only; return the graph and its result.
 
         ``work`` chooses lanes by ``turn_to``. On GPUs no kernel runs.
         """

@@ -1,9 +1,9 @@
-"""The gradient of a convolution's input from that of its output, and the planes that the neighbours have around it.
+"""Compute the gradient of a convolution's input from its output's gradient and the neighbours' planes around it.
 
-Where there is room around a gradient, as norms leave it, the planes are received there. A small one is copied between
-them. Of a large one the copy would take as long as half a norm: it is differentiated as it lies, as if nobody was
-around, while the planes travel; what they add to the slab's outermost planes is computed from them alone, between
-zeros.
+If there is room around a gradient, as norms leave it, the planes are received there. Otherwise a small gradient is
+copied between the planes. The copy of a large one would take as long as half a norm: it is differentiated in place,
+as if it had no neighbours, while the planes travel; their share of the slab's outermost planes is computed from the
+received planes only, between zeros.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from volseg.parallel.spatial.transport.room import extend, find_room
 __all__ = ["SurroundedGradients"]
 
 LARGE = 2**26
-"""Bytes of a slab whose copy takes longer (33 us on an H200) than the few kernels that outermost planes take."""
+"""Bytes of a slab whose copy takes longer (33 us on an H200) than the few kernels for the outermost planes."""
 
 Found = tuple[Tensor | None, Tensor | None]
-"""Gradients of the input's own planes and of the weight, None where not asked for."""
+"""Gradients of the input's own planes and of the weight; None if not needed."""
 
 
 class SurroundedGradients:
-    """Gradients of the outputs of this process's slabs, whose neighbours' planes are on their way.
+    """Gradients of the outputs of this process's slabs, while the neighbours' planes arrive.
 
     Parameters
     ----------
     plan
-        Of the convolution.
+        Plan of the convolution.
     gradients
-        Of the outputs' own planes.
+        Gradients of the outputs' own planes.
     channels_last
         As in ``choice.differentiate``.
     """
@@ -58,7 +58,7 @@ class SurroundedGradients:
             self.wait = start_filling(self.around, plan.halos)
 
     def differentiate_inputs(self, slabs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of the slabs alone; arguments as those of ``differentiate``."""
+        """Return only the gradients of the slabs; arguments as in ``differentiate``."""
         return [own for own, _ in self.differentiate(slabs, weights, needs_input=True, needs_weight=False)]
 
     def differentiate(
@@ -73,7 +73,7 @@ class SurroundedGradients:
         weights
             One for each slab.
         needs_input, needs_weight
-            Whether the gradient is asked for.
+            Whether the gradient is needed.
         """
         plan, needed = self.plan, (needs_input, needs_weight)
         if not self.is_apart:
@@ -91,7 +91,7 @@ class SurroundedGradients:
         return found
 
     def _add_edge(self, edge: Tensor, side: int, slab: Tensor, weight: Tensor, own: Found) -> None:
-        """Add to a slab's gradients what comes of a neighbour's planes."""
+        """Add the share of a neighbour's planes to a slab's gradients."""
         count = (edge.shape[DIM] - self.plan.reach) // self.plan.step + 1
         start = slab.shape[DIM] - count if side else 0
         needed = own[0] is not None, own[1] is not None
@@ -115,7 +115,7 @@ class SurroundedGradients:
 
 
 def _make_edge(gradient: Tensor, halo: Halo, plan: AroundPlan, side: int) -> Tensor | None:
-    """Return zeros for the output's planes that a slab's outermost planes reach; None where nobody is beside it."""
+    """Return zeros for the output's planes that a slab's outermost planes reach; None without a neighbour."""
     if halo.neighbours[side] is None or not halo.own[side]:
         return None
     shape, reached = list(gradient.shape), -(-halo.own[side] // plan.step)

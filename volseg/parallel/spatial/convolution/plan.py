@@ -1,7 +1,7 @@
-"""Whether and how a convolution takes its halo in place: decided by sizes alone, so that all processes decide alike.
+"""Plan whether and how a convolution takes its halo in place: by sizes only, so that all processes agree.
 
-It is possible where each shard needs its whole slab, and planes of its direct neighbours only: for every convolution of
-the usual networks, unless the sizes divide badly.
+It is possible if each shard needs its whole slab, and planes of its direct neighbours only. This holds for every
+convolution of the usual networks, unless the sizes divide badly.
 """
 
 from collections.abc import Sequence
@@ -17,34 +17,34 @@ from volseg.parallel.spatial.volume import ShardedVolume
 __all__ = ["TILE_ELEMENTS", "ConvolutionPlan", "count_slab_tiles", "count_tiles", "plan_convolution", "plan_transposed"]
 
 TILE_ELEMENTS = 2**26
-"""Of a convolution's input in one tile: 128 MiB in half precision, which still fills a GPU."""
+"""Elements of a convolution's input in one tile: 128 MiB in half precision, which still fills a GPU."""
 
 MOST_TILES = 16
-"""Of a slab: a few tiles lie there at a time, so that more of them would save little, and each takes the host time."""
+"""Limit of tiles per slab: only a few tiles are in memory at a time, so more would save little and cost host time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionPlan:
-    """How this process convolves its slabs.
+    """Plan by which this process convolves its slabs.
 
     Attributes
     ----------
     settings
-        Of the convolution of a slab with its halo.
+        Settings of the convolution of a slab with its halo.
     halos
-        Of each slab; empty where no shard needs one.
+        Halo of each slab; empty if no shard needs one.
     outputs
         Number of output planes of the whole volume.
     channels_last
-        Whether the result is to lie in memory with channels last.
+        Whether the result is in channels-last layout.
     in_parts
-        Whether the gradients of joined inputs are computed one after the other, for less memory.
+        Whether the gradients of joined inputs are computed one after the other, to save memory.
     tiles
         Number of tiles in which a slab may be convolved, from front to back.
     around
-        How the gradients of a slab's own planes are computed; None where the gradient of the input's halo travels.
+        Plan for the gradients of a slab's own planes; None if the gradient of the input's halo travels.
     owed
-        Output planes of each slab, where more are computed behind them; else empty.
+        Output planes of each slab, if more are computed behind them; otherwise empty.
     """
 
     settings: Settings
@@ -59,20 +59,20 @@ class ConvolutionPlan:
 
 @dataclass(frozen=True, slots=True)
 class AroundPlan:
-    """How the gradients of a slab's own planes follow from that of its output, and the neighbours' planes around it.
+    """Plan for the gradients of a slab's own planes, from its output's gradient and the neighbours' planes around it.
 
     Attributes
     ----------
     halos
-        Of each output's gradient.
+        Halo of each output's gradient.
     settings
-        Of the convolution of a slab's own planes to its output and these.
+        Settings of the convolution from a slab's own planes to its output and the neighbours' planes.
     alone
-        Of its own planes to its output without them, where there are such settings.
+        Settings from a slab's own planes to its output only, if they exist.
     reach
         Number of output planes that one plane of the input reaches.
     step
-        Number of output planes from the first that a plane of the input reaches to the first that the next one does.
+        Step in output planes between the first planes that neighbouring input planes reach.
     """
 
     halos: tuple[Halo, ...]
@@ -85,12 +85,12 @@ class AroundPlan:
 def plan_convolution(
     volume: ShardedVolume, window: Window, outputs: int, whole: Settings, along: Settings, reach: int
 ) -> ConvolutionPlan | None:
-    """Return the plan, or None where the general exchange is needed.
+    """Return the plan, or None if the general exchange is needed.
 
     Parameters
     ----------
     volume
-        The input: how it is cut, and its context.
+        The input, which defines the cut and the context.
     window
         The convolution along the cut.
     outputs
@@ -98,7 +98,7 @@ def plan_convolution(
     whole
         The convolution's settings on one device.
     along
-        Those of a slab: without padding along the cut.
+        Settings for a slab: without padding along the cut.
     reach
         Number of planes from the first to the last that one output plane reads.
     """
@@ -127,17 +127,17 @@ def plan_convolution(
 def plan_transposed(
     volume: ShardedVolume, window: TransposedConvolution, outputs: int, along: Settings
 ) -> ConvolutionPlan | None:
-    """Return the plan of a transposed convolution whose slabs need planes of their neighbours, else None.
+    """Return the plan of a transposed convolution whose slabs need planes of their neighbours, otherwise None.
 
-    Its gradients are those of a slab's own planes: all that these have written is their outputs and, around them, some
-    of the neighbours', whose gradient is fetched. So the weight's gradient, too, has each product once.
+    Its gradients are those of a slab's own planes. These planes have written their outputs and, around them, some of
+    the neighbours' outputs, whose gradient is fetched. So the weight's gradient also has each product once.
 
     Parameters
     ----------
     volume, window, outputs
         As in ``plan_convolution``.
     along
-        The settings of a slab: without padding and output padding along the cut.
+        Settings for a slab: without padding and output padding along the cut.
     """
     context = volume.context
     communicator = context.communicator
@@ -148,7 +148,7 @@ def plan_transposed(
     back = plan_halo(outputs, shards, Convolution(window.kernel, stride, window.padding, window.dilation), size)
     if planes is None or back is None:
         return None
-    # What is computed in front of a slab's outputs is cut off by padding, and what is behind them afterwards.
+    # Padding cuts off the planes in front of a slab's outputs; those behind are cut off afterwards.
     skipped = {start - window.first(start, stop) for start, stop in spans(outputs, shards)}
     (skip, *others), owed = skipped, _count(outputs, shards)
     given = [sum(around) + own for around, own in zip(planes, _count(size, shards), strict=True)]
@@ -160,7 +160,7 @@ def plan_transposed(
     halos, around = (plan_halos(communicator, each, context.channels_last) for each in (planes, back))
     if not halos or not around:
         return None
-    # Padding cuts off as many planes of the gradient in front as behind, and output padding gives back some of these.
+    # Padding cuts off equally many planes of the gradient in front and behind; output padding restores some of these.
     (front, behind), alone = back[0], None
     if len({*back}) == 1 and 0 <= front - behind < stride:
         extra = (front - behind, *along.output_padding[1:])
@@ -172,9 +172,9 @@ def plan_transposed(
 
 
 def _count_tiles(volume: ShardedVolume, settings: Settings, outputs: int, reach: int) -> int:
-    """Return in how many tiles a slab is convolved, by sizes that all shards have in common.
+    """Return the number of tiles in which a slab is convolved, by sizes that all shards have in common.
 
-    Where outputs and inputs have the same planes, with as many of padding on both sides.
+    A slab is tiled only if outputs and inputs have the same planes, with equal padding on both sides.
     """
     same = settings.stride[0] == 1 and not settings.transposed and 2 * settings.padding[0] == reach - 1
     if not same or volume.dims != (DIM,) or volume.ndim != 5 or outputs != volume.shape[DIM]:
@@ -184,19 +184,19 @@ def _count_tiles(volume: ShardedVolume, settings: Settings, outputs: int, reach:
 
 
 def count_tiles(elements: int, most: int) -> int:
-    """Return in how many tiles so many elements are computed: one where they are few."""
+    """Return the number of tiles for a number of elements: one if there are few."""
     return max(1, min(most, MOST_TILES, -(-elements // TILE_ELEMENTS)))
 
 
 def count_slab_tiles(volume: ShardedVolume, channels: int, itemsize: int) -> int:
-    """Return in how many tiles a slab of so many channels on a volume's grid is written; one where it lies there.
+    """Return the number of tiles in which a slab on a volume's grid is written; one if the slab is in memory.
 
     Parameters
     ----------
     volume
-        Of any number of channels.
+        A volume with any number of channels.
     channels, itemsize
-        Of the slab that is written.
+        Channels and element size of the slab that is written.
     """
     context = volume.context
     known = volume.ndim == 5 and volume.dims == (DIM,) and volume.merged is None and context.communicator.is_direct

@@ -1,14 +1,14 @@
-"""Convolution of this process's slabs: halos received in place while other work goes on, input kept as a recipe.
+"""Convolve this process's slabs: halos are received in place during other work, and the input is kept as a recipe.
 
-It takes over from the general exchange where ``plan`` says so. Each slab goes the way that it would go as the only one
-of a process: with several, every step is taken for all of them before the next.
+``plan`` decides between this module and the general exchange. Each slab is treated like the only slab of a process:
+with several slabs, every step is taken for all of them before the next step.
 
-Forward: the halo travels while the slab's inner planes are still being normalised. Backward, something travels while
-the input is computed again and the weights' gradient is computed. Where outputs and inputs are cut alike (stride 1) it
-is the halo of the output's gradient, and the input's gradient is computed for the slab's own planes alone: a plane more
-is a tenth more work where a coarse level has ten, and half an empty wave of blocks. So it is with a transposed
-convolution, whose weights' gradient is computed from the same: its input is coarse, and kept. Elsewhere the gradient of
-the halo travels back.
+Forward: the halo travels while the slab's inner planes are still being normalised. Backward: planes travel while the
+input is recomputed and the weights' gradient is computed. If outputs and inputs are cut in the same way (stride 1),
+the halo of the output's gradient travels, and the input's gradient is computed only for the slab's own planes: one more
+plane is a tenth more work at a coarse level of ten planes, and half an empty wave of blocks. The same holds for a
+transposed convolution, which computes its weights' gradient from the same planes: its input is coarse, and kept. In
+other cases the gradient of the halo travels back.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ from volseg.parallel.spatial.volume import ShardedVolume
 __all__ = ["convolve"]
 
 Gradients: TypeAlias = Sequence[Tensor | None]
-"""Of the input's own planes, of the weight and of the bias, None where not needed."""
+"""Gradients of the input's own planes, of the weight and of the bias; None if not needed."""
 
 
 def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> ShardedVolume:
@@ -60,7 +60,7 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
         if wait is not None:  # sent in the wrong dtype, but sent: complete it, and send again
             wait()
         wait = None
-    # A join's parts themselves: each gets its gradient by itself, and nobody cuts it out of the join's.
+    # The parts of a join themselves: each part gets its own gradient, which need not be cut out of the join's.
     columns = [slabs]
     if recipe is not None and pending.parts is not None:
         columns, volume.is_bypassed = pending.parts, True
@@ -71,7 +71,7 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
     function = _ConvolveTransposed if transposed else _Convolve
     results = function.apply(work, *weights, *biases, *chain.from_iterable(columns))
     work.slabs = []
-    volume.pending.release(volume)  # where it has a recipe: kept as that, or as a cast
+    volume.pending.release(volume)  # with a recipe: the input is kept as recipe, or as a cast
     shape = list(results[0].shape)
     shape[volume.dims[0]] = plan.outputs
     result = ShardedVolume(results, volume.dims, shape, context)
@@ -80,12 +80,12 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
 
 @dataclass
 class _Input:
-    """What a convolution reads, besides what autograd knows: the slabs, how to compute them again, room and halos.
+    """Input of a convolution besides tensors that autograd knows: slabs, recipe, room and halos.
 
     Attributes
     ----------
     leaves_biases
-        Whether somebody else adds the biases.
+        Whether another operator adds the biases.
     """
 
     slabs: list[Tensor]
@@ -97,39 +97,39 @@ class _Input:
     leaves_biases: bool
 
     def surround(self, slabs: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]] | None]:
-        """Return the slabs between the planes of their halos, once these are there, and copies of them if any."""
+        """Return the slabs between the planes of their halos, once these have arrived, and copies of them if any."""
         halos = self.plan.halos
         buffers = [extend(slab, self.room, halo.own) for slab, halo in zip(slabs, halos, strict=True)]
         wait = start_filling(buffers, halos, keep=self.recipe is not None) if self.wait is None else self.wait
         return buffers, wait()
 
     def choose_added(self, biases: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return what is added to each slab's result."""
+        """Return the bias that is added to each slab's result, or None."""
         return biases if biases and not self.leaves_biases else [None] * len(self.slabs)
 
 
 class _Convolve(torch.autograd.Function):
-    """Gets a weight for each slab, then a bias where there is one, then the slabs of each volume that is joined."""
+    """Function of a weight for each slab, a bias for each slab if any, and the slabs of each joined volume."""
 
     @staticmethod
     def forward(ctx: Any, given: _Input, *tensors: Tensor) -> tuple[Tensor, ...]:
         plan, halos, recipe, count = given.plan, given.plan.halos, given.recipe, len(given.slabs)
         weights, biases = tensors[:count], tensors[count : count + given.num_biases]
         parts = tensors[count + given.num_biases :]
-        # The inputs themselves where they are kept: what autograd saves must be known to it.
+        # The inputs themselves if they are kept: autograd must know the tensors that it saves.
         slabs = given.slabs if recipe is not None else list(parts)
         buffers, borders = slabs, None
         if halos:
             buffers, borders = given.surround(slabs)
         rows = zip(buffers, weights, given.choose_added(biases), strict=True)
         results = tuple(choice.convolve(*row, plan.settings, plan.channels_last) for row in rows)
-        # Not the recipe's tensors: autograd keeps them, or whoever watches what it keeps.
+        # Not the recipe's tensors: autograd keeps these, or saved-tensor hooks do.
         ctx.plan, ctx.write = plan, None if recipe is None else recipe.write
         ctx.count, ctx.num_biases = count, given.num_biases
         ctx.bias_sizes = list(biases[0].shape) if biases else None
         ctx.channels = [part.shape[1] for part in parts[::count]]
         if recipe is None:
-            # Around a slab in its own memory a buffer has versions of its own: the slab's tell what changed in place.
+            # A buffer around a slab in the slab's memory has its own versions: only the slab's count in-place changes.
             shared = [slab for slab, buffer in zip(slabs, buffers, strict=True) if _share_memory(slab, buffer)]
             ctx.save_for_backward(*weights, *buffers, *shared)
         else:
@@ -146,7 +146,7 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: a checkpoint computes them again for whoever asks
+        saved = ctx.saved_tensors  # once: a checkpoint recomputes them for each access
         weights, kept = saved[: ctx.count], saved[ctx.count :]
         pairs = zip(gradients, weights, strict=True)
         laid = [choice.lay_out_gradient(*pair, ctx.plan.settings, ctx.plan.channels_last) for pair in pairs]
@@ -174,7 +174,7 @@ class _Convolve(torch.autograd.Function):
 
 
 class _ConvolveTransposed(torch.autograd.Function):
-    """Gets a weight for each slab, then a bias where there is one, then the slabs, which are kept as they are."""
+    """Function of a weight for each slab, a bias for each slab if any, and the slabs, which are kept unchanged."""
 
     @staticmethod
     def forward(ctx: Any, given: _Input, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -186,7 +186,7 @@ class _ConvolveTransposed(torch.autograd.Function):
         plan, (buffers, _) = given.plan, given.surround(slabs)
         rows = zip(buffers, weights, given.choose_added(biases), strict=True)
         results = [choice.convolve(*row, plan.settings, plan.channels_last) for row in rows]
-        # Autograd takes no in-place change of a function's output that is a view of something.
+        # Autograd refuses in-place changes of a function's output that is a view.
         return tuple(own.narrow(DIM, 0, planes).detach() for own, planes in zip(results, plan.owed, strict=True))
 
     @staticmethod
@@ -216,7 +216,7 @@ def _share_memory(slab: Tensor, buffer: Tensor) -> bool:
 class _Derivation:
     """A convolution's gradients, computed while planes travel to and from the neighbours.
 
-    Made once for the gradients of the slabs' outputs, called for each part of the input.
+    Created once for the gradients of the slabs' outputs, and called for each part of the input.
     """
 
     def __init__(self, ctx: Any, gradients: Sequence[Tensor], needs_input: bool) -> None:
@@ -258,7 +258,7 @@ def _can_derive_in_parts(ctx: Any) -> bool:
 
 
 Kept = Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]
-"""Of each slab: copies of its halo, and what it is written from."""
+"""Of each slab: copies of its halo, and the tensors from which the slab is written."""
 
 
 def _derive_in_parts(
@@ -266,8 +266,8 @@ def _derive_in_parts(
 ) -> list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]]:
     """Return, for each slab, the gradients of inputs, weight and bias of a convolution of joined channels.
 
-    One input is taken after the other. Neither the join nor its gradient comes into being: half of what a level's way
-    up takes.
+    The inputs are taken one after the other. Neither the join nor its gradient is materialized: they are half of the
+    memory of a level's way up.
     """
     layouts = [layout_of(gradient) for gradient in gradients]
     by_part: list[list[Gradients]] = []
@@ -299,13 +299,13 @@ def _write_input(
     Parameters
     ----------
     ctx
-        Of the convolution.
+        Context of the convolution's autograd node.
     number
-        Of the slab.
+        Number of the slab.
     write, tensors
-        What writes the slab, and from what.
+        Function that writes the slab, and its tensors.
     borders
-        The halo as ``kept_halo`` has it.
+        The halo in the form of ``kept_halo``.
     channels
         Number of channels to write.
     """

@@ -1,18 +1,18 @@
-"""Convolution of this process's slabs tile by tile: an input that has a recipe never lies there whole.
+"""Convolve this process's slabs tile by tile: an input that has a recipe is never materialized whole.
 
-A tile is some planes of the output and as many of the input's gradient. Its part of the input is written from the
+A tile is some planes of the output and equally many of the input's gradient. Its part of the input is written from the
 recipe when it is needed, forward and backward, with the planes around it that the kernel reaches::
 
     input            | zeros or halo |    slab, of which a tile and what it reaches is written    | zeros or halo |
     output           |               | tile | tile | tile | tile | tile | tile | tile | tile | tile |             |
 
-So of a level's way up neither the join, nor what is normalised and activated, nor the gradient of a join comes into
-being. What remains is what norms keep (a convolution's output) and the gradients that autograd hands on. Norms are as
-they are: their statistics and sums are of whole slabs, which lie there anyway.
+So on a level's way up, the join, its normalised and activated channels, and its gradient are not materialized. The
+tensors that norms keep (a convolution's output) and the gradients that autograd passes on remain. Norms do not change:
+their statistics and sums are of whole slabs, which are in memory anyway.
 
-A tile's planes of the output, and of the input's gradient, are the sums that they are in a whole slab. The gradient of
-the weight is added up over tiles in float32 at least. Slabs of several shards first exchange the few planes at their
-borders, which are written apart.
+A tile's planes of the output, and of the input's gradient, are the same sums as in a whole slab. The gradient of the
+weight is added over tiles in float32 at least. Slabs of several shards first exchange the few planes at their borders,
+which are written separately.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ __all__ = ["convolve_by_tiles"]
 def convolve_by_tiles(
     volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan
 ) -> ShardedVolume | None:
-    """Convolve the slabs of this process; None where they must be written whole, since they have no recipe."""
+    """Convolve the slabs of this process; None if they must be written whole, since they have no recipe."""
     context = volume.context
     if not volume.dtype.is_floating_point:
         return None
@@ -61,22 +61,22 @@ def convolve_by_tiles(
 
 @dataclass(frozen=True, slots=True)
 class _TiledInput:
-    """What is convolved, besides what autograd knows."""
+    """Input of a convolution, besides tensors that autograd knows."""
 
     plan: ConvolutionPlan
     recipe: Recipe
     shapes: Sequence[torch.Size]
-    """Of the slabs."""
+    """Shapes of the slabs."""
     kept_in: torch.dtype
-    """Of the slabs."""
+    """Element type of the slabs."""
     dtype: torch.dtype
-    """To compute in."""
+    """Element type of the computation."""
     num_biases: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Surrounded:
-    """A slab that can be written from its recipe, between what is around it."""
+    """A slab that can be written from its recipe, between its surrounding planes."""
 
     shape: torch.Size
     kept_in: torch.dtype
@@ -85,7 +85,7 @@ class _Surrounded:
     write: Write
     row: Sequence[Tensor]
     borders: Sequence[Tensor]
-    """The planes in front and behind, from the neighbours; none where there are zeros."""
+    """The neighbours' planes in front and behind; empty where there are zeros."""
 
     def cut(self, start: int, stop: int) -> Tensor:
         """Write some planes, counted from the slab's first one."""
@@ -100,12 +100,12 @@ class _Surrounded:
         return out.to(self.dtype)
 
     def view(self, start: int, stop: int) -> Tensor:
-        """Return planes of a slab that lies there: where nothing is around them, themselves."""
+        """Return planes of a slab that is in memory: a view if no planes around it are needed."""
         inside = start >= 0 and stop <= self.shape[DIM]
         return self.row[0].narrow(DIM, start, stop - start) if inside else self.cut(start, stop)
 
     def _fill(self, out: Tensor, side: int, start: int) -> None:
-        """Write planes from the given one of those in front, counted from the last of them, or of those behind."""
+        """Write planes in front of the slab, counted from the last of them, or behind it, from the given one on."""
         if not out.shape[DIM]:
             return
         if self.borders:
@@ -116,7 +116,7 @@ class _Surrounded:
 
 
 class _ConvolveByTiles(torch.autograd.Function):
-    """Gets a weight for each slab, then a bias where there is one, then the slabs of each volume that is joined."""
+    """Function of a weight for each slab, a bias for each slab if any, and the slabs of each joined volume."""
 
     @staticmethod
     def forward(ctx: Any, work: _TiledInput, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -138,7 +138,7 @@ class _ConvolveByTiles(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         plan, count = ctx.plan, len(gradients)
-        saved = ctx.saved_tensors  # once: a checkpoint computes them again for whoever asks
+        saved = ctx.saved_tensors  # once: a checkpoint recomputes them for each access
         weights, kept = saved[:count], saved[count:]
         asked = Asked.of(ctx, count)
         pairs = zip(gradients, weights, strict=True)
@@ -164,9 +164,9 @@ def _surround(ctx: Any, rows: Sequence[Sequence[Tensor]], borders: Sequence[Sequ
 
 
 def _exchange(slabs: Sequence[_Surrounded], halos: Sequence[Halo]) -> list[Sequence[Tensor]]:
-    """Fetch the planes in front of each slab and behind it: what neighbours need of a slab is written apart.
+    """Fetch the planes in front of each slab and behind it; the planes that neighbours need are written separately.
 
-    The buffers that are exchanged are those of slabs without their inner planes.
+    The exchanged buffers are slabs without their inner planes.
     """
     if not halos:
         return [() for _ in slabs]
@@ -185,12 +185,12 @@ def _exchange(slabs: Sequence[_Surrounded], halos: Sequence[Halo]) -> list[Seque
 
 
 def _find_pad(plan: ConvolutionPlan) -> int:
-    """Return the planes in front of a slab that its first output plane reaches."""
+    """Return the number of planes in front of a slab that its first output plane reaches."""
     return plan.halos[0].own[0] if plan.halos else plan.settings.padding[0]
 
 
 def _pad_by(settings: Settings, planes: int) -> Settings:
-    """Return the settings with so many planes of zeros at both ends: a tile comes with the planes around it."""
+    """Return the settings with this many planes of zeros at both ends: a tile comes with its surrounding planes."""
     return replace(settings, padding=(planes, *settings.padding[1:]))
 
 
@@ -231,7 +231,7 @@ def _differentiate(
 
 
 def _hand_out(tile: Tensor, parts: Sequence[Tensor | None], start: int) -> None:
-    """Copy the gradients of joined channels to those of the volumes that are joined."""
+    """Copy the gradients of joined channels to the gradients of the joined volumes."""
     channels = [part.shape[1] for part in parts if part is not None]
     for part, split in zip(parts, tile.split(channels, 1), strict=True):
         assert part is not None

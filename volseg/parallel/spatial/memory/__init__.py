@@ -1,1 +1,1 @@
-"""Activations that are computed again, or wait in host memory."""
+"""Recompute activations, or keep them in host memory."""

@@ -1,7 +1,7 @@
 """Keep large activations in host memory between the forward and the backward pass.
 
-For volumes that fit no other way: each activation crosses the host's link twice. ``checkpoint`` comes first: it is
-faster.
+Offloading is for volumes that fit in no other way: each activation crosses the host's link twice. ``checkpoint`` is
+faster; try it first.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ SMALLEST_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """An activation in host memory, and where it came from."""
+    """An activation in host memory, and its original device."""
 
     host: Tensor
     device: torch.device
@@ -30,14 +30,14 @@ class _Away:
 
 @contextmanager
 def offloaded(smallest_bytes: int = SMALLEST_BYTES) -> Iterator[None]:
-    """Move what autograd saves in this context to the host, and back when it is needed.
+    """Move the tensors that autograd saves in this block to the host, and back when they are needed.
 
-    A tensor that two operators save (a norm and the convolution behind it) crosses twice: its address says nothing
-    about its identity, since freed memory is used again.
+    A tensor that two operators save (a norm and the convolution behind it) crosses twice: an address does not
+    identify a tensor, since freed memory is reused.
     """
 
     def pack(tensor: Tensor) -> Kept | _Away:
-        # Not a block's input that torch's checkpointing saves: a volume's slabs are saved one by one.
+        # Except a block's input, saved by torch's checkpointing: a volume's slabs are saved one by one.
         if (
             isinstance(tensor, ShardedVolume)
             or tensor.is_leaf
@@ -49,7 +49,7 @@ def offloaded(smallest_bytes: int = SMALLEST_BYTES) -> Iterator[None]:
         return _Away(host, tensor.device)
 
     def unpack(saved: Kept | _Away) -> Tensor:
-        # Copied, also on the CPU: what is saved must not be changed by whoever reads it.
+        # A copy, even on the CPU: readers must not change the saved tensor.
         return take(saved) if isinstance(saved, Kept) else saved.host.to(saved.device, non_blocking=True, copy=True)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -1,13 +1,13 @@
-"""Activation checkpointing of the blocks of any network: forget them, and compute them again in the backward pass.
+"""Activation checkpointing of the blocks of any network: drop activations, and recompute them in the backward pass.
 
-A block is one level's way down or up as far as the network has modules for them (nnU-Net's double convolution, V-Net's
-transitions): between two blocks one volume is kept. Blocks of the finest levels hold nearly all memory, so a number of
-levels can be chosen.
+A block is one level's way down or up, if the network has modules for these (nnU-Net's double convolution, V-Net's
+transitions): one volume is kept between two blocks. Blocks of the finest levels hold nearly all memory, so the number
+of recomputed levels can be chosen.
 
-The recomputation repeats the first run: it gets the state of then (buffers, attributes, modes, parameters, the random
-numbers of torch, Python and NumPy), and leaves today's as it is. What it cannot repeat is refused: a block that changes
-its own input, weights that changed in between, random numbers while a CUDA graph is recorded. Hooks on modules inside a
-block run twice.
+The recomputation repeats the first run with its state (buffers, attributes, modes, parameters, the random numbers of
+torch, Python and NumPy), and leaves the current state unchanged. It refuses what it cannot repeat: a block that
+changes its own input, weights that have changed since, random numbers while a CUDA graph is recorded. Hooks on modules
+inside a block run twice.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -39,11 +39,11 @@ __all__ = ["Recomputation"]
 
 
 def find_blocks(net: nn.Module) -> list[nn.Module]:
-    """Return the modules to recompute: a level's way down, or its way up, where the network has modules for them.
+    """Return the modules to recompute: a level's way down, or its way up, if the network has modules for them.
 
-    The innermost modules that hold two convolutions or more; instead of one of them the module around it, where that
-    adds one convolution (a transposed one and the join with the skip, or a strided one). A lone convolution elsewhere
-    stays as it is.
+    These are the innermost modules with two convolutions or more. The module around one of them replaces it if it adds
+    one convolution (a transposed one and the join with the skip, or a strided one). A single convolution elsewhere is
+    not recomputed.
     """
     counts = {module: sum(isinstance(child, ConvNd) for child in module.modules()) for module in net.modules()}
     # A list of modules has no forward of its own.
@@ -66,7 +66,7 @@ def find_blocks(net: nn.Module) -> list[nn.Module]:
 
 
 class Recomputation:
-    """Recompute blocks of ``levels`` finest levels, or of all.
+    """Recompute the blocks of the ``levels`` finest levels, or of all levels.
 
     Raises
     ------
@@ -81,22 +81,22 @@ class Recomputation:
         self.levels, self.context = levels, context
         self.blocks = find_blocks(net) if levels is not None else []
         self._random = _DrawnStates()
-        # Autograd has a thread for each device, and a block's state is exchanged while it is recomputed.
+        # Autograd has a thread for each device, and a block's state is replaced during its recomputation.
         self._lock = RLock()
 
     def find_drawing(self) -> nn.Module | None:
-        """Return a block that has drawn random numbers: where it runs as before it cannot be recorded."""
+        """Return a block that has drawn random numbers: its recomputation cannot be recorded."""
         return self._random.find_drawing()
 
     @contextmanager
     def active(self, finest: int) -> Iterator[None]:
-        """Recompute within this context; ``finest`` is the number of voxels of the network's input."""
+        """Recompute blocks within this context; ``finest`` is the number of voxels of the network's input."""
         if not self.blocks or not torch.is_grad_enabled():
             yield
             return
         patched = {block: vars(block)["forward"] for block in self.blocks if "forward" in vars(block)}
         for block in self.blocks:
-            # On the instance, for the time of one forward pass; the recomputation calls the class's own forward.
+            # Set on the instance during one forward pass; the recomputation calls the class's own forward.
             block.forward = partial(self._run, block, block.forward, finest)  # type: ignore[method-assign]
         try:
             yield
@@ -107,10 +107,10 @@ class Recomputation:
                 block.forward = forward
 
     def _run(self, block: nn.Module, forward: Callable, finest: int, *args: Any, **kwargs: Any) -> Any:
-        # Where the network checkpoints by itself, there is nothing to forget.
+        # If the network checkpoints this block itself, its activations are dropped anyway.
         checkpointed = saved_tensors_hooks() != self.context.hooks
         given = volumes((args, kwargs)) if torch.is_grad_enabled() and not checkpointed else []
-        # A way up reads the coarse level below and the skip of its own.
+        # A way up reads the coarse level below and the skip of its own level.
         if not given or not self._chosen(max(volume.shape[2:].numel() for volume in given), finest):
             return forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
@@ -139,7 +139,7 @@ class Recomputation:
                         volume.pending.end_block(volume)
                     return result
 
-        # No arguments: checkpoint would keep them as they are. Random numbers: see ``_Repetition``.
+        # Without arguments: checkpoint would keep them alive. Random numbers: see ``_Repetition``.
         result = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
         check("by the block itself")
         for leaf in held:
@@ -155,26 +155,26 @@ class Recomputation:
 
 
 def _is_counted(leaf: Any) -> bool:
-    """Say whether a leaf is a whole tensor whose changes torch counts."""
+    """Return whether a leaf is a whole tensor whose changes torch counts."""
     return isinstance(leaf, Tensor) and not isinstance(leaf, ShardedVolume) and not leaf.is_inference()
 
 
 class _DrawnStates:
-    """Which blocks draw random numbers, as their runs have shown: by block and modes of its modules."""
+    """Blocks that have drawn random numbers in their runs, by block and modes of its modules."""
 
     def __init__(self) -> None:
         self._draws: dict[Any, bool] = {}
         self._foreign: set[Any] = set()
 
     def find_drawing(self) -> nn.Module | None:
-        """Return a block that has drawn when it last ran."""
+        """Return a block that has drawn random numbers in its last run."""
         return next((block for (block, _), drew in self._draws.items() if drew), None)
 
     def before(self, block: nn.Module, key: Any, context: Context) -> RandomState | None:
-        """Note where the generators stand before a block runs.
+        """Record the generators' states before a block runs.
 
-        While a CUDA graph is recorded they cannot be read, and a replay would draw other numbers in the recomputation
-        than in the block: there, only a block runs that is known to draw none.
+        They cannot be read while a CUDA graph is recorded, and a replay would draw other numbers in the recomputation
+        than in the block: then only blocks run that are known to draw none.
         """
         home = context.communicator.home
         if is_recording(home):
@@ -188,7 +188,7 @@ class _DrawnStates:
         return RandomState(context.communicator.devices, foreign=key not in self._draws or key in self._foreign)
 
     def after(self, key: Any, before: RandomState | None) -> RandomState | None:
-        """Return what ``before`` noted where the block has drawn since."""
+        """Return the states from ``before`` if the block has drawn numbers since."""
         if before is None:
             return None
         foreign = before.foreign_moved()
@@ -199,7 +199,7 @@ class _DrawnStates:
 
 
 class _Repetition:
-    """The state in which a block ran, for the recomputation to run in."""
+    """State in which a block ran, for its recomputation."""
 
     def __init__(self, block: nn.Module, draws: _DrawnStates, context: Context, lock: RLock) -> None:
         self._context, self._lock, self._block = context, lock, block
@@ -212,14 +212,14 @@ class _Repetition:
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
-        """Run the block for the first time, or again as it was; say whether that is due."""
+        """Run the block for the first time, or again in the same state; yield whether the run is due."""
         if not self.begun:
             self.begun = True
             yield True
             self._random = self._draws.after(self._key, self._random)
             return
         with self._lock:
-            # Two devices' threads may ask for one block: the second finds it computed.
+            # Threads of two devices may request one block: the second finds it recomputed.
             task = find_backward_pass()
             due = task == -1 or task not in self._done
             self._done.add(task)
@@ -237,13 +237,13 @@ class _Repetition:
 
 @contextmanager
 def _noticing_changes() -> Iterator[None]:
-    """Refuse that what is saved is changed in place before the block ends: torch's checkpoint would hand it out."""
+    """Refuse in-place changes of saved tensors before the block ends: torch's checkpoint would return these values."""
     pack, unpack = saved_tensors_hooks()
     saved: list[Watched] = []
 
     def note(tensor: Tensor) -> Any:
         saved.append(Watched(tensor, ends=isinstance(tensor, ShardedVolume)))
-        if isinstance(tensor, ShardedVolume):  # of a checkpoint in the network's own code
+        if isinstance(tensor, ShardedVolume):  # saved by a checkpoint in the network's own code
             tensor = share_later(tensor)
             tensor.is_saved = True
         return pack(tensor)
@@ -260,9 +260,9 @@ def _noticing_changes() -> Iterator[None]:
 
 @contextmanager
 def _parameters_kept(block: nn.Module) -> Iterator[None]:
-    """Drop hooks that a block's ``forward`` registers on parameters, as the first run has; leave these frozen or not.
+    """Drop hooks that a block's ``forward`` registers again on parameters; restore whether these are frozen.
 
-    A ``forward`` that freezes a parameter and frees it again may end in between: what nobody needs is not recomputed.
+    A ``forward`` that freezes and unfreezes a parameter may stop in between: unneeded parts are not recomputed.
     """
     trained = [(p, p.requires_grad) for p in block.parameters()]
     registries = BACKWARD_HOOKS, POST_ACCUMULATE_GRAD_HOOKS
@@ -279,7 +279,7 @@ def _parameters_kept(block: nn.Module) -> Iterator[None]:
 
 
 class _HeldTensors:
-    """A block's input, kept as its recipe once the block has run: half as much, or nothing that is not kept anyway."""
+    """A block's input, kept as its recipe once the block has run: half the memory, or none besides kept tensors."""
 
     def __init__(self, volume: ShardedVolume) -> None:
         self.recipe = volume.pending.hold(volume)
@@ -293,17 +293,17 @@ class _HeldTensors:
         self._room = find_room(volume._slabs[0])
 
     def let_go(self) -> None:
-        """Forget the slabs where there is a recipe."""
+        """Drop the slabs if there is a recipe."""
         if self.recipe is not None:
             self.volume, self.unchanged = None, Unchanged(())
 
     def take(self) -> ShardedVolume:
-        """Return the input: itself, or to be computed again without history, which the recomputation does not need."""
+        """Return the input: itself, or to be written again without history, which the recomputation does not need."""
         if self.volume is not None:
             return self.volume
         assert self.recipe is not None
         waiting = RecomputedInput(self.recipe, self._likes, self._room, self._source, self.requires_grad)
-        # Not deferred as a norm is: a join that reads its recipe spares the slab, whatever else works in place.
+        # Not deferred like a norm: a join that reads its recipe needs no slab, whatever changes in place meanwhile.
         volume = ShardedVolume(waiting.stand_ins, self.dims, self.shape, self.context)
         volume.pending = waiting
         return volume

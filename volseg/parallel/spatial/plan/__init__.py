@@ -1,1 +1,1 @@
-"""Which shard owns and needs which planes: pure arithmetic."""
+"""Compute the planes that each shard owns and needs: pure arithmetic."""

@@ -1,8 +1,8 @@
-"""Along which axes a volume is cut, and which shard owns which planes: pure arithmetic.
+"""Choose the axes along which a volume is cut, and the planes of each shard: pure arithmetic.
 
-The layout of a volume is a function of its size and of the number of shards alone. Two volumes of one size are
-therefore always cut alike, and an encoder's skip meets the decoder without any plane being moved. Only where a cut dim
-was merged with its neighbours (``view(B, -1)``), the volume says so: see ``Merged``.
+The layout of a volume depends only on its size and on the number of shards. Two volumes of one size are therefore
+always cut in the same way, and an encoder's skip meets the decoder without moving a plane. Only a volume whose cut dim
+was merged with its neighbours (``view(B, -1)``) has another layout, which it states: see ``Merged``.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ Span = tuple[int, int]
 
 
 class Merged(NamedTuple):
-    """What a cut dim was merged with: ``outer`` entries in front of the planes, and ``unit`` in each plane.
+    """Dims merged with a cut dim: ``outer`` entries in front of the planes, and ``unit`` in each plane.
 
-    Its extent is ``outer * planes * unit``. A shard owns, for each of the outer entries, its planes, and all of each.
+    The extent is ``outer * planes * unit``. A shard owns its planes of each outer entry, with all units.
     """
 
     outer: int
@@ -45,7 +45,7 @@ class Merged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Planes ``start`` to ``stop`` that shard ``source`` owns and shard ``target`` wants, from its ``place`` on."""
+    """Move of planes ``start`` to ``stop`` from shard ``source`` to shard ``target``, where they begin at ``place``."""
 
     source: int
     target: int
@@ -72,7 +72,7 @@ def spans(size: int, num_shards: int, unit: int = 1) -> list[Span]:
 
 
 def can_split(size: int, num_shards: int) -> bool:
-    """Say whether every shard gets a plane; a volume that is too thin is kept whole."""
+    """Return whether every shard gets a plane; a volume that is too thin is kept whole."""
     return size >= num_shards
 
 
@@ -83,16 +83,16 @@ def overlap(first: Span, second: Span) -> Span:
 
 
 def transfers(size: int, wanted: Sequence[Span], unit: int = 1) -> list[Transfer]:
-    """List every movement of planes, by target and then by position, that gives each shard what it wants.
+    """Return every movement of planes, by target and then by position, that gives each shard its wanted planes.
 
-    Planes that a shard owns already are listed too (source equals target), so that the pieces of one target, in order,
-    are the span it wants. A span that reaches over an end of the volume goes on at the other one, as in ``[-3, 2)``. So
-    far, ``unit`` planes stayed together.
+    Planes that a shard already owns are included (source equals target), so that the pieces of one target, in order,
+    are its wanted span. A span that exceeds one end of the volume continues at the other end, as in ``[-3, 2)``; then
+    ``unit`` planes stay together.
     """
     owned = spans(size, len(wanted), unit)
     moves = []
     for target, (first, last) in enumerate(wanted):
-        for turn in (-size, 0, size):  # where a copy of the volume begins
+        for turn in (-size, 0, size):  # start of a copy of the volume
             for source, own in enumerate(owned):
                 start, stop = overlap((first - turn, last - turn), own)
                 if start < stop:
@@ -102,7 +102,7 @@ def transfers(size: int, wanted: Sequence[Span], unit: int = 1) -> list[Transfer
 
 @dataclass(frozen=True)
 class Fetch:
-    """Planes that the shards on a line of the grid want of a volume.
+    """Planes of a volume that the shards on a line of the grid need.
 
     Attributes
     ----------
@@ -113,10 +113,10 @@ class Fetch:
     size
         Planes of the whole volume along ``dim``.
     wanted
-        One span for each position on the mesh axis, possibly empty; one that reaches over an end of the volume goes on
+        One span for each position on the mesh axis, possibly empty; a span that exceeds one end of the volume continues
         at the other (see ``transfers``).
     unit
-        So many planes stay together (see ``spans``).
+        Number of planes that stay together (see ``spans``).
     """
 
     axis: int
@@ -127,7 +127,7 @@ class Fetch:
 
     @cached_property
     def owned(self) -> list[Span]:
-        """What each shard has."""
+        """Planes of each shard."""
         return spans(self.size, len(self.wanted), self.unit)
 
     @cached_property
@@ -141,7 +141,7 @@ class Fetch:
         return all(move.source == move.target for move in self.moves)
 
     def find_own(self, position: int) -> Span | None:
-        """Return the first and the number of the planes of its own slab that a shard wants; None for all of them."""
+        """Return the first and the number of the own planes that a shard needs; None for all of them."""
         own, (start, stop) = self.owned[position], self.wanted[position]
         return None if own == (start, stop) else (start - own[0] if stop > start else 0, stop - start)
 
@@ -149,8 +149,8 @@ class Fetch:
 AXES = {"D": -3, "H": -2, "W": -1}
 
 THICK = 16
-"""Planes per shard from which on a volume is cut along D even where H or W is longer. Only halos along D are received
-in place: a step of 128 x 256 x 256 voxels on two GPUs took 68 ms cut along H, where 64 x 256 x 256 take 25 on one."""
+"""Planes per shard from which a volume is cut along D even if H or W is longer. Only halos along D are received in
+place: a step of 128 x 256 x 256 voxels on two GPUs took 68 ms cut along H, and 64 x 256 x 256 take 25 on one."""
 
 
 def check_axes(axes: Sequence[str] | None, grid: tuple[int, ...]) -> tuple[str, ...] | None:
@@ -159,7 +159,7 @@ def check_axes(axes: Sequence[str] | None, grid: tuple[int, ...]) -> tuple[str, 
     Raises
     ------
     ParallelError
-        If they are not as many different ones of D, H, W.
+        If they are not different axes of D, H, W, one per axis of the grid.
     """
     if axes is None:
         return None
@@ -176,7 +176,7 @@ def choose_dims(shape: Sequence[int], axes: Sequence[str] | None, grid: Sequence
     if axes is not None:
         dims = [len(shape) + AXES[axis] for axis in axes]
     else:
-        # The longest dim has the thinnest halo for its slab; of equal ones the first, whose slabs are contiguous.
+        # The longest dim has the thinnest halo relative to its slab; of equal dims the first has contiguous slabs.
         spatial = sorted(range(2, len(shape)), key=lambda dim: -shape[dim])
         dims = sorted(spatial[: len(grid)])
         if len(grid) == 1 and len(shape) == 5 and shape[DIM] >= THICK * grid[0]:

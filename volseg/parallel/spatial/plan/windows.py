@@ -1,4 +1,4 @@
-"""From wanted output planes to needed input planes: the one map behind every operator that looks at neighbours.
+"""Map output planes to the input planes that they need: the one map of every operator that reads neighbours.
 
 A ``Window`` describes an operator along one axis. ``need(a, b)`` are the input planes that output planes ``a`` to
 ``b`` read. The span may reach outside the volume: there the operator sees padding. Running the operator *without*
@@ -41,7 +41,7 @@ class Window:
         raise NotImplementedError
 
     def first(self, start: int, stop: int) -> int:
-        """Return the output plane that the first plane computed from ``need(start, stop)`` is."""
+        """Return the number of the first output plane that is computed from ``need(start, stop)``."""
         del stop
         return start
 
@@ -84,7 +84,7 @@ class TransposedConvolution(Window):
         reach = (self.kernel - 1) * self.dilation
         low = ceil((start + self.padding - reach) / self.stride)
         high = floor((stop - 1 + self.padding) / self.stride)
-        # With a stride longer than the kernel some output planes are written by nobody (bias only). Planes are added
+        # With a stride longer than the kernel no input plane writes some output planes (bias only). Planes are added
         # until the local result spans them all.
         while low * self.stride - self.padding > start:
             low -= 1
@@ -131,9 +131,9 @@ class AdaptivePool(Window):
 class Resize(Window):
     """Linear interpolation of ``size`` planes to ``outputs``.
 
-    ``scale`` is the user's ``scale_factor`` where torch takes coordinates from it, else None: the ratio of the sizes.
-    Coordinates follow torch's ``area_pixel_compute_source_index``. ``copied``: whether torch copies the planes,
-    whatever ``scale`` says, because there are as many of them afterwards.
+    ``scale`` is the user's ``scale_factor`` if torch computes coordinates from it, otherwise None for the ratio of the
+    sizes. Coordinates follow torch's ``area_pixel_compute_source_index``. ``copied`` is True if torch copies the
+    planes, for any ``scale``, because their number stays the same.
     """
 
     size: int
@@ -155,13 +155,13 @@ class Resize(Window):
         return low, min(low + 1, self.size - 1), min(max(position - low, 0.0), 1.0)
 
     def need(self, start: int, stop: int) -> Span:
-        """Return the planes between the first and the last that are read."""
+        """Return the planes between the first and the last one that is read."""
         return self.source(start)[0], self.source(stop - 1)[1] + 1
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenPlanes(Window):
-    """Output plane ``i`` is input plane ``planes[i]``: of nearest planes, and of padding that repeats the volume's."""
+    """Output plane ``i`` is input plane ``planes[i]``: nearest planes, and padding with planes of the volume."""
 
     planes: tuple[int, ...]
 
@@ -170,7 +170,7 @@ class ChosenPlanes(Window):
         return self.planes[plane], self.planes[plane], 0.0
 
     def need(self, start: int, stop: int) -> Span:
-        """Return the planes between the first and the last that are read."""
+        """Return the planes between the first and the last one that is read."""
         chosen = self.planes[start:stop]
         return min(chosen), max(chosen) + 1
 
@@ -181,9 +181,9 @@ def nearest_planes(
 ) -> tuple[tuple[int, ...], bool]:
     """Return the input plane of every output plane, and whether torch's own gradient goes back to these planes.
 
-    torch is asked, with a ramp: how it rounds depends on its version, the dtype and the number of dims. Its backward
+    torch itself resizes a ramp: its rounding depends on its version, the dtype and the number of dims. Its backward
     pass on a CPU computes the planes in another way than the forward pass (``nearest_idx`` in UpSampleKernel.cpp copies
-    where the size stays, and rounds otherwise), so that they may differ.
+    if the size stays, and rounds otherwise), so the two may differ.
 
     Parameters
     ----------
@@ -192,11 +192,11 @@ def nearest_planes(
     mode
         ``"nearest"`` or ``"nearest-exact"``.
     scale
-        The user's ``scale_factor``, or None where a size was given.
+        The user's ``scale_factor``, or None if a size was given.
     dtype
         Of the volume.
     dim, count
-        Which of how many spatial dims.
+        Number of the dim, and number of spatial dims.
     """
     with host_values():
         return _ask_nearest(size, outputs, mode, scale, dtype, dim, count)
@@ -217,7 +217,7 @@ def _ask_nearest(
         else:
             factors = [scale if axis == dim else 1.0 for axis in range(count)]
             resized = F.interpolate(lines, scale_factor=factors, mode=mode)
-        # Line i asks where the gradient of its output plane i goes.
+        # Line i shows where the gradient of output plane i goes.
         values = resized.movedim(dim + 2, 2).reshape(outputs, outputs, -1)[..., 0]
         (gradient,) = torch.autograd.grad(values.diagonal().sum(), lines)
     planes = tuple(int(plane) for plane in values[0].tolist())
@@ -227,10 +227,10 @@ def _ask_nearest(
 
 @lru_cache(maxsize=1024)
 def plan_halo(size: int, num_shards: int, window: Window, outputs: int) -> tuple[tuple[int, int], ...] | None:
-    """Return the planes that each shard needs before and behind its slab, or None where it is not that simple.
+    """Return the planes that each shard needs before and behind its slab, or None for more complex needs.
 
-    It is not where a shard needs less than its slab, or planes from further than the direct neighbour. The first plane
-    that is computed from these may lie in front of the first output plane: a transposed convolution's does.
+    These are a shard that needs less than its slab, or planes beyond its direct neighbour. The first computed plane may
+    be in front of the first output plane, as for a transposed convolution.
     """
     result = []
     owned = spans(size, num_shards)

@@ -1,1 +1,1 @@
-"""How planes and values move between shards."""
+"""Move planes and values between shards."""

@@ -1,8 +1,8 @@
-"""What the operators ask of the devices: five movements of tensors, each with its gradient.
+"""Interface of the movements of tensors between shards, each with its gradient.
 
 Two kinds of value exist. A *slab* is one shard's part of a volume: the shards' values differ, and a gradient belongs
-to its shard alone. A *whole* value is held alike by everybody, and so is its gradient, which is always the full one.
-The gradient of every movement follows from that:
+to its shard only. A *whole* value is equal on every shard, and so is its gradient, which is always the full one.
+The gradient of every movement follows from this:
 
 =============  ====================  ========================================
 movement       forward               backward
@@ -46,7 +46,7 @@ class Communicator(ABC):
     home
         Device of whole values.
     values
-        How kernels exchange a few values between the shards by themselves, or None.
+        Exchange of a few values between shards inside kernels, or None.
     fixed_order
         Whether sums over shards have one order, wherever the shards are.
     """
@@ -65,9 +65,9 @@ class Communicator(ABC):
 
     @property
     def is_direct(self) -> bool:
-        """Whether slabs take the passage past autograd: halos in place, joins not written, inputs kept as recipes.
+        """Whether slabs bypass autograd: halos in place, joins not written, inputs kept as recipes.
 
-        One slab of a process does, and several where sums have one order, which is the order of one slab each.
+        One slab per process does, and several slabs if sums have a fixed order, which is the order of one slab each.
         """
         return len(self.devices) == 1 or self.fixed_order
 
@@ -88,10 +88,10 @@ class Communicator(ABC):
         return {}
 
     def shares(self, counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return each shard's share of the voxels, ``(shards, 1, 1)``, of which the shards have so many ``counts``.
+        """Return each shard's share of the voxels, ``(shards, 1, 1)``, if the shards have ``counts`` voxels.
 
-        Kept as long as the communicator, so that no step waits for its copy, and recorded steps, which hold it, read
-        it from where it lies.
+        The tensor is kept as long as the communicator: no step waits for its copy, and recorded steps, which hold the
+        communicator, read it at its address.
         """
         key = counts, dtype, device
         if key not in self._shares:
@@ -108,24 +108,24 @@ class Communicator(ABC):
 
     @abstractmethod
     def fetch(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
-        """Give each shard the planes it wants of a volume; other dims than the cut one may have any extent.
+        """Give each shard its wanted planes of a volume; other dims than the cut one may have any extent.
 
-        A slab that stays as it is comes back itself: the gradient of a view of it would be copied.
+        An unchanged slab is returned itself: the gradient of a view of it would be copied.
         """
 
     def fetch_padded(
         self, slabs: Sequence[Tensor], plan: Fetch, widths: Sequence[Sequence[int]], fill: float
     ) -> list[Tensor]:
-        """Give each shard the planes it wants, in the middle of a margin: one copy, where planes move.
+        """Give each shard its wanted planes, in the middle of a margin: one copy, if planes move.
 
         Parameters
         ----------
         slabs, plan
             See ``fetch``.
         widths
-            Of each slab's margin, as ``F.pad`` takes them.
+            Widths of each slab's margin, in the order of ``F.pad``.
         fill
-            What the margin holds.
+            Value in the margin.
         """
         return pad_slabs(self.fetch(slabs, plan), widths, fill)
 
@@ -150,7 +150,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def spread(self, whole: Tensor) -> list[Tensor]:
-        """Hand a whole value to every shard."""
+        """Pass a whole value to every shard."""
 
     @abstractmethod
     def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
@@ -158,7 +158,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Hand a bucket of parameters to every shard, one per slab each; their gradients are summed in one call."""
+        """Pass a bucket of parameters to every shard, one per slab each; their gradients are summed in one call."""
 
     def convert(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a shared parameter in another dtype."""

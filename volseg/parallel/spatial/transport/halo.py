@@ -1,9 +1,9 @@
-"""The halo of a slab: the neighbours' planes around it, exchanged while other work goes on.
+"""Exchange the halo of a slab, the neighbours' planes around it, during other work.
 
-A convolution's halo is received around its slab (see ``room``). The gradient of the halo goes the other way, and is
-added to the neighbours' own planes. Both are one exchange with the shard before and the shard behind, by mailbox where
-GPUs see each other's memory and little is sent, else by messages of the process group. Between slabs of one process
-planes are copied. Whichever way they come, they are the same planes in the same places, and are added in one order.
+A convolution's halo is received around its slab (see ``room``). The gradient of the halo travels back, and is added to
+the neighbours' own planes. Both are one exchange with the shards before and behind: by mailbox for small planes if GPUs
+see each other's memory, otherwise by messages of the process group. Between slabs of one process planes are copied. In
+each case the planes and their places are the same, and they are added in one order.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,15 +31,15 @@ __all__ = [
 ]
 
 Wait = Callable[[], "list[list[Tensor]] | None"]
-"""Waits for planes; returns a copy of each slab's where one was asked for and made."""
+"""Waits for planes; returns a copy of each slab's planes if requested and made."""
 
 
 Planes = tuple[tuple[int, int], ...]
-"""Of each shard, how many before and behind its slab."""
+"""Numbers of planes before and behind each shard's slab."""
 
 
 class Halo:
-    """Planes around one shard's slab along the cut, and who has them: the direct neighbours.
+    """Planes around one shard's slab along the cut, and their owners: the direct neighbours.
 
     Parameters
     ----------
@@ -59,9 +59,9 @@ class Halo:
     neighbours
         Numbers of the shards before and behind; None at the volume's border.
     owed
-        How many of the slab's first and of its last planes the neighbours read.
+        Numbers of the slab's first and last planes that the neighbours read.
     width
-        Planes on the widest side of any shard: what all decide by, where all must decide alike.
+        Planes on the widest side of any shard: the value for decisions that all shards must share.
     """
 
     def __init__(
@@ -75,33 +75,33 @@ class Halo:
         self.width = max(map(max, planes))
 
     def view_around(self, buffer: Tensor) -> list[Tensor]:
-        """Return the planes before and behind the slab in a buffer; none at the volume's border, or some of padding."""
+        """Return the planes before and behind the slab in a buffer; empty or padding at the volume's border."""
         before, behind = self.own
         return [buffer.narrow(DIM, 0, before), buffer.narrow(DIM, buffer.shape[DIM] - behind, behind)]
 
     def view_owed(self, slab: Tensor) -> list[Tensor | None]:
-        """Return the planes of the slab that the shards before and behind read; None where there is no such shard."""
+        """Return the planes of the slab that the shards before and behind read; None without such a shard."""
         front, back = self.owed
         views = slab.narrow(DIM, 0, front), slab.narrow(DIM, slab.shape[DIM] - back, back)
         return [None if number is None else view for view, number in zip(views, self.neighbours, strict=True)]
 
 
 def plan_halos(communicator: Communicator, planes: Planes, channels_last: bool = False) -> tuple[Halo, ...]:
-    """Return the halo of each slab of this process; none where no shard needs one. Arguments as those of ``Halo``."""
+    """Return the halo of each slab of this process; empty if no shard needs one. Arguments as in ``Halo``."""
     if not any(map(any, planes)):
         return ()
     return tuple(Halo(communicator, planes, channels_last, index) for index in communicator.indices)
 
 
 def find_needed_room(room: int, halos: Sequence[Halo]) -> int:
-    """Return the planes of room to leave around slabs: more than usual where a wider halo is known to come.
+    """Return the planes of room to leave around slabs: more than usual if a wider halo is known to follow.
 
     Parameters
     ----------
     room
-        What is left without halos; 0 where slabs may have none.
+        Room without halos; 0 if slabs may have none.
     halos
-        Of the convolution that reads the slabs next.
+        Halos of the convolution that reads the slabs next.
     """
     return max(room, halos[0].width) if room and halos else room
 
@@ -109,8 +109,8 @@ def find_needed_room(room: int, halos: Sequence[Halo]) -> int:
 def start_filling(buffers: Sequence[Tensor], halos: Sequence[Halo], keep: bool = False) -> Wait:
     """Start to fetch the halos of this process's slabs from the neighbours; the returned function waits for them.
 
-    The slabs' outermost planes must have been written. With ``keep``, the function returns a copy of the planes as
-    ``kept_halo`` has them, where that costs nothing more, else None.
+    The slabs' outermost planes must have been written. With ``keep``, the function returns a copy of the planes in the
+    form of ``kept_halo`` if this costs nothing more, otherwise None.
     """
     sends = [halo.view_owed(own_planes(buffer, halo.own)) for buffer, halo in zip(buffers, halos, strict=True)]
     receives = [halo.view_around(buffer) for buffer, halo in zip(buffers, halos, strict=True)]
@@ -123,9 +123,9 @@ def start_receiving(slabs: Sequence[Tensor], halos: Sequence[Halo], receives: Se
     Parameters
     ----------
     slabs, halos
-        What the neighbours read, and what is read of theirs.
+        Slabs that the neighbours read, and their halos.
     receives
-        Where the planes before and behind each slab are to lie; None where there is no such shard.
+        Memory for the planes before and behind each slab; None without such a shard.
     """
     sends = [halo.view_owed(slab) for slab, halo in zip(slabs, halos, strict=True)]
     return _start_exchange(halos, sends, receives)
@@ -137,7 +137,7 @@ WritePlanes = Callable[[int, int, int], None]
 def write_outer_first(
     outs: Sequence[Tensor], room: int, halos: Sequence[Halo], write: WritePlanes, write_ends: WritePlanes | None = None
 ) -> Wait | None:
-    """Write the slabs of this process; planes that other processes wait for come first, and are sent.
+    """Write the slabs of this process; planes for other processes are written first, and sent.
 
     Parameters
     ----------
@@ -146,11 +146,11 @@ def write_outer_first(
     room
         Planes of room around each.
     halos
-        What the neighbours need; empty where they need nothing.
+        Halos of the neighbours; empty if they need no planes.
     write
-        ``write(number, first, count)`` writes so many planes of a slab from the first on.
+        ``write(number, first, count)`` writes ``count`` planes of a slab from ``first`` on.
     write_ends
-        ``write_ends(number, front, back)`` writes so many of the first and of the last planes, where one pass can.
+        ``write_ends(number, front, back)`` writes the first and the last planes in one pass, if this is possible.
     """
 
     def start() -> Wait:
@@ -159,7 +159,7 @@ def write_outer_first(
 
     planes = outs[0].shape[DIM]
     front, back = halos[0].owed if halos else (0, 0)
-    if len(outs) > 1 or front + back >= planes or not halos:  # nobody waits, or for all of it
+    if len(outs) > 1 or front + back >= planes or not halos:  # no process waits, or all planes are needed
         for number, out in enumerate(outs):
             write(number, 0, out.shape[DIM])
         return start() if halos else None
@@ -176,7 +176,7 @@ def write_outer_first(
 
 
 def return_gradients(gradients: Sequence[Tensor], halos: Sequence[Halo]) -> Callable[[], list[Tensor]]:
-    """Start to send the halos' gradients back; the returned function adds what comes to the slabs' own."""
+    """Start to send the halos' gradients back; the returned function adds received gradients to the slabs' own."""
     slabs = [own_planes(gradient, halo.own) for gradient, halo in zip(gradients, halos, strict=True)]
     sends = [
         [
@@ -201,7 +201,7 @@ def return_gradients(gradients: Sequence[Tensor], halos: Sequence[Halo]) -> Call
 
 
 Sides = Sequence[Tensor | None]
-"""Planes that go to, or come from, the shard before and the shard behind; None where there is no such shard."""
+"""Planes to or from the shard before and the shard behind; None without such a shard."""
 
 
 def _start_exchange(
@@ -209,8 +209,8 @@ def _start_exchange(
 ) -> Wait:
     """Start to send planes of each slab to the shards before and behind, and to receive theirs.
 
-    None is sent where there is no such shard, and zeros are received. ``keep`` is the buffer whose halo is received, if
-    a copy of it is wanted.
+    Without such a shard no planes are sent, and zeros are received. ``keep`` is the buffer of the received halo, if a
+    copy is requested.
     """
     if isinstance(halos[0].communicator, ProcessGroupShards):
         return _start_between_processes(halos[0], halos[0].communicator, sends[0], receives[0], keep)
@@ -231,9 +231,9 @@ def _start_between_processes(
 ) -> Wait:
     """Exchange planes of the one slab of this process.
 
-    Which way they travel follows from sizes that all shards have in common, never from how a slab lies in memory.
+    The route depends on sizes that all shards have in common, never on a slab's memory layout.
     """
-    # Both sides must agree on the order of voxels, whatever the layout of a slab happens to be.
+    # Both sides must agree on the order of voxels, for any layout of a slab.
     order = (0, 2, 3, 4, 1) if halo.channels_last else (0, 1, 2, 3, 4)
     ordered_sends = [None if planes is None else planes.permute(order) for planes in sends]
     ordered_receives = [None if planes is None else planes.permute(order) for planes in receives]
@@ -262,8 +262,8 @@ def _fits_mailbox(halo: Halo, some: Sides) -> bool:
 def _start_messages(halo: Halo, communicator: ProcessGroupShards, sends: Sides, receives: Sides) -> Callable[[], None]:
     """Exchange planes through the process group; on a GPU all of them travel as copies.
 
-    A block that NCCL has used is not taken again before the host has seen that NCCL is done, while a CUDA graph is
-    recorded not before the end: neither an activation nor a gradient may be one.
+    A block that NCCL has used is reused only after the host has seen NCCL's end, and in a recorded CUDA graph only
+    after the graph: so no activation or gradient may be such a block.
     """
     messages, copies = communicator.begin_messages(), []
     for planes, number in zip(sends, halo.neighbours, strict=True):

@@ -1,7 +1,7 @@
-"""The halo that a convolution got, kept for its backward pass: a few planes instead of the slab they stood around.
+"""Keep a convolution's halo for its backward pass: a few planes instead of the whole slab.
 
-Both sides are one tensor, and one copy, where they are alike: ``(B, C, 2, planes, H, W)``. Else each side that has
-planes is one, ``(B, C, planes, H, W)``.
+If both sides have equal numbers of planes, they are one tensor and one copy: ``(B, C, 2, planes, H, W)``. Otherwise
+each side with planes is one tensor, ``(B, C, planes, H, W)``.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ def copy_planes(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:
 
 
 def put_back(buffer: Tensor, own: tuple[int, int], kept: Sequence[Tensor]) -> None:
-    """Write the planes to where they were."""
+    """Write the planes back to their places."""
     for planes, copy in zip(view_planes(buffer, own), kept, strict=True):
         planes.copy_(copy)
 
 
 def allocate(buffer: Tensor, own: tuple[int, int], order: Sequence[int]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return memory for the planes, and for each side its part: dense once the dims are permuted to ``order``."""
+    """Return memory for the planes, and each side's part: dense once the dims are permuted to ``order``."""
     before, behind = own
     shape = [buffer.shape[dim] for dim in order]
     back = sorted(range(len(order)), key=lambda dim: order[dim])

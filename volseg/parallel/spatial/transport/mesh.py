@@ -1,4 +1,4 @@
-"""From a device mesh, or from ``torchrun``'s environment, to the processes that share a volume.
+"""Find the processes that share a volume, from a device mesh or from ``torchrun``'s environment.
 
 A mesh dimension named ``"data"`` holds replicas: processes that train on different volumes. Every other dimension
 cuts one axis of the volume. Without a mesh all processes share each volume.
@@ -25,7 +25,7 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The place of this process: its communicator, and the replicas it averages with (None where there are none)."""
+    """Place of this process: its communicator, and the replicas that it averages with, or None."""
 
     communicator: ProcessGroupShards
     replicas: dist.ProcessGroup | None
@@ -38,7 +38,7 @@ def join(mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False) -> Pr
     ----------
     mesh
         A ``DeviceMesh``, the group of the processes that share a volume, or None for all processes.
-    grid
+    Shards along each mesh axis; by default as in the mesh.
         Shards along each mesh axis; by default as the mesh says.
     fixed_order
         See ``Communicator``.
@@ -63,7 +63,7 @@ def join(mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False) -> Pr
     if not cutting:
         raise ParallelError(f"mesh has the dimensions {names}; one besides {DATA!r} is needed to cut the volume")
     sizes = [mesh.mesh.shape[names.index(name)] for name in cutting]
-    # Row-major over the cutting dimensions, one group per replica; every process makes every group, as torch wants.
+    # Row-major over the cutting dimensions, one group per replica; every process makes every group, as torch requires.
     replica_dim = names.index(DATA) if DATA in names else None
     ranks = mesh.mesh if replica_dim is None else mesh.mesh.movedim(replica_dim, 0)
     rows = ranks.reshape(-1, prod(sizes)).tolist()

@@ -1,9 +1,9 @@
-"""Planes of an exchange between processes: by messages, whose memory is used again and again, or by mailbox.
+"""Exchange planes between processes, by messages with reused memory or by mailbox.
 
-NCCL marks the memory of a message as used on its stream. Given back, such memory is not taken again before the host has
-seen that NCCL is done; Python runs steps ahead of the GPU, and meanwhile the copies pile up and keep the memory around
-them in pieces: a step took up to a third more than its tensors needed, and never twice the same. So they are not given
-back: whoever waits for a message has its stream wait for NCCL, and the next message of that stream may lie there.
+NCCL marks the memory of a message as used on its stream. Freed memory of this kind is reused only after the host has
+seen NCCL's end. Python runs steps ahead of the GPU, so copies would accumulate and fragment the memory around them: a
+step took up to a third more than its tensors needed, and never twice the same amount. So this memory is not freed: a
+reader lets its stream wait for NCCL, and the next message of that stream reuses the memory.
 
 Where GPUs see each other's memory and little is sent, planes go to direct neighbours by mailbox. What a message of NCCL
 needs beside its way (a stream of its own, copies on both sides) takes longer than small planes travel. Here they go out
@@ -40,13 +40,13 @@ class MessageBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Of their own: they stay, and would keep larger blocks from being joined again.
+        # A separate pool: these blocks stay, and would prevent larger blocks from being merged.
         self._pool = MemoryPool("messages", device)
         self._free: dict[tuple[int, int], list[Tensor]] = {}
-        """By size and stream."""
+        """Free blocks by size and stream."""
 
     def lend(self, size: int) -> Tensor:
-        """Return bytes, so many or some more, that no message is in."""
+        """Return at least this many bytes that no message uses."""
         size = _round_up(size)
         free = self._free.get(self._find_key(size))
         if free:
@@ -57,7 +57,7 @@ class MessageBuffers:
         return memory
 
     def take_back(self, lent: Iterable[Tensor]) -> None:
-        """Take what was lent, after the current stream was made to wait for the messages."""
+        """Take memory back, after the current stream was made to wait for the messages."""
         for memory in lent:
             self._free.setdefault(self._find_key(memory.numel()), []).append(memory)
 
@@ -69,14 +69,14 @@ class MessageBuffers:
 
 
 class Messages:
-    """The messages of one exchange: where they lie from its start until it was waited for.
+    """Messages of one exchange, with their memory from the start until the wait.
 
     Parameters
     ----------
     device : torch.device
-        Where they lie.
+        Device of their memory.
     buffers : MessageBuffers, optional
-        Memory for them. None on CPUs, and while a CUDA graph is recorded, whose memory is its own.
+        Memory for them. None on CPUs, and while a CUDA graph is recorded, which has its own memory.
     group, find_rank
         The processes (None for all of them), and the global rank of the one at a position.
     """
@@ -93,13 +93,13 @@ class Messages:
         self._operations: list[dist.P2POp] = []
 
     def pack(self, planes: Tensor) -> Tensor:
-        """Return planes as they are sent: one after another, and of a GPU in memory that is no other tensor's."""
+        """Return planes in sending order: one after another, and on a GPU in memory of their own."""
         if not is_gpu(self.device):
             return planes.contiguous()
         return self.make_room(planes.shape, planes.dtype).copy_(planes)
 
     def make_room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return dense memory for what is received."""
+        """Return dense memory for received planes."""
         if self.buffers is None:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         size = prod(shape) * dtype.itemsize
@@ -107,11 +107,11 @@ class Messages:
         return self._lent[-1][:size].view(dtype).view(tuple(shape))
 
     def send(self, planes: Tensor, position: int) -> None:
-        """Note planes that go to a process."""
+        """Add planes to send to a process."""
         self._note(dist.isend, self.pack(planes), position)
 
     def receive(self, planes: Tensor, position: int) -> Tensor:
-        """Note where planes of a process arrive, and return it."""
+        """Add memory for planes of a process, and return it."""
         self._note(dist.irecv, planes, position)
         return planes
 
@@ -119,7 +119,7 @@ class Messages:
         self._operations.append(dist.P2POp(kind, planes, self._find_rank(position), self._group))
 
     def start(self) -> Callable[[], None]:
-        """Start; return the function that waits."""
+        """Start the exchange; return the function that waits."""
         work = dist.batch_isend_irecv(self._operations) if self._operations else []
 
         def wait() -> None:
@@ -129,7 +129,7 @@ class Messages:
         return wait
 
     def end(self) -> None:
-        """Let the next messages lie there: the current stream has waited, and what was received was read."""
+        """Free the memory for later messages: the current stream has waited, and the received planes were read."""
         self._operations.clear()
         if self.buffers is not None:
             self.buffers.take_back(self._lent)
@@ -137,7 +137,7 @@ class Messages:
 
 
 def _round_up(size: int) -> int:
-    """Return one of four sizes between a power of two and the next: messages of many shapes share a few."""
+    """Return one of four sizes between a power of two and the next: messages of many shapes share a few sizes."""
     step = max(FEWEST_BYTES, 1 << max(0, size.bit_length() - 3))
     return -(-size // step) * step
 
@@ -148,9 +148,9 @@ def is_near(moves: Sequence[Transfer], slab: Tensor, dim: int) -> bool:
     Parameters
     ----------
     moves
-        Of all shards.
+        Moves of all shards.
     slab, dim
-        A slab of the volume, and the dim along which it is cut.
+        A slab of the volume, and the cut dim.
     """
     apart = [move for move in moves if move.source != move.target]
     pairs = {(move.source, move.target) for move in apart}
@@ -162,14 +162,14 @@ def is_near(moves: Sequence[Transfer], slab: Tensor, dim: int) -> bool:
 
 
 class NearPlanes:
-    """Planes of one exchange by mailbox, as `Messages` has those by message.
+    """Planes of one exchange by mailbox, with the interface of `Messages`.
 
     Parameters
     ----------
     box
         The mailbox of the shards.
     here, device
-        The shard, and where it is.
+        Number of the shard, and its device.
     """
 
     def __init__(self, box: PlaneMailbox, here: int, device: torch.device) -> None:
@@ -178,7 +178,7 @@ class NearPlanes:
         self._receives: list[Tensor | None] = [None, None]
 
     def make_room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return dense memory for what is received."""
+        """Return dense memory for received planes."""
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def send(self, planes: Tensor, position: int) -> None:
@@ -186,12 +186,12 @@ class NearPlanes:
         self._sends[position > self._here] = planes
 
     def receive(self, planes: Tensor, position: int) -> Tensor:
-        """Note where planes of a neighbour arrive, and return it."""
+        """Add memory for planes of a neighbour, and return it."""
         self._receives[position > self._here] = planes
         return planes
 
     def start(self) -> Callable[[], object]:
-        """Start; return the function that waits."""
+        """Start the exchange; return the function that waits."""
         return self._box.start(self._sends, self._receives)
 
     def end(self) -> None:

@@ -49,7 +49,7 @@ class LocalDevices(Communicator):
 
     @cached_property
     def values(self) -> ValueExchange | None:  # type: ignore[override]
-        """How kernels exchange a few values in a fixed order: as those of processes do; made at the first use."""
+        """Exchange of a few values in kernels in a fixed order, as between processes; made at the first use."""
         run = self.fixed_order and takes(torch.empty(0, device=self.home))
         return ValuesOfSlabs(len(self.devices), self.home) if run else None
 
@@ -62,9 +62,9 @@ class LocalDevices(Communicator):
         return self.take_own(slabs, plan) if plan.stays else list(_FetchLocally.apply(self, plan, *slabs))
 
     def move(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
-        """Copy planes between devices, whatever comes; arguments as those of ``fetch``.
+        """Copy planes between devices, even if none moves; arguments as in ``fetch``.
 
-        Where sums have a fixed order, what is assembled lies in memory as processes assemble it, from messages: a
+        With a fixed order of sums, assembled planes have the memory layout that processes assemble from messages: a
         library may add in another order in another layout.
         """
         axis, dim, held = plan.axis, plan.dim, dict(zip(self.coordinates, slabs, strict=True))
@@ -78,7 +78,7 @@ class LocalDevices(Communicator):
                 pieces.append(planes if move.source == here else self._send(planes, device))
             if not pieces:
                 pieces = [slab.narrow(dim, 0, 0)]
-            if self.fixed_order:  # a process copies what it wants even where that is one piece of its own
+            if self.fixed_order:  # a process copies its wanted planes even if they are one own piece
                 fetched.append(join_pieces(pieces, dim, slab))
             else:
                 fetched.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim))
@@ -90,14 +90,14 @@ class LocalDevices(Communicator):
         return planes.new_empty(planes.shape, device=device).copy_(planes, non_blocking=True)
 
     def give_back(self, gradients: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
-        """Return every plane to its owner and add what comes back, one's own first, then by who wanted it.
+        """Return every plane to its owner and add returned planes, the owner's first, then by shard.
 
         Parameters
         ----------
         gradients
-            Of what ``fetch`` returned.
+            Gradients of the result of ``fetch``.
         plan
-            As that of ``fetch``.
+            Plan of the ``fetch``.
         """
         axis, dim, held = plan.axis, plan.dim, dict(zip(self.coordinates, gradients, strict=True))
         totals = []
@@ -118,7 +118,7 @@ class LocalDevices(Communicator):
         return totals
 
     def collect(self, partials: Sequence[Tensor]) -> Tensor:
-        """Stack the shards' values on the home device; one shard's is not copied."""
+        """Stack the shards' values on the home device; a single shard's value is not copied."""
         if len(partials) == 1:
             return partials[0].unsqueeze(0)
         return torch.stack([partial.to(self.home, non_blocking=True) for partial in partials])
@@ -144,7 +144,7 @@ class LocalDevices(Communicator):
         return [whole.to(device, non_blocking=True) for device in self.devices]
 
     def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
-        """Copy each slab to its device; where sums have a fixed order it lies in memory as that of a process does."""
+        """Copy each slab to its device; with a fixed order of sums, in the memory layout of a process."""
         owned = self.owned([whole.shape[dim] for dim in dims])
         slabs = [narrow_to(whole, dims, spans_) for spans_ in owned]
         if self.fixed_order:
@@ -152,7 +152,7 @@ class LocalDevices(Communicator):
         return [slab.to(device, non_blocking=True) for slab, device in zip(slabs, self.devices, strict=True)]
 
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Copy each parameter once to each device; where sums have a fixed order, each shard gets one of its own."""
+        """Copy each parameter once to each device; with a fixed order of sums, once for each shard."""
         if self.fixed_order:
             shared = _ShareLocally.apply(self, *parameters)
             count = len(self.devices)
@@ -177,7 +177,7 @@ class _FetchLocally(torch.autograd.Function):
 
 
 class _SpreadLocally(torch.autograd.Function):
-    """Hands a value to every shard; the gradients are added by the tree over the shards, as processes add them."""
+    """Pass a value to every shard; the gradients are added by the tree over the shards, as between processes."""
 
     @staticmethod
     def forward(ctx: Any, communicator: LocalDevices, value: Tensor) -> tuple[Tensor, ...]:
@@ -192,9 +192,9 @@ class _SpreadLocally(torch.autograd.Function):
 
 
 class _ShareLocally(torch.autograd.Function):
-    """Hands parameters to every shard; their gradients are added likewise, in one piece of memory as processes do.
+    """Pass parameters to every shard; gradients are added in the same way, in one piece of memory as in processes.
 
-    Where a gradient begins in memory decides in which order a library takes its norm.
+    The address of a gradient determines the order in which a library computes its norm.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Values between all slabs of all replicas, whose samples are one batch: what a norm over it exchanges.
+"""Exchange values between all slabs of all replicas that share a batch, for norms over the batch.
 
-Where all GPUs reach each other's memory, the kernel that uses the values exchanges them, on a mesh of replicas and
-slabs too: once, among all of its processes. Elsewhere they are relayed by one message. On CPUs there are no kernels.
+If all GPUs reach each other's memory, the kernel that uses the values exchanges them, also on a mesh of replicas and
+slabs: once, among all of its processes. Otherwise one message relays them. On CPUs there are no kernels.
 """
 
 from functools import cached_property
@@ -27,7 +27,7 @@ class SlabsOfReplicas:
     communicator
         The slabs of this replica.
     replicas
-        Who has the others; each process computes one.
+        All replicas; each process computes one.
     """
 
     def __init__(self, communicator: Communicator, replicas: "Replicas") -> None:
@@ -35,9 +35,9 @@ class SlabsOfReplicas:
 
     @cached_property
     def values(self) -> ValueExchange | None:
-        """How kernels exchange them; None where none do. Made at the first use, which all processes come to alike.
+        """Exchange of values in kernels, or None; made at the first use, which all processes reach together.
 
-        Whichever it is, the same kernels add in the order of the slabs, and so come to the same bits.
+        With either exchange, the same kernels add in the order of the slabs, and so get the same bits.
         """
         communicator = self.communicator
         here = len(communicator.devices)

@@ -1,7 +1,7 @@
-"""Planes of several shards put side by side, and given back, in the layout of the slab that they join.
+"""Join planes of several shards, and return their gradients, in the layout of the slab that they join.
 
-Messages bring planes in torch's own order. Joined with a slab that has its channels last, ``torch.cat`` would lay all
-of them out like the messages, and every operator behind would go on so.
+Messages bring planes in torch's default layout. With a slab in channels-last layout, ``torch.cat`` would give all of
+them the layout of the messages, and every later operator would keep it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,18 +18,18 @@ __all__ = ["allocate_whole", "join_pieces", "pad_slabs", "start_total", "view_in
 def join_pieces(
     pieces: Sequence[Tensor], dim: int, like: Tensor, widths: Sequence[int] = (), fill: float = 0.0
 ) -> Tensor:
-    """Return pieces one behind the other along ``dim``, with a margin around them.
+    """Return the pieces one after the other along ``dim``, with a margin around them.
 
     Parameters
     ----------
     pieces
         At least one.
     dim
-        Along which.
+        Dim along which they are joined.
     like
         The slab whose layout the result has.
     widths, fill
-        Of the margin, as ``F.pad`` takes them.
+        Margin, in the order of ``F.pad``, and its value.
     """
     if layout_of(like) is torch.contiguous_format and not any(widths):
         return torch.cat(list(pieces), dim)
@@ -46,7 +46,7 @@ def join_pieces(
 def allocate_whole(
     shape: Sequence[int], like: Tensor, widths: Sequence[int] = (), fill: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return memory of a shape in the layout of ``like``, with a margin that is filled; and what lies within."""
+    """Return memory of a shape in the layout of ``like``, with a filled margin; and a view of its inside."""
     margins, size = list(_list_margins(len(shape), widths)), list(shape)
     for place, before, after in margins:
         size[place] += before + after
@@ -60,19 +60,19 @@ def allocate_whole(
 
 
 def pad_slabs(slabs: Sequence[Tensor], widths: Sequence[Sequence[int]], fill: float) -> list[Tensor]:
-    """Return each slab with a margin, itself where that is empty."""
+    """Return each slab with a margin; the slab itself if the margin is empty."""
     return [F.pad(slab, list(own), value=fill) if any(own) else slab for slab, own in zip(slabs, widths, strict=True)]
 
 
 def view_inside(whole: Tensor, widths: Sequence[int]) -> Tensor:
-    """Return what lies within a margin."""
+    """Return a view inside a margin."""
     for place, before, after in _list_margins(whole.ndim, widths):
         whole = whole.narrow(place, before, whole.shape[place] - before - after)
     return whole
 
 
 def start_total(planes: Tensor, dim: int, size: int, first: int, own: Tensor | None) -> Tensor:
-    """Return ``size`` planes along ``dim``, laid out as ``planes`` are: ``own`` from the first on, and zeros.
+    """Return ``size`` planes along ``dim``, in the layout of ``planes``: ``own`` from ``first`` on, otherwise zeros.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def start_total(planes: Tensor, dim: int, size: int, first: int, own: Tensor | N
     dim, size
         See above.
     first, own
-        What is there already, if anything is, and where.
+        Position and values of initial planes, if any.
     """
     shape = list(planes.shape)
     shape[dim] = size

@@ -60,15 +60,16 @@ class ProcessGroupShards(Communicator):
 
     @cached_property
     def mailbox(self) -> ValueMailbox | None:
-        """How a few values are exchanged; made at the first use, which all processes come to alike.
+        """Mailbox for a few values; made at the first use, which all processes reach together.
 
-        Not before: a copy of a model on one process alone waits for nobody. It goes with this communicator.
+        Not earlier: copying a model in one process only must wait for no other process. The communicator owns the
+        mailbox.
         """
         return ValueMailbox.connect(self.group, self.home)
 
     @cached_property
     def values(self) -> ValueExchange | None:  # type: ignore[override]
-        """How kernels exchange a few values; in a fixed order the same kernels, whether there is a mailbox or not."""
+        """Exchange of a few values in kernels; with a fixed order the same kernels run with or without a mailbox."""
         several = self.fixed_order and self.num_shards > 1
         if several and self.mailbox is None and takes(torch.empty(0, device=self.home)):
             return RelayedValues(self.group, self.home)
@@ -76,7 +77,7 @@ class ProcessGroupShards(Communicator):
 
     @cached_property
     def plane_mailbox(self) -> PlaneMailbox | None:
-        """How planes of halos are exchanged; made likewise."""
+        """Mailbox for planes of halos; made in the same way."""
         return PlaneMailbox.connect(self.group, self.home)
 
     @cached_property
@@ -94,7 +95,7 @@ class ProcessGroupShards(Communicator):
         return dist.get_global_rank(self.group, self.number_of((*own[:axis], position, *own[axis + 1 :])))
 
     def fetch(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
-        """Exchange planes with the processes that have them; see ``Communicator``."""
+        """Exchange planes with their owners; see ``Communicator``."""
         return self.take_own(slabs, plan) if plan.stays else [self._fetch(slabs[0], plan, (), 0.0)]
 
     def fetch_padded(
@@ -177,7 +178,7 @@ class ProcessGroupShards(Communicator):
         return total
 
     def _find_box(self, plan: Fetch, slab: Tensor) -> PlaneMailbox | None:
-        """Return the mailbox where planes move by it; it has the order of one line of shards."""
+        """Return the mailbox if planes move by it; it has the order of one line of shards."""
         if len(self.grid) > 1 or plan.stays:
             return None
         box = self.plane_mailbox  # connected at the first exchange, however large, which is not recorded
@@ -214,7 +215,7 @@ class ProcessGroupShards(Communicator):
         return slab
 
     def add_up(self, partial: Tensor) -> Tensor:
-        """Return the sum of every process's tensor, which may be overwritten, outside autograd."""
+        """Return the sum of every process's tensor, outside autograd; the tensor may be overwritten."""
         return add_up(partial, self.group, self.fixed_order)
 
     def spread(self, whole: Tensor) -> list[Tensor]:
@@ -226,7 +227,7 @@ class ProcessGroupShards(Communicator):
         return [LinearMap.apply(whole, lambda own: own.view_as(own), add_up)]
 
     def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
-        """Take this process's slab: a copy, which outlives the whole volume, whose memory should go."""
+        """Return this process's slab as a copy, so that the memory of the whole volume can be freed."""
         sizes = [whole.shape[dim] for dim in dims]
         own = self.owned(sizes)[0]
 
@@ -236,13 +237,13 @@ class ProcessGroupShards(Communicator):
         return [LinearMap.apply(whole, lambda given: narrow_to(given, dims, own).clone(), assemble)]
 
     def look(self) -> None:
-        """Refuse sums of gradients that did not belong together; see `SharedParameters`."""
+        """Refuse sums of gradients that do not belong together; see `SharedParameters`."""
         self.shared.look()
 
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Mark parameters as used by the shards; their gradients are summed as soon as all of them are there."""
+        """Mark parameters as used by the shards; their gradients are summed as soon as all have arrived."""
         return [[copy] for copy in self.shared.share(parameters)]
 
     def convert(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return it, whose gradient goes to where the bucket's are summed as soon as it is there."""
+        """Return a parameter in another dtype; its gradient goes to the bucket's sum as soon as it is computed."""
         return self.shared.convert(copy, dtype)

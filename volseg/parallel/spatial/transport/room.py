@@ -1,4 +1,4 @@
-"""Slabs in buffers with room for their halo.
+"""Allocate slabs in buffers with room for their halo.
 
 A slab cut along D that a norm or a join writes gets ``room`` planes in front and behind. A convolution's halo is
 received straight into them: nothing is concatenated, and in channels-last layout nothing is packed either. ::
@@ -21,18 +21,18 @@ def allocate_with_room(
     """Return an uninitialised slab like ``like`` with ``room`` planes around it."""
     planes = like.shape[DIM]
     slab = _alias(_allocate(like, planes + 2 * room, channels, device), room, planes)
-    # On the tensor itself, which autograd hands on as it is; a view or a copy of it has no such attribute.
+    # An attribute of the tensor itself, which autograd passes on unchanged; a view or a copy of it has none.
     slab._volseg_room = room  # type: ignore[attr-defined]
     return slab
 
 
 def find_room(slab: Tensor) -> int:
-    """Return the planes of room around a slab: none unless it was allocated so, and no view of it has any."""
+    """Return the planes of room around a slab: zero unless it was allocated with room, and for views."""
     return getattr(slab, "_volseg_room", 0)
 
 
 def extend(slab: Tensor, room: int, own: tuple[int, int]) -> Tensor:
-    """Return the slab and the planes around it: its own memory where there is room, else a copy."""
+    """Return the slab and the planes around it: in its own memory if there is room, otherwise in a copy."""
     before, behind = own
     planes = before + slab.shape[DIM] + behind
     if room >= max(own):
@@ -48,7 +48,7 @@ def own_planes(buffer: Tensor, own: tuple[int, int]) -> Tensor:
 
 
 def _alias(tensor: Tensor, offset: int, planes: int) -> Tensor:
-    """Return planes around ``tensor`` in its own memory: not a view for autograd, which must not see the room."""
+    """Return planes around ``tensor`` in its own memory; autograd, which must not see the room, sees no view."""
     shape = list(tensor.shape)
     shape[DIM] = planes
     start = tensor.storage_offset() + offset * tensor.stride(DIM)

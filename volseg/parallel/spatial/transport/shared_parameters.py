@@ -1,8 +1,8 @@
-"""Parameters that the shards on several processes use, each on its own, and the sums of their gradients.
+"""Share parameters between shards on several processes, and sum their gradients.
 
-A bucket's gradients are summed in one call, on a stream of their own, while the backward pass goes on. They lie in one
-piece of memory then. A large parameter that autocast converts has its gradient converted into that piece, so that
-nobody gathers it: it is read once and written once before it is sent.
+A bucket's gradients are summed in one call, on a separate stream, during the backward pass. For this they are in one
+piece of memory. The gradient of a large parameter that autocast converts is converted into that piece, without a
+separate gather: it is read once and written once before it is sent.
 """
 
 import weakref
@@ -42,7 +42,7 @@ class SharedParameters:
     Attributes
     ----------
     stream
-        Where gradients are summed; None on a CPU.
+        Stream of the sums of gradients; None on a CPU.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, fixed_order: bool) -> None:
@@ -51,11 +51,11 @@ class SharedParameters:
         self._differences: dict[tuple[str, ...], Differences] = {}
         self.stream = make_stream(device) if is_gpu(device) else None
         if self.stream is not None:
-            # Meant: a parameter that only coarse, uncut levels use shares its bucket's stream, and autograd waits.
+            # Intended: a parameter that only coarse, uncut levels use shares its bucket's stream, and autograd waits.
             accept_gradients_of_other_streams()
 
     def share(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return a bucket of parameters for this process's shard; their gradients are summed once all are there."""
+        """Return a bucket of parameters for this process's shard; their gradients are summed once all have arrived."""
         self.look()
         # Autograd runs a node's backward on the stream of its forward. So does AccumulateGrad: nothing on the main
         # stream waits.
@@ -65,7 +65,7 @@ class SharedParameters:
             return _Share.apply(self, *parameters)
 
     def convert(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what `share` returned in another dtype; a large gradient goes to its place in the sum at once."""
+        """Return a parameter from `share` in another dtype; a large gradient goes to its place in the sum at once."""
         room = getattr(copy.grad_fn, "room", None)
         if not isinstance(room, GradientRoom) or not torch.is_grad_enabled() or not is_large(copy):
             return copy.to(dtype)
@@ -84,18 +84,18 @@ class SharedParameters:
         return [None if given is None else part for given, part in zip(gradients, room.split(total), strict=True)]
 
     def look(self) -> None:
-        """Refuse sums of gradients that did not belong together, of the last steps; waits for nothing.
+        """Raise if sums of gradients in the last steps did not belong together; wait for nothing.
 
         Raises
         ------
         ParallelError
-            If there were such.
+            If there was such a sum.
         """
         for differences in self._differences.values():
             differences.look()
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Put work on the stream of the gradients' sums, where there are streams."""
+        """Run work on the stream of the gradients' sums, on devices with streams."""
         return nullcontext() if self.stream is None else on_stream(self.stream)
 
 
@@ -119,7 +119,7 @@ class _Share(torch.autograd.Function):
 
 
 class _Convert(torch.autograd.Function):
-    """A shared parameter in another dtype: the copy is made where it is read, its gradient's where that is summed."""
+    """Convert a shared parameter: the copy is made where it is read, its gradient where it is summed."""
 
     @staticmethod
     def forward(
