@@ -10,10 +10,10 @@ from torch import nn
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.estimate.allocator import AllocatorSettings
-from volseg.estimate.step_memory import find_memory_use
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.step_memory import find_memory_use
 from volseg.estimate.trace import Allocate, Free, Mark, StepTrace
 from volseg.estimate.work import Work
 from volseg.parallel.spatial.versions import Watched
