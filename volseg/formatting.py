@@ -1,10 +1,20 @@
-"""Scores, durations, moments and tables as text."""
+"""Format scores, durations, moments, tables and lists of names as text."""
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-__all__ = ["UNITS", "align_columns", "format_duration", "format_moment", "format_table", "format_value"]
+__all__ = [
+    "UNITS",
+    "align_columns",
+    "find_doubled",
+    "format_duration",
+    "format_moment",
+    "format_table",
+    "format_value",
+    "list_some",
+]
 
 UNITS = {"HD95": "mm", "HD": "mm", "ASSD": "mm", "volume_diff_ml": "ml"}
 
@@ -64,3 +74,22 @@ def format_table(rows: Iterable[Sequence[str]]) -> str:
     header, *others = (["", *row, ""] for row in rows)
     rule = ["-" * max(map(len, column)) for column in zip(header, *others, strict=True)]
     return "\n".join(line.lstrip() for line in align_columns([header, rule, *others], " | "))
+
+
+def find_doubled(names: Iterable[str]) -> list[str]:
+    """Return the names that occur more than once, in the order of their first place.
+
+    >>> find_doubled(["b", "a", "c", "a", "b"])
+    ['b', 'a']
+    """
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def list_some(texts: Sequence[str], most: int = 5) -> str:
+    """List the first ``most`` texts, and count the rest.
+
+    >>> list_some(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    rest = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")

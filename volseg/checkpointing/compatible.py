@@ -16,9 +16,9 @@ from volseg.config.parallel import ParallelConfig
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
-from volseg.data.names import list_some
 from volseg.data.splits import Split
 from volseg.errors import ConfigError, DataError
+from volseg.formatting import list_some
 
 __all__ = [
     "RULES",

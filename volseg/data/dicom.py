@@ -19,9 +19,9 @@ from volseg.data.dicom_frames import Frame, list_frames
 from volseg.data.dicom_pixels import read_stored
 from volseg.data.dicom_tags import TAGS, WANTED
 from volseg.data.itk import lps_to_ras
-from volseg.data.names import list_some
 from volseg.data.volume import as_volume
 from volseg.errors import ReaderError
+from volseg.formatting import list_some
 
 __all__ = ["list_slices", "read_dicom_series"]
 

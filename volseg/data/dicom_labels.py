@@ -21,9 +21,9 @@ from volseg.data.content import require_memory
 from volseg.data.dicom import MODALITY, SERIES_UID
 from volseg.data.dicom_elements import decode_text, read_elements, read_header
 from volseg.data.itk import lps_to_ras
-from volseg.data.names import list_some
 from volseg.data.volume import as_volume
 from volseg.errors import ConfigError, ReaderError
+from volseg.formatting import list_some
 from volseg.transforms.grid import MISPLACED_VOXELS, Grid
 
 __all__ = [

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from volseg.data.dicom_elements import read_elements
 from volseg.data.dicom_labels import DicomLabel
-from volseg.data.names import find_doubled, list_some
 from volseg.errors import DataError, ReaderError
+from volseg.formatting import find_doubled, list_some
 
 __all__ = ["FoundSeries", "Series", "choose_series", "gather_series", "name_series", "search_series"]
 

@@ -12,11 +12,11 @@ from volseg.config.data import compile_group
 from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Task
 from volseg.data.dicom_labels import read_image_text
-from volseg.data.names import list_some
 from volseg.data.proposed_groups import GroupProposal, describe_groups, propose_group
 from volseg.data.readers import find_suffix, list_files
 from volseg.data.splits import Split
 from volseg.errors import ConfigError, DataError
+from volseg.formatting import list_some
 
 __all__ = ["PATIENT_ID", "CutPatient", "find_cut_patients", "find_groups", "propose_groups"]
 

@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from volseg.data.names import find_doubled
 from volseg.errors import DataError
 from volseg.files import decode_text, read_bytes, require_text
+from volseg.formatting import find_doubled
 
 __all__ = ["parse_json", "read_json"]
 

@@ -19,10 +19,10 @@ from volseg.data.dicom import read_dicom_series
 from volseg.data.dicom_elements import is_dicom
 from volseg.data.dicom_labels import DicomLabel, read_image_text
 from volseg.data.itk import read_itk
-from volseg.data.names import list_some
 from volseg.data.nifti import read_nifti, read_nifti_affine
 from volseg.errors import BatchFieldError, LargeVolumeError, ReaderError
 from volseg.files import require_text
+from volseg.formatting import list_some
 from volseg.transforms.grid import Grid
 
 __all__ = [

@@ -19,9 +19,9 @@ import numpy as np
 
 from volseg.config.nearest import did_you_mean
 from volseg.data.json_files import read_json
-from volseg.data.names import find_doubled, list_some
 from volseg.errors import DataError
 from volseg.files import replacing
+from volseg.formatting import find_doubled, list_some
 
 __all__ = ["Split", "folds", "read_splits", "write_splits"]
 

@@ -11,8 +11,8 @@ import unicodedata
 from pathlib import Path, PureWindowsPath
 
 from volseg.data.download import ShowBytes, require_room
-from volseg.data.names import find_doubled
 from volseg.errors import DataError
+from volseg.formatting import find_doubled
 
 __all__ = ["unpack"]
 

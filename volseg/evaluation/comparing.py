@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import wilcoxon
 
-from volseg.data.names import find_doubled, list_some
 from volseg.errors import DataError
 from volseg.evaluation.intervals import mean_intervals
 from volseg.evaluation.summary import (
@@ -33,7 +32,7 @@ from volseg.evaluation.summary import (
 from volseg.evaluation.surfaces import DISTANCES
 from volseg.evaluation.tables import name_cases
 from volseg.files import replace_nan, replacing
-from volseg.formatting import format_table
+from volseg.formatting import find_doubled, format_table, list_some
 
 __all__ = [
     "Method",

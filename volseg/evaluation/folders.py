@@ -18,13 +18,13 @@ from volseg.data.layouts.files import list_images, list_labels
 from volseg.data.layouts.naming import attempt_values, name_channels
 from volseg.data.layouts.pairs import LABEL_FOLDERS, LABEL_WORDS, find_arrangement
 from volseg.data.layouts.table import TABLES, read_labels
-from volseg.data.names import find_doubled, list_some
 from volseg.data.nifti import read_label_table
 from volseg.data.readers import Files, stem
 from volseg.data.threads import map_in_threads
 from volseg.errors import ConfigError, DataError, GridError
 from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.evaluation.summary import EvaluatedCase, Summary, evaluate_files, summarise
+from volseg.formatting import find_doubled, list_some
 
 __all__ = ["EvaluatedFolders", "Pairs", "evaluate_folders", "find_names", "pair_files", "strip_id"]
 

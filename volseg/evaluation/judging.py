@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from volseg.config.nearest import did_you_mean
-from volseg.data.names import list_some
 from volseg.errors import ConfigError
 from volseg.evaluation.comparing import compare_methods, comparison_table, read_method, write_comparison
 from volseg.evaluation.folders import EvaluatedFolders, evaluate_folders
@@ -13,6 +12,7 @@ from volseg.evaluation.summary import JUDGED, complete_summary, format_summary, 
 from volseg.evaluation.surfaces import DISTANCES
 from volseg.evaluation.tables import TABULATED, explain_scores, scores_table, write_cases
 from volseg.files import require_new
+from volseg.formatting import list_some
 
 __all__ = ["compare_folders", "judge_folders", "judging_json", "judging_words"]
 

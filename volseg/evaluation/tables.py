@@ -6,12 +6,11 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from volseg.data.names import find_doubled
 from volseg.data.readers import stem
 from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.summary import JUDGED, Summary, complete_summary, read_structure
 from volseg.files import replacing
-from volseg.formatting import UNITS, format_table, format_value
+from volseg.formatting import UNITS, find_doubled, format_table, format_value
 
 __all__ = ["explain_scores", "name_cases", "scores_table", "write_cases"]
 

@@ -17,11 +17,11 @@ from volseg.data.cases import Case, Task
 from volseg.data.checks import summarise_remarks
 from volseg.data.groups import find_cut_patients, find_groups, propose_groups
 from volseg.data.layouts import load_task
-from volseg.data.names import list_some
 from volseg.data.preparing import PreparedCases, prepare_together
 from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits
 from volseg.errors import ConfigError, DataError
+from volseg.formatting import list_some
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import is_main_process
 from volseg.transforms.preprocessing import Preprocessing

@@ -19,7 +19,6 @@ from volseg.data.labels import format_colour_tables
 from volseg.data.layouts.channels import group_channels, name_image
 from volseg.data.layouts.files import list_images
 from volseg.data.layouts.table import TABLES, read_images
-from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import find_suffix, list_files, name_files
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.cases import find_previous_stage
@@ -30,6 +29,7 @@ from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.sources import Source, load_trained, path_of
 from volseg.experiment.trained import Trained
 from volseg.files import replacing, require_text
+from volseg.formatting import find_doubled, list_some
 from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Channel, open_channel
 

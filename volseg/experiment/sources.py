@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from volseg.checkpointing.folder import RunFolder
-from volseg.data.names import list_some
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import is_archive
 from volseg.exchange.nnunet import is_nnunet_model
@@ -19,6 +18,7 @@ from volseg.exchange.nnunet.folder import locate_nnunet, read_nnunet
 from volseg.experiment.folds import load_final_state
 from volseg.experiment.imported import NNUNET_CHECKPOINTS, locate_weights, open_archive, open_nnunet, open_weights
 from volseg.experiment.trained import SourceNetwork, Trained, open_run, require_checkpoint, require_keys
+from volseg.formatting import list_some
 from volseg.inference.postprocessing import Postprocessing
 from volseg.monitoring.run_files import list_numbered
 from volseg.transforms.preprocessing import Preprocessing

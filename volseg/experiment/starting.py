@@ -10,10 +10,10 @@ from typing import Any
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.groups import find_groups
-from volseg.data.names import list_some
 from volseg.errors import CheckpointError
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.sources import read_weights
+from volseg.formatting import list_some
 from volseg.models import FitGrid, build_network
 from volseg.models.weights import WeightTransfer, find_followers, strip_prefixes, transfer_weights
 from volseg.parallel.devices import is_main_process

@@ -17,7 +17,6 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
 from volseg.data.layouts.files import list_images
-from volseg.data.names import find_doubled
 from volseg.data.readers import read_volume, stem
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.summary import (
@@ -35,6 +34,7 @@ from volseg.experiment.report import dice_table
 from volseg.experiment.sources import path_of, require_runs
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, open_run, require_keys
 from volseg.files import require_new
+from volseg.formatting import find_doubled
 from volseg.inference.measured_postprocessing import Judged, MeasuredPostprocessing, measure_postprocessing
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.writing import write_prediction

@@ -14,7 +14,6 @@ from volseg.data.layouts.declared import read_manifest
 from volseg.data.layouts.files import list_labels
 from volseg.data.layouts.pairs import find_arrangement
 from volseg.data.layouts.table import TABLES
-from volseg.data.names import list_some
 from volseg.data.nifti import read_label_table
 from volseg.data.readers import find_suffix, stem
 from volseg.errors import ConfigError, DataError
@@ -27,6 +26,7 @@ from volseg.experiment.sources import list_runs
 from volseg.experiment.trained import require_keys
 from volseg.experiment.validating import choose_validated
 from volseg.files import require_new
+from volseg.formatting import list_some
 from volseg.reporting.reading import read_scores
 from volseg.reporting.viewer import ViewedCase, write_viewer
 

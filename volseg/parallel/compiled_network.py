@@ -49,8 +49,8 @@ from volseg.device.torch_internals import (
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import check_network
 from volseg.parallel.norms import find_norm_of_batch
+from volseg.parallel.state.description import opaque
 from volseg.parallel.state.module import REGISTRIES
-from volseg.parallel.state.opaque import opaque
 
 __all__ = ["MOST_VARIANTS", "CompiledNetwork", "refusing"]
 

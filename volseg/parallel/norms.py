@@ -34,7 +34,7 @@ from volseg.device.torch_internals import find_saved_tensors_hooks
 from volseg.errors import ParallelError
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.volume import ShardedVolume
-from volseg.parallel.state.opaque import is_opaque
+from volseg.parallel.state.description import is_opaque
 
 __all__ = ["check_norms", "check_script", "find_norm_of_batch", "norms_over_replicas"]
 

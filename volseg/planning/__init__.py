@@ -1,6 +1,6 @@
 """Plan a training config from the fingerprint of a data set."""
 
-from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
+from volseg.planning.facts import CaseSizes, Fingerprint, Intensities, published_fingerprint
 from volseg.planning.fingerprint import Taken, keep_fingerprint, load_fingerprint, take_fingerprint
 from volseg.planning.geometry import PRESETS, Geometry, Like
 from volseg.planning.plan import (
@@ -13,7 +13,6 @@ from volseg.planning.plan import (
     plan,
     write_config,
 )
-from volseg.planning.published import published_fingerprint
 from volseg.planning.settings import Setting
 
 __all__ = [

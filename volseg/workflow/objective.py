@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.data.names import list_some
 from volseg.device.gpus import has_values
 from volseg.errors import BatchFieldError, ConfigError, VolsegError
+from volseg.formatting import list_some
 from volseg.losses import Targets, Terms, dice_cross_entropy, known_dice_cross_entropy
 from volseg.losses.overlap import gathering_overlap
 from volseg.workflow.named import Named

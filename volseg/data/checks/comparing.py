@@ -13,7 +13,7 @@ from volseg.data.cases import Case, Task
 from volseg.data.checks.facts import AXES, ChannelFacts, ComparedCase, ImageFacts, StructureFacts
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.outliers import FEWEST_CASES, RARE, find_odd_images, find_odd_labels, find_outliers
-from volseg.data.names import list_some
+from volseg.formatting import list_some
 
 __all__ = ["compare_cases", "describe_data"]
 

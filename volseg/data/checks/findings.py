@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from volseg.data.cases import Case, Task
 from volseg.data.checks.kinds import KINDS, Finding
 from volseg.data.checks.reading import CheckedCase, read_case
-from volseg.data.names import list_some
 from volseg.data.readers import name_files
 from volseg.data.splits import Split
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
+from volseg.formatting import list_some
 
 __all__ = [
     "Findings",

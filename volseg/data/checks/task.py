@@ -20,12 +20,11 @@ from volseg.data.checks.kinds import Finding
 from volseg.data.checks.placing import find_displaced
 from volseg.data.checks.reading import CheckedCase, read_case
 from volseg.data.groups import find_cut_patients, find_groups, propose_groups
-from volseg.data.names import list_some
 from volseg.data.readers import list_files
 from volseg.data.splits import Split, folds
 from volseg.data.threads import Allowance, map_in_threads
 from volseg.files import replacing
-from volseg.formatting import align_columns
+from volseg.formatting import align_columns, list_some
 from volseg.memory import available_bytes
 
 __all__ = ["TaskCheck", "Verdict", "check_task"]

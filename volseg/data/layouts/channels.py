@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from volseg.data.cases import Case
-from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import stem
 from volseg.errors import DataError
+from volseg.formatting import find_doubled, list_some
 
 __all__ = ["SEPARATORS", "cut_channel", "group_channels", "image_of", "name_image", "number_channels"]
 

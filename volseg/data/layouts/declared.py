@@ -16,8 +16,8 @@ from volseg.config.nearest import did_you_mean
 from volseg.config.yaml_values import read_yaml
 from volseg.data.cases import Case, Task
 from volseg.data.json_files import read_json
-from volseg.data.names import find_doubled
 from volseg.errors import ConfigError, DataError
+from volseg.formatting import find_doubled
 
 __all__ = [
     "MANIFESTS",

@@ -8,10 +8,10 @@ from pathlib import Path, PureWindowsPath
 
 from volseg.data.cases import Case
 from volseg.data.dicom_labels import find_dicom_label
-from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import find_suffix, list_files
 from volseg.errors import DataError
 from volseg.files import require_text
+from volseg.formatting import find_doubled, list_some
 from volseg.launched import find_launch
 
 __all__ = [

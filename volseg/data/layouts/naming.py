@@ -14,11 +14,11 @@ from volseg.data.file_digests import find_files
 from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import DeclaredLabels, read_channel_names, read_regions
 from volseg.data.layouts.files import log_once
-from volseg.data.names import list_some
 from volseg.data.readers import read_volume
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
 from volseg.files import replacing
+from volseg.formatting import list_some
 
 __all__ = ["attempt_values", "match_channels", "name_channels", "name_labels"]
 

@@ -25,9 +25,9 @@ from volseg.data.layouts.declared import (
     read_regions,
 )
 from volseg.data.layouts.files import list_images, list_labels, require_id, sort_cases
-from volseg.data.names import list_some
 from volseg.data.readers import SUFFIXES, find_suffix, stem
 from volseg.errors import DataError
+from volseg.formatting import list_some
 
 __all__ = ["load_nnunet"]
 

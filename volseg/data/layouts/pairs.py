@@ -19,9 +19,9 @@ from volseg.data.layouts.channels import SEPARATORS, group_channels, image_of
 from volseg.data.layouts.declared import make_task
 from volseg.data.layouts.files import list_images, list_labels, log_once, require_id, sort_cases
 from volseg.data.layouts.naming import match_channels, name_channels, name_labels
-from volseg.data.names import list_some
 from volseg.data.readers import find_suffix, stem
 from volseg.errors import DataError
+from volseg.formatting import list_some
 
 __all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "Arrangement", "find_arrangement", "load_pairs"]
 

@@ -32,9 +32,9 @@ from volseg.data.layouts.channels import image_of
 from volseg.data.layouts.declared import make_task, read_manifest
 from volseg.data.layouts.files import log_once, require_id, sort_cases, split_path
 from volseg.data.layouts.naming import match_channels, name_channels, name_labels
-from volseg.data.names import find_doubled
 from volseg.data.splits import Split
 from volseg.errors import DataError
+from volseg.formatting import find_doubled
 
 __all__ = ["TABLES", "LabelRow", "load_table", "read_images", "read_labels"]
 

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
-from volseg.device.gpus import has_values, is_recording
+from volseg.device.gpus import find_capability, has_values, is_gpu, is_recording
 from volseg.device.module_internals import ConvNd
 from volseg.device.torch_internals import as_plain, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
 from volseg.parallel.gradient_sums import GradientSums, is_trained
 from volseg.parallel.processes.group import agree, find_message_group
-from volseg.parallel.spatial.channels_last import put_channels_last, suits_channels_last
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.custom_function import no_script
 from volseg.parallel.spatial.lazy.uncut import cut_later, written
@@ -147,10 +146,10 @@ class SpatialStrategy:
         shards = [] if self.group is None else [self.group]
         self.seeds = CommonSeeds(shards, self.communicator.home) if self._draws_alike else None
         wanted = options.channels_last
-        self.context.channels_last = suits_channels_last(self.communicator.home) if wanted is None else wanted
+        self.context.channels_last = _suits_channels_last(self.communicator.home) if wanted is None else wanted
         net.to(self.communicator.home)
         if self.context.channels_last:
-            put_channels_last(net)
+            _put_channels_last(net)
         if replicated:
             replicate(net, self._groups, self.communicator.home)
 
@@ -361,3 +360,16 @@ def _find_place(devices: Devices, mesh: Any, options: Spatial) -> LocalDevices |
         return join(mesh, options.grid, options.fixed_order)
     own = [find_own_device()] if devices is None and is_launched() else name_devices(devices)
     return LocalDevices(own, options.grid, options.fixed_order)
+
+
+def _suits_channels_last(home: torch.device) -> bool:
+    """Return whether the device has 16-bit matrix units, for which channels last is faster."""
+    return is_gpu(home) and find_capability(home) >= (8, 0)
+
+
+def _put_channels_last(net: nn.Module) -> None:
+    """Lay out the convolutions' weights with channels last, in place: the optimizer may hold the parameters already."""
+    for parameter in net.parameters():
+        if parameter.ndim in (4, 5):
+            layout = torch.channels_last if parameter.ndim == 4 else torch.channels_last_3d
+            parameter.data = parameter.data.contiguous(memory_format=layout)

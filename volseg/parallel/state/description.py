@@ -10,9 +10,9 @@ import functools
 import logging
 import random
 import types
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -21,7 +21,21 @@ from torch import Tensor, nn
 from volseg.device.gpus import find_address
 from volseg.device.torch_internals import get_version
 
-__all__ = ["Description", "Same", "See", "UnknownError", "Weak", "describe", "find_tensor", "list_leaves", "stays"]
+__all__ = [
+    "Description",
+    "Same",
+    "See",
+    "UnknownError",
+    "Weak",
+    "describe",
+    "find_tensor",
+    "is_opaque",
+    "list_leaves",
+    "opaque",
+    "stays",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 PLAIN = frozenset(
     (
@@ -250,3 +264,14 @@ def _describe_tensor(tensor: Tensor, see: See) -> Hashable:
         *(Weak(tensor), find_address(tensor), version, tensor.requires_grad),
         *(tensor.shape, tensor.stride(), tensor.dtype),
     )
+
+
+def opaque(function: Function) -> Function:
+    """Mark a function or method as opaque to ``TorchFunctionMode``."""
+    function.is_opaque = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_opaque(function: Any) -> bool:
+    """Return whether a function, as a mode receives it, is marked as opaque."""
+    return getattr(function, "is_opaque", False) is True

@@ -17,8 +17,7 @@ from volseg.device.gpus import find_device, on_gpu, release_cache
 from volseg.device.torch_internals import get_version, tree_leaves
 from volseg.errors import ParallelError
 from volseg.parallel.state.attempt import Attempt
-from volseg.parallel.state.description import Weak, find_tensor
-from volseg.parallel.state.opaque import is_opaque
+from volseg.parallel.state.description import Weak, find_tensor, is_opaque
 from volseg.parallel.state.watch import Watch
 
 __all__ = ["RecordedState"]
