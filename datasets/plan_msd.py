@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from volseg.config.catalogue import find_public_task, list_public_tasks
+from volseg.config.catalogue import get_public_task, list_public_tasks
 from volseg.files import replacing
 from volseg.planning import Plan, plan, write_config
 from volseg.planning.facts import MOSTLY_ZERO, published_fingerprint
@@ -37,7 +37,7 @@ def write_task_config(task: str, folder: Path) -> Path:
         f"datasets/msd/{task}.yaml: what the comments say of the cases\n"
         "# follows from published medians, as if every case were the median one.\n"
     )
-    manifest = find_public_task(task).manifest
+    manifest = get_public_task(task).manifest
     if manifest["nnunet"]["fingerprint"]["mostly_zero"] and "stored" not in manifest:
         known += f"# {MOSTLY_ZERO:.0%} stands for a share that is only known to be below 75 %.\n"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -72,7 +72,7 @@ def make_table() -> str:
 
 def make_row(task: str) -> list[str]:
     """Return what is planned for a task, and what of it others planned differently."""
-    manifest, geometry = find_public_task(task).manifest, plan_task(task).geometry
+    manifest, geometry = get_public_task(task).manifest, plan_task(task).geometry
     assert geometry.topology is not None, "a U-Net has a topology"
     ours = {
         "spacing": [float(f"{side:.3g}") for side in geometry.spacing],

@@ -18,7 +18,7 @@ LAST_CUDNN_OF_VOLTA = 91099
 def main() -> None:
     """Check the torch that is installed beside this interpreter."""
     _, variant = sys.argv
-    faults = find_faults(variant, architectures_of(torch), torch.version.cuda, torch.backends.cudnn.version())
+    faults = compile_errors(variant, architectures_of(torch), torch.version.cuda, torch.backends.cudnn.version())
     if faults:
         sys.exit(f"torch {torch.__version__} is not for the image {variant}: {'; '.join(faults)}")
     print(f"torch {torch.__version__} for {variant}: CUDA {torch.version.cuda}, {' '.join(architectures_of(torch))}")
@@ -33,7 +33,7 @@ def architectures_of(module: object) -> list[str]:
     return [] if flags is None else (flags() or "").split()
 
 
-def find_faults(variant: str, architectures: list[str], cuda: str | None, cudnn: int | None) -> list[str]:
+def compile_errors(variant: str, architectures: list[str], cuda: str | None, cudnn: int | None) -> list[str]:
     """Return why this torch is of no use in the image."""
     if variant not in NEEDED:
         return [f"there is no such image, only {', '.join(NEEDED)}"]

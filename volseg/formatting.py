@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 __all__ = [
     "UNITS",
     "align_columns",
-    "find_doubled",
     "format_duration",
     "format_moment",
     "format_table",
     "format_value",
+    "list_duplicates",
     "list_some",
 ]
 
@@ -76,10 +76,10 @@ def format_table(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(line.lstrip() for line in align_columns([header, rule, *others], " | "))
 
 
-def find_doubled(names: Iterable[str]) -> list[str]:
+def list_duplicates(names: Iterable[str]) -> list[str]:
     """Return the names that occur more than once, in the order of their first place.
 
-    >>> find_doubled(["b", "a", "c", "a", "b"])
+    >>> list_duplicates(["b", "a", "c", "a", "b"])
     ['b', 'a']
     """
     return [name for name, count in Counter(names).items() if count > 1]

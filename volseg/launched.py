@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-__all__ = ["OF_JOB", "OWN_ATTEMPTS", "OWN_LAUNCHER", "Launch", "find_launch", "list_nodes"]
+__all__ = ["OF_JOB", "OWN_ATTEMPTS", "OWN_LAUNCHER", "Launch", "list_nodes", "read_launch"]
 
 OWN_ATTEMPTS = "VOLSEG_ATTEMPTS"
 """Variable that counts earlier starts of the processes: set by volseg's launcher, and by a process that restarts
@@ -44,7 +44,7 @@ class Launch:
     """How often this launcher has restarted its processes; a launcher on another machine may have another count."""
 
 
-def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     """Return the launch that the environment describes; None for a process without a launcher.
 
     SLURM's variables count only inside a step of several tasks (``srun volseg train``), not in the shell of a batch
@@ -57,9 +57,9 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
 
     Examples
     --------
-    >>> find_launch({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}).rank
+    >>> read_launch({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}).rank
     1
-    >>> find_launch({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}) is None
+    >>> read_launch({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}) is None
     True
     """
     known = os.environ if environment is None else environment

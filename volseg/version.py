@@ -1,11 +1,11 @@
 """The version of volseg, and those of other packages."""
 
-__all__ = ["__version__", "find_version"]
+__all__ = ["__version__", "installed_version"]
 
 __version__ = "0.1.0"
 
 
-def find_version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
     """Return the version of an installed package; None where it is not installed."""
     from importlib.metadata import PackageNotFoundError, version  # not for --help
 

@@ -13,7 +13,7 @@ from volseg.errors import ConfigError
 from volseg.experiment.cases import choose_cases
 from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.run_files import STATUS, TIMES
-from volseg.parallel.devices import find_rank
+from volseg.parallel.devices import get_process_rank
 
 
 def test_a_member_writes_nothing(configured):
@@ -53,7 +53,7 @@ def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_c
 def begin_in_two_places(config, elsewhere):
     """Begin a run whose folder is another one for the second process, as if its machine had a disk of its own."""
     ranks.SECONDS_TO_SEE = 0.5
-    if find_rank() == 1:
+    if get_process_rank() == 1:
         config = config.model_copy(update={"output": elsewhere})
     with ExitStack() as held:
         job = JobFolder(config, held)

@@ -54,8 +54,8 @@ def test_a_name_is_given_once(shapes):
 
 def test_a_component_that_was_registered_says_where_it_came_from_and_can_be_taken_back(shapes):
     shapes.register("Cube", dict)
-    assert str(shapes.find_source("Cube")) == "a call of volseg.register in builtins"
-    assert shapes.find_source("Ball") is None
+    assert str(shapes.get_source("Cube")) == "a call of volseg.register in builtins"
+    assert shapes.get_source("Ball") is None
     assert shapes.registered == {"Cube"}
     shapes.forget("Cube")
     assert "Cube" not in shapes

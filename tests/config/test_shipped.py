@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from volseg.config.shipped import find_shipped, list_shipped
+from volseg.config.shipped import list_shipped, shipped_config_path
 from volseg.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -10,9 +10,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_config_of_the_source_tree_is_found_by_its_name():
     assert {"quickstart", "task04_cpu", "task04_unet", "msd/task09_spleen"} <= {*list_shipped()}
-    assert find_shipped("msd/task09_spleen") == ROOT / "configs" / "msd" / "task09_spleen.yaml"
+    assert shipped_config_path("msd/task09_spleen") == ROOT / "configs" / "msd" / "task09_spleen.yaml"
 
 
 def test_another_name_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="no config called 'task4_cpu' comes with volseg; did you mean 'task04_cpu'"):
-        find_shipped("task4_cpu")
+        shipped_config_path("task4_cpu")

@@ -206,7 +206,7 @@ def test_what_is_prepared_otherwise_has_another_name(task, folder, monkeypatch, 
     if change == "code":
         other_code(monkeypatch, tmp_path)
     if change == "library":
-        monkeypatch.setattr(case_cache, "find_version", lambda name: "9.9" if name == "monai" else "1.0")
+        monkeypatch.setattr(case_cache, "installed_version", lambda name: "9.9" if name == "monai" else "1.0")
     steps = CHANGES[change].get("steps", STEPS)
     changed = replace(task, **{name: value for name, value in CHANGES[change].items() if name != "steps"})
     assert CaseCache(folder, changed, build_preprocessing(steps)).key_of(case) != key

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from volseg.cli import app
 from volseg.config import catalogue
-from volseg.config.catalogue import PublicTask, find_public_task
+from volseg.config.catalogue import PublicTask, get_public_task
 from volseg.data import download as downloading
 from volseg.data.download import Persistence, download
 from volseg.data.fetching import fetch_task
@@ -596,7 +596,7 @@ def test_the_verb_fetches_into_a_folder_by_any_name_of_a_task(serve, tmp_path, m
     url, _ = serve(whole(make_archive()))
     result = CliRunner().invoke(app, ["data", "fetch", "hippocampus", "-o", str(tmp_path), "--url", url])
     assert isinstance(result.exception, DataError)
-    assert f"needed {find_public_task('Task04').md5}" in str(result.exception)
+    assert f"needed {get_public_task('Task04').md5}" in str(result.exception)
     assert list(tmp_path.iterdir()) == []
 
 

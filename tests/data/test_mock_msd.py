@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.ndimage import binary_dilation, binary_erosion
 
-from volseg.config.catalogue import find_public_task, list_public_tasks
+from volseg.config.catalogue import get_public_task, list_public_tasks
 from volseg.data import inspect_cases, load_task
 from volseg.data.mock_msd import make_mock_task
 from volseg.data.synthetic import make_task
@@ -18,7 +18,7 @@ TASKS = [public.name for public in list_public_tasks()]
 
 
 def manifest_of(name):
-    return find_public_task(name).manifest
+    return get_public_task(name).manifest
 
 
 CT = [name for name in TASKS if manifest_of(name)["modalities"] == ["CT"]]

@@ -24,7 +24,7 @@ from volseg.device.triton_kernels import KernelCall, hearing_calls
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.experiment.network_plan import find_facts
+from volseg.experiment.network_plan import load_facts
 from volseg.experiment.training_work import at_size, describe_training
 
 KINDS = {(8, 0): "a100-80", (9, 0): "h200"}
@@ -64,7 +64,7 @@ def follow_all(configs: list[Path], overrides: list[str], capability: tuple[int,
     calls: list[KernelCall] = []
     for path in configs:
         config = load_config(path, overrides)
-        described = describe_training(config, torch.bfloat16, find_facts(config, 1, 3))
+        described = describe_training(config, torch.bfloat16, load_facts(config, 1, 3))
         for size in config.patch.sizes:
             with hearing_calls(calls.append):
                 trace_candidate(at_size(described, size).work, Candidate(kernels="fast"), find_kind(KINDS[capability]))

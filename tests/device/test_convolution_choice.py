@@ -24,7 +24,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "input gradient", "weight gradie
 def gpu_without_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let tensors be on a GPU that need not be there, and Triton be installed."""
     monkeypatch.setattr(triton_tiles, "INSTALLED", True)
-    monkeypatch.setattr(gpus, "find_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "get_capability", lambda device: (9, 0))
     with FakeTensorMode():
         yield
 
@@ -327,7 +327,7 @@ def test_forms_are_taken_where_they_can_be(
     with fusions.without("pairs", "zero channels", "turned weights"):
         assert name() in (None, "many taps")
     for capability in ((8, 0), (10, 0), (7, 0)):
-        monkeypatch.setattr(gpus, "find_capability", lambda device, told=capability: told)
+        monkeypatch.setattr(gpus, "get_capability", lambda device, told=capability: told)
         assert name() is None, "not measured"
 
 
@@ -364,7 +364,7 @@ def test_weights_gradients_over_groups_of_voxels(
     assert of_slab((2, 32, 512), (2**31, 1, 2**26, 2**14, 32), (2, 32, 512)) == "many taps"
     assert (name(128, (2, 2896, 2896)), name(128, (3, 2364, 2364)), name(32, (3, 4728, 4728))) == (None, None, "pairs")
     assert name(128, (4, 2048, 2047)) is None
-    monkeypatch.setattr(gpus, "find_capability", lambda device: (8, 6))
+    monkeypatch.setattr(gpus, "get_capability", lambda device: (8, 6))
     assert (name(32), name(128)) == (None, "many taps"), "groups were measured on others"
 
 

@@ -19,7 +19,7 @@ def test_a_numbered_cpu_is_a_gpu_where_gpus_are_faked() -> None:
         assert not gpus.is_gpu(host)
         assert gpus.count_processors(gpu) == 132
         assert gpus.count_processors(host) == 1
-        assert gpus.find_capability(gpu) == (9, 0)
+        assert gpus.get_capability(gpu) == (9, 0)
         with pytest.raises(ParallelError, match="already fakes"), fake_gpu.faking(Gpu()):
             pass
     assert gpus.has_values(gpu)
@@ -47,12 +47,12 @@ def test_streams_are_numbered_and_nest() -> None:
     device = fake_gpu.fake_device(0)
 
     def find_number() -> int:
-        number: int = streams.find_current_stream(device).number
+        number: int = streams.current_gpu_stream(device).number
         return number
 
     with fake_gpu.faking(Gpu()):
         side = streams.make_stream(device)
-        side.wait_stream(streams.find_current_stream(device))
+        side.wait_stream(streams.current_gpu_stream(device))
         with streams.on_stream(side):
             assert find_number() == 1
         assert find_number() == 0

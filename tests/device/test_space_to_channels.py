@@ -12,7 +12,7 @@ from torch import Tensor
 from volseg.device.convolution import choice, depth_chunks, rules, space_to_channels
 from volseg.device.convolution.forms import Groups
 from volseg.device.convolution.settings import Settings
-from volseg.device.gpus import find_device
+from volseg.device.gpus import get_tensor_device
 
 LAST = torch.channels_last_3d
 SETTINGS = Settings((1, 1, 1), (0, 0, 0), (1, 1, 1), False, (0, 0, 0), 1)
@@ -255,7 +255,7 @@ def in_groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
         taken: list[str] = []
 
         def find(direction: str, call: rules.ConvolutionCall) -> list[Groups]:
-            assert find_device(call.slab).type == "cpu"
+            assert get_tensor_device(call.slab).type == "cpu"
             taken.append(direction)
             return [Groups(voxels)]
 

@@ -370,7 +370,7 @@ def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
     first = x * 2
     between = internals.find_next_node_number()
     second = first.exp()
-    numbers = [internals.find_node_number(made.grad_fn) for made in (first, second)]
+    numbers = [internals.get_node_number(made.grad_fn) for made in (first, second)]
     assert numbers == [before, between]
     assert before < between < internals.find_next_node_number()
 
@@ -533,12 +533,12 @@ def test_trees_of_arguments() -> None:
 
 def test_the_default_group_is_that_of_all_processes() -> None:
     with pytest.raises(ValueError, match="process group has not been initialized"):
-        internals.find_default_group()
+        internals.get_default_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        group = internals.find_default_group()
+        group = internals.get_default_group()
         assert group is dist.group.WORLD
-        assert internals.find_group_name(group) == group.group_name
+        assert internals.get_group_name(group) == group.group_name
         gathered = torch.zeros(2)
         internals.gather_into(gathered, torch.ones(2))  # a warning of its name would fail here
         assert gathered.tolist() == [1.0, 1.0]
@@ -642,9 +642,9 @@ def test_layouts_are_told_by_strides() -> None:
 
 
 def test_operators_are_overridden_for_a_while() -> None:
-    assert "max_pool3d" in internals.find_autocast_operators("AutocastCPU")
-    assert "max_pool3d" not in internals.find_autocast_operators("AutocastCUDA")
-    assert {"conv3d", "softmax.int"} <= internals.find_autocast_operators("AutocastCUDA")
+    assert "max_pool3d" in internals.list_autocast_operators("AutocastCPU")
+    assert "max_pool3d" not in internals.list_autocast_operators("AutocastCUDA")
+    assert {"conv3d", "softmax.int"} <= internals.list_autocast_operators("AutocastCUDA")
     x = torch.ones(1, 1, 4, 4, 4, dtype=torch.bfloat16)
 
     def find_dtypes() -> list[torch.dtype]:

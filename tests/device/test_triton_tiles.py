@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from volseg.device.triton_tiles import choose_tile, find_divider, halve, is_narrow, read_strides
+from volseg.device.triton_tiles import choose_tile, compute_divider, halve, is_narrow, read_strides
 
 SECTOR = 32
 """Bytes that a GPU reads or writes at least, wherever they are wanted."""
@@ -68,7 +68,7 @@ def test_channels_that_are_loaded_one_by_one(channels: int, narrow: bool) -> Non
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 10, 127, 128, 129, 160, 1000, 2**20 + 7])
 def test_divider(n: int) -> None:
-    multiplier, shift = find_divider(n)
+    multiplier, shift = compute_divider(n)
     assert -(2**31) <= multiplier < 2**31
     for v in (0, 1, n - 1, n, n + 1, 5 * n - 1, 5 * n, 2**30 + 3, 2**31 - 2, 2**31 - 1):
         assert ((v * (multiplier % 2**32) >> 32) + v) >> shift == v // n

@@ -20,20 +20,20 @@ from volseg.diagnosis.doctor import SCHEMA_VERSION, Diagnosis, diagnose, show_di
 from volseg.diagnosis.facts import AllReduceFacts, Facts, NotGathered, PythonFacts, SystemFacts
 from volseg.diagnosis.findings import MachineFinding
 from volseg.diagnosis.gatherers.machine import (
-    find_core_limit,
-    find_file_system,
-    find_memory_limit,
     list_bus,
     look_at,
+    read_core_limit,
+    read_file_system,
+    read_memory_limit,
     read_module,
 )
 from volseg.diagnosis.gatherers.software import (
     build_module,
     find_compiler,
-    find_unmet,
     gather_compiler,
     gather_imports,
     gather_packages,
+    list_unmet_requirements,
 )
 from volseg.diagnosis.gatherers.tried_kernel import run_tried_kernel
 from volseg.diagnosis.gathering import GATHERERS, Gatherer, gather
@@ -147,8 +147,8 @@ def test_limits_of_a_container_are_found(
         path = tmp_path / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n", encoding="utf-8")
-    assert find_memory_limit(tmp_path / "cgroup", group) == memory
-    assert find_core_limit(tmp_path / "cgroup", group) == cores
+    assert read_memory_limit(tmp_path / "cgroup", group) == memory
+    assert read_core_limit(tmp_path / "cgroup", group) == cores
 
 
 def test_a_gatherer_that_hangs_is_ended_with_what_it_started_and_named(tmp_path: Path) -> None:
@@ -293,10 +293,10 @@ def test_the_file_system_of_the_nearest_mount_is_named(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     kinds = {
-        folder: find_file_system(Path(folder), mounts) for folder in ("/", "/data", "/data/my cache/a", "/data_two")
+        folder: read_file_system(Path(folder), mounts) for folder in ("/", "/data", "/data/my cache/a", "/data_two")
     }
     assert kinds == {"/": "overlay", "/data": "nfs4", "/data/my cache/a": "tmpfs", "/data_two": "xfs"}
-    assert find_file_system(Path("/"), tmp_path / "none") == "unknown"
+    assert read_file_system(Path("/"), tmp_path / "none") == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_packages_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.
     install(one, "wheels", "1.0")
     install(other, "child", "3.0")
     monkeypatch.setattr(sys, "path", [str(one), str(other), *sys.path])
-    unmet, reached = find_unmet("tried")
+    unmet, reached = list_unmet_requirements("tried")
     assert sorted(unmet) == [
         "grandchild needs wheels>1, installed is 1.0",
         "tried needs child>=2, installed is 1.5",

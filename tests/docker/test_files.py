@@ -85,21 +85,21 @@ def build_of_torch(flags):
 
 def test_a_torch_without_kernels_for_the_gpu_is_refused():
     architectures = check_torch.architectures_of(build_of_torch("sm_70 sm_75 sm_80 sm_90"))
-    assert check_torch.find_faults("p3", architectures, "12.6", 91002) == []
-    assert check_torch.find_faults("current", architectures, "13.0", 92000) == []
-    (fault,) = check_torch.find_faults("p3", ["sm_75", "sm_80"], "13.0", 91002)
+    assert check_torch.compile_errors("p3", architectures, "12.6", 91002) == []
+    assert check_torch.compile_errors("current", architectures, "13.0", 92000) == []
+    (fault,) = check_torch.compile_errors("p3", ["sm_75", "sm_80"], "13.0", 91002)
     assert fault == "it has kernels for ['sm_75', 'sm_80'], and sm_70 is needed"
-    (fault,) = check_torch.find_faults("p3", architectures, "12.8", 91100)
+    (fault,) = check_torch.compile_errors("p3", architectures, "12.8", 91100)
     assert "cuDNN 91100 has no kernels for sm_70" in fault
-    assert check_torch.find_faults("p3", check_torch.architectures_of(build_of_torch(None)), None, None)
-    assert "built for CUDA 12.6" in check_torch.find_faults("cpu", architectures, "12.6", 91002)[0]
-    assert "only p3, current, cpu" in check_torch.find_faults("p4", architectures, "12.6", 91002)[0]
+    assert check_torch.compile_errors("p3", check_torch.architectures_of(build_of_torch(None)), None, None)
+    assert "built for CUDA 12.6" in check_torch.compile_errors("cpu", architectures, "12.6", 91002)[0]
+    assert "only p3, current, cpu" in check_torch.compile_errors("p4", architectures, "12.6", 91002)[0]
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CPU build of torch is asked what it is")
 def test_a_build_without_cuda_has_no_architectures():
     assert check_torch.architectures_of(torch) == []
-    assert check_torch.find_faults("cpu", [], torch.version.cuda, None) == []
+    assert check_torch.compile_errors("cpu", [], torch.version.cuda, None) == []
 
 
 def test_the_image_ends_in_a_user_an_init_and_a_health_check():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from volseg.parallel import FastKernels, ModelParallel
-from volseg.parallel.verification.comparison import TOLERANCE, compare, find_differences, observe_call
+from volseg.parallel.verification.comparison import TOLERANCE, compare, compare_values, observe_call
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
@@ -53,7 +53,7 @@ def test_two_steps_equal_those_of_the_plain_network(name, way):
 @pytest.mark.parametrize("name", LISTED)
 def test_evaluation_equals_that_of_the_plain_network(name, way):
     plain, other, image = make(name)
-    found = find_differences(observe_call(plain.eval(), [image]), observe_call(WAYS[way](other.eval()), [image]))
+    found = compare_values(observe_call(plain.eval(), [image]), observe_call(WAYS[way](other.eval()), [image]))
     assert found.wrong == {}
 
 

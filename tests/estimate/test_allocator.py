@@ -9,7 +9,7 @@ from torch import nn
 from volseg.errors import ConfigError, OutOfMemoryError
 from volseg.estimate.allocator import Allocator, AllocatorSettings
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.step_memory import find_memory_use, repeat_last_step
+from volseg.estimate.step_memory import compute_memory_use, repeat_last_step
 from volseg.estimate.trace import Allocate, Free, Mark, StepTrace, Used
 from volseg.estimate.tracing import tracing
 from volseg.parallel.pipeline.flow.transfer import send
@@ -132,7 +132,7 @@ def test_settings_that_are_not_modelled_are_refused(text):
 def test_a_trace_gives_its_peaks_and_where_they_were():
     events = [Allocate(0, 30 * MIB), Mark("forward"), Allocate(1, 10 * MIB), Mark("backward"), Free(1)]
     events += [Allocate(2, 40 * MIB), Free(2), Mark("empty_cache"), Mark("optimizer"), Allocate(3, 5 * MIB)]
-    use = find_memory_use(StepTrace(tuple(events)), outside=512 * MIB)
+    use = compute_memory_use(StepTrace(tuple(events)), outside=512 * MIB)
     assert (use.used, use.reserved, use.peak_in) == (70 * MIB, 80 * MIB, "backward")
     assert use.total == 592 * MIB
 
@@ -140,7 +140,7 @@ def test_a_trace_gives_its_peaks_and_where_they_were():
 def test_a_trace_that_does_not_fit_says_where():
     events = (Allocate(0, 30 * MIB), Mark("forward"), Allocate(1, 30 * MIB))
     with pytest.raises(OutOfMemoryError, match=r"out of memory in forward \(event 2 of the trace\)"):
-        find_memory_use(StepTrace(events), capacity=60 * MIB, outside=10 * MIB)
+        compute_memory_use(StepTrace(events), capacity=60 * MIB, outside=10 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_block_that_two_streams_use_comes_back_at_the_end_of_the_step_where_py
         Mark(last),
         Allocate(3, 40 * MIB),
     )
-    use = find_memory_use(StepTrace(events), is_ahead=is_ahead)
+    use = compute_memory_use(StepTrace(events), is_ahead=is_ahead)
     assert (use.used, use.reserved) == (40 * MIB, expected * MIB)
 
 

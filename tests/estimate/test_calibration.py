@@ -11,7 +11,7 @@ import torch
 
 from volseg.errors import ConfigError
 from volseg.estimate import calibration
-from volseg.estimate.calibration import calibrate, describe_kind, find_file, read_calibration
+from volseg.estimate.calibration import calibrate, describe_kind, rates_file_path, read_calibration
 from volseg.estimate.gpu_kinds import find_kind, name_group
 from volseg.estimate.operator_work import describe_kernel, list_tensors
 from volseg.estimate.trace import KernelRun
@@ -38,7 +38,7 @@ ADDITION = KernelRun("aten.add", torch.float32, 0, 25165824, VOLUMES)
 
 
 def keep(folder: Path, stored: Any) -> Path:
-    file = find_file(MACHINE["gpu"], MACHINE["torch"], folder)
+    file = rates_file_path(MACHINE["gpu"], MACHINE["torch"], folder)
     file.write_text(stored if isinstance(stored, str) else json.dumps(stored), encoding="utf-8")
     return file
 
@@ -117,4 +117,4 @@ def test_a_cpu_cannot_be_measured(tmp_path: Path) -> None:
 
 def test_rates_are_kept_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert find_file("NVIDIA H200", "2.11.0").parent == tmp_path / "volseg" / "rates"
+    assert rates_file_path("NVIDIA H200", "2.11.0").parent == tmp_path / "volseg" / "rates"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.following import follow
-from volseg.device.torch_internals import find_autocast_operators
+from volseg.device.torch_internals import list_autocast_operators
 from volseg.errors import FollowError
 from volseg.estimate.gpu_autocast import BANNED, FLOAT32, FLOAT32_RESULT, HALF, WIDEST
 from volseg.estimate.tracing import TracedStep
@@ -29,7 +29,7 @@ REFUSED = {"_cudnn_rnn", "linalg_matrix_sqrth"}
 
 def test_the_lists_are_torchs() -> None:
     lists = (HALF, FLOAT32, FLOAT32_RESULT, WIDEST, frozenset(BANNED))
-    others = find_autocast_operators("AutocastCUDA").difference(*lists, REFUSED)
+    others = list_autocast_operators("AutocastCUDA").difference(*lists, REFUSED)
     of_named_tensors = ("imname", "DimnameList", ".names_ScalarOpt_dim")  # which torch 2.13 has no more
     assert {name for name in others if not name.endswith(of_named_tensors)} == set()
     assert sum(map(len, lists)) == len(frozenset().union(*lists))

@@ -4,7 +4,7 @@ import pytest
 
 from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, find_kind
-from volseg.estimate.instances import INSTANCES, find_instance
+from volseg.estimate.instances import INSTANCES, get_instance
 from volseg.estimate.trace import Sent
 
 
@@ -33,27 +33,27 @@ def test_more_gpus_of_a_family_cost_more() -> None:
 
 
 def test_names_are_found_however_they_are_written() -> None:
-    assert find_instance(" P3.8xlarge ").num_gpus == 4
+    assert get_instance(" P3.8xlarge ").num_gpus == 4
     assert find_kind("V100-16") is KINDS["v100-16"]
     assert find_kind("nvidia h200") is KINDS["h200"]
 
 
 def test_an_unknown_machine_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'p3.4xlarge'; the nearest are p3\.\d+xlarge.*number of GPUs"):
-        find_instance("p3.4xlarge")
+        get_instance("p3.4xlarge")
     with pytest.raises(ConfigError, match=r"'frobnicate'; the nearest are p3\.2xlarge"):
-        find_instance("frobnicate")
+        get_instance("frobnicate")
 
 
 @pytest.mark.parametrize("family", ["p3dn", "p4d", " P4de", "p5", "p5e", "p5en"])
 def test_a_family_of_one_machine_stands_for_it(family: str) -> None:
-    assert find_instance(family).instance.split(".")[0] == family.strip().lower()
+    assert get_instance(family).instance.split(".")[0] == family.strip().lower()
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("p3", 3), ("g4dn", 2), ("g5", 8), ("g6", 8)])
 def test_a_family_of_several_machines_is_refused_with_all_of_them(family: str, sizes: int) -> None:
     with pytest.raises(ConfigError, match=rf"'{family}' is a family of {sizes} machines: name one of") as told:
-        find_instance(family)
+        get_instance(family)
     named = [name for name in INSTANCES if name.startswith(f"{family}.")]
     assert len(named) == sizes
     assert all(name in str(told.value) for name in named)
@@ -61,7 +61,7 @@ def test_a_family_of_several_machines_is_refused_with_all_of_them(family: str, s
 
 def test_a_size_that_a_family_has_not_is_no_other_size_of_it() -> None:
     with pytest.raises(ConfigError, match=r"'p4d\.12xlarge'; the nearest are .*p4d\.24xlarge"):
-        find_instance("p4d.12xlarge")
+        get_instance("p4d.12xlarge")
 
 
 def test_an_unknown_gpu_names_the_known() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from volseg.estimate.candidate import Candidate, Estimate, Freedom, list_candidates, relieve
-from volseg.estimate.search import choose, find_bound, guess_least, judge, search
+from volseg.estimate.search import choose, compute_lower_bound, guess_least, judge, search
 from volseg.estimate.step_memory import MemoryUse
 
 GIB = 2**30
@@ -119,7 +119,7 @@ def test_what_needs_all_the_memory_fits(needed, fits):
 
 def test_a_pipeline_is_bound_by_filling_it():
     known = [forecast(1.0, kernels="torch")]
-    bound = partial(find_bound, known=known, batch_size=8)
+    bound = partial(compute_lower_bound, known=known, batch_size=8)
     # 8 rounds, and 3 until all 4 stages work, each of a quarter of an eighth.
     assert bound(Candidate(pipeline=4, split_size=1, kernels="torch")) == pytest.approx(11 / 8 / 4)
     assert bound(Candidate(data=4, kernels="torch")) == pytest.approx(1 / 4)
@@ -162,7 +162,7 @@ def test_what_is_not_followed_would_not_have_won(data, num_gpus, batch, kernels,
         if candidate.pipeline > 1 and candidate.split_size * 2 * candidate.data < batch:
             larger = replace(candidate, split_size=candidate.split_size * 2)
             known.append(Estimate(candidate=larger, seconds=time_plain(larger)))
-        return find_bound(candidate, known, batch) * extra.get(number_of(candidate), 1.0)
+        return compute_lower_bound(candidate, known, batch) * extra.get(number_of(candidate), 1.0)
 
     def cost(candidate):
         recomputed = 1 + 0.3 * levels[candidate.checkpoint]
@@ -210,16 +210,16 @@ def test_smaller_micro_batches_save_what_the_pipeline_is_not_full():
     pipeline = Candidate(pipeline=2, split_size=16, kernels="torch", recorded=True)
     known = [Estimate(candidate=pipeline, seconds=3.0)]
     # Of 2 rounds and 1 to fill it, 32 and 1 remain; never more than before.
-    assert find_bound(replace(pipeline, split_size=1), known, 32) == pytest.approx(3.0 * (33 / 32) / (3 / 2))
-    assert find_bound(replace(pipeline, split_size=32), known, 32) == 0, "larger kernels may be faster"
-    assert find_bound(replace(pipeline, split_size=1, pipeline=4), known, 32) == 0
+    assert compute_lower_bound(replace(pipeline, split_size=1), known, 32) == pytest.approx(3.0 * (33 / 32) / (3 / 2))
+    assert compute_lower_bound(replace(pipeline, split_size=32), known, 32) == 0, "larger kernels may be faster"
+    assert compute_lower_bound(replace(pipeline, split_size=1, pipeline=4), known, 32) == 0
 
 
 def test_python_bounds_a_pipeline_by_the_micro_batches_that_it_starts():
     eager = Estimate(candidate=Candidate(kernels="torch"), seconds=0.01, host_seconds=3.0, host_forward_seconds=1.0)
     pipeline = Candidate(pipeline=4, split_size=2, kernels="torch")
-    assert find_bound(pipeline, [eager], 8) == 2 + 4 * 2.4
+    assert compute_lower_bound(pipeline, [eager], 8) == 2 + 4 * 2.4
     larger = Estimate(candidate=pipeline, seconds=9.0, host_seconds=9.0, host_forward_seconds=5.0)
-    assert find_bound(replace(pipeline, split_size=1), [larger], 8) == 9
-    assert find_bound(replace(pipeline, split_size=4), [larger], 8) == 0
-    assert find_bound(replace(pipeline, recorded=True), [eager], 8) == 0
+    assert compute_lower_bound(replace(pipeline, split_size=1), [larger], 8) == 9
+    assert compute_lower_bound(replace(pipeline, split_size=4), [larger], 8) == 0
+    assert compute_lower_bound(replace(pipeline, recorded=True), [eager], 8) == 0

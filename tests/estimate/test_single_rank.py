@@ -10,7 +10,7 @@ from tests.in_group import in_group
 from volseg.device.torch_internals import TorchDispatchMode, tree_leaves
 from volseg.estimate.single_rank import Exchange, be_process
 from volseg.parallel import DataParallel, ModelParallel, Spatial, join_mesh
-from volseg.parallel.devices import find_rank
+from volseg.parallel.devices import get_process_rank
 
 KINDS = {
     "send": "send",
@@ -122,7 +122,7 @@ def test_a_lone_process_leaves_the_groups_as_they_were() -> None:
     for rank in range(2):
         with be_process(rank, 2, lambda _: None):
             group = dist.new_group([0, 1])
-            assert dist.get_rank(group) == find_rank() == rank
+            assert dist.get_rank(group) == get_process_rank() == rank
         assert not dist.is_initialized()
 
 

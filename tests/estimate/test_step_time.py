@@ -9,7 +9,7 @@ import torch
 
 from volseg.estimate.gpu_kinds import HostRates
 from volseg.estimate.instances import Links, read_links
-from volseg.estimate.step_time import find_pipeline_seconds, find_times
+from volseg.estimate.step_time import estimate_pipeline_seconds, estimate_times
 from volseg.estimate.trace import Event, KernelRun, Mark, Sent, StepTrace
 
 MS, US = 1e-3, 1e-6
@@ -52,20 +52,20 @@ def step(forward: list[Event], backward: list[Event], update: list[Event] = []) 
 
 
 def test_a_step_of_long_kernels_takes_their_sum_by_part() -> None:
-    times = find_times([step([run(3)] * 2, [run(5)] * 2, [run(1)])], GPU, LINKS)
+    times = estimate_times([step([run(3)] * 2, [run(5)] * 2, [run(1)])], GPU, LINKS)
     assert times.seconds == pytest.approx(17 * MS)
     assert times.parts == pytest.approx({"forward": 6 * MS, "loss": 0, "backward": 10 * MS, "optimizer": MS, "rest": 0})
     assert times.host == pytest.approx((2 * 10 + 2 * 15 + 5) * US)
 
 
 def test_a_step_of_short_kernels_takes_as_long_as_python() -> None:
-    eager = find_times([step([run(0)] * 100, [run(0)] * 100)], GPU, LINKS)
+    eager = estimate_times([step([run(0)] * 100, [run(0)] * 100)], GPU, LINKS)
     assert eager.seconds == pytest.approx((100 * 10 + 100 * 15) * US, rel=0.01)
 
 
 def test_python_runs_ahead_of_the_device_into_the_next_part() -> None:
     # Python is done with both parts long before the device has done the first kernel.
-    times = find_times([step([run(50)], [run(0)] * 100)], GPU, LINKS)
+    times = estimate_times([step([run(50)], [run(0)] * 100)], GPU, LINKS)
     assert times.seconds == pytest.approx(50 * MS + 100 * 2 * US, rel=0.01)
 
 
@@ -80,77 +80,77 @@ def test_a_recording_does_without_python() -> None:
         run(7),
         Mark("end"),
     )
-    times = find_times([StepTrace(events)], GPU, LINKS, recorded=True)
+    times = estimate_times([StepTrace(events)], GPU, LINKS, recorded=True)
     assert times.seconds == pytest.approx(100 * 2 * US)
     assert times.host == pytest.approx(100 * US)
 
 
 def test_a_step_that_is_recorded_later_is_said_to_be() -> None:
     trace = step([run(0)] * 100, [run(0)] * 100)
-    assert find_times([trace], GPU, LINKS, recorded=True).seconds == pytest.approx(200 * 2 * US)
-    assert find_times([trace], GPU, LINKS).seconds > 2e-3
+    assert estimate_times([trace], GPU, LINKS, recorded=True).seconds == pytest.approx(200 * 2 * US)
+    assert estimate_times([trace], GPU, LINKS).seconds > 2e-3
 
 
 def test_only_the_last_step_counts() -> None:
     twice = StepTrace((Mark("placed"), run(8), Mark("step"), run(20), Mark("step"), run(3), Mark("end"), run(99)))
-    assert find_times([twice], GPU, LINKS).seconds == pytest.approx(3 * MS)
+    assert estimate_times([twice], GPU, LINKS).seconds == pytest.approx(3 * MS)
 
 
 def test_what_travels_on_a_stream_of_its_own_hides_behind_work() -> None:
     sent = Sent("halo", 10**6, 2, stream=1)
-    beside = find_times([step([sent, run(3)], [])], GPU, LINKS)
+    beside = estimate_times([step([sent, run(3)], [])], GPU, LINKS)
     assert beside.seconds == pytest.approx(3 * MS, rel=0.02)
-    in_line = find_times([step([replace(sent, stream=0), run(3)], [])], GPU, LINKS)
+    in_line = estimate_times([step([replace(sent, stream=0), run(3)], [])], GPU, LINKS)
     assert in_line.seconds == pytest.approx(4 * MS + 10 * US, rel=0.01)
-    longer = find_times([step([replace(sent, size=9 * 10**6), run(3)], [])], GPU, LINKS)
+    longer = estimate_times([step([replace(sent, size=9 * 10**6), run(3)], [])], GPU, LINKS)
     assert longer.seconds == pytest.approx(9 * MS, rel=0.02)
 
 
 def test_kernels_by_which_planes_travel_are_part_of_their_message() -> None:
     sent, kernel = Sent("halo", 10**6, 2), replace(run(1), name="peer.planes._exchange_planes_kernel")
-    alone, both = (find_times([step(events, [])], GPU, LINKS) for events in ([sent], [kernel, sent, kernel]))
+    alone, both = (estimate_times([step(events, [])], GPU, LINKS) for events in ([sent], [kernel, sent, kernel]))
     assert both.seconds == alone.seconds > 0
 
 
 def test_of_several_devices_the_slowest_counts() -> None:
     traces = [step([run(3)], [run(3)]), step([run(2)], [run(9)])]
-    assert find_times(traces, GPU, LINKS).seconds == pytest.approx(11 * MS, rel=0.01)
+    assert estimate_times(traces, GPU, LINKS).seconds == pytest.approx(11 * MS, rel=0.01)
 
 
 @pytest.mark.parametrize(("stages", "pieces"), list(product((1, 2, 3, 4, 8), (1, 2, 4, 16))))
 def test_equal_stages_take_what_gpipe_says(stages: int, pieces: int) -> None:
-    assert find_pipeline_seconds([(2.0, 3.0)] * stages, pieces) == pytest.approx(5.0 * (pieces + stages - 1))
+    assert estimate_pipeline_seconds([(2.0, 3.0)] * stages, pieces) == pytest.approx(5.0 * (pieces + stages - 1))
 
 
 def test_unequal_stages_wait_for_the_slowest() -> None:
     # All but the last micro-batch of the slowest stage are behind one another; the ends pass through the others.
-    assert find_pipeline_seconds([(1.0, 0.0), (5.0, 0.0), (2.0, 0.0)], 4) == pytest.approx(1 + 4 * 5 + 2)
+    assert estimate_pipeline_seconds([(1.0, 0.0), (5.0, 0.0), (2.0, 0.0)], 4) == pytest.approx(1 + 4 * 5 + 2)
 
 
 def test_a_pipeline_fills_and_empties() -> None:
     traces = [step([run(4)] * 2, [run(8)] * 2), step([run(4)] * 2, [run(8)] * 2, [run(1)])]
-    assert find_times(traces, GPU, LINKS, stages=True, micro_batches=2).seconds == pytest.approx((12 * 3 + 1) * MS)
-    assert find_times(traces, GPU, LINKS).seconds == pytest.approx(25 * MS)
+    assert estimate_times(traces, GPU, LINKS, stages=True, micro_batches=2).seconds == pytest.approx((12 * 3 + 1) * MS)
+    assert estimate_times(traces, GPU, LINKS).seconds == pytest.approx(25 * MS)
 
 
 def test_one_process_starts_the_kernels_of_all_stages() -> None:
     traces = [step([run(0)] * 100, [run(0)] * 100)] * 4
     # It looks at each function of forward besides.
-    assert find_times(traces, GPU, LINKS, stages=True).seconds == pytest.approx(
+    assert estimate_times(traces, GPU, LINKS, stages=True).seconds == pytest.approx(
         4 * 100 * (2.4 * 10 + 15) * US, rel=0.01
     )
 
 
 def test_a_network_on_slabs_takes_python_longer() -> None:
     norm, convolution = run(0, "norm.passes._affine_kernel"), run(0, "aten.convolution")
-    eager = find_times([step([norm, convolution, run(0)] * 10, [])], GPU, LINKS)
+    eager = estimate_times([step([norm, convolution, run(0)] * 10, [])], GPU, LINKS)
     assert eager.host == pytest.approx(10 * (90 + 90 + 10) * US)
     loss = run(0, "losses.dice.passes._sums_kernel")
-    assert find_times([step([loss, convolution] * 10, [])], GPU, LINKS).host == pytest.approx(10 * (30 + 40) * US)
+    assert estimate_times([step([loss, convolution] * 10, [])], GPU, LINKS).host == pytest.approx(10 * (30 + 40) * US)
 
 
 def test_kernels_that_take_longer_never_make_a_step_shorter() -> None:
-    found = [find_times([step([run(ms / 10)] * 20, [run(0.3)] * 20)], GPU, LINKS).seconds for ms in range(20)]
+    found = [estimate_times([step([run(ms / 10)] * 20, [run(0.3)] * 20)], GPU, LINKS).seconds for ms in range(20)]
     assert found == sorted(found)
 
 
@@ -192,7 +192,9 @@ def test_a_sum_over_more_gpus_sends_up_to_twice_as_much() -> None:
 
 def test_python_takes_long_over_an_eager_exchange() -> None:
     sends = [Sent("halo", 2**12, 2)] * 10
-    eager, recorded = (find_times([step(sends, [])], GPU, LINKS, recorded=recorded) for recorded in (False, True))
+    eager, recorded = (estimate_times([step(sends, [])], GPU, LINKS, recorded=recorded) for recorded in (False, True))
     assert eager.host == pytest.approx(10 * HOST.exchange)
     assert recorded.host == HOST.replay
-    assert find_times([step([Sent("all_reduce", 8, 2)] * 10, [])], GPU, LINKS).host == pytest.approx(10 * HOST.message)
+    assert estimate_times([step([Sent("all_reduce", 8, 2)] * 10, [])], GPU, LINKS).host == pytest.approx(
+        10 * HOST.message
+    )

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from volseg.cli import app
 from volseg.data.readers import read_volume
 from volseg.errors import ConfigError, DataError
-from volseg.evaluation.folders import evaluate_folders, find_names, pair_files
+from volseg.evaluation.folders import evaluate_folders, load_label_names, pair_files
 from volseg.inference.writing import write_prediction
 
 AFFINE = np.diag([1.0, 1.0, 2.0, 1.0])
@@ -192,27 +192,27 @@ def test_names_that_differ_are_compared(tmp_path):
 
 def test_labels_are_named_found_or_taken_from_the_files(folders, tmp_path):
     predictions, labels = folders
-    assert find_names(labels, predictions).structures == {1: "liver"}
-    assert find_names(labels, predictions, "1=organ,3=tumour").structures == {1: "organ", 3: "tumour"}
-    assert find_names(tmp_path, predictions, str(labels.parent / "dataset.json")).structures == {1: "liver"}
+    assert load_label_names(labels, predictions).structures == {1: "liver"}
+    assert load_label_names(labels, predictions, "1=organ,3=tumour").structures == {1: "organ", 3: "tumour"}
+    assert load_label_names(tmp_path, predictions, str(labels.parent / "dataset.json")).structures == {1: "liver"}
     for wrong in ("1=", "organ=1", "=x"):
         with pytest.raises(DataError, match="labels are named as 1=liver,2=tumour"):
-            find_names(labels, predictions, wrong)
+            load_label_names(labels, predictions, wrong)
     with pytest.raises(DataError, match=r"is no dataset.json with 'labels'"):
-        find_names(labels, predictions, str(predictions))
+        load_label_names(labels, predictions, str(predictions))
     (labels.parent / "dataset.json").unlink()
     write(predictions / "case_3.nii.gz", value=4)
     evaluated = evaluate_folders(predictions, labels)
     assert evaluated.names == {"1": "label_1", "4": "label_4"}
     first = min(predictions.iterdir())
     write_prediction(read_volume(first), read_volume(first), first, {1: "liver", 4: "tumour"})
-    assert find_names(labels, predictions).structures == {1: "liver", 4: "tumour"}, "of the file's header"
+    assert load_label_names(labels, predictions).structures == {1: "liver", 4: "tumour"}, "of the file's header"
     image = nibabel.load(first)
     image.header.extensions[:] = [nibabel.nifti1.NiftiExtension(30, image.header.extensions[0].content)]
     nibabel.save(nibabel.Nifti1Image(image.get_fdata(), None, image.header), first)
-    assert find_names(labels, predictions).structures == {1: "liver", 4: "tumour"}, "of Caret's extension"
+    assert load_label_names(labels, predictions).structures == {1: "liver", 4: "tumour"}, "of Caret's extension"
     first.write_bytes(b"damaged: this ends no evaluation")
-    assert find_names(labels, predictions) is None
+    assert load_label_names(labels, predictions) is None
     assert evaluated.summary["mean"]["4"]["Dice"] == 0
     assert not evaluated.scoring.tolerances
 

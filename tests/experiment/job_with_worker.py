@@ -19,7 +19,7 @@ from volseg.experiment.compiled_kernels import CompiledKernels
 from volseg.experiment.kernel_worker import KernelWorker, OwnGpu, make_order, serve_kernels
 from volseg.experiment.training_mesh import CaseReading
 from volseg.lifetime import end_with_launcher
-from volseg.parallel.devices import count_processes, find_local_rank, find_rank
+from volseg.parallel.devices import count_processes, get_process_rank, read_local_rank
 
 GPU = OwnGpu(name="NVIDIA H200", processors=132, memory=140 * 2**30, capability=(9, 0))
 
@@ -43,7 +43,7 @@ def compile_kernels(*given: Any, ready: Any, **more: Any) -> CompiledKernels:
 def compile_for_training(config: ExperimentConfig, candidate: Candidate, device: Any) -> KernelWorker:
     """Begin the worker, as for a GPU."""
     del device
-    if find_local_rank() != 0:
+    if read_local_rank() != 0:
         return KernelWorker()
     order = make_order(config, candidate, GPU, count_processes())
     return KernelWorker(order, [sys.executable, __file__, mode, str(folder)])
@@ -51,14 +51,14 @@ def compile_for_training(config: ExperimentConfig, candidate: Candidate, device:
 
 def build_and_tell(*given: Any, **more: Any) -> Any:
     """Build the network, and say what was there."""
-    (folder / f"built_{find_rank()}").write_text(str((folder / "compiled").exists()), encoding="utf-8")
+    (folder / f"built_{get_process_rank()}").write_text(str((folder / "compiled").exists()), encoding="utf-8")
     return build_model(*given, **more)
 
 
 def prepare_or_end(*given: Any, **more: Any) -> Any:
     """Read the cases, if this process lives."""
     prepared = prepare(*given, **more)
-    if find_rank() == 0 and mode in ("leader is killed", "leader fails", "worker hangs"):
+    if get_process_rank() == 0 and mode in ("leader is killed", "leader fails", "worker hangs"):
         while not (folder / "worker").exists():
             time.sleep(0.01)
         if mode == "leader fails":

@@ -9,8 +9,8 @@ from volseg.errors import ConfigError
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment.alternatives import (
-    find_candidate,
-    find_estimate,
+    build_candidate,
+    get_estimate,
     list_lines,
     list_overrides,
     list_smaller,
@@ -49,10 +49,10 @@ def test_without_a_forecast_of_what_failed_all_that_fit_count():
 
 
 def test_a_forecast_is_found_whichever_kernels_one_gpu_takes():
-    assert find_estimate(Candidate(kernels="fast", recorded=True), KNOWN) is KNOWN[0]
+    assert get_estimate(Candidate(kernels="fast", recorded=True), KNOWN) is KNOWN[0]
     both = [KNOWN[0], replace(KNOWN[0], candidate=Candidate(kernels="torch"), seconds=9.0)]
-    assert find_estimate(Candidate(kernels="torch"), both).seconds == 9.0
-    assert find_estimate(Candidate(spatial=3), KNOWN) is None
+    assert get_estimate(Candidate(kernels="torch"), both).seconds == 9.0
+    assert get_estimate(Candidate(spatial=3), KNOWN) is None
 
 
 def test_lines_can_be_pasted_and_have_numbers(configured, config_file):
@@ -69,7 +69,7 @@ def test_lines_can_be_pasted_and_have_numbers(configured, config_file):
         words = line.split("   ")[0].removeprefix("  ").split()
         pasted = load_config(config_file, [word for word in words if "=" in word])
         count = each.candidate.data * each.candidate.spatial
-        assert find_candidate(pasted, pasted.mesh(count), 1) == replace(
+        assert build_candidate(pasted, pasted.mesh(count), 1) == replace(
             each.candidate, recorded=True, kernels="fast" if pasted.parallel.model_strategy == "spatial" else "torch"
         )
 
@@ -111,7 +111,7 @@ def test_what_is_taken_is_what_is_done(configured):
     ):
         count = candidate.data * candidate.spatial
         config = take_candidate(configured(), candidate, count)
-        found = find_candidate(config, config.mesh(count), 1)
+        found = build_candidate(config, config.mesh(count), 1)
         assert replace(found, kernels=candidate.kernels) == candidate
         assert config.mesh(count).is_open is False
         assert list_overrides(configured(), config)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from volseg.checkpointing.lock import LOCK
 from volseg.cli import app, main
 from volseg.cli.options import SETTINGS
-from volseg.config.shipped import find_shipped
+from volseg.config.shipped import shipped_config_path
 from volseg.errors import ConfigError, DataError, VolsegError
 from volseg.experiment import load_config, quickstart, train
 from volseg.models import NETWORKS
@@ -70,7 +70,7 @@ def test_a_value_of_the_config_that_is_given_as_an_option_is_spelled(typed, mean
 
 def test_every_value_that_is_spelled_is_one_of_the_config():
     for key in SETTINGS.values():
-        node = load_config(find_shipped("task04_unet"), ["data.root=x"]).model_dump()
+        node = load_config(shipped_config_path("task04_unet"), ["data.root=x"]).model_dump()
         for part in key.split("."):
             node = node[part]
 

@@ -24,7 +24,7 @@ compiled = compiled_kernels.compile_beforehand(config, gpu, channels=1, classes=
 assert make_order(config, Candidate(), gpu, 1) is None
 elsewhere = load_config(sys.argv[1], [*sys.argv[2:], "data.root=/data/Task04_Hippocampus", "output=/runs/one"])
 assert make_order(elsewhere, Candidate(), gpu, 1) is None
-seen, facts = [], compiled_kernels.find_facts(config, 1, 3)
+seen, facts = [], compiled_kernels.load_facts(config, 1, 3)
 again = compiled_kernels.compile_kernels(
     config, gpu, processes=1, facts=facts, ready=lambda: seen.append(1)
 )

@@ -9,9 +9,9 @@ from training_hooks import At, press_ctrl_c
 
 from volseg.errors import ConfigError
 from volseg.estimate.candidate import list_candidates, relieve
-from volseg.experiment import find_machine, load_config, train
+from volseg.experiment import load_config, resolve_machine, train
 from volseg.experiment.plan_command import list_settings, plan_training
-from volseg.experiment.training_work import find_freedom
+from volseg.experiment.training_work import describe_freedom
 from volseg.monitoring.memory import FirstSteps
 from volseg.parallel import ModelParallel
 from volseg.workflow import Hook, load_checkpoint
@@ -57,7 +57,7 @@ def test_round_off_gives_no_epoch_more_of_the_smaller_size(configured):
 
 def test_a_plan_for_patches_that_grow_lists_nothing_that_the_training_refuses(configured):
     config = configured(*GROWTH)
-    free = find_freedom(config, torch.float32, has_fast_kernels=True)
+    free = describe_freedom(config, torch.float32, has_fast_kernels=True)
     listed = list_candidates(4, 4, config.patch.size, free)
     assert [(each.data, each.spatial, each.pipeline) for each in listed] == [(1, 1, 1), (4, 1, 1)]
     for each in (*listed, *(less for one in listed for less in relieve(one, free))):
@@ -101,7 +101,7 @@ def test_seconds_are_told_by_size(request):
             "training.epochs=8",
         ],
     )
-    plan = plan_training(config, find_machine(kind="v100-16"))
+    plan = plan_training(config, resolve_machine(kind="v100-16"))
     (told,) = [note for note in plan.notes if note.startswith("patches grow")]
     assert "of 8 epochs 4 of 8 x 8 x 8 take " in told
     assert "2 of 16 x 16 x 16 take " in told

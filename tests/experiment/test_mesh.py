@@ -16,7 +16,7 @@ from volseg.experiment.cases import choose_cases
 from volseg.experiment.mesh_resolution import Needed, join_processes, resolve_mesh
 from volseg.experiment.placed_network import build_model, choose_device
 from volseg.experiment.training_mesh import CaseReading
-from volseg.parallel.devices import find_rank
+from volseg.parallel.devices import get_process_rank
 from volseg.workflow import load_checkpoint
 from volseg.workflow.randomness import seed_everything
 from volseg.workflow.spatial_group import GroupBatches
@@ -61,7 +61,7 @@ def train_in_double(config_file, overrides):
 
 def run(config_file, overrides, stop=None, resume=False):
     """Train, or go on; a run that is stopped at an epoch and a batch has saved."""
-    hooks = [At(*stop, press_ctrl_c)] if stop and find_rank() == 0 else []
+    hooks = [At(*stop, press_ctrl_c)] if stop and get_process_rank() == 0 else []
     with contextlib.suppress(KeyboardInterrupt):
         train(load_config(config_file, overrides), resume=resume, hooks=hooks)
         assert stop is None, "the run was to be stopped"
@@ -126,7 +126,7 @@ def settle_on_devices_with_memory(config_file, overrides, full=(), needed=None, 
         if needed is not None:
             held.enter_context(mock.patch.object(mesh_resolution, "_estimate_step", return_value=Needed(**needed)))
             held.enter_context(mock.patch.object(mesh_resolution, "_find_free_bytes", return_value=free))
-        if find_rank() in full:
+        if get_process_rank() in full:
             fault = torch.OutOfMemoryError("CUDA out of memory")
             held.enter_context(mock.patch.object(mesh_resolution, "_rehearse", side_effect=fault))
         seed_everything(1)

@@ -129,7 +129,7 @@ def postprocess(here):
 
 
 def plan_and_tell(here):
-    machine = experiment.find_machine(kind="v100-16")
+    machine = experiment.resolve_machine(kind="v100-16")
     words = experiment.plan_words(
         experiment.plan_training(here.loaded, machine), here.config, components=[here.components]
     )

@@ -14,7 +14,7 @@ from volseg.estimate import PlanReport
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.report import VolumesReport
 from volseg.estimate.step_memory import MemoryUse
-from volseg.experiment import find_machine, load_config
+from volseg.experiment import load_config, resolve_machine
 from volseg.experiment.mesh_resolution import choose_mesh
 from volseg.experiment.plan_command import list_settings, plan_training
 from volseg.workflow.components import LOSSES
@@ -133,7 +133,7 @@ def test_numbers_are_told_of_what_does_not_fit_where_they_are_asked_for(vnet):
 
 
 def plan_small(vnet, *overrides, **machine):
-    return plan_training(load_config(vnet, [*SMALL[1::2], *overrides]), find_machine(**machine))
+    return plan_training(load_config(vnet, [*SMALL[1::2], *overrides]), resolve_machine(**machine))
 
 
 def test_the_average_of_the_weights_is_held_besides(vnet):
@@ -161,7 +161,7 @@ def test_the_largest_patch_fits_and_the_next_does_not(vnet):
     plain = report.rows[0]
     assert plain.sides is not None
     assert plain.next_sides is not None
-    machine = find_machine(gpu_memory="2GiB")
+    machine = resolve_machine(gpu_memory="2GiB")
 
     def fits(sides):
         overrides = [*SMALL[1:2], "parallel.strategy=spatial", f"patch={{size: {list(sides)}, batch: 2}}"]
@@ -183,25 +183,25 @@ def test_the_largest_patch_fits_and_the_next_does_not(vnet):
 )
 def test_a_machine_that_is_not_known_is_refused_with_the_nearest(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        find_machine(**arguments)
+        resolve_machine(**arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("here", [False, True])
 def test_without_a_gpu_a_machine_must_be_named(here):
     with pytest.raises(ConfigError, match=r"--instance"):
-        find_machine(here=here)
+        resolve_machine(here=here)
 
 
 @pytest.mark.parametrize(("size", "kind"), [("16GiB", "V100"), ("80GiB", "H100"), ("140GiB", "H200"), ("24", "A10G")])
 def test_a_memory_stands_for_the_kind_that_has_it(size, kind):
-    machine = find_machine(num_gpus=2, gpu_memory=size)
+    machine = resolve_machine(num_gpus=2, gpu_memory=size)
     assert kind in machine.gpu.name
     assert machine.gpu_bytes == machine.gpu.memory, "what CUDA tells is less than what is sold"
 
 
 def test_another_memory_is_taken_at_its_word():
-    assert find_machine(gpu_memory="3GiB").gpu_bytes == 3 * GIB
+    assert resolve_machine(gpu_memory="3GiB").gpu_bytes == 3 * GIB
 
 
 LOSSES_THAT_LOOK_AT_VOXELS = {"BoundaryLoss", "HausdorffDTLoss", "LogHausdorffDTLoss"}
@@ -257,7 +257,7 @@ def test_a_network_of_one_size_is_refused_as_its_training_would_be(vnet):
 
 def test_an_unknown_data_set_is_asked_for(vnet):
     with pytest.raises(DataError, match="--channels N --classes N"):
-        plan_training(load_config(vnet, ["data.root=mine"]), find_machine(kind="t4"))
+        plan_training(load_config(vnet, ["data.root=mine"]), resolve_machine(kind="t4"))
 
 
 class LooksAtValues(torch.nn.Module):

@@ -1,7 +1,7 @@
 """A plan that a training asks for, by a process of its own: its answer, its refusals, and its end."""
 
 from volseg.experiment import REGISTRIES, register
-from volseg.experiment.alternatives import find_candidate, find_estimate, list_lines, rank_smaller
+from volseg.experiment.alternatives import build_candidate, get_estimate, list_lines, rank_smaller
 from volseg.experiment.plan_process import Gpus, run_plan
 from volseg.models.vnet import VNet
 
@@ -14,11 +14,11 @@ def test_a_training_is_estimated_and_what_takes_less(configured, monkeypatch):
         monkeypatch.setenv(name, value)  # it is none of the job's processes, nor waits for them
     network = "network={name: UNet, channels: [16, 32], strides: [2], num_res_units: 2}"
     config = configured("patch.size=[256,256,256]", network)
-    tried = find_candidate(config, config.mesh(1), 1)
+    tried = build_candidate(config, config.mesh(1), 1)
     answer = run_plan(config, H200, thorough=True)
     assert not answer.problem
     assert answer.reserve > 0
-    failed, smaller = find_estimate(tried, answer.forecasts), rank_smaller(tried, answer.forecasts)
+    failed, smaller = get_estimate(tried, answer.forecasts), rank_smaller(tried, answer.forecasts)
     assert failed.memory.reserved >= failed.memory.used > 0
     assert smaller
     for each in smaller:

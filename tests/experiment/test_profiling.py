@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from volseg.cli import app
 from volseg.errors import ConfigError
 from volseg.experiment import load_config, profile_training
-from volseg.experiment.network_plan import find_facts
+from volseg.experiment.network_plan import load_facts
 from volseg.experiment.profiled_step import build_profiled
 from volseg.experiment.profiling import watch_replays
 from volseg.profiling.report import ProfileReport
@@ -104,7 +104,7 @@ def test_two_gpus_that_are_not_here_send(config):
 
 def test_kernels_of_a_step_without_marks_are_found_in_the_marked_one(config):
     loaded = load_config(config, SMALL)
-    built = build_profiled(loaded, find_facts(loaded), 1)
+    built = build_profiled(loaded, load_facts(loaded), 1)
     seen, kernels, matched, classes = watch_replays(built, 1)
     assert matched > 0.9
     places = {kernel.place for kernel in kernels}

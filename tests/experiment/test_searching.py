@@ -17,7 +17,7 @@ from volseg.config.search_space import read_space
 from volseg.errors import ConfigError
 from volseg.experiment import RunFolder, load_config, search
 from volseg.monitoring.run_files import read_history
-from volseg.monitoring.run_status import find_runs
+from volseg.monitoring.run_status import list_run_folders
 from volseg.reporting import write_report
 from volseg.reporting.search import read_search
 from volseg.workflow import load_checkpoint
@@ -66,7 +66,7 @@ def test_trials_are_the_runs_that_train_makes(config_file, over, tmp_path, caplo
         assert 1e-3 <= trial["values"]["optimizer.lr"] <= 1e-1
     assert record.best["value"] == max(trial["value"] for trial in record.trials)
     assert record.trials[0]["values"] != record.trials[1]["values"]
-    assert find_runs(folder) == [folder / "trial_0", folder / "trial_1"]
+    assert list_run_folders(folder) == [folder / "trial_0", folder / "trial_1"]
 
     page = (folder / "search.html").read_text(encoding="utf-8")
     assert page.count("<circle") >= 2

@@ -9,16 +9,16 @@ from volseg.errors import ConfigError, DataError, OutOfMemoryError
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.step_memory import find_memory_use
+from volseg.estimate.step_memory import compute_memory_use
 from volseg.experiment import load_config
-from volseg.experiment.network_plan import find_facts
+from volseg.experiment.network_plan import load_facts
 from volseg.experiment.training_work import (
     AUGMENTATION,
     at_size,
     compute_validated_shape,
+    describe_freedom,
     describe_training,
-    find_freedom,
-    find_reserve,
+    estimate_reserve,
 )
 from volseg.models import FitGrid
 
@@ -31,7 +31,7 @@ SMALL = "network={name: UNet, channels: [4, 8], strides: [2]}"
 def describe(repository):
     def build(*overrides):
         loaded = load_config(repository / VNET, [SMALL, *overrides])
-        return describe_training(loaded, torch.float32, find_facts(loaded))
+        return describe_training(loaded, torch.float32, load_facts(loaded))
 
     return build
 
@@ -46,31 +46,31 @@ def load(repository, *overrides):
 
 
 def test_a_known_task_needs_no_data(repository):
-    facts = find_facts(load(repository, "data.root=somewhere/Task05_Prostate"))
+    facts = load_facts(load(repository, "data.root=somewhere/Task05_Prostate"))
     assert (facts.task.num_channels, facts.task.num_outputs) == (2, 3)
     assert facts.source == "what is published of Task05_Prostate"
-    facts = find_facts(load(repository))
+    facts = load_facts(load(repository))
     # 260 cases of 35 x 50 x 36 voxels, a float32 and a class each.
     assert facts.case_bytes == 260 * 35 * 50 * 36 * 5
     assert facts.largest == (43, 59, 47)
 
 
 def test_a_data_set_that_is_there_is_asked(task, repository):
-    facts = find_facts(load(repository, f"data.root={task}"))
+    facts = load_facts(load(repository, f"data.root={task}"))
     assert facts.source == f"the description in {task}"
     assert len(facts.task.training) > 0
     assert facts.case_bytes is None
 
 
 def test_channels_and_classes_can_be_said(repository):
-    facts = find_facts(load(repository, "data.root=nowhere"), channels=4, classes=5)
+    facts = load_facts(load(repository, "data.root=nowhere"), channels=4, classes=5)
     assert (facts.task.num_channels, facts.task.num_outputs) == (4, 5)
 
 
 @pytest.mark.parametrize("said", [{}, {"channels": 2}, {"classes": 2}])
 def test_what_is_missing_is_named(said, repository):
     with pytest.raises(DataError, match=r"nowhere is not there; say them by --channels N --classes N"):
-        find_facts(load(repository, "data.root=nowhere"), **said)
+        load_facts(load(repository, "data.root=nowhere"), **said)
 
 
 def test_the_step_is_that_of_the_training(describe):
@@ -121,12 +121,12 @@ def test_another_size_is_the_same_network(describe):
     ],
 )
 def test_what_the_config_decides_is_not_open(overrides, dtype, expected, repository):
-    free = find_freedom(load(repository, *overrides), dtype, has_fast_kernels=True)
+    free = describe_freedom(load(repository, *overrides), dtype, has_fast_kernels=True)
     assert {name: getattr(free, name) for name in expected} == expected
 
 
 def test_a_kind_of_gpu_without_fast_kernels_takes_torchs(repository):
-    assert find_freedom(load(repository), torch.bfloat16, has_fast_kernels=False).kernels == ("torch",)
+    assert describe_freedom(load(repository), torch.bfloat16, has_fast_kernels=False).kernels == ("torch",)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_kind_of_gpu_without_fast_kernels_takes_torchs(repository):
 )
 def test_prepared_cases_take_their_share_of_a_gpu(describe, overrides, gib):
     described = describe(*overrides)
-    reserve, notes = find_reserve(described, 16 * GIB)
+    reserve, notes = estimate_reserve(described, 16 * GIB)
     ahead = 2 * 8 * 32 * 48 * 32 * 5 + AUGMENTATION
     assert reserve == pytest.approx(gib * GIB + ahead, abs=2)
     assert any("prepared cases" in note for note in notes) is (gib > 0)
@@ -161,7 +161,7 @@ def test_what_cannot_be_trained_is_refused_by_name(describe, overrides, message)
 
 def find_part(described, recorded, capacity=None):
     trace, *_ = trace_candidate(described.work, Candidate(kernels="torch", recorded=recorded), find_kind("h200"))
-    return find_memory_use(trace, capacity=capacity)
+    return compute_memory_use(trace, capacity=capacity)
 
 
 def test_a_validation_s_windows_lie_beside_what_the_training_keeps(describe):
@@ -189,8 +189,8 @@ def test_without_windows_the_largest_volume_is_validated_and_without_a_validatio
     )  # inference.batch
     unknown = replace(described.facts, largest=None)
     assert compute_validated_shape(described.config, unknown) is None
-    _, notes = find_reserve(replace(described, facts=unknown), 16 * GIB)
+    _, notes = estimate_reserve(replace(described, facts=unknown), 16 * GIB)
     assert any("validation of whole volumes is not counted" in note for note in notes)
     without = describe("split.validation=none")
     assert without.work.validate is None
-    assert not any("validation" in note for note in find_reserve(without, 16 * GIB)[1])
+    assert not any("validation" in note for note in estimate_reserve(without, 16 * GIB)[1])

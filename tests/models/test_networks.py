@@ -151,7 +151,7 @@ OFFERED = (
 
 
 def test_every_network_that_is_offered_gives_logits_on_the_grid_of_an_image_and_no_other_is():
-    assert [name for name in NETWORKS if NETWORKS.find_source(name) is None] == list(OFFERED)
+    assert [name for name in NETWORKS if NETWORKS.get_source(name) is None] == list(OFFERED)
     sides = {"AHNet": (128, 128, 32), "UNETR": (32, 32, 32)}
     for name in OFFERED:
         net = build_network({"name": name}, in_channels=2, out_channels=3, patch_size=(32, 32, 32)).to("meta")

@@ -6,7 +6,7 @@ from torch import nn
 
 from volseg.errors import CheckpointError
 from volseg.models import build_network
-from volseg.models.weights import find_followers, transfer_weights
+from volseg.models.weights import trace_dependent_dims, transfer_weights
 
 SPECS = {
     "UNet": {"name": "UNet", "channels": [4, 8, 16], "strides": [2, 2]},
@@ -22,8 +22,8 @@ def build(spec, channels, classes):
 
 
 def followers(spec, channels, classes):
-    stems = find_followers(lambda number: build(spec, number, classes), channels)
-    return {"stems": stems, "heads": find_followers(lambda number: build(spec, channels, number), classes)}
+    stems = trace_dependent_dims(lambda number: build(spec, number, classes), channels)
+    return {"stems": stems, "heads": trace_dependent_dims(lambda number: build(spec, channels, number), classes)}
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
@@ -104,7 +104,7 @@ def test_weights_of_nothing_and_of_no_number_are_refused(weights, message):
 
 
 def test_a_network_that_takes_certain_numbers_alone_is_built_with_one_of_them():
-    found = find_followers(lambda number: build({"name": "VNet"}, number, 2), 2)  # 16 must be divisible by it
+    found = trace_dependent_dims(lambda number: build({"name": "VNet"}, number, 2), 2)  # 16 must be divisible by it
     assert found["in_tr.conv_block.conv.weight"] == {1}
 
     def build_one(number):
@@ -113,5 +113,5 @@ def test_a_network_that_takes_certain_numbers_alone_is_built_with_one_of_them():
         return Block(number, 2)
 
     with pytest.raises(CheckpointError, match="built with no other"):
-        find_followers(build_one, 3)
-    assert find_followers(partial(Block, out_channels=2), 1) == {"stem.weight": {1}}
+        trace_dependent_dims(build_one, 3)
+    assert trace_dependent_dims(partial(Block, out_channels=2), 1) == {"stem.weight": {1}}

@@ -13,7 +13,7 @@ from volseg.estimate.step_memory import MemoryUse
 from volseg.monitoring.loggers import TensorBoard
 from volseg.monitoring.memory import DeviceMemory, FirstSteps, GpuMeter
 from volseg.monitoring.training_log import TrainingLog
-from volseg.parallel.devices import find_rank
+from volseg.parallel.devices import get_process_rank
 from volseg.parallel.processes.group import start_group
 
 GIB = 2**30
@@ -109,7 +109,7 @@ def test_tensorboard_shows_both(tmp_path):
 
 def measure_together():
     start_group(on_cpu=True)
-    hook = FirstSteps(Meter(find_rank()))
+    hook = FirstSteps(Meter(get_process_rank()))
     train(hook)
     return [(device.process, device.reserved // GIB) for device in hook.readings[-1].devices], hook.describe()
 

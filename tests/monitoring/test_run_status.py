@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from volseg.cli import app
-from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, write_status
-from volseg.monitoring.run_status import find_runs, look_at
+from volseg.monitoring.run_files import STATUS, RunStatus, read_process_namespace, write_status
+from volseg.monitoring.run_status import list_run_folders, look_at
 
 HERE = RunStatus(
     state="training",
@@ -22,7 +22,7 @@ HERE = RunStatus(
     started=0.0,
     host=socket.gethostname(),
     pid=os.getpid(),
-    process_space=find_process_space(),
+    process_space=read_process_namespace(),
     epoch=3,
     epochs=10,
     batch=20,
@@ -122,7 +122,7 @@ def test_each_fold_of_a_cross_validation_is_told(tmp_path):
     for number, state in ((10, "training"), (2, "finished"), (0, "failed")):
         make_run(tmp_path / f"fold_{number}", replace(ELSEWHERE, state=state, message="a fault"))
     (tmp_path / "fold_0.yaml").write_text("", encoding="utf-8")
-    assert [run.name for run in find_runs(tmp_path)] == ["fold_0", "fold_2", "fold_10"]
+    assert [run.name for run in list_run_folders(tmp_path)] == ["fold_0", "fold_2", "fold_10"]
     status, said = ask(tmp_path, "--json", "--max-age", "10m")
     assert status == 1
     told = json.loads(said)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.checkpointing.restore import random_state, restore_random_state
 from volseg.errors import ParallelError
-from volseg.parallel import DataParallel, ModelParallel, Replicas, Spatial, find_replicas, join_mesh
+from volseg.parallel import DataParallel, ModelParallel, Replicas, Spatial, get_replicas, join_mesh
 
 
 def build(seed: int = 0, norm: nn.Module | None = None) -> nn.Module:
@@ -122,7 +122,7 @@ def copy_in_one_process() -> str | None:
 
 def keep_names() -> str | None:
     model, plain = wrap(build(dist.get_rank())), build(0)
-    if list(model.state_dict()) != list(plain.state_dict()) or find_replicas(model) is not model.replicas:
+    if list(model.state_dict()) != list(plain.state_dict()) or get_replicas(model) is not model.replicas:
         return f"other names: {list(model.state_dict())}"
     # Built from other seeds, it has the first process's values.
     same = all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
@@ -309,7 +309,7 @@ def go_on(data: int, spatial: int) -> str | None:
         return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        replicas = find_replicas(model)
+        replicas = get_replicas(model)
         for step in steps:
             batch = draw(step, 4)
             rows = slice(None) if replicas is None else replicas.deal(4)[replicas.own[0]]

@@ -49,7 +49,7 @@ def test_nobody_else_asks():
 def test_a_process_alone(monkeypatch):
     for name in ("LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert (devices.count_launched(), devices.count_processes(), devices.find_rank()) == (1, 1, 0)
+    assert (devices.count_launched(), devices.count_processes(), devices.get_process_rank()) == (1, 1, 0)
     assert devices.is_main_process()
     assert not any(ask() for ask in (devices.is_launched, devices.is_distributed, devices.has_process_group))
 
@@ -61,9 +61,9 @@ def test_a_launched_process_has_the_gpu_of_its_local_rank(monkeypatch, gpus):
     assert devices.count_launched() == 8
     assert not devices.is_distributed()  # it has not joined the others yet
     gpus(4)
-    assert devices.find_own_device() == torch.device("cuda:1")
+    assert devices.get_own_device() == torch.device("cuda:1")
     gpus(0)
-    assert devices.find_own_device() == torch.device("cpu")
+    assert devices.get_own_device() == torch.device("cpu")
 
 
 def test_processes_that_stay_on_the_cpu_take_no_gpu(monkeypatch, gpus):
@@ -73,10 +73,10 @@ def test_processes_that_stay_on_the_cpu_take_no_gpu(monkeypatch, gpus):
     monkeypatch.setattr(devices, "_on_cpu", False)
     gpus(4)
     devices.stay_on_cpu(True)
-    assert devices.find_own_device() == torch.device("cpu")
+    assert devices.get_own_device() == torch.device("cpu")
     assert "cpu" in devices.name_own_place()
     devices.stay_on_cpu(False)
-    assert devices.find_own_device() == torch.device("cuda:1")
+    assert devices.get_own_device() == torch.device("cuda:1")
 
 
 def test_named_devices(gpus):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from volseg.parallel import ModelParallel, Pipeline
-from volseg.parallel.timeline import Timeline, compute_idle_shares, find_timeline
+from volseg.parallel.timeline import Timeline, compute_idle_shares, get_timeline
 
 
 def make_model(channels=4):
@@ -18,7 +18,7 @@ def watch_step(model, image):
     timeline = Timeline(model.strategy.devices)
     with timeline.watching():
         model(image).square().sum().backward()
-    assert find_timeline() is None
+    assert get_timeline() is None
     return timeline.read()
 
 

@@ -13,7 +13,7 @@ from volseg.data import load_task
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.planning import Fingerprint, keep_fingerprint, load_fingerprint, take_fingerprint
-from volseg.planning.fingerprint import ENDS, find_places
+from volseg.planning.fingerprint import ENDS, list_fingerprint_paths
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_written_to_leaves_it_in_the_cache(task, tmp_pat
     taken = take_fingerprint(task)
     (task.root / ".volseg").write_text("a file in the folder's place", encoding="utf-8")
     place = keep_fingerprint(taken, task)
-    assert place == find_places(task)[1]
+    assert place == list_fingerprint_paths(task)[1]
     assert place.is_relative_to(tmp_path / "cache")
     assert load_fingerprint(task) == taken
 
@@ -245,7 +245,7 @@ def test_where_nothing_can_be_written_it_is_said(task, tmp_path, caplog):
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"key": 1}', "null"])
 def test_a_damaged_one_is_taken_anew(task, content, caplog):
-    place = find_places(task)[0]
+    place = list_fingerprint_paths(task)[0]
     place.parent.mkdir()
     place.write_text(content, encoding="utf-8")
     assert load_fingerprint(task) is None

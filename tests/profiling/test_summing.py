@@ -4,7 +4,7 @@ import pytest
 from made_up_kernels import kernel, work
 
 from volseg.profiling.report import DevicePeaks
-from volseg.profiling.summing import as_kernels, find_device_times, sum_kinds, sum_layers
+from volseg.profiling.summing import as_kernels, sum_device_times, sum_kinds, sum_layers
 
 PEAKS = DevicePeaks(bytes_per_second=100.0, flops_per_second=1000.0, source="made up")
 
@@ -17,7 +17,7 @@ def test_a_device_computes_sends_and_waits():
         kernel("_send_kernel", direction="communication", start=6, seconds=2, stream=3),
         kernel(start=100, seconds=50, device=1),
     ]
-    times = find_device_times(ran, device=0, step=10.0)
+    times = sum_device_times(ran, device=0, step=10.0)
     assert (times.computing, times.communicating) == (5, 5)
     # One of the three seconds of the sum is behind a kernel, and the message is beside the sum for a second.
     assert (times.exposed, times.hidden) == (3, 2)
@@ -27,20 +27,20 @@ def test_a_device_computes_sends_and_waits():
 
 def test_what_is_exposed_may_be_known_otherwise():
     ran = [kernel(seconds=4), kernel("nccl", direction="communication", start=4, seconds=3)]
-    known = find_device_times(ran, device=0, step=6.0, exposed=1.0)
+    known = sum_device_times(ran, device=0, step=6.0, exposed=1.0)
     assert (known.exposed, known.hidden, known.waiting, known.step) == (1, 2, 1, 6)
-    most = find_device_times(ran, device=0, step=6.0, exposed=9.0)
+    most = sum_device_times(ran, device=0, step=6.0, exposed=9.0)
     assert (most.exposed, most.hidden, most.step) == (3, 0, 7)
 
 
 def test_of_several_steps_the_mean_is_told():
     ran = [kernel(start=number * 10, seconds=4) for number in range(3)]
-    times = find_device_times(ran, device=0, step=10.0, steps=3)
+    times = sum_device_times(ran, device=0, step=10.0, steps=3)
     assert (times.computing, times.waiting) == (4, 6)
 
 
 def test_kernels_that_took_longer_than_a_step_make_it_longer():
-    times = find_device_times([kernel(seconds=4)], device=0, step=3.0)
+    times = sum_device_times([kernel(seconds=4)], device=0, step=3.0)
     assert (times.step, times.computing, times.waiting) == (4, 4, 0)
 
 

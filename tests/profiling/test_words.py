@@ -3,14 +3,14 @@
 from made_up_kernels import kernel, work
 
 from volseg.profiling.report import DevicePeaks, ProfileReport
-from volseg.profiling.summing import find_device_times, sum_kinds, sum_layers
-from volseg.profiling.table import advise, describe_limit, find_far, show_profile
+from volseg.profiling.summing import sum_device_times, sum_kinds, sum_layers
+from volseg.profiling.table import advise, describe_limit, list_far_from_bound, show_profile
 
 PEAKS = DevicePeaks(bytes_per_second=100.0, flops_per_second=1000.0, source="made up")
 
 
 def make_report(ran, done=(), *, step=10.0, peaks=PEAKS, **told):
-    devices = (find_device_times(ran, device=0, step=step),)
+    devices = (sum_device_times(ran, device=0, step=step),)
     kinds = tuple(sum_kinds(ran, done, step=step, peaks=peaks))
     usual = {"device": "NVIDIA H200", "precision": "bfloat16", "recorded": True, "parallel": "one GPU"}
     report = ProfileReport(
@@ -83,7 +83,7 @@ def test_a_cpu_is_no_gpu():
 def test_what_is_far_above_its_bound_is_named_by_the_time_that_is_to_be_had():
     ran = [kernel(layer="near", seconds=3), kernel(layer="far", seconds=3), kernel(layer="tiny", seconds=1)]
     done = [work("near", by_flops=2.5), work("far", by_flops=1.0), work("tiny", by_flops=0.1)]
-    assert [row.layer for row in find_far(make_report(ran, done).layers)] == ["far", "tiny"]
+    assert [row.layer for row in list_far_from_bound(make_report(ran, done).layers)] == ["far", "tiny"]
 
 
 def test_the_table_fits_its_terminal(tmp_path):

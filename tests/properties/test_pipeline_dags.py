@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from volseg.parallel import ModelParallel
 from volseg.parallel.pipeline.observe.costs import observe_copy
-from volseg.parallel.pipeline.observe.trace import find_segments
+from volseg.parallel.pipeline.observe.trace import list_segments
 from volseg.parallel.pipeline.record.choice import WARM_UP
 
 
@@ -151,7 +151,7 @@ def in_micro_batches(net: nn.Module, size: int):
 
 def cut_somewhere(net: nn.Module, x: Tensor, y: Tensor, data) -> list[str]:
     _, trace, _ = observe_copy(net, (x, y), {}, torch.device("cpu"))
-    starts = list(dict.fromkeys(segment.calls[0].path for segment in find_segments(trace)))[1:]
+    starts = list(dict.fromkeys(segment.calls[0].path for segment in list_segments(trace)))[1:]
     chosen = data.draw(st.sets(st.sampled_from(starts), max_size=4)) if starts else set()
     return [path for path in starts if path in chosen]
 

@@ -16,9 +16,9 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.verification.comparison import (
     TOLERANCE,
     compare,
+    compare_values,
     default_objective,
     eager_step,
-    find_differences,
     observe,
 )
 
@@ -147,7 +147,7 @@ def find_round_off(net: nn.Module, volume: Tensor) -> dict[str, float]:
     expected, largest = look(volume), {}
     for _ in range(MOVES):
         moved = volume * (1 + torch.randint_like(volume, -4, 5) * torch.finfo(volume.dtype).eps)
-        for name, error in find_differences(expected, look(moved)).errors.items():
+        for name, error in compare_values(expected, look(moved)).errors.items():
             largest[name] = max(largest.get(name, 0.0), error)
     return largest
 

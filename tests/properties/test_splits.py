@@ -4,7 +4,7 @@ from itertools import product
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from volseg.data.groups import find_cut_patients
+from volseg.data.groups import list_split_patients
 from volseg.data.splits import Split, folds
 
 
@@ -48,7 +48,7 @@ def test_a_patient_is_never_cut_and_each_case_validates_once(drawn, seed):
         assert split.validation
         assert sorted(split.training + split.validation) == sorted(groups)
         assert not {groups[name] for name in split.training} & {groups[name] for name in split.validation}
-    assert find_cut_patients(splits, groups) == []
+    assert list_split_patients(splits, groups) == []
     sizes = [len(split.validation) for split in splits]
     largest = max(Counter(groups.values()).values())
     assert max(sizes) - min(sizes) <= largest
@@ -94,4 +94,4 @@ def test_a_cut_patient_is_found(drawn, data):
     assume(several and len(split.training) > 1)
     moved = data.draw(st.sampled_from(several))
     cut = Split(training=tuple(name for name in split.training if name != moved), validation=(*split.validation, moved))
-    assert [found.patient for found in find_cut_patients([split, cut], groups)] == [groups[moved]]
+    assert [found.patient for found in list_split_patients([split, cut], groups)] == [groups[moved]]

@@ -14,7 +14,7 @@ from volseg.cli import app
 from volseg.estimate.candidate import Candidate, Freedom
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.instances import find_links
+from volseg.estimate.instances import get_links
 from volseg.estimate.network_plan import describe_network
 from volseg.estimate.planning import _find_volumes
 
@@ -47,7 +47,7 @@ def test_the_largest_volume_is_found_from_such_a_size():
     def find(side):
         planned = Planned(
             work=make((side,) * 3),
-            machine=Machine(gpu=kind, num_gpus=1, links=find_links(kind), gpu_bytes=kind.memory),
+            machine=Machine(gpu=kind, num_gpus=1, links=get_links(kind), gpu_bytes=kind.memory),
             free=Freedom(),
             resize=lambda sides: (make(sides), 0),
             divisors=(64, 64, 64),
@@ -62,6 +62,6 @@ def test_the_largest_volume_is_found_from_such_a_size():
 
 
 def forecast_too_large(work, kind):
-    machine = Machine(gpu=kind, num_gpus=1, links=find_links(kind), gpu_bytes=kind.memory)
+    machine = Machine(gpu=kind, num_gpus=1, links=get_links(kind), gpu_bytes=kind.memory)
     forecast = Planned(work=work, machine=machine).follow(Candidate(kernels="torch"))
     return forecast.more_than is not None and forecast.memory is None and not forecast.runs

@@ -10,7 +10,7 @@ import volseg
 from volseg.data import load_task
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import predict, train, validate
-from volseg.experiment.network_plan import find_facts
+from volseg.experiment.network_plan import load_facts
 
 SECOND = (
     DYNUNET,
@@ -50,6 +50,6 @@ def test_the_new_place_of_the_first_stage_can_be_named(second, tmp_path, caplog)
 
 def test_a_forecast_counts_the_masks_of_the_first_stage(second):
     """With `--channels` and `--classes`, or by what is published, only the channels of the image were counted."""
-    assert find_facts(second, channels=1, classes=3).task.num_inputs == 3
+    assert load_facts(second, channels=1, classes=3).task.num_inputs == 3
     absent = second.with_values(data={"root": Path("Task04_Hippocampus")})
-    assert find_facts(absent).task.num_inputs == find_facts(second).task.num_inputs == 3
+    assert load_facts(absent).task.num_inputs == load_facts(second).task.num_inputs == 3

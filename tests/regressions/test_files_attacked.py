@@ -268,7 +268,7 @@ def test_what_fails_in_a_check_is_one_named_case_too(tmp_path, monkeypatch):
     def failing(image, task):
         raise MemoryError
 
-    monkeypatch.setattr(reading, "find_image_faults", failing)
+    monkeypatch.setattr(reading, "check_image_voxels", failing)
     problems = check_cases(task.training, task)
     assert [problem.case for problem in problems] == [case["case"] for case in task.training]
     assert "needs more memory" in problems[0].message

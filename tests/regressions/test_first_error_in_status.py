@@ -20,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("ready_python")
 KILLED = """
 import os, signal
 import volseg
-from volseg.parallel.devices import find_rank
+from volseg.parallel.devices import get_process_rank
 
 @volseg.register("hook", "Killed")
 class Killed(volseg.Hook):
     def on_batch_end(self, training, fields):
-        if find_rank() == 1 and training.epoch == 1:
+        if get_process_rank() == 1 and training.epoch == 1:
             {what}
 """
 

@@ -13,11 +13,11 @@ from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.kernel_class import classify
-from volseg.estimate.step_memory import find_memory_use
+from volseg.estimate.step_memory import compute_memory_use
 from volseg.estimate.trace import KernelRun, Sent
 from volseg.estimate.tracing import tracing
-from volseg.experiment.network_plan import find_facts
-from volseg.experiment.training_work import describe_training, find_reserve
+from volseg.experiment.network_plan import load_facts
+from volseg.experiment.training_work import describe_training, estimate_reserve
 from volseg.parallel.followed_replicas import FollowedReplicas
 
 H200 = find_kind("h200")
@@ -27,22 +27,24 @@ UNET = Path(__file__).parents[2] / "configs" / "task04_unet.yaml"
 
 def describe(*overrides: str):
     config = experiment.load_config(UNET, overrides)
-    return describe_training(config, torch.bfloat16, find_facts(config))
+    return describe_training(config, torch.bfloat16, load_facts(config))
 
 
 def find_use(*overrides: str):
     work = describe("split.validation=none", *overrides).work
     (trace,) = trace_candidate(work, Candidate(kernels="fast", recorded=True), H200)
-    return find_memory_use(trace)
+    return compute_memory_use(trace)
 
 
 def test_batches_on_their_way_and_cublas_beside_them_are_counted():
     """With growing patches Task04's U-Net took 0.881 GiB reserved; its step by itself was estimated at 0.791."""
     growth = "patch.growth=[{until: 0.5, size: [24, 32, 24]}]"
     ahead = 2 * 9 * 40 * 56 * 40 * 5  # two batches wait
-    beside = find_reserve(describe(growth, "data.keep=memory"), 16 * 2**30)[0] - ahead
+    beside = estimate_reserve(describe(growth, "data.keep=memory"), 16 * 2**30)[0] - ahead
     assert find_use(growth).reserved + beside == pytest.approx(0.881 * 2**30, rel=0.03)
-    assert beside == 2 * (find_reserve(describe("data.keep=memory"), 16 * 2**30)[0] - ahead), "a stream of each size"
+    assert beside == 2 * (estimate_reserve(describe("data.keep=memory"), 16 * 2**30)[0] - ahead), (
+        "a stream of each size"
+    )
 
 
 def test_what_a_users_augmentations_take_is_said_not_to_be_counted():
@@ -53,7 +55,7 @@ def test_what_a_users_augmentations_take_is_said_not_to_be_counted():
 
 
 def _list_notes(described, config):
-    return find_reserve(replace(described, config=config), 16 * 2**30)[1]
+    return estimate_reserve(replace(described, config=config), 16 * 2**30)[1]
 
 
 def test_regions_can_be_followed(tmp_path):
@@ -65,7 +67,7 @@ def test_regions_can_be_followed(tmp_path):
     described = describe(f"data.root={tmp_path}", "network={name: UNet, channels: [8, 16], strides: [2]}")
     assert described.facts.task.regions
     (trace,) = trace_candidate(described.work, Candidate(kernels="fast"), H200)
-    assert find_memory_use(trace).used > 0
+    assert compute_memory_use(trace).used > 0
 
 
 def test_tensors_of_numbers_lie_where_they_are_asked_for_within_functions_that_have_overrides():

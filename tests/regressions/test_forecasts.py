@@ -11,7 +11,7 @@ from volseg.estimate import operator_cache
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.instances import find_links
+from volseg.estimate.instances import get_links
 from volseg.estimate.network_plan import describe_network
 from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.trace import KernelRun
@@ -99,7 +99,7 @@ def test_a_step_that_would_not_be_recorded_is_forecast_as_it_runs_then():
         recorded = Candidate(kernels="torch", recorded=True)
         optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=fused)  # noqa: E731
         work = describe_network(net, (1, 1, 16, 16, 16), dtype=torch.bfloat16, optimizer=optimizer)
-        machine = Machine(gpu=H200, num_gpus=1, links=find_links(H200), gpu_bytes=2**37)
+        machine = Machine(gpu=H200, num_gpus=1, links=get_links(H200), gpu_bytes=2**37)
         return Planned(work=work, machine=machine).follow(recorded)
 
     eager, fused = plan_for(fused=None), plan_for(fused=True)

@@ -15,7 +15,7 @@ from volume_files import write_dicom
 from volseg import experiment
 from volseg.cli import app
 from volseg.data import check_task, load_task, repair_task
-from volseg.data.groups import find_groups, propose_groups
+from volseg.data.groups import assign_patients, propose_groups
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.folds import plan_folds
@@ -244,14 +244,14 @@ def test_a_column_with_gaps_is_not_proposed(frames, tmp_path, empty):
     assert propose_groups(load_task(table)).group.startswith("^(patient")
     if not empty:
         with pytest.raises(DataError, match="the column 'patient' is empty for 1 of 12 cases: 'patient001_frame01'"):
-            find_groups(load_task(table), "patient")
+            assign_patients(load_task(table), "patient")
 
 
 def test_entries_of_a_manifest_name_patients_and_a_repaired_copy_keeps_them(tmp_path):
     root = make(tmp_path / "Task28_Entries", [f"case_{place:02}" for place in range(12)], patient=MIXED)
     assert propose_groups(load_task(root)).group == "patient"
     repaired = repair_task(check_task(load_task(root)), tmp_path / "repaired")
-    assert find_groups(load_task(repaired.root), "patient") == find_groups(load_task(root), "patient")
+    assert assign_patients(load_task(repaired.root), "patient") == assign_patients(load_task(root), "patient")
 
 
 def test_a_mapping_in_the_manifest_names_patients(frames, tmp_path):
@@ -259,7 +259,7 @@ def test_a_mapping_in_the_manifest_names_patients(frames, tmp_path):
     declared = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
     patients = dict(zip(FRAMES, MIXED, strict=True))
     (root / "dataset.json").write_text(json.dumps(declared | {"patients": patients}), encoding="utf-8")
-    assert find_groups(load_task(root), propose_groups(load_task(root)).group) == patients
+    assert assign_patients(load_task(root), propose_groups(load_task(root)).group) == patients
     (root / "dataset.json").write_text(json.dumps(declared | {"patients": {"nobody": "p1"}}), encoding="utf-8")
     with pytest.raises(DataError, match="'patients' names 'nobody'"):
         load_task(root)
@@ -278,7 +278,7 @@ def test_the_patients_of_dicom_headers_are_evident(tmp_path):
     expected = dict(
         zip([f"scan{name}" for name in "abcdefgh"], ["P1", "P1", "P2", "P3", "P3", "P4", "P4", "P5"], strict=True)
     )
-    assert find_groups(task, "PatientID") == expected
+    assert assign_patients(task, "PatientID") == expected
 
 
 def test_possible_groups_are_reported_and_not_set(tmp_path, caplog):

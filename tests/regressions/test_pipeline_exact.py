@@ -592,7 +592,7 @@ def test_gradients_are_not_changed_before_a_side_stream_has_copied_them(monkeypa
 
     stream = Stream()
     monkeypatch.setattr(transfer, "copy_between", copy_late)
-    monkeypatch.setattr(transfer, "find_current_stream", lambda device: stream)
+    monkeypatch.setattr(transfer, "current_gpu_stream", lambda device: stream)
     monkeypatch.setattr(transfer, "note_use", lambda tensor, stream: None)
     assert_same_steps(Shares().double(), split_size=1)
 

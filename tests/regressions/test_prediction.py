@@ -6,7 +6,7 @@ import pytest
 
 from volseg.errors import CheckpointError, DataError
 from volseg.evaluation.comparing import compare_methods, read_method
-from volseg.evaluation.folders import evaluate_folders, find_names, pair_files
+from volseg.evaluation.folders import evaluate_folders, load_label_names, pair_files
 from volseg.evaluation.summary import complete_summary, write_summary
 from volseg.exchange.archive import is_archive, read_archive, write_archive
 
@@ -43,7 +43,7 @@ def test_two_labels_of_one_name_are_not_taken_for_one_prediction(tmp_path):
 
 def test_a_value_with_two_names_is_refused():
     with pytest.raises(DataError, match=r"got '1=a,01=b', which names 1 twice"):
-        find_names("labels", "predictions", "1=a,01=b")
+        load_label_names("labels", "predictions", "1=a,01=b")
 
 
 def score(tmp_path, name, *, truth=3, names="1=liver", tolerance=1.0):

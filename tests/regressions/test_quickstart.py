@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from volseg.config.loading import load_config
-from volseg.config.shipped import find_shipped
+from volseg.config.shipped import shipped_config_path
 from volseg.data.synthetic import make_task
 from volseg.experiment import train
 
@@ -27,7 +27,9 @@ def test_the_number_of_cores_does_not_decide_what_is_printed(set_threads, tmp_pa
     for threads in (1, 2):
         set_threads(threads)
         outcome = train(
-            load_config(find_shipped("quickstart"), [*SHORT, f"data.root={root}", f"output={tmp_path / str(threads)}"])
+            load_config(
+                shipped_config_path("quickstart"), [*SHORT, f"data.root={root}", f"output={tmp_path / str(threads)}"]
+            )
         )
         said.append([(record.losses, record.gradient_norm, record.scores) for record in outcome.history])
         assert torch.get_num_threads() == threads

@@ -143,7 +143,7 @@ def test_strides_are_told_of_voxels_that_are_evenly_spaced_and_of_no_others() ->
                 for count in range(1, base.shape[dim] + 1):
                     for order in ((2, 3, 4), (4, 2, 3), (3, 2, 4)):
                         view = base.narrow(dim, 0, count).permute(0, 1, *order)
-                        strides = triton_tiles.find_strides(view)
+                        strides = triton_tiles.compute_strides(view)
                         if strides is None:
                             continue
                         told += 1

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from volseg.parallel.processes import supervision as module
-from volseg.parallel.processes.progress import find_milestone
+from volseg.parallel.processes.progress import get_milestone
 from volseg.parallel.processes.supervision import Supervision
 
 MEMBERS = [{"where": f"process {rank} of 2 (here, cpu)", "machine": "this one", "pid": rank} for rank in range(2)]
@@ -39,7 +39,7 @@ def test_one_that_leaves_and_ends_between_two_looks_is_not_missed(monkeypatch):
         return pid == 0
 
     monkeypatch.setattr(module, "is_running", is_running)
-    watching = Supervision(store, 0, MEMBERS, 10.0, lambda cause, stack: ended.append(cause), find_milestone)
+    watching = Supervision(store, 0, MEMBERS, 10.0, lambda cause, stack: ended.append(cause), get_milestone)
     assert looked.wait(60)
     watching.stop(60)  # the look that has begun is done
     assert ended == []

@@ -45,7 +45,7 @@ def test_gradients_from_planes_of_two_samples(shape, groups, name, monkeypatch):
     slab, settings = x.narrow(DIM, 1, 3), Settings((1, 1, 1), around, (1, 1, 1), False, (0, 0, 0), groups)
     if INTERPRETED:
         monkeypatch.setattr(gpus, "on_gpu", lambda tensor: True)
-        monkeypatch.setattr(gpus, "find_capability", lambda device: (9, 0))
+        monkeypatch.setattr(gpus, "get_capability", lambda device: (9, 0))
     call = ConvolutionCall(slab, weight, None, settings, planes)
     found = choice.choose("weight gradient", call)
     assert (None if found is None else found.name) == name

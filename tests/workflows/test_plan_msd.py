@@ -11,7 +11,7 @@ import pytest
 
 from volseg import experiment
 from volseg.checkpointing.folder import RunFolder
-from volseg.config.catalogue import find_public_task
+from volseg.config.catalogue import get_public_task
 from volseg.data.layouts import load_task
 from volseg.data.mock_msd import make_mock_task
 
@@ -40,7 +40,7 @@ def test_there_is_no_config_besides():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_plan_is_nnunets(task):
-    theirs, config = find_public_task(task).manifest["nnunet"], config_of(task)
+    theirs, config = get_public_task(task).manifest["nnunet"], config_of(task)
     [spacing] = [step.spec()["spacing"] for step in config.preprocessing if step.name == "Spacing"]
     assert spacing == pytest.approx(theirs["spacing"], rel=1e-5)  # six digits in both
     assert list(config.patch.size) == theirs["patch"]

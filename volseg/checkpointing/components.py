@@ -18,7 +18,7 @@ from volseg.config.records import Source
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case
 from volseg.data.json_files import read_json
-from volseg.data.readers import find_suffix
+from volseg.data.readers import match_suffix
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.own_components import REGISTRIES, load_content
 from volseg.files import replacing
@@ -48,7 +48,7 @@ class Recorded:
 def write_components(folder: RunFolder, config: ExperimentConfig, cases: Iterable[Case]) -> None:
     """Write the source of every component of the run that is not built in, and copies of files."""
     used = sorted({*_list_named(config), *_list_readers(cases)})
-    found = [(kind, name, source) for kind, name in used if (source := REGISTRIES[kind].find_source(name)) is not None]
+    found = [(kind, name, source) for kind, name in used if (source := REGISTRIES[kind].get_source(name)) is not None]
     content = [{"kind": kind, "name": name, "from": source.as_json()} for kind, name, source in found]
     for source in {source for _, _, source in found if source.file is not None}:
         with replacing(copy_path(folder.path, source)) as partial:
@@ -80,7 +80,7 @@ def require_components(folder: Path, *, resumes: bool) -> None:
             f"{folder} uses what is not here: {absent}. Give it by {_describe_remedy(folder, missing[0].source)}"
         )
     for one in recorded:
-        now = REGISTRIES[one.kind].find_source(one.name)
+        now = REGISTRIES[one.kind].get_source(one.name)
         same_bytes = now is not None and one.source.sha256 is not None and now.sha256 == one.source.sha256
         if now == one.source or same_bytes:  # the file may have moved
             continue
@@ -99,7 +99,7 @@ def describe_components(config: ExperimentConfig) -> list[list[str]]:
     """
     used = {(kind, name) for kind, name in _list_named(config) if kind in ("network", "transform")}
     used |= {("reader", suffix) for suffix in REGISTRIES["reader"]}
-    found = ((kind, name, REGISTRIES[kind].find_source(name)) for kind, name in sorted(used))
+    found = ((kind, name, REGISTRIES[kind].get_source(name)) for kind, name in sorted(used))
     return [[kind, name, source.sha256 or str(source)] for kind, name, source in found if source is not None]
 
 
@@ -168,5 +168,5 @@ def _list_readers(cases: Iterable[Case]) -> Iterator[tuple[str, str]]:
         for field in ("image", "label"):
             paths = case.get(field, ())
             for path in paths if isinstance(paths, tuple) else (paths,):
-                if (suffix := find_suffix(path)) is not None:
+                if (suffix := match_suffix(path)) is not None:
                     yield "reader", suffix

@@ -25,9 +25,9 @@ CacheFolder = Annotated[
 @verb(cache_app, None, "volseg data cache list", name="list")
 def list_cache(folder: CacheFolder = "auto") -> None:
     """List the prepared cases in the cache: source, size, last use."""
-    from volseg.data.cache_folder import describe_entries, find_cache_folder  # imports torch: not for --help
+    from volseg.data.cache_folder import describe_entries, get_cache_folder  # imports torch: not for --help
 
-    show(describe_entries(find_cache_folder(folder)))
+    show(describe_entries(get_cache_folder(folder)))
 
 
 @verb(cache_app, None, "volseg data cache clear --unused 30", name="clear")
@@ -36,9 +36,9 @@ def clear_cache(
     unused: Annotated[float, Option(min=0, metavar="DAYS", help="Only cases that were not used for so many days.")] = 0,
 ) -> None:
     """Remove prepared cases. A running training keeps the cases that it has opened."""
-    from volseg.data.cache_folder import find_cache_folder, remove_entries  # imports torch: not for --help
+    from volseg.data.cache_folder import get_cache_folder, remove_entries  # imports torch: not for --help
 
-    chosen = find_cache_folder(folder)
+    chosen = get_cache_folder(folder)
     removed = [] if chosen is None else remove_entries(chosen, unused_seconds=unused * 86400)
     show(f"removed {len(removed)} case(s), {sum(entry.size for entry in removed) / 2**30:.2f} GiB")
 
@@ -46,9 +46,9 @@ def clear_cache(
 @verb(cache_app, None, "volseg data cache verify", name="verify")
 def verify_cache(folder: CacheFolder = "auto") -> None:
     """Compare all prepared cases with their checksums and remove damaged ones."""
-    from volseg.data.cache_folder import find_cache_folder, verify_entries  # imports torch: not for --help
+    from volseg.data.cache_folder import get_cache_folder, verify_entries  # imports torch: not for --help
 
-    chosen = find_cache_folder(folder)
+    chosen = get_cache_folder(folder)
     found = [] if chosen is None else list(verify_entries(chosen))
     damaged = [fault for _, fault in found if fault is not None]
     for fault in damaged:
@@ -79,9 +79,9 @@ def info(
 ) -> None:
     """Describe a data set: cases, channels, labels, sizes and spacings. Every image is read."""
     if not Path(name).exists() and Path(name).name == name:
-        from volseg.config.catalogue import describe_public_task, find_public_task  # imports pydantic: not for --help
+        from volseg.config.catalogue import describe_public_task, get_public_task  # imports pydantic: not for --help
 
-        show(describe_public_task(find_public_task(name)))
+        show(describe_public_task(get_public_task(name)))
         return
     DATA_SET(Path(name))
     from volseg.data import load_task  # imports torch: not for --help
@@ -101,9 +101,9 @@ def fetch(
     url: Annotated[str | None, Option(help="Mirror with the same archive.")] = None,
 ) -> None:
     """Fetch a public task. An interrupted download continues."""
-    from volseg.config.catalogue import find_public_task  # imports pydantic: not for --help
+    from volseg.config.catalogue import get_public_task  # imports pydantic: not for --help
 
-    task = find_public_task(name)
+    task = get_public_task(name)
     from volseg.data.fetching import fetch_task  # imports torch: not for a name that there is not
     from volseg.monitoring.progress import show_bytes
 

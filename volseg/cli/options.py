@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from volseg import experiment
 from volseg.config.nearest import suggest_path
 from volseg.errors import ConfigError
-from volseg.launched import find_launch
+from volseg.launched import read_launch
 from volseg.monitoring.console import add_to_logs
 
 __all__ = [
@@ -208,7 +208,7 @@ def require_data(root: Path) -> None:
 
     A rank of a job leaves this to the ranks together: only some of its machines may see the folder.
     """
-    if find_launch() is None:
+    if read_launch() is None:
         DATA_SET(root)
 
 

@@ -60,7 +60,7 @@ def plan(
         raise typer.BadParameter("which CONFIG is to be planned for? (without one there is --calibrate only)")
     loaded = experiment.load_config(config, overrides or ())
     experiment.require_weights(loaded)  # a training with missing weights cannot start
-    machine = experiment.find_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)
+    machine = experiment.resolve_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)
     if max_volume:
         volumes = experiment.plan_volumes(loaded, machine, channels=channels, classes=classes, forks=True)
         show(volumes.to_json() if as_json else volumes.words())

@@ -24,7 +24,7 @@ from volseg.cli.tools import start_app, tools_app
 from volseg.cli.training import training_app
 from volseg.errors import VolsegError
 from volseg.files import require_text
-from volseg.launched import OWN_LAUNCHER, Launch, find_launch
+from volseg.launched import OWN_LAUNCHER, Launch, read_launch
 from volseg.lifetime import count_from_beginning, end_at_exit, end_with_launcher, is_exit_others, say_last
 from volseg.monitoring.console import add_to_logs, are_logs_json, close_bars, set_up_logs
 from volseg.signals import INTERRUPTED, describe_resume, unwinding_on_signals, use_default_handlers
@@ -104,7 +104,7 @@ def main() -> None:
     """Run the command line."""
     count_from_beginning()
     guard_streams()
-    launch = find_launch()
+    launch = read_launch()
     if launch is not None or OWN_LAUNCHER in os.environ:
         end_with_launcher()
     set_up_logs()
@@ -183,11 +183,11 @@ def _run_launched(launch: Launch) -> NoReturn:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as fault:
         from volseg.parallel.processes.first_error import end_after  # imports torch: not for --help
-        from volseg.parallel.processes.group import find_supervision
+        from volseg.parallel.processes.group import get_supervision
 
         # A refusal of the system needs no traceback.
         said = VolsegError(_describe_refusal(fault)) if isinstance(fault, OSError) else fault
-        end_after(said, find_supervision())
+        end_after(said, get_supervision())
     if "torch" in sys.modules:
         from volseg.parallel.processes.group import stop_watching  # imports torch: not for --help
 

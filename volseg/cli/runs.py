@@ -112,13 +112,13 @@ def status(
     From any machine that sees the folder. Exit status 0; with --max-age 1 if it hangs or has failed; 2 if there is no
     run.
     """
-    from volseg.monitoring.run_status import find_runs, look_at, parse_age  # imports pydantic: not for --help
+    from volseg.monitoring.run_status import list_run_folders, look_at, parse_age  # imports pydantic: not for --help
 
     try:
         oldest = None if max_age is None else parse_age(max_age)
     except VolsegError as refused:  # not 1, which means that the training hangs
         raise typer.BadParameter(str(refused)) from refused
-    looks = [look_at(folder) for folder in find_runs(run)]
+    looks = [look_at(folder) for folder in list_run_folders(run)]
     faults = {} if oldest is None else {look.folder: fault for look in looks if (fault := look.find_fault(oldest))}
     if as_json:
         show(json.dumps({"runs": [look.as_json() for look in looks], "faults": [*faults.values()]}, indent=2))

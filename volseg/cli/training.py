@@ -24,7 +24,7 @@ from volseg.cli.options import (
     require_data,
     verb,
 )
-from volseg.launched import find_launch
+from volseg.launched import read_launch
 from volseg.streams import show
 
 __all__ = ["training_app"]
@@ -108,7 +108,7 @@ def train(
         raise typer.BadParameter(f"{config} is a config; --preset and --gpu-memory plan for a data set")
     loaded = experiment.load_config(config, overrides)
     require_data(loaded.data.root)
-    launch = find_launch()
+    launch = read_launch()
     # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
     if restart and launch is None:
         report = experiment.load_finished_report(experiment.RunFolder(loaded.folder), loaded)

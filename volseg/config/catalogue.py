@@ -21,8 +21,8 @@ from volseg.formatting import align_columns
 __all__ = [
     "PublicTask",
     "describe_public_task",
-    "find_public_task",
     "format_numbered",
+    "get_public_task",
     "list_public_tasks",
     "tabulate_public_tasks",
 ]
@@ -50,7 +50,7 @@ def list_public_tasks() -> list[PublicTask]:
     return [_read(path) for path in sorted(_find_manifests().glob("*.yaml"))]
 
 
-def find_public_task(name: str) -> PublicTask:
+def get_public_task(name: str) -> PublicTask:
     """Return the task that is called ``name``, or by a part of it: ``Task09_Spleen``, ``Task9``, ``9``, ``spleen``.
 
     Raises

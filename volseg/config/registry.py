@@ -86,7 +86,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
             raise ConfigError(f"a {self.kind} is registered as a name and a class or function, got {name!r}")
         if name in self:
             raise ConfigError(
-                f"a {self.kind} called {name!r} exists already ({self.find_source(name) or 'built in'}); "
+                f"a {self.kind} called {name!r} exists already ({self.get_source(name) or 'built in'}); "
                 "choose another name"
             )
         self._components[name] = component
@@ -102,14 +102,14 @@ class Registry(Mapping[str, Callable[..., Any]]):
         del self._sources[name]
         del self._components[name]
 
-    def find_source(self, name: str) -> Source | None:
+    def get_source(self, name: str) -> Source | None:
         """Return where a component of the user's own came from; None for what is built in."""
         if name in self._components:
             return self._sources.get(name)
         points = self._points().get(name)
         return _source_of(points[0]) if points else None
 
-    def find_clash(self, name: str) -> str | None:
+    def describe_clash(self, name: str) -> str | None:
         """Return why ``name`` means no one component, or None where it does."""
         points = self._points().get(name, ())
         offers = [f"the {_source_of(point)}" for point in points]
@@ -124,7 +124,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
     def _find_point(self, name: str) -> EntryPoint | None:
         """Return the entry point that ``name`` means; none where it means a component that is here."""
-        if (clash := self.find_clash(name)) is not None:
+        if (clash := self.describe_clash(name)) is not None:
             raise ConfigError(clash)
         return next(iter(self._points().get(name, ())), None)
 

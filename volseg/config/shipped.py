@@ -5,7 +5,7 @@ from pathlib import Path
 from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
 
-__all__ = ["find_shipped", "list_shipped"]
+__all__ = ["list_shipped", "shipped_config_path"]
 
 
 def list_shipped() -> dict[str, Path]:
@@ -15,7 +15,7 @@ def list_shipped() -> dict[str, Path]:
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
 
 
-def find_shipped(name: str) -> Path:
+def shipped_config_path(name: str) -> Path:
     """Return the file of a config that comes with volseg.
 
     Raises
@@ -25,7 +25,7 @@ def find_shipped(name: str) -> Path:
 
     Examples
     --------
-    >>> find_shipped("quickstart").name
+    >>> shipped_config_path("quickstart").name
     'quickstart.yaml'
     """
     known = list_shipped()

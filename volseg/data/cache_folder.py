@@ -17,7 +17,7 @@ __all__ = [
     "CacheEntry",
     "choose_cache_folder",
     "describe_entries",
-    "find_cache_folder",
+    "get_cache_folder",
     "list_entries",
     "make_cache_folder",
     "remove_entries",
@@ -58,7 +58,7 @@ def choose_cache_folder(wanted: str) -> Path | None:
     return None if wanted == "none" else Path(os.path.abspath(wanted))
 
 
-def find_cache_folder(wanted: str) -> Path | None:
+def get_cache_folder(wanted: str) -> Path | None:
     """Return the cache folder for a maintenance command; see `choose_cache_folder`.
 
     Raises

@@ -25,14 +25,14 @@ import volseg.transforms
 from volseg.data.cache_folder import GIB, SUFFIX, list_entries, make_cache_folder, remove_given_up
 from volseg.data.cases import Case, Task
 from volseg.data.file_digests import FileDigests, digest_modules
-from volseg.data.readers import SUFFIXES, find_suffix, list_files
+from volseg.data.readers import SUFFIXES, list_files, match_suffix
 from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
 from volseg.data.volume_cache import ForegroundVoxels, list_voxels, require_fit
 from volseg.errors import ConfigError, DataError, ReaderError
 from volseg.files import replacing
 from volseg.memory import available_bytes
 from volseg.transforms.preprocessing import PREPROCESSING, Preprocessing
-from volseg.version import find_version
+from volseg.version import installed_version
 
 try:
     import fcntl
@@ -305,7 +305,7 @@ def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str
         "task": about,
         "preprocessing": preprocessing.components,
         "code": _digest_code(task, preprocessing),
-        "libraries": {name: find_version(name) for name in LIBRARIES},
+        "libraries": {name: installed_version(name) for name in LIBRARIES},
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
 
@@ -316,7 +316,7 @@ def _digest_code(task: Task, preprocessing: Preprocessing) -> str:
     steps = [getattr(step, "func", step) for step in preprocessing.transforms]
     factories = [PREPROCESSING[component["name"]] for component in preprocessing.components or ()]
     read = [case[field] for case in task.training for field in ("image", "label") if field in case]
-    suffixes = {find_suffix(file) for field in read for file in list_files(field)}
+    suffixes = {match_suffix(file) for field in read for file in list_files(field)}
     readers = [SUFFIXES[suffix] for suffix in suffixes if suffix is not None]
     made_of = [
         *(cls for step in steps for cls in type(step).__mro__),

@@ -109,7 +109,7 @@ class _Elements:
             position=position,
             orientation=orientation,
             spacing=spacing,
-            thickness=self.find_thickness(),
+            thickness=self.parse_slice_thickness(),
             slope=slope,
             intercept=self.scale("RescaleIntercept", 0.0),
             units={keyword: text for keyword in UNITS if (text := self.format(keyword))},
@@ -148,7 +148,7 @@ class _Elements:
             return "and the ImagerPixelSpacing of the file is measured at the detector, not in the patient"
         return "without it a voxel has no size"
 
-    def find_thickness(self) -> float | None:
+    def parse_slice_thickness(self) -> float | None:
         """Return the extent of a slice along its normal, if a positive one is given."""
         for keyword in ("SpacingBetweenSlices", "SliceThickness"):
             found = parse_numbers(self.find(keyword))

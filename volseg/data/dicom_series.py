@@ -16,7 +16,7 @@ from pathlib import Path
 from volseg.data.dicom_elements import read_elements
 from volseg.data.dicom_labels import DicomLabel
 from volseg.errors import DataError, ReaderError
-from volseg.formatting import find_doubled, list_some
+from volseg.formatting import list_duplicates, list_some
 
 __all__ = ["FoundSeries", "Series", "choose_series", "gather_series", "name_series", "search_series"]
 
@@ -131,7 +131,7 @@ def gather_series(files: Iterable[Path]) -> FoundSeries:
             headers[file.parent, _decode(header["SeriesInstanceUID"])][file] = header
         elif found is None and file.suffix.lower() == ".dcm":
             damaged.append(file)
-    if torn := find_doubled(uid for _, uid in headers):
+    if torn := list_duplicates(uid for _, uid in headers):
         folders = [str(folder) for folder, uid in headers if uid == torn[0]]
         raise DataError(
             f"series {torn[0]} lies in {len(folders)} folders, {list_some(folders)}; put its files into one, or name "
@@ -178,7 +178,7 @@ def name_series(chosen: Sequence[Series]) -> dict[str, Series]:
     Equal names get eight more digits, of the digest of the UID.
     """
     names = [_name(series) for series in chosen]
-    doubled = set(find_doubled(names))
+    doubled = set(list_duplicates(names))
     return {
         f"{name}_{blake2b(series.uid.encode(), digest_size=4).hexdigest()}" if name in doubled else name: series
         for name, series in zip(names, chosen, strict=True)

@@ -39,7 +39,7 @@ def fetch_task(
     Parameters
     ----------
     task : PublicTask
-        See `volseg.config.catalogue.find_public_task`.
+        See `volseg.config.catalogue.get_public_task`.
     folder : str or Path
         Folder for the task's folder.
     url : str, optional

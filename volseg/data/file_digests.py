@@ -22,12 +22,12 @@ from typing import Any, BinaryIO
 
 from volseg.config.records import EXECUTED
 from volseg.data.content import require_regular
-from volseg.data.itk_headers import find_voxels
+from volseg.data.itk_headers import resolve_voxel_file
 from volseg.data.json_files import parse_json
 from volseg.errors import ConfigError, ReaderError
 from volseg.files import replacing
 
-__all__ = ["FileDigests", "digest_modules", "find_files"]
+__all__ = ["FileDigests", "digest_modules", "list_image_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ DETACHED = (".mhd", ".nhdr", ".mha", ".nrrd")
 """Suffixes of headers that may name another file."""
 
 
-def find_files(path: Path) -> list[Path]:
+def list_image_files(path: Path) -> list[Path]:
     """Return all files that an image depends on: itself, the data file of its header, a series' files.
 
     Raises
@@ -50,7 +50,7 @@ def find_files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.is_file())
     if path.name.lower().endswith(DETACHED):
-        return [path, find_voxels(path)]
+        return [path, resolve_voxel_file(path)]
     return [path]
 
 
@@ -74,7 +74,7 @@ class FileDigests:
         OSError, ReaderError
             If a file cannot be read.
         """
-        files = [file for path in paths for file in find_files(path)]
+        files = [file for path in paths for file in list_image_files(path)]
         if missing := [path for path in paths if not path.exists()]:  # an empty folder is valid here
             raise ReaderError(f"{missing[0]} does not exist")
         return [[file.name, self.of(file)] for file in files]

@@ -13,12 +13,12 @@ from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Task
 from volseg.data.dicom_labels import read_image_text
 from volseg.data.proposed_groups import GroupProposal, describe_groups, propose_group
-from volseg.data.readers import find_suffix, list_files
+from volseg.data.readers import list_files, match_suffix
 from volseg.data.splits import Split
 from volseg.errors import ConfigError, DataError
 from volseg.formatting import list_some
 
-__all__ = ["PATIENT_ID", "CutPatient", "find_cut_patients", "find_groups", "propose_groups"]
+__all__ = ["PATIENT_ID", "CutPatient", "assign_patients", "list_split_patients", "propose_groups"]
 
 PATIENT_ID = "PatientID"
 """Value of ``split.group`` that takes the patient from the images' DICOM headers."""
@@ -43,7 +43,7 @@ class CutPatient:
     fold: int
 
 
-def find_groups(task: Task, group: str | None) -> dict[str, str] | None:
+def assign_patients(task: Task, group: str | None) -> dict[str, str] | None:
     """Return the patient of each training case; None if each case counts as a patient of its own.
 
     Parameters
@@ -94,7 +94,7 @@ def propose_groups(task: Task) -> GroupProposal | None:
     return propose_group(names)
 
 
-def find_cut_patients(splits: Iterable[Split], groups: Mapping[str, str]) -> list[CutPatient]:
+def list_split_patients(splits: Iterable[Split], groups: Mapping[str, str]) -> list[CutPatient]:
     """Return each patient who trains and validates in one of the splits, once, sorted by patient."""
     cut: dict[str, CutPatient] = {}
     for number, split in enumerate(splits):
@@ -136,7 +136,7 @@ def _knows_all(patients: Mapping[str, str], names: Iterable[str]) -> bool:
 def _is_dicom(task: Task) -> bool:
     """Return whether the first case's image is a DICOM file or a folder of DICOM files."""
     first = list_files(task.training[0]["image"])[0]
-    return first.is_dir() or (find_suffix(first) or "").lower() in (".dcm", ".dicom")
+    return first.is_dir() or (match_suffix(first) or "").lower() in (".dcm", ".dicom")
 
 
 def _read_patient_ids(task: Task) -> dict[str, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from volseg.data.content import Content, Packing, require_held, require_memory, require_packing, require_regular
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["find_voxels", "require_sound_meta", "require_sound_nrrd"]
+__all__ = ["require_sound_meta", "require_sound_nrrd", "resolve_voxel_file"]
 
 LONGEST_HEADER = 1 << 20
 LONGEST_LINE = 500
@@ -101,7 +101,7 @@ def require_sound_meta(path: Path) -> None:
     _require_room(claim, path)
 
 
-def find_voxels(path: Path) -> Path:
+def resolve_voxel_file(path: Path) -> Path:
     """Return the file with the voxels of a NRRD or MetaImage file: itself, or the file that its header names.
 
     Raises

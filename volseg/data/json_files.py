@@ -12,7 +12,7 @@ from typing import Any
 
 from volseg.errors import DataError
 from volseg.files import decode_text, read_bytes, require_text
-from volseg.formatting import find_doubled
+from volseg.formatting import list_duplicates
 
 __all__ = ["parse_json", "read_json"]
 
@@ -83,7 +83,7 @@ def parse_json(content: bytes | str, *, has_nan: bool = False) -> Any:
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     built = dict(pairs)
     if len(built) < len(pairs):
-        raise ValueError(f"the key {find_doubled(key for key, _ in pairs)[0][:80]!r} stands twice; keep one")
+        raise ValueError(f"the key {list_duplicates(key for key, _ in pairs)[0][:80]!r} stands twice; keep one")
     return built
 
 

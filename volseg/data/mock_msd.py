@@ -14,7 +14,7 @@ from typing import Any
 import nibabel
 import numpy as np
 
-from volseg.config.catalogue import find_public_task
+from volseg.config.catalogue import get_public_task
 from volseg.data.phantoms import SCENES
 from volseg.data.synthetic import SyntheticGrid, as_nifti, draw_hippocampus, scan, write_task
 from volseg.errors import DataError
@@ -64,7 +64,7 @@ def make_mock_task(
     DataError
         If there is no such task, the scale is out of range, or ``root`` has other content.
     """
-    manifest = find_public_task(like).manifest
+    manifest = get_public_task(like).manifest
     shape = _read_shape(manifest)
     scale = min(1.0, LONGEST_SIDE / max(shape)) if scale is None else scale
     if not 0 < scale <= 1:

@@ -29,8 +29,8 @@ __all__ = [
     "SUFFIXES",
     "Files",
     "Read",
-    "find_suffix",
     "list_files",
+    "match_suffix",
     "name_files",
     "read_affine",
     "read_label",
@@ -229,7 +229,7 @@ def choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
     if path.is_dir():
         require_text([*path.iterdir()], "a file to read", ReaderError)
         return read_dicom_series
-    if (suffix := find_suffix(path)) is not None:
+    if (suffix := match_suffix(path)) is not None:
         return SUFFIXES[suffix]
     if path.is_file() and is_dicom(path):
         require_text([*path.parent.iterdir()], "a slice to read", ReaderError)  # a series is a folder
@@ -246,15 +246,15 @@ def _require_volume(volume: MetaTensor, path: Path) -> MetaTensor:
         return volume
     shape = tuple(getattr(volume, "shape", ()))
     raise ReaderError(
-        f"the reader of {find_suffix(path)} files must return what volseg.data.as_volume makes, (C, D, H, W) with an "
+        f"the reader of {match_suffix(path)} files must return what volseg.data.as_volume makes, (C, D, H, W) with an "
         f"affine, got a {type(volume).__name__} {shape} for {path}"
     )
 
 
-def find_suffix(path: str | Path) -> str | None:
+def match_suffix(path: str | Path) -> str | None:
     """Return the suffix of a file's reader, the longest of several, or None for any other file.
 
-    >>> find_suffix("imagesTr/Hippocampus_001.NII.gz")
+    >>> match_suffix("imagesTr/Hippocampus_001.NII.gz")
     '.nii.gz'
     """
     name = Path(fspath(path)).name.lower()
@@ -268,7 +268,7 @@ def stem(path: str | Path) -> str:
     'hippocampus_001'
     """
     name = Path(fspath(path)).name
-    suffix = find_suffix(path) or (".dcm" if name.lower().endswith(".dcm") else "")
+    suffix = match_suffix(path) or (".dcm" if name.lower().endswith(".dcm") else "")
     return name.removesuffix(name[len(name) - len(suffix) :])
 
 

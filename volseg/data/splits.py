@@ -21,7 +21,7 @@ from volseg.config.nearest import did_you_mean
 from volseg.data.json_files import read_json
 from volseg.errors import DataError
 from volseg.files import replacing
-from volseg.formatting import find_doubled, list_some
+from volseg.formatting import list_duplicates, list_some
 
 __all__ = ["Split", "folds", "read_splits", "write_splits"]
 
@@ -37,7 +37,7 @@ class Split:
         if not self.training:
             raise DataError(f"a split needs cases to train on, got none ({len(self.validation)} for validation)")
         for side, ids in (("training", self.training), ("validation", self.validation)):
-            if doubled := find_doubled(ids):
+            if doubled := list_duplicates(ids):
                 raise DataError(f"{_list_ids(doubled)} stand twice among the {side} cases; keep each once")
         if shared := sorted(set(self.training) & set(self.validation)):
             raise DataError(f"{_list_ids(shared)} stand in training and in validation; keep each in one of them")
@@ -71,7 +71,7 @@ def folds(
     Split(training=('b', 'c'), validation=('a',))
     """
     names = sorted(ids)
-    if doubled := find_doubled(names):
+    if doubled := list_duplicates(names):
         raise DataError(f"case ids must be unique, but {_list_ids(doubled)} came twice")
     if not 2 <= num_folds <= len(names):
         raise DataError(

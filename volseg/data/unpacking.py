@@ -12,7 +12,7 @@ from pathlib import Path, PureWindowsPath
 
 from volseg.data.download import ShowBytes, require_room
 from volseg.errors import DataError
-from volseg.formatting import find_doubled
+from volseg.formatting import list_duplicates
 
 __all__ = ["unpack"]
 
@@ -104,7 +104,7 @@ def _require_distinct(chosen: list[tuple[tarfile.TarInfo, Path]], archive: Path)
     """Raise if two files have one path, a file is also a folder, or two names differ only in case or composition."""
     files = [path for member, path in chosen if not member.isdir()]
     folders = {path for member, path in chosen if member.isdir()}.union(*(path.parents for _, path in chosen))
-    if doubled := find_doubled(map(str, files)):
+    if doubled := list_duplicates(map(str, files)):
         raise DataError(f"{archive} holds {doubled[0]!r} twice; it is not unpacked")
     if both := sorted(folders.intersection(files)):
         raise DataError(f"{archive} holds '{both[0]}' as a file and as a folder; it is not unpacked")

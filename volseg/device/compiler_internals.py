@@ -18,10 +18,10 @@ from torch import Tensor, fx
 
 __all__ = [
     "ScriptMethod",
+    "compile_errors",
     "compile_graph",
     "count_breaks",
     "explain_no_compiler",
-    "find_faults",
     "list_script_graphs",
     "never_running_plain",
     "watching_scripts",
@@ -76,7 +76,7 @@ def never_running_plain(most: int) -> Iterator[None]:
         yield
 
 
-def find_faults() -> tuple[type[Exception], ...]:
+def compile_errors() -> tuple[type[Exception], ...]:
     """Return the errors that torch.compile raises if it cannot compile."""
     # The compiler takes as long to import as torch itself.
     from torch._dynamo import exc

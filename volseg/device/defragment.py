@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import empty_cache, find_device, on_gpu
+from volseg.device.gpus import empty_cache, get_tensor_device, on_gpu
 from volseg.device.torch_internals import PLAIN_TENSORS, count_references
 
 __all__ = ["move_together"]
@@ -31,7 +31,7 @@ def move_together(tensors: Iterable[Tensor]) -> None:
     moved = [tensor for tensor in found.values() if _has_memory_of_its_own(tensor, own)]
     if not moved:
         return
-    devices = [find_device(tensor) for tensor in moved]
+    devices = [get_tensor_device(tensor) for tensor in moved]
     on_host = [tensor.detach().to("cpu", copy=True) for tensor in moved]
     for tensor, copy in zip(moved, on_host, strict=True):
         tensor.data = copy  # values exist in one place at any time

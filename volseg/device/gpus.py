@@ -23,11 +23,11 @@ __all__ = [
     "count_processors",
     "empty_cache",
     "fake_recording",
-    "find_address",
-    "find_capability",
-    "find_device",
-    "find_kept",
-    "find_readable",
+    "get_address",
+    "get_capability",
+    "get_device_cache",
+    "get_host_readable_device",
+    "get_tensor_device",
     "has_values",
     "host_values",
     "is_gpu",
@@ -70,7 +70,7 @@ def is_gpu(device: torch.device) -> bool:
 
 def on_gpu(tensor: Tensor) -> bool:
     """Return whether a tensor is on a GPU, real or fake."""
-    return tensor.is_cuda if get_fake() is None else is_gpu(find_device(tensor))
+    return tensor.is_cuda if get_fake() is None else is_gpu(get_tensor_device(tensor))
 
 
 def has_values(device: torch.device | None = None) -> bool:
@@ -84,12 +84,12 @@ def resize_memory(tensor: Tensor, size: int) -> None:
     observer().on_resized(tensor)
 
 
-def find_device(tensor: Tensor) -> torch.device:
+def get_tensor_device(tensor: Tensor) -> torch.device:
     """Return a tensor's device; a fake tensor's is read directly, not through torch's dispatcher."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
-def find_kept(usual: dict[Any, Any]) -> dict[Any, Any]:
+def get_device_cache(usual: dict[Any, Any]) -> dict[Any, Any]:
     """Return where to keep objects of devices: the usual place, or one that ends with the fake GPUs."""
     fake = get_fake()
     return usual if fake is None else fake.kept
@@ -117,12 +117,12 @@ def keeping(limit: int | None = None) -> Callable[[Callable[..., Kept]], Callabl
     return decorate
 
 
-def find_address(tensor: Tensor) -> int:
+def get_address(tensor: Tensor) -> int:
     """Return a tensor's address; 0 for a fake tensor."""
     return tensor.data_ptr() if has_values(tensor.device) else 0
 
 
-def find_readable(device: torch.device) -> torch.device:
+def get_host_readable_device(device: torch.device) -> torch.device:
     """Return the device for exchanging small values that the host reads: the device itself, or the host in a trace."""
     return device if has_values(device) else torch.device("cpu")
 
@@ -132,7 +132,7 @@ def host_values() -> AbstractContextManager[Any]:
     return nullcontext() if get_fake() is None else without_dispatch_modes()
 
 
-def find_capability(device: torch.device) -> tuple[int, int]:
+def get_capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU."""
     fake = get_fake()
     return torch.cuda.get_device_capability(device) if fake is None else fake.gpu.capability

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import find_kept, observer
+from volseg.device.gpus import get_device_cache, observer
 from volseg.errors import ParallelError
 
 __all__ = [
     "FakeEvent",
     "FakeStream",
-    "find_current_stream",
+    "current_gpu_stream",
     "make_event",
     "make_stream",
     "note_use",
@@ -86,7 +86,7 @@ _NONE: dict[Any, Any] = {}
 
 def _get_streams() -> _Streams | None:
     """Return the streams of the trace that runs in this thread; None on real GPUs."""
-    kept = find_kept(_NONE)
+    kept = get_device_cache(_NONE)
     if kept is _NONE:
         return None
     if _Streams not in kept:
@@ -109,7 +109,7 @@ def make_event(**options: Any) -> Any:
     return torch.cuda.Event(**options) if _get_streams() is None else FakeEvent()
 
 
-def find_current_stream(device: torch.device) -> Any:
+def current_gpu_stream(device: torch.device) -> Any:
     """Return the current stream of a GPU."""
     streams = _get_streams()
     if streams is None:
@@ -143,7 +143,7 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
 def _on_fake_stream(stream: FakeStream) -> Iterator[None]:
     streams = _get_streams()
     assert streams is not None
-    before = find_current_stream(stream.device)
+    before = current_gpu_stream(stream.device)
     streams.current[stream.device] = stream
     try:
         yield

@@ -38,19 +38,18 @@ __all__ = [
     "count_dispatch_modes",
     "count_references",
     "end_allocations_to_pool",
-    "find_autocast_operators",
     "find_backward_node",
     "find_backward_pass",
-    "find_default_group",
-    "find_group_name",
     "find_next_node_number",
-    "find_node_number",
     "find_saved_tensors_hooks",
     "find_schemas",
     "find_transform",
     "gather_into",
     "get_accumulation_hooks",
     "get_base",
+    "get_default_group",
+    "get_group_name",
+    "get_node_number",
     "get_schema",
     "get_storage_key",
     "get_version",
@@ -64,6 +63,7 @@ __all__ = [
     "keep_gpu_busy",
     "left_out_of_compilation",
     "lerp_each_",
+    "list_autocast_operators",
     "log_softmax",
     "make_wrapper_subclass",
     "multiply_each",
@@ -190,7 +190,7 @@ check_gradients = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.defa
 
 
 @cache
-def find_autocast_operators(key: str) -> frozenset[str]:
+def list_autocast_operators(key: str) -> frozenset[str]:
     """Return the operators of aten that autocast knows on a kind of device: ``AutocastCUDA``, ``AutocastCPU``.
 
     Cached: they belong to torch, the search reads three thousand names, and each traced step needs the result.
@@ -230,7 +230,7 @@ find_next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return the number of autograd's next node on this thread."""
 
 
-def find_node_number(node: Any) -> int:
+def get_node_number(node: Any) -> int:
     """Return the number of an autograd node: on one thread, later nodes have larger numbers."""
     number: int = node._sequence_nr()
     return number
@@ -347,7 +347,7 @@ def end_allocations_to_pool(device: torch.device, pool: Any) -> None:
         torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
-def find_default_group() -> dist.ProcessGroup:
+def get_default_group() -> dist.ProcessGroup:
     """Return the group of all processes."""
     return dist.distributed_c10d._get_default_group()
 
@@ -356,7 +356,7 @@ gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 """Gather every process's tensor into one; torch 2.13 has renamed the function, and deprecates the older name."""
 
 
-def find_group_name(group: dist.ProcessGroup) -> str:
+def get_group_name(group: dist.ProcessGroup) -> str:
     """Return the name under which torch keeps a group."""
     return dist.distributed_c10d._get_process_group_name(group)
 

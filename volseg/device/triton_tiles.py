@@ -23,12 +23,12 @@ __all__ = [
     "STAGES",
     "available",
     "choose_tile",
+    "compute_divider",
+    "compute_dividers",
+    "compute_strides",
     "count_processors",
     "count_voxels",
     "describe_tile",
-    "find_divider",
-    "find_dividers",
-    "find_strides",
     "halve",
     "is_narrow",
     "locate",
@@ -69,7 +69,7 @@ def elements(B_STRIDE, C_STRIDE, V_STRIDE, b, channels, voxels):
     )
 
 
-def find_strides(tensor: Tensor) -> tuple[int, int, int] | None:
+def compute_strides(tensor: Tensor) -> tuple[int, int, int] | None:
     """Return the strides of sample, channel and voxel, or None if the voxels are not evenly spaced."""
     return _compute_strides(tensor.shape, tensor.stride())
 
@@ -92,17 +92,17 @@ def _compute_strides(size: torch.Size, stride: tuple[int, ...]) -> tuple[int, in
 
 def read_strides(tensor: Tensor) -> tuple[int, int, int]:
     """Return the strides of a tensor that is evenly spaced by construction."""
-    strides = find_strides(tensor)
+    strides = compute_strides(tensor)
     assert strides is not None, (tensor.shape, tensor.stride())
     return strides
 
 
 def make_even(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the tensor itself, or a copy in the layout of ``like``, or contiguous if neither is evenly spaced."""
-    if find_strides(tensor) is not None:
+    if compute_strides(tensor) is not None:
         return tensor
     copy = torch.empty_like(like, dtype=tensor.dtype)
-    return tensor.contiguous() if find_strides(copy) is None else copy.copy_(tensor)
+    return tensor.contiguous() if compute_strides(copy) is None else copy.copy_(tensor)
 
 
 def choose_tile(*tensors: Tensor) -> tuple[int, int]:
@@ -115,7 +115,7 @@ def choose_tile(*tensors: Tensor) -> tuple[int, int]:
 
 def _choose_tile(tensor: Tensor) -> tuple[int, int]:
     channels = tensor.shape[1]
-    strides = find_strides(tensor)
+    strides = compute_strides(tensor)
     if strides is not None and strides[1] == 1 and channels > 1:
         width = min(128, triton.next_power_of_2(channels))
         return TILE // width, width
@@ -165,14 +165,14 @@ def describe_tile(tile: tuple[int, int], **more: Any) -> dict[str, Any]:
 
 @triton.jit
 def _divide(v, multiplier, shift):
-    """Return ``v // n`` for ``v`` below 2**31; see ``find_divider``."""
+    """Return ``v // n`` for ``v`` below 2**31; see ``compute_divider``."""
     v = v.to(tl.uint32)
     return ((tl.umulhi(v, multiplier.to(tl.uint32)) + v) >> shift.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def locate(v, D, H, W, mul_w, shr_w, mul_h, shr_h, mul_d, shr_d):
-    """Return sample, d, h and w of voxels that are counted over all samples; see ``find_dividers``."""
+    """Return sample, d, h and w of voxels that are counted over all samples; see ``compute_dividers``."""
     line = _divide(v, mul_w, shr_w)
     plane = _divide(line, mul_h, shr_h)
     sample = _divide(plane, mul_d, shr_d)
@@ -183,13 +183,13 @@ DIVIDERS = ["mul_w", "shr_w", "mul_h", "shr_h", "mul_d", "shr_d"]
 """Arguments for whose values no kernel is compiled anew."""
 
 
-def find_dividers(sides: Sequence[int]) -> list[int]:
+def compute_dividers(sides: Sequence[int]) -> list[int]:
     """Return the multipliers and shifts by which ``locate`` divides by the sides D, H, W of a volume."""
-    return [number for side in reversed(sides) for number in find_divider(side)]
+    return [number for side in reversed(sides) for number in compute_divider(side)]
 
 
 @lru_cache(maxsize=1024)
-def find_divider(n: int) -> tuple[int, int]:
+def compute_divider(n: int) -> tuple[int, int]:
     """Return a multiplier, as the bits of a signed number, and a shift that divide by ``n`` without a division.
 
     Granlund and Montgomery, 1994, doi:10.1145/178243.178249, figure 4.1.

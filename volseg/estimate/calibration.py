@@ -35,9 +35,9 @@ __all__ = [
     "calibrate",
     "describe_kind",
     "describe_machine",
-    "find_file",
     "measure_factors",
     "measure_host",
+    "rates_file_path",
     "read_calibration",
     "record",
     "time_calls",
@@ -87,7 +87,7 @@ def calibrate(device: torch.device, folder: str | Path | None = None) -> GpuKind
     if device.type != "cuda":
         raise ConfigError(f"only a GPU can be measured, got {device}; name a kind of GPU or a machine instead")
     machine = describe_machine(device)
-    file = find_file(machine["gpu"], machine["torch"], folder)
+    file = rates_file_path(machine["gpu"], machine["torch"], folder)
     stored = read_calibration(file, machine)
     if stored is None:
         logger.warning("measuring %s, once, for about half a minute", machine["gpu"])
@@ -98,7 +98,7 @@ def calibrate(device: torch.device, folder: str | Path | None = None) -> GpuKind
     return describe_kind(stored)
 
 
-def find_file(gpu: str, version: str, folder: str | Path | None = None) -> Path:
+def rates_file_path(gpu: str, version: str, folder: str | Path | None = None) -> Path:
     """Return where the rates of a GPU and a version of torch are kept."""
     if folder is None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

@@ -13,8 +13,13 @@ from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.instances import Machine
 from volseg.estimate.largest_volume import Need, Sides
 from volseg.estimate.search import GIB, judge
-from volseg.estimate.step_memory import MemoryUse, estimate_memory_use, find_least_outside, find_outside
-from volseg.estimate.step_time import find_times
+from volseg.estimate.step_memory import (
+    MemoryUse,
+    estimate_cuda_overhead,
+    estimate_least_cuda_overhead,
+    estimate_memory_use,
+)
+from volseg.estimate.step_time import estimate_times
 from volseg.estimate.trace import StepTrace
 from volseg.estimate.work import Work
 
@@ -108,7 +113,7 @@ class Planned:
                     replace(gpu, memory=self.capacity),  # by which a pipeline decides how many stages it needs
                     time_kernel=gpu.seconds if candidate.pipeline > 1 else None,
                     one_process=one_process,
-                    limit=limit if to_end else self.capacity - find_least_outside(processes),
+                    limit=limit if to_end else self.capacity - estimate_least_cuda_overhead(processes),
                 )
         except NotRecordedError:  # then a training goes on without
             return self.follow(replace(candidate, recorded=False), to_end=to_end)
@@ -131,7 +136,7 @@ class Planned:
         }
         margin = max([1.0, *(MARGINS[name] for name in MARGINS if is_so[name])])
         own = -(-self.work.batch_size // candidate.data)
-        times = find_times(
+        times = estimate_times(
             traces,
             self.machine.gpu,
             self.machine.links,
@@ -141,7 +146,9 @@ class Planned:
         )
         is_ahead = candidate.pipeline > 1 and times.seconds > times.host
         uses = {
-            trace.device: estimate_memory_use(trace, self.capacity, find_outside(trace, processes), margin, is_ahead)
+            trace.device: estimate_memory_use(
+                trace, self.capacity, estimate_cuda_overhead(trace, processes), margin, is_ahead
+            )
             for trace in traces
         }
         return Estimate(

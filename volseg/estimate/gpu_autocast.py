@@ -21,8 +21,8 @@ from torch import Tensor
 
 from volseg.device.gpus import on_gpu
 from volseg.device.torch_internals import (
-    find_autocast_operators,
     get_schema,
+    list_autocast_operators,
     log_softmax,
     overriding_operators,
     softmax,
@@ -76,7 +76,7 @@ BANNED = {"binary_cross_entropy"}
 @contextmanager
 def casting_like_gpus() -> Iterator[None]:
     """Cast as a GPU's autocast does, where ``torch.autocast("cpu", ...)`` is on."""
-    on_gpus, on_cpus = find_autocast_operators("AutocastCUDA"), find_autocast_operators("AutocastCPU")
+    on_gpus, on_cpus = list_autocast_operators("AutocastCUDA"), list_autocast_operators("AutocastCPU")
     kernels: dict[str, Callable[..., Any] | None] = dict.fromkeys(on_cpus - on_gpus)
     others = on_gpus.difference(HALF, FLOAT32, FLOAT32_RESULT, WIDEST, BANNED)
     kinds = (HALF - on_cpus, _to_half), (FLOAT32, _to_float32), (WIDEST, _to_widest), (FLOAT32_RESULT, _to_result)

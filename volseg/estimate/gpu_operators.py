@@ -23,7 +23,7 @@ from torch import Tensor
 
 from volseg.device.gpus import on_gpu
 from volseg.device.torch_internals import overriding_operators, suggest_memory_format
-from volseg.estimate.workspaces import ConvolutionPass, find_workspace
+from volseg.estimate.workspaces import ConvolutionPass, estimate_workspace
 
 __all__ = ["GPU_OPERATORS", "WITH_RESULT", "composing_like_gpus"]
 
@@ -77,7 +77,7 @@ def _take_scratch(
     stride, *_, transposed, _, groups = settings
     size = 0
     if not _is_depthwise(first, weight, transposed, groups):
-        size = find_workspace(
+        size = estimate_workspace(
             part,
             first.shape,
             second.shape,

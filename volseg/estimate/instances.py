@@ -15,7 +15,7 @@ from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, read_table
 from volseg.estimate.trace import Sent
 
-__all__ = ["INSTANCES", "Links", "Machine", "find_instance", "find_links", "read_links"]
+__all__ = ["INSTANCES", "Links", "Machine", "get_instance", "get_links", "read_links"]
 
 Points = tuple[tuple[int, float], ...]
 """Bytes and seconds, both rising."""
@@ -168,7 +168,7 @@ INSTANCES: Mapping[str, Machine] = {
 """By name."""
 
 
-def find_instance(name: str) -> Machine:
+def get_instance(name: str) -> Machine:
     """Return a machine by its name, or by that of its family where that has one size only.
 
     Raises
@@ -178,7 +178,7 @@ def find_instance(name: str) -> Machine:
 
     Examples
     --------
-    >>> find_instance("p4d").instance
+    >>> get_instance("p4d").instance
     'p4d.24xlarge'
     """
     wanted = name.strip().lower()
@@ -197,7 +197,7 @@ def find_instance(name: str) -> Machine:
     )
 
 
-def find_links(kind: GpuKind) -> Links:
+def get_links(kind: GpuKind) -> Links:
     """Return what connects GPUs of a kind where no machine is named: as measured, else as in the machines that have it.
 
     GPUs of a kind that is never sold several at a time are taken to be connected by PCIe.

@@ -18,7 +18,7 @@ from volseg.errors import ParallelError, VolsegError
 from volseg.estimate.candidate import Freedom
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import GpuKind, find_kind
-from volseg.estimate.instances import find_instance, find_links
+from volseg.estimate.instances import get_instance, get_links
 from volseg.estimate.planning import StepPlan, plan_work
 from volseg.estimate.work import Batch, Step, Work
 from volseg.parallel.devices import list_gpus, name_devices
@@ -135,7 +135,7 @@ def _find_machine(
         raise ParallelError(f"gpu={gpu!r} and instance={instance!r} were given: an instance has GPUs of its own")
     count = devices if isinstance(devices, int) else None
     if instance is not None:
-        named = find_instance(instance)
+        named = get_instance(instance)
         wanted = named.num_gpus if count is None else count
         if not 1 <= wanted <= named.num_gpus:
             raise ParallelError(f"gpus={wanted}, and {named.instance} has {named.num_gpus} GPU(s)")
@@ -150,7 +150,7 @@ def _find_machine(
             )
         gpu, count = torch.cuda.get_device_name(there[0]), count or len(there)
     kind = find_kind(gpu) if isinstance(gpu, str) else gpu
-    return Machine(gpu=kind, num_gpus=count or 1, links=find_links(kind), gpu_bytes=kind.memory)
+    return Machine(gpu=kind, num_gpus=count or 1, links=get_links(kind), gpu_bytes=kind.memory)
 
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ def choose_for_first_batch(
     try:
         kind = find_kind(torch.cuda.get_device_name(gpus[0]))
         usable = min(map(_count_usable_bytes, gpus))
-        machine = Machine(gpu=kind, num_gpus=len(gpus), links=find_links(kind), gpu_bytes=usable)
+        machine = Machine(gpu=kind, num_gpus=len(gpus), links=get_links(kind), gpu_bytes=usable)
         work = describe_network(net, args[0].shape, dtype=dtype)
         planned = Planned(work=work, machine=machine, free=Freedom(one_process=True))
         plan = plan_work(planned, only=lambda candidate: candidate.num_gpus == len(gpus))

@@ -23,8 +23,8 @@ __all__ = [
     "Found",
     "Skipped",
     "choose",
+    "compute_lower_bound",
     "describe_seconds",
-    "find_bound",
     "guess_least",
     "judge",
     "search",
@@ -110,7 +110,7 @@ def search(
         return not thorough and best is not None and best.seconds is not None and least >= best.seconds
 
     def bound(candidate: Candidate) -> float:
-        return find_bound(candidate, chain.from_iterable(groups.values()), batch_size)
+        return compute_lower_bound(candidate, chain.from_iterable(groups.values()), batch_size)
 
     def look(candidate: Candidate, least: float, group: list[Estimate]) -> Estimate | None:
         if loses(least):
@@ -164,7 +164,7 @@ def sort_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=rank)
 
 
-def find_bound(candidate: Candidate, known: Iterable[Estimate], batch_size: int) -> float:
+def compute_lower_bound(candidate: Candidate, known: Iterable[Estimate], batch_size: int) -> float:
     """Return seconds that no step of the candidate is below, by forecasts of others with the same kernels."""
     rounds = _count_rounds(candidate, batch_size)
     bounds = [0.0]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.torch_internals import find_group_name
+from volseg.device.torch_internals import get_group_name
 from volseg.errors import ParallelError
 from volseg.parallel.devices import computing_on
 
@@ -202,5 +202,5 @@ def be_process(rank: int, size: int, note: Note, device: torch.device = CPU) -> 
     finally:
         dist.group.WORLD, sys.excepthook = before, told
         for group in made:
-            group.group_name = find_group_name(group)
+            group.group_name = get_group_name(group)
             dist.destroy_process_group(group)

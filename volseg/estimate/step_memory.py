@@ -9,10 +9,10 @@ from volseg.estimate.trace import Allocate, Event, Free, KernelRun, Mark, Sent, 
 
 __all__ = [
     "MemoryUse",
+    "compute_memory_use",
+    "estimate_cuda_overhead",
+    "estimate_least_cuda_overhead",
     "estimate_memory_use",
-    "find_least_outside",
-    "find_memory_use",
-    "find_outside",
     "repeat_last_step",
 ]
 
@@ -74,7 +74,7 @@ def estimate_memory_use(trace: StepTrace, capacity: int, outside: int, margin: f
     settings = AllocatorSettings.find()
     # What a kernel or a message does is of no matter to memory, and most events are kernels.
     asked = StepTrace(tuple(event for event in trace.events if not isinstance(event, KernelRun | Sent)), trace.device)
-    free = find_memory_use(asked, settings, outside=outside, is_ahead=is_ahead)
+    free = compute_memory_use(asked, settings, outside=outside, is_ahead=is_ahead)
     safe = replace(free, reserved=int(margin * free.reserved))
     # What tensors hold at a time fits into no less, whatever is given back.
     if safe.total <= capacity or free.used + outside > capacity:
@@ -84,13 +84,13 @@ def estimate_memory_use(trace: StepTrace, capacity: int, outside: int, margin: f
         events = repeat_last_step(events)
     try:
         more = StepTrace(tuple(events), trace.device)
-        squeezed = find_memory_use(more, settings, capacity, outside=outside, is_ahead=is_ahead)
+        squeezed = compute_memory_use(more, settings, capacity, outside=outside, is_ahead=is_ahead)
     except OutOfMemoryError:
         return safe
     return replace(squeezed, reserved=min(safe.reserved, capacity - outside))
 
 
-def find_memory_use(
+def compute_memory_use(
     trace: StepTrace,
     settings: AllocatorSettings | None = None,
     capacity: int | None = None,
@@ -184,7 +184,7 @@ def _rename(events: Sequence[Event], numbers: Mapping[int, int]) -> list[Event]:
     ]
 
 
-def find_outside(trace: StepTrace, processes: int = 1) -> int:
+def estimate_cuda_overhead(trace: StepTrace, processes: int = 1) -> int:
     """Return the bytes that a step takes of its GPU beside torch's allocator.
 
     Parameters
@@ -197,9 +197,11 @@ def find_outside(trace: StepTrace, processes: int = 1) -> int:
     multiplies = any(isinstance(event, KernelRun) and event.name in PRODUCTS for event in trace.events)
     streams = any(isinstance(event, KernelRun | Allocate) and event.stream != 0 for event in trace.events)
     alone = processes == 1
-    return find_least_outside(processes) + (MATRICES if multiplies else 0) + (STREAM if streams and alone else 0)
+    return (
+        estimate_least_cuda_overhead(processes) + (MATRICES if multiplies else 0) + (STREAM if streams and alone else 0)
+    )
 
 
-def find_least_outside(processes: int = 1) -> int:
+def estimate_least_cuda_overhead(processes: int = 1) -> int:
     """Return the bytes that any step takes there, whatever it does."""
     return CONTEXT + LIBRARIES + (STREAM + GROUP if processes > 1 else 0)

@@ -21,9 +21,9 @@ __all__ = [
     "OF_STAGES",
     "PARTS",
     "StepTimes",
-    "find_host_seconds",
-    "find_pipeline_seconds",
-    "find_times",
+    "estimate_host_seconds",
+    "estimate_pipeline_seconds",
+    "estimate_times",
 ]
 
 SLAB_KERNELS = ("norm.passes", "norm.statistics")
@@ -53,7 +53,7 @@ class StepTimes:
     """Of that, what the forward pass takes."""
 
 
-def find_times(
+def estimate_times(
     traces: Sequence[StepTrace],
     gpu: GpuKind,
     links: Links,
@@ -89,14 +89,14 @@ def find_times(
     split = [(d.parts["forward"] / micro_batches, d.parts["backward"] / micro_batches) for d in times]
     host = slowest.host if recorded else sum(device.host for device in times)
     return StepTimes(
-        seconds=max(find_pipeline_seconds(split, micro_batches) + around, host),
+        seconds=max(estimate_pipeline_seconds(split, micro_batches) + around, host),
         parts=slowest.parts,
         host=host,
         host_forward=sum(device.host_forward for device in times),
     )
 
 
-def find_pipeline_seconds(stages: Sequence[tuple[float, float]], micro_batches: int) -> float:
+def estimate_pipeline_seconds(stages: Sequence[tuple[float, float]], micro_batches: int) -> float:
     """Return how long stages take for micro-batches, all forward and then all backward.
 
     Parameters
@@ -166,7 +166,7 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
                 parts[part] += _close(busy, ready)
                 part = event.name if event.name in PARTS else part
             elif isinstance(event, KernelRun | Sent):
-                share = 0.0 if recorded else find_host_seconds(event, part, host_rates, on_slabs)
+                share = 0.0 if recorded else estimate_host_seconds(event, part, host_rates, on_slabs)
                 share *= forward if part == "forward" else 1.0
                 host_forward += share if part == "forward" else 0.0
                 host += share
@@ -194,7 +194,7 @@ def _find_length(event: Event, gpu: GpuKind, links: Links) -> float:
     return links.seconds(event) if isinstance(event, Sent) else 0.0
 
 
-def find_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_slabs: bool) -> float:
+def estimate_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_slabs: bool) -> float:
     """Return what Python takes to start a kernel or a message, in a part of an eager step."""
     if isinstance(event, Sent):
         return {"halo": rates.exchange, "copy": rates.operator}.get(event.kind, rates.message)

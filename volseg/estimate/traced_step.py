@@ -11,8 +11,8 @@ from torch import Tensor
 from volseg.device.fake_copies import copy_without_values
 from volseg.device.fake_gpu import GpuObserver, NotedKernel, fake_device, get_fake
 from volseg.device.fake_internals import FakeTensorMode
-from volseg.device.gpus import find_capability, find_device, is_gpu
-from volseg.device.streams import find_current_stream
+from volseg.device.gpus import get_capability, get_tensor_device, is_gpu
+from volseg.device.streams import current_gpu_stream
 from volseg.device.torch_internals import find_backward_pass, get_storage_key
 from volseg.errors import OutOfMemoryError
 from volseg.estimate.inplace_gradients import InPlace
@@ -98,7 +98,7 @@ class TracedStep(GpuObserver):
     def on_sent(self, device: torch.device, kind: str, size: int, devices: int = 2) -> None:
         """Put down data that leave a device."""
         if is_gpu(device):
-            self._put(self._number(device), Sent(kind, size, devices, find_current_stream(device).number))
+            self._put(self._number(device), Sent(kind, size, devices, current_gpu_stream(device).number))
 
     def read_clock(self, device: torch.device) -> float:
         """Return the seconds that the kernels of a device should have taken so far."""
@@ -129,7 +129,7 @@ class TracedStep(GpuObserver):
 
     def note_storage(self, tensor: Tensor) -> None:
         """Put down the memory of a tensor, if it is new and on a GPU."""
-        device = find_device(tensor)
+        device = get_tensor_device(tensor)
         if not is_gpu(device):
             return
         storage = tensor.untyped_storage()
@@ -150,7 +150,7 @@ class TracedStep(GpuObserver):
 
     def _take(self, key: int, number: int, size: int, device: torch.device) -> None:
         self._blocks += 1
-        stream = find_current_stream(device).number
+        stream = current_gpu_stream(device).number
         self._held[key] = number, size, self._blocks, stream
         self._sizes[number] += size
         if self._limit is not None and self._sizes[number] > self._limit and self._is_in_order():
@@ -190,7 +190,7 @@ class TracedStep(GpuObserver):
             work = known.work
         home, run = work
         if home is not None and run is not None:
-            stream = find_current_stream(home).number
+            stream = current_gpu_stream(home).number
             self._note_run(self._number(home), run if run.stream == stream else replace(run, stream=stream))
 
     def _find_work(
@@ -205,11 +205,11 @@ class TracedStep(GpuObserver):
         """Put down the memory that the first products of a thread and a stream take for good."""
         if not is_gpu(device):
             return
-        stream, in_backward = find_current_stream(device).number, find_backward_pass() != -1
+        stream, in_backward = current_gpu_stream(device).number, find_backward_pass() != -1
         if (device, stream, in_backward) not in self._multiplied:
             self._multiplied.add((device, stream, in_backward))
             self._blocks += 1
-            size = OF_PRODUCTS[find_capability(device) >= HOPPER]
+            size = OF_PRODUCTS[get_capability(device) >= HOPPER]
             self._put(self._number(device), Allocate(self._blocks, size, stream, _find_pool()))
 
     def note_checked(self, found: Tensor) -> None:
@@ -223,7 +223,7 @@ class TracedStep(GpuObserver):
     def on_kernel(self, kernel: NotedKernel) -> None:
         """Put down a kernel of ours."""
         home = kernel.tensors[0].device
-        stream = find_current_stream(home).number
+        stream = current_gpu_stream(home).number
         self._note_run(self._number(home), describe_noted(kernel, stream))
 
     def _number(self, device: torch.device) -> int:
@@ -239,4 +239,4 @@ def _find_pool() -> str:
 
 def find_gpu(tensors: Iterable[Tensor]) -> torch.device | None:
     """Return the first GPU among the devices of tensors."""
-    return next((device for device in map(find_device, tensors) if is_gpu(device)), None)
+    return next((device for device in map(get_tensor_device, tensors) if is_gpu(device)), None)

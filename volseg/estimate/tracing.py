@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from volseg.device.fake_gpu import GpuLike, faking
 from volseg.device.fake_internals import UNFOLLOWABLE, FakeTensor, quiet_fake_tensors, taking_lists
-from volseg.device.gpus import find_device, is_gpu
+from volseg.device.gpus import get_tensor_device, is_gpu
 from volseg.device.module_internals import Loss, swapping_by
 from volseg.device.torch_internals import TorchDispatchMode, check_gradients, read_value
 from volseg.errors import FollowError, VolsegError
@@ -116,7 +116,7 @@ class _Noting(TorchDispatchMode):
 
     def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
         if func is FIND_DEVICE:  # asked more often than all else together
-            return find_device(args[0])
+            return get_tensor_device(args[0])
         kwargs = kwargs or {}
         handler = find_handler(func)
         if handler is not None and find_gpu(list_tensors(args)) is not None:

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-__all__ = ["ConvolutionPass", "find_workspace"]
+__all__ = ["ConvolutionPass", "estimate_workspace"]
 
 ConvolutionPass = Literal["forward", "input_gradient", "weight_gradient"]
 
@@ -47,7 +47,7 @@ Kind = tuple[int, bool, bool, bool, bool]
 Size = tuple[int, ...]
 
 
-def find_workspace(
+def estimate_workspace(
     part: ConvolutionPass,
     first: torch.Size,
     second: torch.Size,

@@ -24,7 +24,7 @@ from volseg.evaluation.summary import (
     JUDGED,
     Summary,
     collect_scores,
-    find_median,
+    compute_median,
     read_names,
     read_settings,
     read_summary,
@@ -32,7 +32,7 @@ from volseg.evaluation.summary import (
 from volseg.evaluation.surfaces import DISTANCES
 from volseg.evaluation.tables import name_cases
 from volseg.files import replace_nan, replacing
-from volseg.formatting import find_doubled, format_table, list_some
+from volseg.formatting import format_table, list_duplicates, list_some
 
 __all__ = [
     "Method",
@@ -116,7 +116,7 @@ def read_method(source: str | Path, name: str | None = None) -> Method:
             "`volseg evaluate` has scored"
         )
     summary = read_summary(files[0])
-    if doubled := find_doubled(name_cases(summary)):
+    if doubled := list_duplicates(name_cases(summary)):
         raise DataError(f"{files[0]} holds {list_some(doubled)} more than once; score each case once")
     return Method(
         name=name or source.name or str(source),
@@ -164,7 +164,7 @@ def _has(method: Method, metric: str) -> bool:
 def _require_same(methods: Sequence[Method]) -> None:
     if len(methods) < 2:
         raise DataError(f"a comparison needs two methods or more, got {len(methods)}")
-    if doubled := find_doubled(method.name for method in methods):
+    if doubled := list_duplicates(method.name for method in methods):
         raise DataError(f"two methods are called {doubled[0]!r}; they cannot be told apart")
     first, *others = methods
     for other in others:
@@ -237,7 +237,7 @@ def _compare(metric: str, label: str, first: Method, second: Method) -> dict:
         "mean_difference": _mean(finite),
         "low": interval.low if interval else math.nan,
         "high": interval.high if interval else math.nan,
-        "median_difference": find_median(finite),
+        "median_difference": compute_median(finite),
         "num_better": int((better * finite > 0).sum()),
         "num_worse": int((better * finite < 0).sum()),
         "num_equal": int((finite == 0).sum()),

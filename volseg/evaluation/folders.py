@@ -16,7 +16,7 @@ from volseg.data.layouts.channels import cut_channel
 from volseg.data.layouts.declared import add_labelled, make_task, read_manifest, read_regions
 from volseg.data.layouts.files import list_images, list_labels
 from volseg.data.layouts.naming import attempt_values, name_channels
-from volseg.data.layouts.pairs import LABEL_FOLDERS, LABEL_WORDS, find_arrangement
+from volseg.data.layouts.pairs import LABEL_FOLDERS, LABEL_WORDS, detect_arrangement
 from volseg.data.layouts.table import TABLES, read_labels
 from volseg.data.nifti import read_label_table
 from volseg.data.readers import Files, stem
@@ -24,9 +24,9 @@ from volseg.data.threads import map_in_threads
 from volseg.errors import ConfigError, DataError, GridError
 from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.evaluation.summary import EvaluatedCase, Summary, evaluate_files, summarise
-from volseg.formatting import find_doubled, list_some
+from volseg.formatting import list_duplicates, list_some
 
-__all__ = ["EvaluatedFolders", "Pairs", "evaluate_folders", "find_names", "pair_files", "strip_id"]
+__all__ = ["EvaluatedFolders", "Pairs", "evaluate_folders", "load_label_names", "pair_files", "strip_id"]
 
 WORDS = (*LABEL_WORDS, "pred", "preds", "prediction", "predicted")
 """Last words of names that describe the file, not the case."""
@@ -114,7 +114,7 @@ def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predict
     matched = {case: (predicted[case], path) for case, path in true.items() if case in predicted}
     spare = {case: path for case, path in predicted.items() if case not in matched}
     alone = [case for case in true if case not in matched]
-    if doubled := find_doubled(map(strip, alone)):
+    if doubled := list_duplicates(map(strip, alone)):
         same = [true[case].name for case in alone if strip(case) == doubled[0]]
         raise DataError(f"{labels} holds {list_some(same)}, which may all be case {doubled[0]}; keep one of them")
     for case in alone:
@@ -159,7 +159,7 @@ def _list_labels(labels: Path) -> tuple[dict[str, Path], dict[str, Files]]:
     has_images = bool(list_images(labels))
     if (labels / "labelsTr").is_dir() and not has_images and list_images(labels / "labelsTr"):
         return _list_by_id(labels / "labelsTr"), {}
-    manifest, arrangement = read_manifest(labels), find_arrangement(labels)
+    manifest, arrangement = read_manifest(labels), detect_arrangement(labels)
     is_listed = manifest is not None and "training" in manifest[1] and not has_images
     if not is_listed and (arrangement is None or not (arrangement.images and arrangement.labels)):
         return _list_by_id(labels), {}
@@ -173,7 +173,7 @@ def _list_by_id(folder: Path) -> dict[str, Path]:
     files = list_labels(folder)
     if not files:
         raise DataError(f"{folder} holds no volume; needed: a label map for each case, such as CASE.nii.gz")
-    if doubled := find_doubled(stem(path) for path in files):
+    if doubled := list_duplicates(stem(path) for path in files):
         same = [path.name for path in files if stem(path) == doubled[0]]
         raise DataError(f"{folder} holds {' and '.join(same)} of one case; keep one of them")
     return {stem(path): path for path in files}
@@ -210,7 +210,7 @@ def strip_id(case: str, channels: Sequence[str] = ()) -> str:
     return found[0] if found and found[0] else case
 
 
-def find_names(labels: str | Path, predictions: str | Path, names: str | None = None) -> Task | None:
+def load_label_names(labels: str | Path, predictions: str | Path, names: str | None = None) -> Task | None:
     """Return the labels of label maps as a task without cases; None if no source names them.
 
     Parameters
@@ -251,7 +251,7 @@ def _parse_names(text: str) -> dict[str, str]:
     pairs = [part.split("=", 1) for part in text.split(",")]
     if not all(len(pair) == 2 and pair[0].strip().isdigit() and pair[1].strip() for pair in pairs):
         raise DataError(f"labels are named as 1=liver,2=tumour, got {text!r}")
-    if doubled := find_doubled(str(int(value)) for value, _ in pairs):
+    if doubled := list_duplicates(str(int(value)) for value, _ in pairs):
         raise DataError(
             f"labels are named once each, as 1=liver,2=tumour, got {text!r}, which names {doubled[0]} twice"
         )
@@ -291,7 +291,7 @@ def evaluate_folders(
     predictions, labels : path
         A folder with a label map for each case, and one of the reference, a data set or a table; see `pair_files`.
     names : str, optional
-        Source of the label names; see `find_names`. By default also the values that occur.
+        Source of the label names; see `load_label_names`. By default also the values that occur.
     distances, tolerance, lesions
         Measurements; see `volseg.evaluation.scoring.choose_scoring`.
     needs_tolerance : bool
@@ -313,7 +313,7 @@ def evaluate_folders(
             f"{list_some(pairs.missing)}; predict them, or leave them out by --allow-missing"
             f"{_compare([stem(path) for path in pairs.surplus], pairs.missing)}"
         )
-    declared = find_names(labels, predictions, names)
+    declared = load_label_names(labels, predictions, names)
     task = declared or _find_values(pairs)
     scoring = choose_scoring(task.structures, task.name, distances=distances, tolerance=tolerance, lesions=lesions)
     if needs_tolerance and not scoring.tolerances:

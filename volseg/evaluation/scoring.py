@@ -31,7 +31,7 @@ from volseg.evaluation.lesions import LESIONS, MINIMUM_OVERLAP, match_lesions
 from volseg.evaluation.surfaces import DISTANCES, measure_surfaces
 from volseg.transforms.spacing import measure_sides
 
-__all__ = ["VOLUMES", "Scoring", "choose_scoring", "find_tolerance", "read_spacing"]
+__all__ = ["VOLUMES", "Scoring", "choose_scoring", "get_tolerance", "read_spacing"]
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def choose_scoring(
     """
     keys = {name: key for key, name in structures.items() if key != 0}
     if tolerance is None:
-        tolerance = find_tolerance(task_name)
+        tolerance = get_tolerance(task_name)
     by_name = (
         tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else dict.fromkeys(keys, tolerance)
     )
@@ -184,10 +184,10 @@ def read_spacing(affine: Tensor) -> tuple[tuple[float, float, float] | None, flo
 # an NSD at another tolerance is another number.
 
 
-def find_tolerance(task_name: str) -> float | None:
+def get_tolerance(task_name: str) -> float | None:
     """Return the tolerance in mm of a public task's NSD, by the task's name; None for another task.
 
-    >>> find_tolerance("Task04_Hippocampus"), find_tolerance("mine")
+    >>> get_tolerance("Task04_Hippocampus"), get_tolerance("mine")
     (1.0, None)
     """
     known = {task.name: task.manifest for task in list_public_tasks()}

@@ -35,9 +35,9 @@ __all__ = [
     "Summary",
     "collect_scores",
     "complete_summary",
+    "compute_median",
     "count_undefined",
     "evaluate_files",
-    "find_median",
     "format_summary",
     "read_names",
     "read_settings",
@@ -152,7 +152,7 @@ def complete_summary(
     return {
         **summary,
         "median": {
-            label: {name: find_median(scores[name][:, column]) for name in measured}
+            label: {name: compute_median(scores[name][:, column]) for name in measured}
             for column, label in enumerate(means)
         },
         "undefined": count_undefined(summary),
@@ -167,7 +167,7 @@ def complete_summary(
     }
 
 
-def find_median(scores: np.ndarray) -> float:
+def compute_median(scores: np.ndarray) -> float:
     """Return the median of what is a number, infinite values among it; NaN of nothing."""
     known = np.sort(scores[~np.isnan(scores)])
     if not known.size:

@@ -10,7 +10,7 @@ from volseg.data.readers import stem
 from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.summary import JUDGED, Summary, complete_summary, read_structure
 from volseg.files import replacing
-from volseg.formatting import UNITS, find_doubled, format_table, format_value
+from volseg.formatting import UNITS, format_table, format_value, list_duplicates
 
 __all__ = ["explain_scores", "name_cases", "scores_table", "write_cases"]
 
@@ -24,7 +24,7 @@ def name_cases(summary: Summary) -> list[str]:
         [stem(pair[side] or pair[1 - side] or f"case {number}") for number, pair in enumerate(files, 1)]
         for side in (0, 1)
     )
-    return predicted if find_doubled(true) else true
+    return predicted if list_duplicates(true) else true
 
 
 def scores_table(summary: Summary, names: Mapping[str, str], metrics: Collection[str] = TABULATED) -> str:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from volseg.experiment.own_components import load_components as load_components
     from volseg.experiment.own_components import register as register
     from volseg.experiment.plan_command import calibrate_words as calibrate_words
-    from volseg.experiment.plan_command import find_machine as find_machine
     from volseg.experiment.plan_command import plan_training as plan_training
     from volseg.experiment.plan_command import plan_volumes as plan_volumes
     from volseg.experiment.plan_command import plan_words as plan_words
+    from volseg.experiment.plan_command import resolve_machine as resolve_machine
     from volseg.experiment.predicting import predict as predict
     from volseg.experiment.predicting import serve_predictions as serve_predictions
     from volseg.experiment.profiling import profile_training as profile_training
@@ -60,7 +60,7 @@ _MODULES = {
     "experiment.kernel_worker": "serve_kernels",
     "experiment.launching": "count_workers train_on",
     "experiment.own_components": "REGISTRIES list_components load_components register",
-    "experiment.plan_command": "calibrate_words find_machine plan_training plan_volumes plan_words",
+    "experiment.plan_command": "calibrate_words resolve_machine plan_training plan_volumes plan_words",
     "experiment.predicting": "predict serve_predictions",
     "experiment.profiling": "profile_training",
     "experiment.quickstarting": "quickstart",

@@ -16,9 +16,9 @@ from volseg.errors import ConfigError
 from volseg.estimate.candidate import Candidate, Estimate
 
 __all__ = [
+    "build_candidate",
     "describe_estimate",
-    "find_candidate",
-    "find_estimate",
+    "get_estimate",
     "list_lines",
     "list_overrides",
     "list_smaller",
@@ -30,7 +30,7 @@ CLEARLY_LESS = 0.97
 """Factor of the failed candidate's tensor bytes; estimates above it count as no smaller."""
 
 
-def find_candidate(config: ExperimentConfig, plan: MeshPlan, num_devices: int) -> Candidate:
+def build_candidate(config: ExperimentConfig, plan: MeshPlan, num_devices: int) -> Candidate:
     """Return the candidate that a settled config runs.
 
     Parameters
@@ -141,7 +141,7 @@ def _list_cuts(tried: Candidate) -> Iterator[Candidate]:
 
 def rank_smaller(tried: Candidate, forecasts: Sequence[Estimate]) -> list[Estimate]:
     """Return the estimates that run and need clearly less memory than ``tried``, fastest first."""
-    failed = find_estimate(tried, forecasts)
+    failed = get_estimate(tried, forecasts)
     # Compare the bytes of tensors: torch has emptied its cache before it failed.
     most = None if failed is None or failed.memory is None else CLEARLY_LESS * failed.memory.used
     fitting = [
@@ -155,7 +155,7 @@ def rank_smaller(tried: Candidate, forecasts: Sequence[Estimate]) -> list[Estima
     return sorted(fitting, key=lambda each: (each.candidate.num_gpus != tried.num_gpus, each.seconds or 0.0))
 
 
-def find_estimate(candidate: Candidate, forecasts: Sequence[Estimate]) -> Estimate | None:
+def get_estimate(candidate: Candidate, forecasts: Sequence[Estimate]) -> Estimate | None:
     """Return the estimate of a candidate, with any kernels on one GPU, or None."""
     same = [each for each in forecasts if _is_same(each.candidate, candidate)]
     return next((each for each in same if each.candidate.kernels == candidate.kernels), same[0] if same else None)

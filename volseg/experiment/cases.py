@@ -15,7 +15,7 @@ from volseg.data.cache_folder import choose_cache_folder
 from volseg.data.case_cache import CaseCache
 from volseg.data.cases import Case, Task
 from volseg.data.checks import summarise_remarks
-from volseg.data.groups import find_cut_patients, find_groups, propose_groups
+from volseg.data.groups import assign_patients, list_split_patients, propose_groups
 from volseg.data.layouts import load_task
 from volseg.data.preparing import PreparedCases, prepare_together
 from volseg.data.reading_group import ALONE, Readers
@@ -257,7 +257,7 @@ def choose_split(config: ExperimentConfig, task: Task) -> Split:
     """
     wanted = config.split
     ids = [case["case"] for case in task.training]
-    groups = find_groups(task, wanted.group)  # an invalid group is refused for any split
+    groups = assign_patients(task, wanted.group)  # an invalid group is refused for any split
     if wanted.validation == "none":
         return Split(training=tuple(sorted(ids)), validation=())
     if (splits := list_given_splits(config, task)) is None:
@@ -292,9 +292,9 @@ def describe_patients(task: Task, group: str | None, split: Split, *, is_given: 
     Raises
     ------
     ConfigError, DataError
-        As `find_groups`.
+        As `assign_patients`.
     """
-    groups: Mapping[str, str] | None = find_groups(task, group)
+    groups: Mapping[str, str] | None = assign_patients(task, group)
     source = f"split.group: {group}"
     if group is None and (proposed := propose_groups(task)) is not None and proposed.evident:
         groups, source = proposed.patients, f"evident groups of the data set (split.group: {proposed.group})"
@@ -304,7 +304,7 @@ def describe_patients(task: Task, group: str | None, split: Split, *, is_given: 
     counted = f"{len({groups[name] for name in names})} patients of {len(names)} cases, by {source}"
     if not split.validation:
         return PatientReport(summary=counted)
-    if not (cut := find_cut_patients([split], groups)):
+    if not (cut := list_split_patients([split], groups)):
         return PatientReport(summary=f"{counted}; none trains and validates")
     if is_given:
         remedy = "the split is given and used unchanged; make another one if results need not be comparable"

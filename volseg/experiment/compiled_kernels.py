@@ -32,7 +32,7 @@ from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.tracing import tracing
 from volseg.estimate.work import Work
 from volseg.experiment.kernels import explain_slowness
-from volseg.experiment.network_plan import DataFacts, find_facts
+from volseg.experiment.network_plan import DataFacts, load_facts
 from volseg.experiment.training_work import at_size, describe_training
 from volseg.files import replacing
 from volseg.lifetime import bind_copy
@@ -112,7 +112,7 @@ def compile_kernels(
     is_fast = config.training.kernels in ("fast", "measured") or (
         config.training.kernels == "auto" and explain_slowness(config, dtype) is None and gpu.capability >= CAPABILITY
     )
-    described = describe_training(config, dtype, find_facts(config) if facts is None else facts)
+    described = describe_training(config, dtype, load_facts(config) if facts is None else facts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Not captured, since tracing a capture takes longer. A capture runs the kernels of the steps before it, except for
     # one that exchanges planes of slabs.
@@ -194,7 +194,7 @@ def compile_beforehand(
             "kernels are compiled by copies of this process, and it has begun to use CUDA, which they would not "
             "survive; compile them in a process of its own (volseg compile)"
         )
-    facts = find_facts(config, channels, classes)
+    facts = load_facts(config, channels, classes)
     has_driver, visible = count_gpus() > 0, os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd would initialise each visible GPU
     try:

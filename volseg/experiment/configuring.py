@@ -14,7 +14,7 @@ from volseg.config.commented import write_commented
 from volseg.config.json_schema import KINDS, KINDS_OF_FIELDS, describe_config, refer_to_schema
 from volseg.config.loading import load_config, require_sound_overrides
 from volseg.config.schema import ExperimentConfig
-from volseg.config.shipped import find_shipped
+from volseg.config.shipped import shipped_config_path
 from volseg.data import load_task
 from volseg.data.cases import Task
 from volseg.data.groups import propose_groups
@@ -268,7 +268,7 @@ def init_config(
     """
     output = Path(output)
     require_new(output, overwrite=overwrite)
-    config = load_config(find_shipped(like)) if like is not None else ExperimentConfig.model_validate(PLAIN)
+    config = load_config(shipped_config_path(like)) if like is not None else ExperimentConfig.model_validate(PLAIN)
     if data is not None:
         config = config.with_values(data={"root": Path(data)})
     head = [

@@ -29,7 +29,7 @@ from volseg.errors import VolsegError
 from volseg.estimate.candidate import Candidate
 from volseg.experiment.compiled_kernels import CompiledKernels, compile_kernels, note_path, write_note
 from volseg.experiment.own_components import components_arguments
-from volseg.parallel.devices import count_processes, find_local_rank
+from volseg.parallel.devices import count_processes, read_local_rank
 from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.processes.workers import WorkerPool, open_channel
 
@@ -145,7 +145,7 @@ def compile_for_training(config: ExperimentConfig, candidate: Candidate, device:
     device : torch.device
         Device of this process.
     """
-    if device.type != "cuda" or not can_compile() or find_local_rank() != 0:
+    if device.type != "cuda" or not can_compile() or read_local_rank() != 0:
         return KernelWorker()
     try:
         return KernelWorker(make_order(config, candidate, OwnGpu.find(device), count_processes()))

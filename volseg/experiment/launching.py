@@ -178,12 +178,12 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
         return [], num_gpus
     # These modules import what trains; so does tracing.
     from volseg.estimate.candidate import name_candidate
-    from volseg.experiment.plan_command import find_machine, list_settings, plan_training
+    from volseg.experiment.plan_command import list_settings, plan_training, resolve_machine
 
     # In this process, which has imported all modules. Forks query CUDA and trace steps: this process lives as long as
     # the training, and would hold memory of a GPU.
     try:
-        plan = plan_training(loaded, find_machine(num_gpus=num_gpus, here=True), numbers=False, forks=True)
+        plan = plan_training(loaded, resolve_machine(num_gpus=num_gpus, here=True), numbers=False, forks=True)
     except VolsegError as fault:
         logger.warning("parallel: auto leaves the processes to choose, as nothing could be forecast (%s)", fault)
         return [], num_gpus

@@ -12,7 +12,7 @@ from monai.data import MetaTensor
 
 from volseg.data.cases import Task
 from volseg.data.checks.kinds import KINDS
-from volseg.data.checks.volumes import find_grid_faults, find_image_faults
+from volseg.data.checks.volumes import check_grid, check_image_voxels
 from volseg.data.labels import measure_volumes
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.cases import find_previous_stage
@@ -118,7 +118,7 @@ class LoadedModel:
 
     def _require_sound(self, image: MetaTensor) -> None:
         """Raise all faults for which ``volseg predict`` refuses an image; warn of the rest."""
-        faults = [*find_grid_faults(image), *find_image_faults(image, self.task)]
+        faults = [*check_grid(image), *check_image_voxels(image, self.task)]
         name = image.meta.get("filename_or_obj", "the image")
         if bad := [fault.text for fault in faults if KINDS[fault.kind].severity == "bad"]:
             raise DataError(f"{name} {'; '.join(bad)}")

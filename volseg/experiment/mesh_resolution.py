@@ -20,7 +20,7 @@ from volseg.data.reading_group import ALONE, meet_readers
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.search import SURE, choose
 from volseg.estimate.step_memory import MemoryUse
-from volseg.experiment.alternatives import find_candidate, find_estimate, take_candidate
+from volseg.experiment.alternatives import build_candidate, get_estimate, take_candidate
 from volseg.experiment.building import build_objective, draw_batch
 from volseg.experiment.out_of_memory import is_out_of_memory
 from volseg.experiment.placed_network import build_model, build_plain_network
@@ -216,7 +216,7 @@ def _estimate_step(config: ExperimentConfig, plan: MeshPlan, device: torch.devic
         if gpus is None:
             return None
         answer = run_plan(config.with_mesh(plan), gpus)
-        found = find_estimate(find_candidate(config, plan, 1), answer.forecasts)
+        found = get_estimate(build_candidate(config, plan, 1), answer.forecasts)
         if found is not None and found.memory is not None:
             memory.append(found.memory)
             return [found.memory.total, answer.reserve]
@@ -299,7 +299,7 @@ def choose_by_estimate(
     if told is None:
         return None
     candidate = Candidate(**told["candidate"])
-    known = find_estimate(candidate, forecasts)
+    known = get_estimate(candidate, forecasts)
     return take_candidate(config, candidate, gpus.count), told["why"], None if known is None else known.memory
 
 

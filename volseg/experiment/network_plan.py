@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from volseg.config.catalogue import PublicTask, find_public_task
+from volseg.config.catalogue import PublicTask, get_public_task
 from volseg.config.schema import ExperimentConfig, NetworkConfig
 from volseg.data.cases import Case, Task
 from volseg.data.readers import read_affine
@@ -26,7 +26,7 @@ from volseg.models.networks import ISOTROPIC, complete_spec
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.transforms.spacing import Sides, depends_on_case, spacing_after
 
-__all__ = ["DataFacts", "NetworkPlan", "find_facts", "plan_for_spacing", "plan_network"]
+__all__ = ["DataFacts", "NetworkPlan", "load_facts", "plan_for_spacing", "plan_network"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def plan_network(config: ExperimentConfig, task: Task) -> NetworkPlan:
         If neither a case nor the preprocessing gives the size of voxels.
     """
     # Machines may hold the files in different forms.
-    d, h, w = json.loads(gather_over_processes([json.dumps(find_spacing(config, task))])[0])
+    d, h, w = json.loads(gather_over_processes([json.dumps(compute_spacing(config, task))])[0])
     return plan_for_spacing(config, (d, h, w))
 
 
@@ -90,7 +90,7 @@ def plan_for_spacing(config: ExperimentConfig, spacing: Sides) -> NetworkPlan:
     return NetworkPlan(spacing=spacing, network=json.loads(json.dumps(spec)))  # as a later read returns it
 
 
-def find_spacing(config: ExperimentConfig, task: Task) -> Sides:
+def compute_spacing(config: ExperimentConfig, task: Task) -> Sides:
     """Return the voxel sides after preprocessing: its target spacing, else the median of all cases with labels.
 
     The median covers the cases of all folds, so that the folds of a cross-validation train one network.
@@ -159,7 +159,7 @@ class DataFacts:
     """Source of these facts."""
 
 
-def find_facts(config: ExperimentConfig, channels: int | None = None, classes: int | None = None) -> DataFacts:
+def load_facts(config: ExperimentConfig, channels: int | None = None, classes: int | None = None) -> DataFacts:
     """Return the known facts of a config's data set.
 
     Parameters
@@ -183,7 +183,7 @@ def find_facts(config: ExperimentConfig, channels: int | None = None, classes: i
     if root.exists():
         task = read_task(config)
         known = _find_public(task.name)
-        return _with_sizes(task, find_spacing(config, task), known, f"the description in {root}")
+        return _with_sizes(task, compute_spacing(config, task), known, f"the description in {root}")
     known = _find_public(root.name)
     if known is None:
         raise DataError(
@@ -203,7 +203,7 @@ def _make_task(name: str, modalities: Sequence[str], labels: dict[int, str]) -> 
 
 def _find_public(name: str) -> PublicTask | None:
     try:
-        return find_public_task(name)
+        return get_public_task(name)
     except DataError:
         return None  # a data set of the user's own
 

@@ -148,7 +148,7 @@ def components_arguments() -> list[str]:
     """
     for kind, registry in REGISTRIES.items():
         for name in sorted(registry.registered):
-            source = registry.find_source(name)
+            source = registry.get_source(name)
             if source is not None and source.module is not None:
                 raise ConfigError(
                     f"{kind} {name!r} was registered by {source}, and processes that this one starts cannot know it; "
@@ -176,8 +176,8 @@ def list_components(kind: str | None = None) -> list[str]:
 
 
 def _describe_home(registry: Registry, name: str) -> str:
-    clash = registry.find_clash(name)
-    return f"CANNOT BE USED: {clash}" if clash else str(registry.find_source(name) or "built in")
+    clash = registry.describe_clash(name)
+    return f"CANNOT BE USED: {clash}" if clash else str(registry.get_source(name) or "built in")
 
 
 def _run_as(source: Source, path: Path, content: bytes) -> None:

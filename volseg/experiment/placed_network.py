@@ -22,7 +22,7 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.devices import (
     count_gpus,
-    find_current_device,
+    current_gpu_or_cpu,
     is_distributed,
     list_devices,
     list_gpus,
@@ -46,7 +46,7 @@ def choose_device(config: ExperimentConfig) -> torch.device:
     """
     if config.device == "cpu":
         return torch.device("cpu")
-    device = find_current_device()
+    device = current_gpu_or_cpu()
     if config.device == "cuda" and device.type != "cuda":
         raise ConfigError("device is cuda, but no GPU is visible; set device to auto or cpu")
     return device

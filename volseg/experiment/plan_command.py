@@ -12,19 +12,19 @@ import torch
 
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
-from volseg.estimate.calibration import calibrate, describe_kind, describe_machine, find_file, read_calibration
+from volseg.estimate.calibration import calibrate, describe_kind, describe_machine, rates_file_path, read_calibration
 from volseg.estimate.candidate import Candidate, Estimate, name_candidate
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, find_kind
-from volseg.estimate.instances import find_instance, find_links
+from volseg.estimate.instances import get_instance, get_links
 from volseg.estimate.planning import StepPlan, list_largest, plan_work
 from volseg.estimate.report import LargestRow, VolumesReport
 from volseg.estimate.search import GIB, describe_seconds
 from volseg.estimate.work import Work
 from volseg.experiment.building import check_components
-from volseg.experiment.network_plan import DataFacts, find_facts
-from volseg.experiment.training_work import Described, at_size, describe_training, find_freedom, find_reserve
-from volseg.parallel.devices import count_gpus, find_current_device
+from volseg.experiment.network_plan import DataFacts, load_facts
+from volseg.experiment.training_work import Described, at_size, describe_freedom, describe_training, estimate_reserve
+from volseg.parallel.devices import count_gpus, current_gpu_or_cpu
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.parallel.forking import ask_copy
 from volseg.planning import parse_memory
@@ -32,12 +32,12 @@ from volseg.workflow.precision import choose_dtype
 
 __all__ = [
     "calibrate_words",
-    "find_kind_here",
-    "find_machine",
     "list_settings",
+    "local_gpu_kind",
     "plan_training",
     "plan_volumes",
     "plan_words",
+    "resolve_machine",
 ]
 
 
@@ -62,7 +62,7 @@ def plan_training(
     machine : Machine
         Machine to plan for.
     channels, classes : int, optional
-        See `find_facts`.
+        See `load_facts`.
     facts : DataFacts, optional
         Facts of its data set, if they are known.
     only : callable, optional
@@ -128,14 +128,14 @@ def _describe(
     check_components(config)
     gpu = machine.gpu
     dtype = choose_dtype(config.training.precision, gpu.capability)
-    facts = find_facts(config, channels, classes) if facts is None else facts
+    facts = load_facts(config, channels, classes) if facts is None else facts
     described = describe_training(config, dtype, facts)
-    reserve, notes = find_reserve(described, machine.gpu_bytes)
+    reserve, notes = estimate_reserve(described, machine.gpu_bytes)
     d, h, w = described.rule.divisors
     planned = Planned(
         work=described.work,
         machine=machine,
-        free=find_freedom(config, dtype, has_fast_kernels=gpu.capability >= CAPABILITY),
+        free=describe_freedom(config, dtype, has_fast_kernels=gpu.capability >= CAPABILITY),
         reserve=reserve,
         times=config.training.accumulate / described.batches,
         resize=partial(_resize, described, machine),
@@ -147,7 +147,7 @@ def _describe(
 def _resize(described: Described, machine: Machine, sides: tuple[int, int, int]) -> tuple[Work, int]:
     """Return the step on patches of other sides, and the reserved bytes of a GPU for them."""
     resized = at_size(described, sides)
-    return resized.work, find_reserve(resized, machine.gpu_bytes)[0]
+    return resized.work, estimate_reserve(resized, machine.gpu_bytes)[0]
 
 
 def plan_words(
@@ -262,7 +262,7 @@ NEAR = 0.12
 """Share of the sold memory by which CUDA may report less."""
 
 
-def find_machine(
+def resolve_machine(
     *,
     num_gpus: int | None = None,
     gpu_memory: str | None = None,
@@ -297,7 +297,7 @@ def find_machine(
             "--here; got several of these"
         )
     if instance is not None:
-        named = find_instance(instance)
+        named = get_instance(instance)
         return replace(named, num_gpus=_take(num_gpus, named.num_gpus, str(named.instance)))
     if described:
         return _describe_machine(num_gpus or 1, gpu_memory, kind)
@@ -324,10 +324,10 @@ def _describe_machine(num_gpus: int, gpu_memory: str | None, kind: str | None) -
         gpu = min(KINDS.values(), key=lambda each: abs(each.memory / sold - 1))
     if size is None or 0 <= 1 - gpu.memory / size <= NEAR:  # CUDA reports less than is sold
         size = gpu.memory
-    return Machine(gpu=gpu, num_gpus=num_gpus, links=find_links(gpu), gpu_bytes=size)
+    return Machine(gpu=gpu, num_gpus=num_gpus, links=get_links(gpu), gpu_bytes=size)
 
 
-def find_kind_here(device: torch.device) -> GpuKind:
+def local_gpu_kind(device: torch.device) -> GpuKind:
     """Return the kind of this machine's GPU: with its measured calibration, else from the table of kinds.
 
     Raises
@@ -336,7 +336,7 @@ def find_kind_here(device: torch.device) -> GpuKind:
         If its kind is unknown and it has no calibration.
     """
     machine = describe_machine(device)
-    stored = read_calibration(find_file(machine["gpu"], machine["torch"]), machine)
+    stored = read_calibration(rates_file_path(machine["gpu"], machine["torch"]), machine)
     if stored is not None:
         return describe_kind(stored)
     try:
@@ -351,11 +351,11 @@ def _find_own_machine(num_gpus: int | None) -> Machine:
         raise ConfigError("--here plans for the GPUs of this machine, and none is visible; name others by --instance")
     gpu = ask_copy(_ask_kind)  # in a fork, so that this process can still fork to trace steps
     count = _take(num_gpus, count_gpus(), "this machine")
-    return Machine(gpu=gpu, num_gpus=count, links=find_links(gpu), gpu_bytes=gpu.memory)
+    return Machine(gpu=gpu, num_gpus=count, links=get_links(gpu), gpu_bytes=gpu.memory)
 
 
 def _ask_kind() -> GpuKind:
-    return find_kind_here(find_current_device())
+    return local_gpu_kind(current_gpu_or_cpu())
 
 
 def calibrate_words() -> str:
@@ -366,5 +366,5 @@ def calibrate_words() -> str:
     ConfigError
         If there is no GPU.
     """
-    kind = calibrate(find_current_device())
+    kind = calibrate(current_gpu_or_cpu())
     return f"{kind.name}: {kind.source}; --here and parallel: auto forecast by it"

@@ -19,7 +19,7 @@ from volseg.data.labels import format_colour_tables
 from volseg.data.layouts.channels import group_channels, name_image
 from volseg.data.layouts.files import list_images
 from volseg.data.layouts.table import TABLES, read_images
-from volseg.data.readers import find_suffix, list_files, name_files
+from volseg.data.readers import list_files, match_suffix, name_files
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.cases import find_previous_stage
 from volseg.experiment.launching import choose_gpus
@@ -29,7 +29,7 @@ from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.sources import Source, load_trained, path_of
 from volseg.experiment.trained import Trained
 from volseg.files import replacing, require_text
-from volseg.formatting import find_doubled, list_some
+from volseg.formatting import list_duplicates, list_some
 from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Channel, open_channel
 
@@ -279,7 +279,7 @@ def resolve_images(
     for path in map(Path, paths):
         if path.suffix.lower() in TABLES and path.is_file():
             cases.extend(read_images(path, modalities))
-        elif path.is_file() and find_suffix(path) is None and is_dicom(path):
+        elif path.is_file() and match_suffix(path) is None and is_dicom(path):
             dicom.append(path)
         elif path.is_dir() and not list_images(path):
             found = search_series(path)
@@ -301,7 +301,7 @@ def resolve_images(
     cases.extend(group_channels(loose, modalities))
     for case in cases:
         require_text([case["case"], *list_files(case["image"])], "an image to predict")
-    if doubled := find_doubled(case["case"] for case in cases):
+    if doubled := list_duplicates(case["case"] for case in cases):
         same = [name_files(case["image"]) for case in cases if case["case"] == doubled[0]]
         raise DataError(f"{' and '.join(same)} would both be written as {doubled[0]}.nii.gz; predict them apart")
     return cases

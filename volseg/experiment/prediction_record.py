@@ -16,7 +16,7 @@ from typing import Any
 from volseg.checkpointing.components import describe_components
 from volseg.data.cases import Case
 from volseg.data.json_files import parse_json
-from volseg.data.readers import find_suffix, list_files
+from volseg.data.readers import list_files, match_suffix
 from volseg.errors import ConfigError
 from volseg.evaluation.folders import RECORD
 from volseg.experiment.prediction_files import PredictionFiles
@@ -191,7 +191,7 @@ def _list_beside(image: Path) -> Iterator[Path]:
     """Yield the files of an image: of a DICOM series, for which one of its files may stand, those of its folder."""
     if image.is_dir():
         yield from image.iterdir()
-    elif find_suffix(image) is None:
+    elif match_suffix(image) is None:
         yield from (file for file in image.parent.iterdir() if file.is_file())
     else:
         yield image

@@ -19,15 +19,15 @@ from volseg.estimate.candidate import Candidate, name_candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.estimator import Machine
 from volseg.estimate.gpu_kinds import GpuKind
-from volseg.estimate.step_time import find_times
+from volseg.estimate.step_time import estimate_times
 from volseg.estimate.trace import KernelRun, StepTrace
-from volseg.experiment.alternatives import find_candidate
+from volseg.experiment.alternatives import build_candidate
 from volseg.experiment.building import check_components
 from volseg.experiment.kernels import explain_eager
 from volseg.experiment.mesh_resolution import join_processes
-from volseg.experiment.network_plan import DataFacts, find_facts, plan_for_spacing
+from volseg.experiment.network_plan import DataFacts, load_facts, plan_for_spacing
 from volseg.experiment.out_of_memory import explaining_memory
-from volseg.experiment.plan_command import find_machine
+from volseg.experiment.plan_command import resolve_machine
 from volseg.experiment.profiled_step import (
     BuiltTraining,
     WatchedSteps,
@@ -35,14 +35,14 @@ from volseg.experiment.profiled_step import (
     find_network,
     watch_steps,
 )
-from volseg.experiment.training_work import describe_training, find_freedom
+from volseg.experiment.training_work import describe_freedom, describe_training
 from volseg.files import replacing
 from volseg.parallel.devices import count_gpus, count_launched
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.profiling.kernels import PlacedWork, TimedKernel
 from volseg.profiling.places import PlaceWatch
 from volseg.profiling.report import DevicePeaks, ProfileReport
-from volseg.profiling.summing import as_kernels, find_device_times, sum_kinds, sum_layers
+from volseg.profiling.summing import as_kernels, sum_device_times, sum_kinds, sum_layers
 from volseg.profiling.table import advise, describe_limit
 from volseg.profiling.trace_file import read_trace, replace_replayed
 from volseg.profiling.work import PlacedRuns, list_work, place_work
@@ -115,7 +115,7 @@ def profile_training(
     num_gpus : int, optional
         Number of those GPUs; the config's number by default.
     channels, classes : int, optional
-        See `find_facts`.
+        See `load_facts`.
 
     Raises
     ------
@@ -132,9 +132,9 @@ def profile_training(
             "profile with --set training.kernels=fast or torch"
         )
     check_components(config)
-    facts = find_facts(config, channels, classes)
+    facts = load_facts(config, channels, classes)
     if gpu is not None:
-        return _forecast(config, facts, find_machine(num_gpus=num_gpus or config.parallel.num_gpus, kind=gpu))
+        return _forecast(config, facts, resolve_machine(num_gpus=num_gpus or config.parallel.num_gpus, kind=gpu))
     if num_gpus is not None:
         raise ConfigError(
             "--gpus says how many GPUs are forecast, which --gpu KIND names; leave one out or add the other"
@@ -149,10 +149,10 @@ def _follow(config: ExperimentConfig, facts: DataFacts, machine: Machine, num_gp
     gpu = machine.gpu
     dtype = choose_dtype(config.training.precision, gpu.capability)
     described = describe_training(config, dtype, facts)
-    free = find_freedom(config, dtype, has_fast_kernels=gpu.capability >= CAPABILITY)
+    free = describe_freedom(config, dtype, has_fast_kernels=gpu.capability >= CAPABILITY)
     stages = (config.parallel.pipeline or num_gpus) if config.parallel.model_strategy == "pipeline" else 1
     plan = config.mesh(max(1, num_gpus // stages))  # a process drives all stages of a pipeline
-    candidate = replace(find_candidate(config, plan, stages), kernels=free.kernels[0])
+    candidate = replace(build_candidate(config, plan, stages), kernels=free.kernels[0])
     watch = PlaceWatch(find_network)
     runs = PlacedRuns(watch)
 
@@ -178,7 +178,9 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
     # The cost of messages is the difference to a step with free messages: streams overlap.
     free = replace(machine.links, points={}, latency_s=0.0, bandwidth=math.inf)
     step, without = (
-        find_times(followed.traces, gpu, links, recorded=followed.recorded, stages=stages, micro_batches=pieces).seconds
+        estimate_times(
+            followed.traces, gpu, links, recorded=followed.recorded, stages=stages, micro_batches=pieces
+        ).seconds
         for links in (machine.links, free)
     )
     kernels, peaks = as_kernels(followed.work), compute_peaks(gpu, dtype)
@@ -262,7 +264,7 @@ def _follow_here(config: ExperimentConfig, facts: DataFacts) -> tuple[_Followed 
     """Return the work of a step on this machine's GPUs, or None with the reason."""
     machine = None
     try:
-        machine = find_machine(here=True)
+        machine = resolve_machine(here=True)
         return _follow(config, facts, machine, count_launched()), machine, []
     except VolsegError as fault:
         missing = "how fast this GPU can be" if machine is None else "what the layers compute and move"
@@ -295,7 +297,7 @@ def compute_peaks(gpu: GpuKind, dtype: torch.dtype) -> DevicePeaks:
 
 def _name_mesh(config: ExperimentConfig) -> str:
     count = count_launched()
-    name = name_candidate(find_candidate(config, config.mesh(count), 1))
+    name = name_candidate(build_candidate(config, config.mesh(count), 1))
     return name.replace("one GPU", "one device")
 
 
@@ -324,7 +326,7 @@ def _put_together(
     sending = [each for each in work if each.place.direction == "communication" and "_kernel" in each.name]
     exchanging = {number: sum(each.forecast or 0.0 for each in sending if each.device == number) for number in numbers}
     devices = tuple(
-        find_device_times(
+        sum_device_times(
             kernels,
             device=number,
             step=step,

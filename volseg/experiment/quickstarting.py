@@ -9,7 +9,7 @@ from shlex import quote
 from volseg.checkpointing.folder import RunFolder
 from volseg.commands import spell
 from volseg.config.loading import load_config, path_override
-from volseg.config.shipped import find_shipped
+from volseg.config.shipped import shipped_config_path
 from volseg.data.synthetic import make_task
 from volseg.experiment.predicting import predict
 from volseg.experiment.report import format_outcome
@@ -49,7 +49,7 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
     logger.info("data and run lie in %s; once it trains it may be stopped, and goes on by: %s", folder.path, go_on)
     root = make_task(folder.path / "data" / "Task00_Synthetic")
     places = [path_override("data.root", root), path_override("output", folder.path)]
-    config = load_config(find_shipped("quickstart"), [*overrides, *places])
+    config = load_config(shipped_config_path("quickstart"), [*overrides, *places])
     outcome = train(config)
     predict(folder, [root / "imagesTs"]).require_all()
     real = "task04_unet" if count_gpus() else "task04_cpu"  # both are shipped with volseg, and found by name

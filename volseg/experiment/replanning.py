@@ -36,7 +36,7 @@ from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.experiment.alternatives import (
     describe_estimate,
-    find_estimate,
+    get_estimate,
     list_lines,
     list_overrides,
     list_smaller,
@@ -54,8 +54,8 @@ from volseg.parallel.devices import (
     uses_gpus,
 )
 from volseg.parallel.processes.first_error import begin_all_anew
-from volseg.parallel.processes.group import decide_together, find_supervision, gather_over_processes
-from volseg.parallel.processes.progress import find_milestone
+from volseg.parallel.processes.group import decide_together, gather_over_processes, get_supervision
+from volseg.parallel.processes.progress import get_milestone
 
 __all__ = ["REPLANNED", "BeginAgain", "Replanned", "Replanning", "free_memory"]
 
@@ -222,10 +222,10 @@ class Replanning:
                 raise
             if not _is_of_step(self.config, cause):
                 raise OutOfMemoryError(
-                    f"{fault}. It was no training step ({find_milestone()}), so no other way to run one is suggested"
+                    f"{fault}. It was no training step ({get_milestone()}), so no other way to run one is suggested"
                 ) from cause
             said = describe_attempt(self.config, choose_device(self.config), cause)
-            failure = Failure(where=name_own_place(), at=str(find_milestone()), said=said, tried=self.tried)
+            failure = Failure(where=name_own_place(), at=str(get_milestone()), said=said, tried=self.tried)
             if self.config.parallel.on_oom != "replan" or self.replanned is not None:
                 raise OutOfMemoryError(self._explain(failure)) from cause
             self._go_on(failure)
@@ -233,7 +233,7 @@ class Replanning:
 
     def _go_on(self, failure: Failure) -> None:
         """Keep the failure for the next attempt, in this process or in the restarted processes."""
-        supervision = find_supervision()
+        supervision = get_supervision()
         if supervision is None or not is_distributed():
             self.failure = failure
             return
@@ -266,7 +266,7 @@ def free_memory() -> None:
 
 def _is_of_step(config: ExperimentConfig, cause: BaseException) -> bool:
     """Return whether the failed allocation was of a training step on its device."""
-    if not is_out_of_memory(cause) or find_milestone().phase != "train":
+    if not is_out_of_memory(cause) or get_milestone().phase != "train":
         return False
     if choose_device(config).type == "cpu":
         return True
@@ -325,7 +325,7 @@ def _list_ways(config: ExperimentConfig, failure: Failure, forecasts: Sequence[E
     if fitting := rank_smaller(failure.tried, forecasts):
         return fitting
     return [
-        find_estimate(each, forecasts) or Estimate(candidate=each, refused="less memory; how much is not known")
+        get_estimate(each, forecasts) or Estimate(candidate=each, refused="less memory; how much is not known")
         for each in list_smaller(failure.tried, config.patch.batch)
     ]
 

@@ -49,8 +49,8 @@ from volseg.monitoring.run_files import (
     HISTORY,
     STATUS,
     TIMES,
-    find_process_space,
     read_history,
+    read_process_namespace,
     read_status,
     read_times,
 )
@@ -293,7 +293,7 @@ class _Study:
             trial = self.study.ask(kinds)
         else:
             return None
-        owner = {"host": socket.gethostname(), "space": find_process_space(), "pid": getpid(), "since": time.time()}
+        owner = {"host": socket.gethostname(), "space": read_process_namespace(), "pid": getpid(), "since": time.time()}
         trial.set_user_attr("owner", owner)
         self._own[trial.number] = trial
         return trial
@@ -314,7 +314,7 @@ class _Study:
         owner = frozen.user_attrs.get("owner")
         if not owner:
             return True
-        is_here = (owner["host"], owner["space"]) == (socket.gethostname(), find_process_space())
+        is_here = (owner["host"], owner["space"]) == (socket.gethostname(), read_process_namespace())
         if is_here and (owner["pid"] == getpid() or not is_running(owner["pid"])):
             return True
         status = read_status(self._find_folder(frozen.number) / STATUS)

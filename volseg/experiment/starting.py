@@ -9,13 +9,13 @@ from typing import Any
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
-from volseg.data.groups import find_groups
+from volseg.data.groups import assign_patients
 from volseg.errors import CheckpointError
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.sources import read_weights
 from volseg.formatting import list_some
 from volseg.models import FitGrid, build_network
-from volseg.models.weights import WeightTransfer, find_followers, strip_prefixes, transfer_weights
+from volseg.models.weights import WeightTransfer, strip_prefixes, trace_dependent_dims, transfer_weights
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.state.random import own_random_numbers
 
@@ -72,7 +72,7 @@ class Start:
 
     def _find_seen(self, chosen: ChosenCases) -> set[str]:
         """Return the validation cases that trained the weights, or that share a patient with such a case."""
-        groups = find_groups(self.task, self.config.split.group) or {}
+        groups = assign_patients(self.task, self.config.split.group) or {}
         trained = self.weights.list_cases()
         patients = {groups[name] for name in trained if name in groups}
         validated = chosen.split.validation
@@ -84,10 +84,10 @@ class Start:
         values = self._choose_names(network)
         build = partial(build_network, config.network.spec(), patch_size=config.patch.size)
         with own_random_numbers([]):
-            stems = find_followers(
+            stems = trace_dependent_dims(
                 lambda number: build(in_channels=number, out_channels=task.num_outputs), task.num_inputs
             )
-            heads = find_followers(
+            heads = trace_dependent_dims(
                 lambda number: build(in_channels=task.num_inputs, out_channels=number), task.num_outputs
             )
         begun = weights.task

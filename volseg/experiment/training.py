@@ -19,7 +19,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.augmented import EpochBatches, GrowingBatches
 from volseg.data.cases import Task
 from volseg.data.preparing import PreparedCases
-from volseg.experiment.alternatives import find_candidate
+from volseg.experiment.alternatives import build_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.kernel_worker import compile_for_training
@@ -193,7 +193,7 @@ class _Run:
         Postprocessing.keep_largest(self.chosen.task, config.inference.keep_largest)
 
     def _note_candidate(self, config: ExperimentConfig, mesh: TrainingMesh) -> None:
-        self.replanning.tried = find_candidate(config, mesh.plan, count_devices(config, self.device))
+        self.replanning.tried = build_candidate(config, mesh.plan, count_devices(config, self.device))
 
     def _prepare(self) -> None:
         with self.signs.span("preparing"):

@@ -30,7 +30,14 @@ from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_optimizer, freeze_parts, list_frozen_norms
 from volseg.workflow.precision import Precision
 
-__all__ = ["Described", "at_size", "compute_validated_shape", "describe_training", "find_freedom", "find_reserve"]
+__all__ = [
+    "Described",
+    "at_size",
+    "compute_validated_shape",
+    "describe_freedom",
+    "describe_training",
+    "estimate_reserve",
+]
 
 FLOAT_BYTES, LABEL_BYTES = 4, 1
 
@@ -161,7 +168,7 @@ def _validate(config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, mo
         step(torch.zeros(shape, device=next(model.parameters()).device))
 
 
-def find_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kernels: bool) -> Freedom:
+def describe_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kernels: bool) -> Freedom:
     """Return the open settings of a config, and the kernels and captures of its training on a kind of GPU.
 
     Parameters
@@ -196,7 +203,7 @@ def _list_kernels(
 ) -> tuple[Literal["fast", "torch"], ...]:
     """Return the kernels on one GPU by the rule of `with_fast_kernels`, the preferred ones first.
 
-    Compiled kernels cannot be traced: torch's kernels replace them, and `find_reserve` adds a note.
+    Compiled kernels cannot be traced: torch's kernels replace them, and `estimate_reserve` adds a note.
     """
     match config.training.kernels:
         case "torch" | "compiled":
@@ -207,7 +214,7 @@ def _list_kernels(
     return ("fast", "torch") if pays else ("torch",)
 
 
-def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
+def estimate_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
     """Return the bytes of a GPU for uses other than the step, and notes about them.
 
     Parameters

@@ -34,7 +34,7 @@ from volseg.experiment.report import dice_table
 from volseg.experiment.sources import path_of, require_runs
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, open_run, require_keys
 from volseg.files import require_new
-from volseg.formatting import find_doubled
+from volseg.formatting import list_duplicates
 from volseg.inference.measured_postprocessing import Judged, MeasuredPostprocessing, measure_postprocessing
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.writing import write_prediction
@@ -257,7 +257,7 @@ def determine_postprocessing(source: str | Path) -> MeasuredPostprocessing:
     """
     runs = require_runs(source)
     judged = [case for run in runs for case in _list_judged(run)]
-    if doubled := find_doubled(case.case for case in judged):
+    if doubled := list_duplicates(case.case for case in judged):
         raise DataError(f"{doubled[0]} validates in two folds of {source}; it would count twice")
     task = runs[0].task()
     for run in runs[1:]:
@@ -297,7 +297,7 @@ def apply_postprocessing(
     files = list_images(folder) if folder.is_dir() else []
     if not files:
         raise DataError(f"{folder} is no folder of label maps; name the one that `volseg predict` wrote")
-    if doubled := find_doubled(stem(file) for file in files):
+    if doubled := list_duplicates(stem(file) for file in files):
         raise DataError(f"two label maps of {folder} would be written as {doubled[0]}.nii.gz; put them apart")
     require_new(*(output / f"{stem(file)}.nii.gz" for file in files), overwrite=overwrite)
     written = []

@@ -12,12 +12,12 @@ from volseg.data.cases import Case, Task
 from volseg.data.layouts import load_task
 from volseg.data.layouts.declared import read_manifest
 from volseg.data.layouts.files import list_labels
-from volseg.data.layouts.pairs import find_arrangement
+from volseg.data.layouts.pairs import detect_arrangement
 from volseg.data.layouts.table import TABLES
 from volseg.data.nifti import read_label_table
-from volseg.data.readers import find_suffix, stem
+from volseg.data.readers import match_suffix, stem
 from volseg.errors import ConfigError, DataError
-from volseg.evaluation.folders import RECORD, find_names, strip_id
+from volseg.evaluation.folders import RECORD, load_label_names, strip_id
 from volseg.experiment.building import choose_channel
 from volseg.experiment.predicting import resolve_images
 from volseg.experiment.prediction_files import SUFFIXES
@@ -124,7 +124,7 @@ def _show(case: Case, layers: Mapping[str, Path], **more: Any) -> ViewedCase:
 def _is_data_set(folder: Path) -> bool:
     if read_manifest(folder) is not None:
         return True
-    arrangement = find_arrangement(folder)
+    arrangement = detect_arrangement(folder)
     return arrangement is not None and bool(arrangement.images and arrangement.labels)
 
 
@@ -154,7 +154,7 @@ def _gather_predictions(folder: Path) -> _Shown:
         for name, image in sorted(list_predicted(folder).items())
         if name in files
     ]
-    return _Shown(cases=listed, task=find_names(folder, folder), folder=folder)
+    return _Shown(cases=listed, task=load_label_names(folder, folder), folder=folder)
 
 
 def _choose(cases: Sequence[ViewedCase], names: Sequence[str]) -> list[ViewedCase]:
@@ -191,8 +191,8 @@ def _read_names(labels: Sequence[Path]) -> Mapping[int, str]:
     """Return names of values, from a header's label table or from a data set's description near the files."""
     for path in labels:
         folder = path if path.is_dir() else path.parent
-        if path.is_file() and (find_suffix(path) or "").startswith(".nii") and (table := read_label_table(path)):
+        if path.is_file() and (match_suffix(path) or "").startswith(".nii") and (table := read_label_table(path)):
             return table
-        if (task := find_names(folder, folder)) is not None:
+        if (task := load_label_names(folder, folder)) is not None:
             return task.foreground
     return {}

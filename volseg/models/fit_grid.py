@@ -14,7 +14,7 @@ from volseg.device.module_internals import (
     PARAMETERS,
     load_from_state_dict,
 )
-from volseg.launched import find_launch
+from volseg.launched import read_launch
 from volseg.models.grids import GridRule, grid_rule
 
 __all__ = ["FitGrid"]
@@ -129,7 +129,7 @@ class FitGrid(nn.Module):
         if self._told:
             return
         self._told = True
-        if (launch := find_launch()) is None or launch.rank == 0:
+        if (launch := read_launch()) is None or launch.rank == 0:
             logger.warning(
                 "%s takes sides divisible by %s: volumes, such as one of %s voxels, are padded (to %s) and outputs "
                 "cropped",

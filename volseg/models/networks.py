@@ -143,7 +143,7 @@ def build_network(
     if NETWORKS.accepts(name, "spatial_dims"):
         fixed["spatial_dims"] = 3
     # A custom network may create any number of tensors and drop them.
-    is_bounded = NETWORKS.find_source(name) is None
+    is_bounded = NETWORKS.get_source(name) is None
     large = [value for value in list_values(completed) if isinstance(value, int) and abs(value) > LARGEST]
     if large and is_bounded:
         raise ConfigError(f"network {name} takes whole numbers up to {LARGEST}, got {large[0]}")

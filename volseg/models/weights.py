@@ -23,12 +23,12 @@ __all__ = [
     "NamedTensor",
     "WeightTransfer",
     "copy_parameters",
-    "find_followers",
-    "find_value",
+    "get_tensor",
     "list_tensors",
     "load_weights",
     "resolve_weights",
     "strip_prefixes",
+    "trace_dependent_dims",
     "transfer_weights",
 ]
 
@@ -89,9 +89,9 @@ def resolve_weights(
     """
     resolved: dict[str, Any] = copy.copy(values)  # type: ignore[arg-type]  # keeps the attribute _metadata
     for one in list_tensors(network):
-        value = find_value(values, one.names, one.tensor)
+        value = get_tensor(values, one.names, one.tensor)
         if average is not None and one.parameter_names:
-            averaged = find_value(average, one.parameter_names, one.tensor)
+            averaged = get_tensor(average, one.parameter_names, one.tensor)
             if (value is None) != (averaged is None):
                 what = "no average" if averaged is None else "only an average"
                 raise CheckpointError(
@@ -148,7 +148,7 @@ def strip_prefixes(values: Mapping[str, Any], known: Iterable[str]) -> Mapping[s
     return best
 
 
-def find_value(values: Mapping[str, Any], names: Iterable[str], tensor: Tensor) -> Any:
+def get_tensor(values: Mapping[str, Any], names: Iterable[str], tensor: Tensor) -> Any:
     """Return the value of a network's tensor from its names in ``values``; None if no name is there.
 
     Raises
@@ -214,7 +214,7 @@ class WeightTransfer:
     """Weights without a tensor in the network."""
 
 
-def find_followers(build: Callable[[int], nn.Module], number: int) -> Dims:
+def trace_dependent_dims(build: Callable[[int], nn.Module], number: int) -> Dims:
     """Return the tensors whose shapes follow a number, by building the network with another number.
 
     Parameters
@@ -270,7 +270,7 @@ def transfer_weights(
     weights, average : mapping
         A ``state_dict``, and the averages of its parameters, if there are any; see `resolve_weights`.
     stems, heads : mapping
-        Tensors that follow the number of channels, and of outputs; see `find_followers`.
+        Tensors that follow the number of channels, and of outputs; see `trace_dependent_dims`.
     renew_heads : bool
         Keep the initial heads even if the weights fit, because the labels have another meaning.
     strict : bool

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from volseg.checkpointing.state import EpochRecord
-from volseg.config.shipped import find_shipped
+from volseg.config.shipped import shipped_config_path
 from volseg.data.augmented import AugmentedBatches, EpochBatches, GrowingBatches
 from volseg.formatting import format_duration
 from volseg.workflow.hooks import Hook
@@ -71,7 +71,7 @@ class Duration(Hook):
             told,
             " ".join(f"--set {key}={value}" for key, value in SMALL.items()),
             format_duration(seconds * small),
-            find_shipped("task04_cpu"),
+            shipped_config_path("task04_cpu"),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from volseg.parallel.devices import list_gpus
-from volseg.version import __version__, find_version
+from volseg.version import __version__, installed_version
 
 __all__ = ["environment"]
 
@@ -23,7 +23,7 @@ def environment() -> dict[str, Any]:
         "volseg": __version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
-        "libraries": {name: find_version(name) for name in LIBRARIES},
+        "libraries": {name: installed_version(name) for name in LIBRARIES},
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in devices],

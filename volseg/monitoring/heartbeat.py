@@ -26,8 +26,8 @@ from volseg.parallel.processes.first_error import (
     await_first_error,
     reporting_first_error,
 )
-from volseg.parallel.processes.group import find_supervision
-from volseg.parallel.processes.progress import find_milestone
+from volseg.parallel.processes.group import get_supervision
+from volseg.parallel.processes.progress import get_milestone
 from volseg.signals import deferring_signals
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
@@ -140,7 +140,7 @@ class Heartbeat(Hook):
     def _report_failure(self, fault: BaseException) -> BaseException:
         """Write what the job ends by, and return it: a connection that broke says nothing of the process that died."""
         with deferring_signals():
-            first = await_first_error(fault, find_supervision())
+            first = await_first_error(fault, get_supervision())
             self._set_state("failed", f"{type(first).__name__}: {first}")
         return first
 
@@ -236,9 +236,9 @@ class Heartbeat(Hook):
         self._write()
 
     def _keep_up(self, ended: threading.Event) -> None:
-        seen = find_milestone().count
+        seen = get_milestone().count
         while not ended.wait(self._every_seconds):
-            now = find_milestone().count
+            now = get_milestone().count
             if now != seen:
                 seen = now
                 self._write()
@@ -276,14 +276,14 @@ class Heartbeat(Hook):
 
     def _describe(self) -> run_files.RunStatus:
         told: Mapping[str, Any] = {} if self._training is None else self._describe_training(self._training)
-        doing = self._message if self._state in run_files.ENDED else str(find_milestone())
+        doing = self._message if self._state in run_files.ENDED else str(get_milestone())
         return run_files.RunStatus(
             state=self._state,
             time=time.time(),
             started=self._begun,
             host=socket.gethostname(),
             pid=os.getpid(),
-            process_space=run_files.find_process_space(),
+            process_space=run_files.read_process_namespace(),
             message=doing,
             **told,
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from volseg.estimate.step_memory import MemoryUse
-from volseg.parallel.devices import find_rank, list_gpus, uses_gpus
+from volseg.parallel.devices import get_process_rank, list_gpus, uses_gpus
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
@@ -131,11 +131,11 @@ class FirstSteps(Hook):
         if self.estimate is not None:
             shown["memory/forecast_used_gib"] = self.estimate.used / GIB
             shown["memory/forecast_reserved_gib"] = self.estimate.reserved / GIB
-        if (error := self.find_error()) is not None:
+        if (error := self.compute_memory_error()) is not None:
             shown["memory/forecast_error_percent"] = 100 * error
         return shown
 
-    def find_error(self) -> float | None:
+    def compute_memory_error(self) -> float | None:
         """Return the estimate's error as a share of the measured memory; None if one of the two is missing."""
         if self.estimate is None or not self.readings:
             return None
@@ -157,7 +157,7 @@ class FirstSteps(Hook):
             return text
         return (
             f"{text}; estimate of a step: {self.estimate.reserved / GIB:.2f} GiB reserved and "
-            f"{self.estimate.used / GIB:.2f} GiB used ({self.find_error():+.1%})"
+            f"{self.estimate.used / GIB:.2f} GiB used ({self.compute_memory_error():+.1%})"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class FirstSteps(Hook):
             "measured": [asdict(reading) for reading in self.readings],
             "cases_bytes": self._beside,
             "forecast": None if self.estimate is None else asdict(self.estimate),
-            "error": self.find_error(),
+            "error": self.compute_memory_error(),
         }
 
 
@@ -187,7 +187,7 @@ class GpuMeter:
                 device=str(gpu),
                 used=counters["allocated_bytes"]["all"]["peak"],
                 reserved=counters["reserved_bytes"]["all"]["peak"],
-                process=find_rank(),
+                process=get_process_rank(),
             )
             for gpu, counters in self._read_counters().items()
         ]

@@ -35,9 +35,9 @@ __all__ = [
     "State",
     "append_history",
     "begin_history",
-    "find_process_space",
     "list_numbered",
     "read_history",
+    "read_process_namespace",
     "read_status",
     "read_times",
     "write_status",
@@ -221,7 +221,7 @@ def list_numbered(folder: Path, kinds: str = "fold") -> dict[int, Path]:
     return dict(sorted((int(match.group(1)), path) for path, match in found.items() if match))
 
 
-def find_process_space() -> str:
+def read_process_namespace() -> str:
     """Return a name of the space in which this system's process ids mean something; empty where it has none."""
     try:
         return os.readlink("/proc/self/ns/pid")

@@ -14,9 +14,9 @@ from typing import Any
 from volseg.errors import DataError
 from volseg.formatting import format_duration
 from volseg.lifetime import is_running
-from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, list_numbered, read_status
+from volseg.monitoring.run_files import STATUS, RunStatus, list_numbered, read_process_namespace, read_status
 
-__all__ = ["Look", "find_runs", "format_speed", "look_at", "parse_age"]
+__all__ = ["Look", "format_speed", "list_run_folders", "look_at", "parse_age"]
 
 CLOCKS_DIFFER_SECONDS = 30.0
 """Between the time that a status says and the one at which the disk got it, from which on it is told."""
@@ -89,7 +89,7 @@ class Look:
         return [*lines, *(f"  note    {remark}" for remark in self.remarks)]
 
 
-def find_runs(folder: str | Path) -> list[Path]:
+def list_run_folders(folder: str | Path) -> list[Path]:
     """Return the run folders at a path: itself, the folds of a cross-validation, or the trials of a search."""
     folder = Path(folder)
     if _is_run(folder):
@@ -116,7 +116,7 @@ def look_at(folder: str | Path) -> Look:
             f"the clock of {status.host} is {format_duration(abs(lag))} {way} the disk's, or the folder is a copy: the "
             "age may be wrong by as much"
         )
-    is_here = status.host == socket.gethostname() and status.process_space == find_process_space()
+    is_here = status.host == socket.gethostname() and status.process_space == read_process_namespace()
     is_gone = is_here and not status.has_ended and not is_running(status.pid)
     if is_gone:
         remarks.append(f"process {status.pid} is gone and said nothing; go on with the run by --resume")

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from volseg.errors import ConfigError
-from volseg.parallel.devices import find_local_rank
+from volseg.parallel.devices import read_local_rank
 from volseg.workflow.interrupts import request_stop
 
 __all__ = ["SpotNotices", "heeding_spot_notices"]
@@ -132,7 +132,7 @@ def heeding_spot_notices(
     stop : callable
         What to do at a notice.
     """
-    if spot == "none" or find_local_rank() != 0:
+    if spot == "none" or read_local_rank() != 0:
         yield
         return
     service, ended = SpotNotices(), threading.Event()

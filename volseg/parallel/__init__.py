@@ -5,7 +5,7 @@ The package imports only ``device`` and the errors of volseg, and works in any P
 
 from volseg.parallel.batches import from_slab, loads_batches, scatter_batch, slab_shape
 from volseg.parallel.compiled_network import CompiledNetwork
-from volseg.parallel.data_parallel import DataParallel, find_replicas
+from volseg.parallel.data_parallel import DataParallel, get_replicas
 from volseg.parallel.fast_kernels import FastKernels
 from volseg.parallel.fixed_order import RoundSums
 from volseg.parallel.mesh import Mesh, join_mesh
@@ -31,8 +31,8 @@ __all__ = [
     "ShardedVolume",
     "Share",
     "Spatial",
-    "find_replicas",
     "from_slab",
+    "get_replicas",
     "is_worker",
     "join_mesh",
     "launch",

@@ -48,7 +48,7 @@ from volseg.device.torch_internals import (
 )
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import check_network
-from volseg.parallel.norms import find_norm_of_batch
+from volseg.parallel.norms import name_batch_norm
 from volseg.parallel.state.description import opaque
 from volseg.parallel.state.module import REGISTRIES
 
@@ -76,7 +76,7 @@ class _Pieces:
         self.count += 1
         for part in graph.modules():
             if isinstance(part, fx.GraphModule):
-                found = (find_norm_of_batch(node.target, node.args, node.kwargs) for node in part.graph.nodes)
+                found = (name_batch_norm(node.target, node.args, node.kwargs) for node in part.graph.nodes)
                 self.norms.update(name for name in found if name is not None)
         compiled = compiler_internals.compile_graph(graph, inputs)
 
@@ -343,7 +343,7 @@ def refusing(name: str) -> Iterator[None]:
     """Raise torch.compile's errors in this block, forward or backward, as a `ParallelError` with the network's name."""
     try:
         yield
-    except compiler_internals.find_faults() as fault:
+    except compiler_internals.compile_errors() as fault:
         inner = getattr(fault, "inner_exception", fault)  # raised by a backend
         said = next((line.strip() for line in str(inner).splitlines() if line.strip()), type(inner).__name__)
         if "recompile_limit" in str(fault):

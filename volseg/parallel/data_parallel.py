@@ -37,7 +37,7 @@ from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.state.random import CommonSeeds, RandomState, mix, seeded
 from volseg.parallel.strategy import Strategy
 
-__all__ = ["DataParallel", "find_replicas"]
+__all__ = ["DataParallel", "get_replicas"]
 
 NUM_CHECKED = 2
 """Number of training passes that first compare the replicas: the first pass, and the pass after the first step."""
@@ -164,7 +164,7 @@ class DataParallel(ModelParallel):
         return f"{self.replicas.count} replicas on {self.replicas.num_processes} processes"
 
 
-def find_replicas(network: nn.Module) -> Replicas | None:
+def get_replicas(network: nn.Module) -> Replicas | None:
     """Return the replicas that share a network's batches; None without replicas."""
     return network.replicas if isinstance(network, DataParallel) else None
 

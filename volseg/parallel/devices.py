@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from volseg.device.gpus import count_gpus, uses_gpus
 from volseg.errors import ParallelError
-from volseg.launched import Launch, find_launch
+from volseg.launched import Launch, read_launch
 
 __all__ = [
     "computing_on",
@@ -21,10 +21,9 @@ __all__ = [
     "count_launched",
     "count_processes",
     "count_restarts",
-    "find_current_device",
-    "find_local_rank",
-    "find_own_device",
-    "find_rank",
+    "current_gpu_or_cpu",
+    "get_own_device",
+    "get_process_rank",
     "has_process_group",
     "is_distributed",
     "is_launched",
@@ -35,6 +34,7 @@ __all__ = [
     "name_own_place",
     "name_place",
     "note_restarts",
+    "read_local_rank",
     "require_devices",
     "require_visible",
     "stay_on_cpu",
@@ -57,7 +57,7 @@ def computing_on(device: torch.device) -> Iterator[None]:
 
 
 def _get_launch() -> Launch | None:
-    return find_launch() if _own_device is None else None
+    return read_launch() if _own_device is None else None
 
 
 def is_launched() -> bool:
@@ -104,13 +104,13 @@ def is_distributed() -> bool:
     return count_processes() > 1
 
 
-def find_local_rank() -> int:
+def read_local_rank() -> int:
     """Return the local rank that the launcher gave to this process; 0 without a launcher."""
     launch = _get_launch()
     return 0 if launch is None else launch.local_rank
 
 
-def find_rank() -> int:
+def get_process_rank() -> int:
     """Return this process's rank in the process group; 0 without one."""
     return dist.get_rank() if has_process_group() else 0
 
@@ -118,7 +118,7 @@ def find_rank() -> int:
 def is_main_process() -> bool:
     """Return whether this process writes files and shows progress; before the rendezvous by its launcher's rank."""
     launch = None if has_process_group() else _get_launch()
-    return find_rank() == 0 if launch is None else launch.rank == 0
+    return get_process_rank() == 0 if launch is None else launch.rank == 0
 
 
 def list_gpus() -> list[torch.device]:
@@ -140,9 +140,9 @@ def stay_on_cpu(wanted: bool) -> None:
     _on_cpu = wanted
 
 
-def find_own_device() -> torch.device:
+def get_own_device() -> torch.device:
     """Return the device of a launched process: the GPU of its local rank, or the CPU."""
-    return _own_device or _device_of(find_local_rank())
+    return _own_device or _device_of(read_local_rank())
 
 
 def _device_of(local_rank: int) -> torch.device:
@@ -159,11 +159,11 @@ def name_own_place() -> str:
     """Describe this process for messages."""
     launch = _get_launch()
     if launch is None:
-        return name_place(find_rank(), count_processes(), 0)
+        return name_place(get_process_rank(), count_processes(), 0)
     return name_place(launch.rank, launch.world_size, launch.local_rank)
 
 
-def find_current_device() -> torch.device:
+def current_gpu_or_cpu() -> torch.device:
     """Return torch's current GPU, or the CPU; a started group has set the process's own GPU as current."""
     return torch.device("cuda", torch.cuda.current_device()) if count_gpus() else torch.device("cpu")
 
@@ -188,7 +188,7 @@ def name_devices(devices: Sequence[str | int | torch.device] | None) -> list[tor
     named = [_name_device(device) for device in devices]
     if torch.device("cuda") in named and not count_gpus():
         raise ParallelError(f"devices names cuda, and no GPU is visible, got {devices!r}; name cpu")
-    return [find_current_device() if device == torch.device("cuda") else device for device in named]
+    return [current_gpu_or_cpu() if device == torch.device("cuda") else device for device in named]
 
 
 def _name_device(device: str | int | torch.device) -> torch.device:

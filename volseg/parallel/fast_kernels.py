@@ -9,7 +9,7 @@ from torch import nn
 from volseg.device import triton_tiles
 from volseg.device.torch_internals import left_out_of_compilation, tree_map_only
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.devices import find_current_device, name_devices
+from volseg.parallel.devices import current_gpu_or_cpu, name_devices
 from volseg.parallel.model_parallel import ModelParallel, check_network
 from volseg.parallel.spatial import ShardedVolume
 from volseg.parallel.state.module import remember
@@ -51,7 +51,7 @@ class FastKernels(ModelParallel):
         check_network(net)
         if device is None:
             held = next((parameter.device for parameter in net.parameters() if parameter.is_cuda), None)
-            device = held or find_current_device()
+            device = held or current_gpu_or_cpu()
         (chosen,) = name_devices([device])
         super().__init__(net, strategy="spatial", devices=[chosen])
         self.device = chosen

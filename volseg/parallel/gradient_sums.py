@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.device.first_order import first_order
-from volseg.device.gpus import find_address, is_gpu
+from volseg.device.gpus import get_address, is_gpu
 from volseg.device.graph import describe_plain
 from volseg.device.module_internals import get_parameters
-from volseg.device.streams import find_current_stream, make_stream, on_stream
+from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import GradientRoom, check_hooks, fill_buckets
@@ -186,7 +186,7 @@ class GradientSums:
         # Autograd runs a node's backward on the stream of its forward.
         if self._stream is None:
             return nullcontext()
-        self._stream.wait_stream(find_current_stream(self.device))
+        self._stream.wait_stream(current_gpu_stream(self.device))
         return self.beside()
 
     def beside(self) -> AbstractContextManager[Any]:
@@ -226,11 +226,11 @@ class _Guard:
         """Set the gradients that the parameters will get."""
         for key, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
-                self._expected[key] = find_address(gradient)
+                self._expected[key] = get_address(gradient)
 
     def check(self, key: int, gradient: Tensor) -> None:
         """Refuse any other gradient than the expected one."""
-        if self._expected.pop(key, None) != find_address(gradient):
+        if self._expected.pop(key, None) != get_address(gradient):
             raise ParallelError(
                 f"a parameter of shape {tuple(gradient.shape)} got a gradient that was not summed over the replicas: "
                 "it was used outside of the forward pass of DataParallel (a penalty on the weights, the network called "

@@ -36,7 +36,7 @@ from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.volume import ShardedVolume
 from volseg.parallel.state.description import is_opaque
 
-__all__ = ["check_norms", "check_script", "find_norm_of_batch", "norms_over_replicas"]
+__all__ = ["check_norms", "check_script", "name_batch_norm", "norms_over_replicas"]
 
 BATCH_NORMS = frozenset(
     {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"}
@@ -44,7 +44,7 @@ BATCH_NORMS = frozenset(
 """Functions behind `F.batch_norm`: called directly, each replica would use the statistics of its own samples."""
 
 
-def find_norm_of_batch(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+def name_batch_norm(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Return the name of a norm that reads all samples of a batch, or updates running statistics; otherwise None.
 
     Parameters
@@ -95,7 +95,7 @@ class _NormsOverReplicas(TorchFunctionMode):
                     "run the plain one (in a config training.kernels: torch)"
                 )
             return result
-        if name := find_norm_of_batch(func, args, kwargs):
+        if name := name_batch_norm(func, args, kwargs):
             kind = "InstanceNorm" if name == "instance_norm" else "BatchNorm"
             raise ParallelError(
                 f"torch's {name} is called for training; replicas support torch.nn.functional's, or a module ({kind})"
@@ -253,6 +253,6 @@ def _get_norm_of_script(script: Any) -> str | None:
     for graph, name in product(list_script_graphs(script), (*BATCH_NORMS, "instance_norm")):
         for node in graph.findAllNodes(f"aten::{name}"):
             given = [None if value.node().mustBeNone() else value.toIValue() is not False for value in node.inputs()]
-            if find_norm_of_batch(name, given, {}):
+            if name_batch_norm(name, given, {}):
                 return name
     return None

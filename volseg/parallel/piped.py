@@ -24,7 +24,7 @@ from volseg.device.module_internals import NormBase
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.followed_replicas import FollowedReplicas
-from volseg.parallel.norms import check_script, find_norm_of_batch
+from volseg.parallel.norms import check_script, name_batch_norm
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
 
@@ -177,6 +177,6 @@ class _NoNormsOfBatch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if name := find_norm_of_batch(func, args, kwargs):
+        if name := name_batch_norm(func, args, kwargs):
             raise _refuse_norm(f"the network calls {name} for training")
         return func(*args, **kwargs)

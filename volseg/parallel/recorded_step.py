@@ -23,7 +23,7 @@ from volseg.device.defragment import move_together
 from volseg.device.gpus import is_gpu
 from volseg.device.graph import RecordedFunction
 from volseg.device.record_policy import Recorder
-from volseg.device.streams import find_current_stream, make_stream, on_stream
+from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.errors import ParallelError
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.model_parallel import ModelParallel
@@ -129,7 +129,7 @@ class RecordedStep:
     def _run(self, *inputs: Any) -> Any:
         """Run the step on the recording's stream: autograd and NCCL keep the stream of their first use."""
         # Each stream waits for the other, here and at the next call, so memory that both use needs no record_stream.
-        current = find_current_stream(self.device)
+        current = current_gpu_stream(self.device)
         self._stream.wait_stream(current)
         with on_stream(self._stream):
             outputs = self.step(*inputs)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.gpus import find_readable, host_values
+from volseg.device.gpus import get_host_readable_device, host_values
 from volseg.device.torch_internals import gather_into
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import add_up, fold
@@ -141,7 +141,7 @@ class Replicas:
             If a number differs; names the first such number and its value on each process.
         """
         with host_values():
-            found = self.gather(torch.tensor(list(numbers.values()), device=find_readable(device))).tolist()
+            found = self.gather(torch.tensor(list(numbers.values()), device=get_host_readable_device(device))).tolist()
         for name, *values in zip(numbers, *found, strict=True):
             if len(set(values)) > 1:
                 raise ParallelError(f"the processes of the replicas must be given one {name}, got {values}")

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-__all__ = ["Interval", "NotedMoment", "Pass", "Timeline", "compute_idle_shares", "find_timeline"]
+__all__ = ["Interval", "NotedMoment", "Pass", "Timeline", "compute_idle_shares", "get_timeline"]
 
 Pass = Literal["forward", "backward"]
 
@@ -156,7 +156,7 @@ _watched: Timeline | None = None
 """Timeline of the process (autograd's threads share it)."""
 
 
-def find_timeline() -> Timeline | None:
+def get_timeline() -> Timeline | None:
     """Return the active timeline; None in nearly every step."""
     return _watched
 

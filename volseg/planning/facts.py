@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from volseg.config.catalogue import find_public_task
+from volseg.config.catalogue import get_public_task
 
 __all__ = ["CaseSizes", "Fingerprint", "Intensities", "published_fingerprint"]
 
@@ -107,7 +107,7 @@ def published_fingerprint(name: str) -> Fingerprint:
     DataError
         If there is no such task.
     """
-    manifest = find_public_task(name).manifest
+    manifest = get_public_task(name).manifest
     known = manifest["nnunet"]
     found, target = known["fingerprint"], [float(mm) for mm in known["spacing"]]
     resampled = found["median_shape_resampled"]

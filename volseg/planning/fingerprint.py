@@ -31,7 +31,7 @@ from torch import Tensor
 from volseg.data.cache_folder import choose_cache_folder
 from volseg.data.cases import Case, Task
 from volseg.data.checks import Finding, read_case, require_sound
-from volseg.data.file_digests import find_files
+from volseg.data.file_digests import list_image_files
 from volseg.data.json_files import read_json
 from volseg.data.readers import list_files
 from volseg.data.threads import map_in_threads
@@ -40,7 +40,7 @@ from volseg.files import replacing
 from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 from volseg.transforms.spacing import measure_sides
 
-__all__ = ["Taken", "find_places", "keep_fingerprint", "load_fingerprint", "take_fingerprint"]
+__all__ = ["Taken", "keep_fingerprint", "list_fingerprint_paths", "load_fingerprint", "take_fingerprint"]
 
 SAMPLES, SAMPLES_PER_CASE = 10_000_000, 200_000
 """Foreground voxels to draw: in all cases together, and at most in each case. nnU-Net draws ten times as many, which
@@ -225,7 +225,7 @@ def load_fingerprint(task: Task, *, skip_bad: bool = False) -> Taken | None:
     task, skip_bad
         As for `take_fingerprint`.
     """
-    for place in find_places(task):
+    for place in list_fingerprint_paths(task):
         if not place.is_file():
             continue
         try:
@@ -246,7 +246,7 @@ def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Pat
         "fingerprint": taken.fingerprint.to_json(),
     }
     refused: OSError | None = None
-    for place in find_places(task):
+    for place in list_fingerprint_paths(task):
         try:
             with replacing(place) as partial:
                 partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -257,7 +257,7 @@ def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Pat
     return None
 
 
-def find_places(task: Task) -> list[Path]:
+def list_fingerprint_paths(task: Task) -> list[Path]:
     """Return the possible paths of a data set's fingerprint, in the order of preference."""
     folder = choose_cache_folder("auto")
     assert folder is not None
@@ -288,7 +288,7 @@ def _describe_case_files(case: Case, task: Task) -> Iterator[list[Any]]:
 
 def _list_data_files(path: Path) -> list[Path]:
     try:
-        return find_files(path)
+        return list_image_files(path)
     except (OSError, ReaderError):  # absent or damaged: a bad case, which its reader reports
         return [path]
 

@@ -24,7 +24,7 @@ from volseg.device.torch_internals import (
     find_backward_node,
     find_backward_pass,
     find_next_node_number,
-    find_node_number,
+    get_node_number,
 )
 from volseg.profiling.kernels import LOSS, MARK, OPTIMIZER, OUTSIDE, StepPlace
 
@@ -101,7 +101,7 @@ class PlaceWatch:
         variable = getattr(node, "variable", None)  # a node that accumulates a parameter's gradient has no number
         if variable is not None:
             return self._parameters.get(id(variable), OUTSIDE)
-        return self.name_layer(find_node_number(node))
+        return self.name_layer(get_node_number(node))
 
     def _begin(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 (a hook's signature)
         network = None if module in self._names else self._find_network(module)

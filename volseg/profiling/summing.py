@@ -11,8 +11,8 @@ __all__ = [
     "Interval",
     "as_kernels",
     "count_overlap",
-    "find_device_times",
     "measure",
+    "sum_device_times",
     "sum_kinds",
     "sum_layers",
     "unite",
@@ -31,7 +31,7 @@ def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
     return found
 
 
-def find_device_times(
+def sum_device_times(
     kernels: Iterable[TimedKernel], *, device: int, step: float, steps: int = 1, exposed: float | None = None
 ) -> DeviceTimes:
     """Return the times in which a device computes, sends and waits in a step.

@@ -19,10 +19,10 @@ __all__ = [
     "LAYER_HEADER",
     "advise",
     "describe_limit",
-    "find_busiest",
-    "find_far",
     "format_seconds",
+    "get_busiest_device",
     "list_device_cells",
+    "list_far_from_bound",
     "list_kind_cells",
     "list_layer_cells",
     "name_bound",
@@ -133,7 +133,7 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
         console.print()
     if len(report.layers) > MOST_LAYERS:
         console.print(f"... and {len(report.layers) - MOST_LAYERS} more rows: -o FOLDER writes all, --json prints them")
-    far = find_far(report.layers)
+    far = list_far_from_bound(report.layers)
     if far:
         told = ", ".join(f"{make_printable(row.layer)} {row.direction} ({row.times_bound:.1f})" for row in far[:4])
         console.print(f"\nFarthest above their bound, in time: {told}; {len(far)} in all.", markup=False)
@@ -194,7 +194,7 @@ PLURALS = {
 
 def describe_limit(report: ProfileReport) -> str:
     """Return the limit of a step as a sentence, about the busiest device."""
-    device = find_busiest(report.devices)
+    device = get_busiest_device(report.devices)
     is_gpu = report.device != "cpu"
     name = "the GPU" if is_gpu else "the CPU"
     waits, exposed, computes = (seconds / device.step for seconds in (device.waiting, device.exposed, device.computing))
@@ -213,7 +213,7 @@ def describe_limit(report: ProfileReport) -> str:
     return f"{name} computes {computes:.0%} of the step{also}; {longest}"
 
 
-def find_busiest(devices: Sequence[DeviceTimes]) -> DeviceTimes:
+def get_busiest_device(devices: Sequence[DeviceTimes]) -> DeviceTimes:
     """Return the device that computes longest."""
     return max(devices, key=lambda each: each.computing)
 
@@ -224,7 +224,7 @@ def _find_batch_share(report: ProfileReport) -> float:
     For a GPU, at most the share in which the GPU waits: its host may wait for a batch while the GPU still computes.
     """
     share = (report.batch_seconds or 0.0) / report.step_seconds
-    device = find_busiest(report.devices)
+    device = get_busiest_device(report.devices)
     return share if report.device == "cpu" else min(share, device.waiting / device.step)
 
 
@@ -261,7 +261,7 @@ def _tell_nearness(row: KindRow, peaks: DevicePeaks | None) -> str:
     return f" at {share:.2f} of {where}"
 
 
-def find_far(layers: Sequence[LayerRow]) -> list[LayerRow]:
+def list_far_from_bound(layers: Sequence[LayerRow]) -> list[LayerRow]:
     """Return the layers that take more than `FAR` times their bound, sorted by the possible gain."""
     far = [row for row in layers if row.times_bound is not None and row.times_bound > FAR]
     return sorted(far, key=lambda row: -(row.seconds - (row.bound or 0.0)))
@@ -283,7 +283,7 @@ def _advise_batches(report: ProfileReport) -> str | None:
 
 
 def _advise_recording(report: ProfileReport) -> str | None:
-    device = find_busiest(report.devices)
+    device = get_busiest_device(report.devices)
     if report.device == "cpu" or report.recorded or device.waiting < MUCH * device.step:
         return None
     return (

@@ -12,10 +12,10 @@ from volseg.monitoring.run_files import list_numbered
 from volseg.reporting import content
 from volseg.reporting.reading import FEWEST, RunRecord, Scores, read_json, read_number, read_run, read_scores
 from volseg.reporting.resources import describe_time
-from volseg.reporting.run import describe_environment, find_state, name_components, show_cases
+from volseg.reporting.run import describe_environment, describe_run_state, name_components, show_cases
 from volseg.reporting.scores import describe_scores, tabulate_published
 
-__all__ = ["RESULTS", "CrossedRecord", "describe_crossed", "find_fold_folders", "read_crossed"]
+__all__ = ["RESULTS", "CrossedRecord", "describe_crossed", "list_fold_folders", "read_crossed"]
 
 RESULTS = "cross_validation.json"
 
@@ -37,7 +37,7 @@ class CrossedRecord:
     missing: list[str]
 
 
-def find_fold_folders(folder: Path) -> dict[int, Path]:
+def list_fold_folders(folder: Path) -> dict[int, Path]:
     """Return the run folders of the started folds."""
     return {number: path for number, path in list_numbered(folder).items() if (path / "config.yaml").is_file()}
 
@@ -47,7 +47,7 @@ def read_crossed(folder: str | Path) -> CrossedRecord:
     folder = Path(folder)
     missing: list[str] = []
     results = read_json(folder / RESULTS, missing, "the means over the folds")
-    folds = {number: read_run(path) for number, path in find_fold_folders(folder).items()}
+    folds = {number: read_run(path) for number, path in list_fold_folders(folder).items()}
     task = next((record.task for record in folds.values() if record.task), {})
     scores = read_scores(folder / "summary.json", task, missing)
     missing += [f"Fold {number}: {told}" for number, record in folds.items() for told in record.missing]
@@ -161,7 +161,7 @@ def _tabulate_folds(record: CrossedRecord) -> list[content.Block]:
         rows.append(
             [
                 f"fold {number}",
-                find_state(fold),
+                describe_run_state(fold),
                 str(len(fold.split["training"])),
                 str(len(fold.split["validation"])),
                 str(fold.history[-1].epoch) if fold.history else "-",

@@ -9,10 +9,10 @@ from volseg.profiling.table import (
     FAR,
     KIND_HEADER,
     LAYER_HEADER,
-    find_busiest,
-    find_far,
     format_seconds,
+    get_busiest_device,
     list_device_cells,
+    list_far_from_bound,
     list_kind_cells,
     list_layer_cells,
 )
@@ -38,7 +38,7 @@ def write_profile(report: ProfileReport, folder: str | Path) -> Path:
 def describe_profile(report: ProfileReport) -> content.ReportContent:
     """Return the report of a profile."""
     shape = " x ".join(map(str, report.shape))
-    device, far = find_busiest(report.devices), find_far(report.layers)
+    device, far = get_busiest_device(report.devices), list_far_from_bound(report.layers)
     return content.ReportContent(
         title=f"Profile of {report.name}",
         subtitle=f"{report.network}, {shape}, {report.precision}, {report.device}, {report.parallel}",

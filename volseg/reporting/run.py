@@ -14,7 +14,7 @@ from volseg.reporting.reading import RunRecord, Scores
 from volseg.reporting.resources import describe_kernels, describe_memory, describe_time_of_run
 from volseg.reporting.scores import choose_extremes, describe_scores, name_metric, tabulate_published
 
-__all__ = ["describe_environment", "describe_run", "find_state", "name_components", "show_cases"]
+__all__ = ["describe_environment", "describe_run", "describe_run_state", "name_components", "show_cases"]
 
 GIB = 2**30
 
@@ -42,7 +42,7 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
         State of the run, if the caller knows more than the files.
     """
     compose = content.Composer(record.missing)
-    state = state or find_state(record)
+    state = state or describe_run_state(record)
     scores = record.scores
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, state), warns=True),
@@ -103,7 +103,7 @@ def describe_environment(environment: Mapping[str, Any]) -> list[content.Block]:
     return [content.NamedValues({name: str(value) for name, value in facts.items() if value})]
 
 
-def find_state(record: RunRecord) -> str:
+def describe_run_state(record: RunRecord) -> str:
     """Return the final or last known state of a run."""
     if record.status is None:
         return "finished" if (record.folder / "report.md").exists() else "state unknown"

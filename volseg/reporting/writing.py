@@ -7,7 +7,7 @@ from volseg.errors import ConfigError
 from volseg.files import replacing
 from volseg.formatting import format_table
 from volseg.reporting.content import Block, Commands, Items, NamedValues, ReportContent, Text, TextTable
-from volseg.reporting.cross_validation import RESULTS, describe_crossed, find_fold_folders, read_crossed
+from volseg.reporting.cross_validation import RESULTS, describe_crossed, list_fold_folders, read_crossed
 from volseg.reporting.page import write_page
 from volseg.reporting.reading import read_run
 from volseg.reporting.run import describe_run
@@ -60,7 +60,7 @@ def write_brief(folder: str | Path, *, state: str | None = None, sections: Colle
 def _describe(folder: Path, state: str | None) -> ReportContent:
     if (folder / "config.yaml").is_file():
         return describe_run(read_run(folder), state)
-    if (folder / RESULTS).is_file() or find_fold_folders(folder):
+    if (folder / RESULTS).is_file() or list_fold_folders(folder):
         return describe_crossed(read_crossed(folder))
     if (folder / SEARCH).is_file():
         return describe_search(read_search(folder))

@@ -69,7 +69,7 @@ def build_preprocessing(
 
 def _build_step(component: Mapping[str, Any], fields: tuple[str, ...]) -> Callable[[Case], Case]:
     step: Callable[[Case], Case] = PREPROCESSING.build(component, fields=fields)
-    is_own = PREPROCESSING.find_source(component["name"]) is not None
+    is_own = PREPROCESSING.get_source(component["name"]) is not None
     return CheckedStep(step, component["name"], fields) if is_own else step
 
 

@@ -117,7 +117,7 @@ def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, t
         For an unknown name or parameter, or a loss that does not support the targets.
     """
     LOSSES.check(spec)
-    is_own = LOSSES.find_source(spec["name"]) is not None
+    is_own = LOSSES.get_source(spec["name"]) is not None
     weights = {"weight": torch.tensor(spec["weight"])} if isinstance(spec.get("weight"), list | tuple) else {}
     if targets is not None and not targets.is_plain:
         loss = _build_for(targets, {**spec, **weights})

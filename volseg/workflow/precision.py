@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from volseg.device.gpus import find_capability, is_gpu
+from volseg.device.gpus import get_capability, is_gpu
 from volseg.errors import ConfigError
 
 __all__ = ["PRECISIONS", "Precision", "PrecisionName", "choose_dtype"]
@@ -56,7 +56,7 @@ class Precision:
         if name == "fp16" and not is_gpu(device):
             raise ConfigError(f"precision fp16 needs a GPU, got device {device}; use fp32, bf16 or auto")
         # A query to the driver, so only if it is needed.
-        capability = find_capability(device) if name == "auto" and is_gpu(device) else None
+        capability = get_capability(device) if name == "auto" and is_gpu(device) else None
         return cls(device.type, choose_dtype(name, capability))
 
     def autocast(self) -> AbstractContextManager[None]:

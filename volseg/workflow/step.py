@@ -13,11 +13,11 @@ from volseg.data.cases import Batch
 from volseg.device.gpus import on_gpu
 from volseg.errors import BatchFieldError, ConfigError
 from volseg.parallel import ModelParallel, RecordedStep
-from volseg.parallel.data_parallel import DataParallel, find_replicas
+from volseg.parallel.data_parallel import DataParallel, get_replicas
 from volseg.parallel.devices import is_distributed
 from volseg.parallel.fixed_order import RoundSums, fold
 from volseg.parallel.replicas import Share
-from volseg.parallel.timeline import find_timeline
+from volseg.parallel.timeline import get_timeline
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective, require_mean_of_shares
 from volseg.workflow.precision import Precision
@@ -207,7 +207,7 @@ class TrainingStep:
                 fields, overlap = self.objective.compute({"case": cases, **tensors, **outputs})
             loss = fields["loss"] / gathered
         self.scaler.scale(loss if share is None else loss * share.weight).backward()
-        if (timeline := find_timeline()) is not None:
+        if (timeline := get_timeline()) is not None:
             timeline.end_pass()
         return {name: fields[name].detach() for name in self.objective.names}, overlap
 
@@ -232,7 +232,7 @@ def can_be_recorded(network: nn.Module, optimizer: Optimizer) -> bool:
         one = len({parameter.device for parameter in network.parameters()}) == 1
     on_gpus = all(on_gpu(parameter) for parameter in network.parameters())
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    together = is_cut_over_processes(network) or find_replicas(network) is not None or not is_distributed()
+    together = is_cut_over_processes(network) or get_replicas(network) is not None or not is_distributed()
     return one and on_gpus and fused and together
 
 

@@ -30,7 +30,7 @@ from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 from volseg.parallel import CompiledNetwork, FastKernels, ModelParallel
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.recorded_step import RecordedStep
-from volseg.parallel.verification.comparison import default_objective, eager_step, find_differences, observe
+from volseg.parallel.verification.comparison import compare_values, default_objective, eager_step, observe
 
 __all__ = ["BY_DEFAULT", "ROWS", "MeasuredStep", "Row", "check_exactness", "compare", "plot", "work"]
 
@@ -324,7 +324,7 @@ def worst(theirs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> d
     """Return the largest error of the outputs, of the gradients, and of all else, in either step."""
     found = {"outputs": 0.0, "gradients": 0.0, "others": 0.0}
     for one, other in zip(theirs, ours, strict=True):
-        for name, error in find_differences(one, other).errors.items():
+        for name, error in compare_values(one, other).errors.items():
             group = {"output": "outputs", "gradient": "gradients"}.get(name.partition(" ")[0], "others")
             found[group] = error if error != error else max(found[group], error)
     return found

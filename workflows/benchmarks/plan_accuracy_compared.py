@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from volseg.estimate.candidate import Candidate, Estimate, Freedom, list_candidates, relieve
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.instances import find_links
+from volseg.estimate.instances import get_links
 from volseg.estimate.search import choose, judge, search
 from volseg.estimate.step_memory import MemoryUse
 from volseg.estimate.work import Batch, Step, Work
@@ -90,7 +90,7 @@ def forecast_row(row: Row, gpu: str = "h200", gpu_bytes: int | None = None) -> E
     # A pipeline is cut by times that are measured when it starts: what is compared is the cut that was made.
     cuts = tuple(stage["begins"] for stage in row["partition"][1:]) if "partition" in row else None
     candidate = Candidate(**{name: row[name] for name in WAYS}, cuts=cuts)
-    links, memory = find_links(kind), gpu_bytes or kind.memory
+    links, memory = get_links(kind), gpu_bytes or kind.memory
     machine = Machine(gpu=kind, num_gpus=candidate.num_gpus, links=links, gpu_bytes=memory)
     planned = Planned(work=build_work(row), machine=machine)
     forecast = planned.follow(candidate)
@@ -302,7 +302,7 @@ def choose_of_several(row: Row, capacity: int) -> Estimate | None:
 def choose_on_one(row: Row, capacity: int) -> Estimate | None:
     """Return the forecast of what ``auto`` chooses on one GPU of so many bytes; None if nothing fits."""
     kind = find_kind("h200")
-    machine = Machine(gpu=kind, num_gpus=1, links=find_links(kind), gpu_bytes=capacity)
+    machine = Machine(gpu=kind, num_gpus=1, links=get_links(kind), gpu_bytes=capacity)
     planned = Planned(work=build_work(row), machine=machine, free=Freedom(kernels=("fast", "torch")))
     listed = list_candidates(1, row["batch"], row["patch"], planned.free)
     found = search(

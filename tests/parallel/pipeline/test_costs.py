@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.parallel.pipeline.observe.costs import Stopwatch, measure, observe_copy
-from volseg.parallel.pipeline.observe.trace import find_segments
+from volseg.parallel.pipeline.observe.trace import list_segments
 from volseg.parallel.pipeline.plan.memory import KeptActivation
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_every_segment_with_a_gradient_has_a_backward_time():
 def test_timing_sees_the_functions_that_recording_saw():
     net, x = Net(), torch.randn(2, 2, 8, 8)
     probe, trace, _ = observe_copy(net, (x,), {}, CPU)
-    found = find_segments(trace)
+    found = list_segments(trace)
     for _ in range(2):
         with torch.enable_grad(), Stopwatch(probe, found, CPU) as watch:
             probe(x)

@@ -8,8 +8,8 @@ from volseg.errors import PartitionError
 from volseg.parallel.pipeline.plan.balance import (
     EVEN,
     balance,
+    balance_stages,
     choose_quickest,
-    find_most_even,
     list_held,
     measure_unevenness,
     predict_ms,
@@ -131,7 +131,7 @@ def test_limits_hold_and_memory_is_the_least_of_the_quick_cuts(layers, activatio
 def test_most_even_is_the_least_of_all_cuts(layers, data):
     held = sum_runs([memory for _, _, memory in layers])
     stages = data.draw(st.integers(1, len(layers)))
-    assert max(list_held(held, find_most_even(held, stages))) == min(
+    assert max(list_held(held, balance_stages(held, stages))) == min(
         max(list_held(held, lengths)) for lengths in every_split(len(layers), stages)
     )
 

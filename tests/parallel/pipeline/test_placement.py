@@ -11,7 +11,7 @@ from volseg.parallel.pipeline.flow import transfer
 from volseg.parallel.pipeline.flow.placement import Location, PlacedRun, Placement, place
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
 from volseg.parallel.pipeline.observe.costs import observe_copy
-from volseg.parallel.pipeline.observe.trace import find_segments
+from volseg.parallel.pipeline.observe.trace import list_segments
 
 
 class Net(nn.Module):
@@ -56,7 +56,7 @@ def test_every_function_finds_its_tensors_on_its_stage(monkeypatch):
     net = Net()
     x, weight = torch.randn(2, 2, 4, 4, 4), torch.randn(())
     _, trace, _ = observe_copy(net, (x, weight), {}, torch.device("cpu"))
-    found = find_segments(trace)
+    found = list_segments(trace)
     placement = place(net, trace, [1] * len(found), [torch.device("cpu")] * len(found))
     # Selecting a device and its streams needs a driver.
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

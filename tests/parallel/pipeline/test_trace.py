@@ -1,4 +1,4 @@
-from volseg.parallel.pipeline.observe.trace import Call, Enter, Leave, Operation, Trace, find_segments
+from volseg.parallel.pipeline.observe.trace import Call, Enter, Leave, Operation, Trace, list_segments
 
 
 def forward(*events, outputs=()):
@@ -14,14 +14,14 @@ def layer(path, *operations, index=0, uses=(), guard=0):
 
 
 def paths(trace):
-    return [[call.path for call in segment.calls] for segment in find_segments(trace)]
+    return [[call.path for call in segment.calls] for segment in list_segments(trace)]
 
 
 def test_every_leaf_may_begin_a_stage_and_functions_belong_to_the_leaf_before():
     trace = forward(
         layer("a", Operation(0)), Operation(1, uses=(0,)), layer("b", Operation(2, uses=(1,)), uses=(1,)), outputs=(2,)
     )
-    first, second = find_segments(trace)
+    first, second = list_segments(trace)
     assert (first.operations, second.operations) == (range(2), range(2, 3))
     assert first.sends == (1,)
     assert second.sends == (2,)
@@ -29,7 +29,7 @@ def test_every_leaf_may_begin_a_stage_and_functions_belong_to_the_leaf_before():
 
 def test_states_belong_to_the_first_segment_that_reads_them():
     trace = forward(layer("a", Operation(0, states=("w",))), layer("b", Operation(1, states=("w", "v"))))
-    assert [segment.states for segment in find_segments(trace)] == [("w",), ("v",)]
+    assert [segment.states for segment in list_segments(trace)] == [("w",), ("v",)]
 
 
 def test_no_cut_between_making_memory_and_changing_it():

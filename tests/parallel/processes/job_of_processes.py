@@ -12,16 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from volseg.launched import find_launch
-from volseg.parallel.devices import count_restarts, find_rank
+from volseg.launched import read_launch
+from volseg.parallel.devices import count_restarts, get_process_rank
 from volseg.parallel.processes.first_error import begin_all_anew
-from volseg.parallel.processes.group import find_supervision, leave_processes, start_group
+from volseg.parallel.processes.group import get_supervision, leave_processes, start_group
 from volseg.parallel.processes.progress import report_progress
 
 
 def put_down(folder: str, name: str, value: Any) -> None:
     """Leave a line for the test in a file of this process."""
-    with Path(folder, f"{name}.{find_rank()}").open("a", encoding="utf-8") as file:
+    with Path(folder, f"{name}.{get_process_rank()}").open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")
 
 
@@ -51,10 +51,10 @@ def fail(mode: str, folder: str) -> None:
 
 def begin_anew_once(folder: str) -> None:
     """Begin anew with all others, as after a failure that the job survives."""
-    supervision = find_supervision()
+    supervision = get_supervision()
     if count_restarts() == 0 and supervision is not None:
         os.set_inheritable(os.open(folder, os.O_RDONLY), True)  # as a driver's file may be
-        begin_all_anew("no memory", supervision, {"TOLD": str(find_rank())})
+        begin_all_anew("no memory", supervision, {"TOLD": str(get_process_rank())})
 
 
 def is_open(folder: str) -> bool:
@@ -77,7 +77,7 @@ SHORT = ("hang", "read", "stay")
 
 def wait_for_imports(folder: str) -> None:
     """Wait until every process has imported torch: on a busy machine they differ by more than a short timeout."""
-    launch = find_launch()
+    launch = read_launch()
     assert launch is not None
     Path(folder, f"imported.{launch.rank}").touch()
     while len(list(Path(folder).glob("imported.*"))) < launch.world_size:
@@ -92,7 +92,7 @@ def main(mode: str, folder: str) -> None:
     put_down(folder, "told", [os.environ.get("TOLD"), is_open(folder)])
     if mode == "all anew":
         begin_anew_once(folder)
-    if find_rank() == dist.get_world_size() - 1:
+    if get_process_rank() == dist.get_world_size() - 1:
         fail(mode, folder)
     while mode == "stay":
         report_progress("train")

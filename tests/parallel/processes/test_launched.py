@@ -2,7 +2,7 @@
 
 import pytest
 
-from volseg.launched import find_launch, list_nodes
+from volseg.launched import list_nodes, read_launch
 
 TORCHRUN = {
     "RANK": "5",
@@ -26,27 +26,27 @@ STEP = {
 
 
 def test_torchruns_variables():
-    launch = find_launch(TORCHRUN)
+    launch = read_launch(TORCHRUN)
     assert (launch.rank, launch.local_rank, launch.world_size) == (5, 1, 8)
     assert (launch.address, launch.port, launch.has_store) == ("node7", 29500, True)
     assert (launch.run, launch.restarts) == ("seven", 2)
 
 
 def test_a_step_of_slurm_with_several_tasks():
-    launch = find_launch(STEP)
+    launch = read_launch(STEP)
     assert (launch.rank, launch.local_rank, launch.world_size) == (3, 1, 4)
     assert launch.address == "gpu08"
     assert 10_000 <= launch.port < 30_000
     assert not launch.has_store
-    assert launch.port != find_launch({**STEP, "SLURM_STEP_ID": "4"}).port
-    assert launch.port != find_launch({**STEP, "SLURM_JOB_ID": "4712"}).port
-    named = find_launch({**STEP, "MASTER_ADDR": "login", "MASTER_PORT": "29501"})
+    assert launch.port != read_launch({**STEP, "SLURM_STEP_ID": "4"}).port
+    assert launch.port != read_launch({**STEP, "SLURM_JOB_ID": "4712"}).port
+    named = read_launch({**STEP, "MASTER_ADDR": "login", "MASTER_PORT": "29501"})
     assert (named.address, named.port) == ("login", 29501)
-    assert find_launch({**STEP, "SLURM_RESTART_COUNT": "2"}).restarts == 2  # the job was queued again
+    assert read_launch({**STEP, "SLURM_RESTART_COUNT": "2"}).restarts == 2  # the job was queued again
 
 
 def test_torchrun_in_a_step_counts_first():
-    assert find_launch({**STEP, **TORCHRUN}).rank == 5
+    assert read_launch({**STEP, **TORCHRUN}).rank == 5
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_torchrun_in_a_step_counts_first():
     ids=["nothing", "shell of a batch script", "step of one task", "half of a step", "no local rank"],
 )
 def test_a_process_alone(environment):
-    assert find_launch(environment) is None
+    assert read_launch(environment) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from volseg.lifetime import is_running
 from volseg.parallel.processes import supervision as module
-from volseg.parallel.processes.progress import Milestone, find_milestone, report_progress
+from volseg.parallel.processes.progress import Milestone, get_milestone, report_progress
 from volseg.parallel.processes.supervision import Supervision, name_machine
 
 TIMEOUT = 1.0
@@ -156,9 +156,9 @@ def test_without_its_store_a_job_ends_after_a_while(monkeypatch):
 
 
 def test_progress():
-    before = find_milestone()
+    before = get_milestone()
     report_progress("train", 3, 17)
-    assert find_milestone().count == before.count + 1
-    assert str(find_milestone()) == "train, epoch 3, batch 17"
+    assert get_milestone().count == before.count + 1
+    assert str(get_milestone()) == "train, epoch 3, batch 17"
     report_progress("read", item="hippocampus_042")
-    assert str(find_milestone()) == "read, hippocampus_042"
+    assert str(get_milestone()) == "read, hippocampus_042"

@@ -16,7 +16,7 @@ from volseg.parallel.spatial.convolution import around
 from volseg.parallel.spatial.convolution import slab as slab_convolution
 from volseg.parallel.spatial.operators import planes
 from volseg.parallel.spatial.transport.pieces import join_pieces, pad_slabs, start_total, view_inside
-from volseg.parallel.spatial.transport.room import find_room
+from volseg.parallel.spatial.transport.room import get_halo_room
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]
 
@@ -219,7 +219,7 @@ def take_a_part(apart: bool) -> Any:
 
 def test_a_part_that_stands_apart_may_change_in_place() -> None:
     slab, _, part = take_a_part(apart=True)
-    assert find_room(part) == 0
+    assert get_halo_room(part) == 0
     part.mul_(3.0)
     part.sum().backward()
     assert torch.equal(slab.grad, F.pad(torch.full((1, 2, 3, 2, 2), 3.0), (0, 0, 0, 0, 1, 2)))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from volseg.errors import GridError, ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel, Report, verify
-from volseg.parallel.verification.comparison import compare, find_differences
+from volseg.parallel.verification.comparison import compare, compare_values
 
 SHAPE = (2, 1, 8, 4, 4)
 CPU = ["cpu"] * 2
@@ -449,13 +449,13 @@ def test_a_fault_of_the_plain_network_in_the_backward_pass_is_its_own():
 
 def test_nan_on_one_side_differs_and_on_both_does_not():
     nan, one = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0])
-    assert find_differences({"output 0": nan}, {"output 0": nan.clone()}).both_nan == ("output 0",)
-    assert not find_differences({"output 0": nan}, {"output 0": nan.clone()}).wrong
-    assert find_differences({"output 0": nan}, {"output 0": one}).wrong
-    assert find_differences({"output 0": one}, {"output 0": nan}).wrong
+    assert compare_values({"output 0": nan}, {"output 0": nan.clone()}).both_nan == ("output 0",)
+    assert not compare_values({"output 0": nan}, {"output 0": nan.clone()}).wrong
+    assert compare_values({"output 0": nan}, {"output 0": one}).wrong
+    assert compare_values({"output 0": one}, {"output 0": nan}).wrong
     inf = torch.tensor([1.0, float("inf")])
-    assert not find_differences({"output 0": inf}, {"output 0": inf.clone()}).wrong
-    assert find_differences({"output 0": inf}, {"output 0": -inf}).wrong
+    assert not compare_values({"output 0": inf}, {"output 0": inf.clone()}).wrong
+    assert compare_values({"output 0": inf}, {"output 0": -inf}).wrong
 
 
 def test_compare_leaves_alone_what_differed_from_the_start():

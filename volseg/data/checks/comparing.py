@@ -12,7 +12,7 @@ import numpy as np
 from volseg.data.cases import Case, Task
 from volseg.data.checks.facts import AXES, ChannelFacts, ComparedCase, ImageFacts, StructureFacts
 from volseg.data.checks.kinds import Finding
-from volseg.data.checks.outliers import FEWEST_CASES, RARE, find_odd_images, find_odd_labels, find_outliers
+from volseg.data.checks.outliers import FEWEST_CASES, RARE, find_outliers, report_odd_images, report_odd_labels
 from volseg.formatting import list_some
 
 __all__ = ["compare_cases", "describe_data"]
@@ -63,7 +63,7 @@ def compare_cases(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
     labelled = [fact for fact in facts if fact.label_counts]
     images = [(fact.case, fact.image) for fact in facts if fact.image is not None]
     unlike = _list_unlike_spacings(images)
-    odd = (*find_odd_labels(facts), *find_odd_images(facts, task))
+    odd = (*report_odd_labels(facts), *report_odd_images(facts, task))
     found = [
         *_compare_label_counts(labelled, task),
         *_list_same_labels(labelled, task),

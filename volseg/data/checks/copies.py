@@ -14,7 +14,7 @@ from volseg.data.checks.facts import ComparedCase, turn_upright
 from volseg.data.checks.kinds import Finding
 from volseg.data.readers import read_volume
 
-__all__ = ["find_copies"]
+__all__ = ["report_copies"]
 
 ALIKE = 0.6
 """Correlation of two thumbnails, after subtracting the mean thumbnail, from which a pair may be read again."""
@@ -44,7 +44,7 @@ ROWS = 256
 MIRRORINGS = tuple(axes for count in range(4) for axes in combinations(range(3), count))
 
 
-def find_copies(facts: Sequence[ComparedCase], digests: Mapping[str, str]) -> list[Finding]:
+def report_copies(facts: Sequence[ComparedCase], digests: Mapping[str, str]) -> list[Finding]:
     """Remark on both cases of each pair whose images are copies without being equal.
 
     Parameters

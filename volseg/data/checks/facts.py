@@ -20,7 +20,7 @@ __all__ = [
     "ComparedCase",
     "ImageFacts",
     "StructureFacts",
-    "find_axes",
+    "anatomical_axes",
     "measure",
     "turn_upright",
 ]
@@ -130,7 +130,7 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
     return replace(known, image=facts, label=shape, thumbnail=compute_thumbnail(first, *limits))
 
 
-def find_axes(volume: MetaTensor) -> tuple[list[int], list[bool]]:
+def anatomical_axes(volume: MetaTensor) -> tuple[list[int], list[bool]]:
     """Return the file's axes along right-left, front-back and head-feet, and whether each points left, back or down."""
     codes = nibabel.orientations.io_orientation(volume.affine.numpy())
     order = [int(axis) for axis in codes[:, 0].argsort()]
@@ -139,13 +139,13 @@ def find_axes(volume: MetaTensor) -> tuple[list[int], list[bool]]:
 
 def turn_upright(volume: MetaTensor, place: MetaTensor | None = None) -> np.ndarray:
     """Return the first channel with axes to the right, front and head, by the affine of ``place``; a view."""
-    order, turned = find_axes(volume if place is None else place)
+    order, turned = anatomical_axes(volume if place is None else place)
     channel: np.ndarray = volume.as_tensor()[0].permute(order).numpy()
     return channel[tuple(slice(None, None, -1 if is_turned else 1) for is_turned in turned)]
 
 
 def _measure_image(image: MetaTensor, label: MetaTensor | None, task: Task) -> ImageFacts:
-    order, _ = find_axes(image)
+    order, _ = anatomical_axes(image)
     steps = image.affine[:3, :3].norm(dim=0).tolist()
     shape, spacing = ([values[axis] for axis in order] for values in (image.shape[1:], steps))
     codes = nibabel.orientations.io_orientation(image.affine.numpy())

@@ -16,11 +16,11 @@ from volseg.formatting import list_some
 __all__ = [
     "Findings",
     "check_cases",
-    "find_leaks",
-    "find_same_images",
+    "group_equal_images",
     "inspect_cases",
     "refuse_held_out",
     "remark_on_same_images",
+    "report_leaks",
     "require_sound",
     "summarise_remarks",
 ]
@@ -109,7 +109,7 @@ def require_sound(
         raise DataError(f"{cases} case(s) cannot be used:\n{lines}\n{remedy}")
 
 
-def find_same_images(digests: Iterable[tuple[Case, str]]) -> list[list[Case]]:
+def group_equal_images(digests: Iterable[tuple[Case, str]]) -> list[list[Case]]:
     """Return the groups of cases with the same voxels, from pairs of a case and its digest."""
     cases: dict[str, list[Case]] = defaultdict(list)
     for case, digest in digests:
@@ -120,7 +120,7 @@ def find_same_images(digests: Iterable[tuple[Case, str]]) -> list[list[Case]]:
 def remark_on_same_images(digests: Iterable[tuple[Case, str]]) -> list[Finding]:
     """Remark on images that exist under several names."""
     remarks = []
-    for first, *rest in find_same_images(digests):
+    for first, *rest in group_equal_images(digests):
         crosses = any(("label" in first) != ("label" in case) for case in rest)
         also = f"also {list_some([case['case'] for case in rest])}"
         kind = "trains-and-tests" if crosses else "same-image"
@@ -143,7 +143,7 @@ def refuse_held_out(
         Name of the split, for the message.
     """
     refused: dict[str, list[Finding]] = {}
-    for same in find_same_images(digests):
+    for same in group_equal_images(digests):
         held_out = [case["case"] for case in same if case["case"] in validation]
         for case in same if held_out else ():
             if case["case"] not in validation:
@@ -155,7 +155,7 @@ def refuse_held_out(
     return refused
 
 
-def find_leaks(digests: Sequence[tuple[Case, str]], splits: Sequence[Split]) -> list[Finding]:
+def report_leaks(digests: Sequence[tuple[Case, str]], splits: Sequence[Split]) -> list[Finding]:
     """Return a problem of each case that trains in a fold in which its image validates."""
     found: dict[str, Finding] = {}
     for number, split in enumerate(splits):

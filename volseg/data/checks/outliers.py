@@ -22,7 +22,7 @@ from volseg.data.checks.borders import Texture
 from volseg.data.checks.facts import AXES, ComparedCase
 from volseg.data.checks.kinds import Finding
 
-__all__ = ["FEWEST_CASES", "RARE", "find_odd_images", "find_odd_labels", "find_outliers"]
+__all__ = ["FEWEST_CASES", "RARE", "find_outliers", "report_odd_images", "report_odd_labels"]
 
 FEWEST_CASES = 10
 """Cases that a statistic needs before one of them can be an outlier."""
@@ -161,14 +161,14 @@ TEXTURE_RULES = (
 )
 
 
-def find_odd_labels(facts: Sequence[ComparedCase]) -> Iterator[Finding]:
+def report_odd_labels(facts: Sequence[ComparedCase]) -> Iterator[Finding]:
     """Remark on labels whose size, shape or place in the volume is unlike that of the other cases."""
     labels = [(fact.case, fact.label) for fact in facts if fact.label is not None]
     for rule in LABEL_RULES:
         yield from _apply(rule, labels, "label")
 
 
-def find_odd_images(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
+def report_odd_images(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
     """Remark on images whose voxels are unlike those of the other cases."""
     for index, modality in enumerate(task.modalities):
         where = f"{modality}, " if task.num_channels > 1 else ""

@@ -13,12 +13,12 @@ import numpy as np
 
 from volseg.data.cases import Case, Task
 from volseg.data.checks.borders import CELLS, MOVES, LabelShape, Move, coarsen, describe_border, pool, take_profile
-from volseg.data.checks.facts import AXES, ComparedCase, find_axes, turn_upright
+from volseg.data.checks.facts import AXES, ComparedCase, anatomical_axes, turn_upright
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.outliers import RARE
 from volseg.data.readers import read_label, read_volume
 
-__all__ = ["BorderModel", "find_displaced"]
+__all__ = ["BorderModel", "report_displaced_labels"]
 
 FEWEST_PLACED = 20
 """Cases that a model of the border needs."""
@@ -138,7 +138,7 @@ def _fit(values: np.ndarray, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
     return middle, 1.4826 * np.nanmedian(np.abs(values - middle), axis=0) + tolerance
 
 
-def find_displaced(facts: Sequence[ComparedCase], found: Sequence[Finding], task: Task) -> Iterator[Finding]:
+def report_displaced_labels(facts: Sequence[ComparedCase], found: Sequence[Finding], task: Task) -> Iterator[Finding]:
     """Remark on labels that fit another place, or another case's image, much better than their own.
 
     Parameters
@@ -233,7 +233,7 @@ def _read_coarse(case: Case, task: Task) -> tuple[np.ndarray, np.ndarray, np.nda
     image = read_volume(case["image"])
     label = read_label(case["label"], image, task)
     coarse, steps = pool(turn_upright(label, image) > 0)
-    order, _ = find_axes(image)
+    order, _ = anatomical_axes(image)
     sides = image.affine[:3, :3].norm(dim=0).numpy()[order] * steps
     return coarsen(turn_upright(image)), coarse, sides
 

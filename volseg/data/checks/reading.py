@@ -13,11 +13,11 @@ from volseg.data.checks.kinds import KINDS, Finding
 from volseg.data.checks.volumes import (
     Fault,
     LabelValues,
+    check_grid,
+    check_image_voxels,
+    check_label_place,
+    check_label_voxels,
     count_values,
-    find_grid_faults,
-    find_image_faults,
-    find_label_faults,
-    find_place_fault,
     holds_labels_only,
     resembles_labels,
 )
@@ -71,12 +71,12 @@ def read_case(case: Case, task: Task, *, digests: bool = True) -> CheckedCase:
     values: LabelValues | None = None
 
     def check_image(image: MetaTensor) -> Iterator[Fault]:
-        return find_image_faults(image, task)
+        return check_image_voxels(image, task)
 
     def check_label(label: MetaTensor) -> Iterator[Fault]:
         nonlocal values
         values = count_values(label.as_tensor())
-        return find_label_faults(label, values, task, case)
+        return check_label_voxels(label, values, task, case)
 
     def read_own_label(files: Files) -> MetaTensor:
         return read_label(files, volumes.get("image", case.get("image")), task)
@@ -117,7 +117,7 @@ def _read_field(
 
     try:
         volume = read(case[name])
-        faults = [*find_grid_faults(volume), *check(volume)]
+        faults = [*check_grid(volume), *check(volume)]
     except DataError as fault:
         return bad(_name_fault(fault, files), str(fault))
     except MemoryError:
@@ -150,7 +150,7 @@ def _compare_fields(
     """Return the findings; a comparison of image and label replaces the findings of each by itself."""
     image, label = volumes.get("image"), volumes.get("label")
     if image is not None and label is not None:
-        if fault := find_place_fault(image, label):
+        if fault := check_label_place(image, label):
             found = [*found, _describe(case, "label", fault)]
         values = [finding for finding in found if finding.kind in LABEL_VALUES]
         if digests and digests["image"] == digests["label"]:

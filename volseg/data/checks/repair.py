@@ -31,7 +31,7 @@ from volseg.data.cases import Case, Task
 from volseg.data.checks.kinds import KINDS, Finding
 from volseg.data.checks.reading import read_case
 from volseg.data.checks.task import TaskCheck
-from volseg.data.checks.volumes import ROUNDED_VALUE, find_grid_faults
+from volseg.data.checks.volumes import ROUNDED_VALUE, check_grid
 from volseg.data.itk import simpleitk
 from volseg.data.readers import list_files, read_label, read_volume, stem
 from volseg.data.splits import Split, write_splits
@@ -254,7 +254,7 @@ def _align_forms(file: Path) -> list[str]:
 
     Only the header is written again: the voxels keep their bytes.
     """
-    found = [fault.kind for fault in find_grid_faults(read_volume(file)) if fault.kind in FORMS]
+    found = [fault.kind for fault in check_grid(read_volume(file)) if fault.kind in FORMS]
     if found:
         is_packed = file.suffix.lower() == ".gz"
         content = gzip.decompress(file.read_bytes()) if is_packed else file.read_bytes()

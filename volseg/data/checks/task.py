@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from volseg.data.cases import Case, Task
 from volseg.data.checks.comparing import compare_cases, describe_data
-from volseg.data.checks.copies import find_copies
+from volseg.data.checks.copies import report_copies
 from volseg.data.checks.facts import ComparedCase, measure
-from volseg.data.checks.findings import find_leaks, find_same_images, remark_on_same_images, summarise_kind
+from volseg.data.checks.findings import group_equal_images, remark_on_same_images, report_leaks, summarise_kind
 from volseg.data.checks.kinds import Finding
-from volseg.data.checks.placing import find_displaced
+from volseg.data.checks.placing import report_displaced_labels
 from volseg.data.checks.reading import CheckedCase, read_case
-from volseg.data.groups import find_cut_patients, find_groups, propose_groups
+from volseg.data.groups import assign_patients, list_split_patients, propose_groups
 from volseg.data.readers import list_files
 from volseg.data.splits import Split, folds
 from volseg.data.threads import Allowance, map_in_threads
@@ -185,13 +185,13 @@ def check_task(
         if progress is not None:
             progress()
     trained = [(case, digest) for case, digest in digests if "label" in case]
-    leaks = find_leaks(trained, splits)
+    leaks = report_leaks(trained, splits)
     leaking = {leak.case for leak in leaks}
     doubles = [one for one in remark_on_same_images(digests) if one.kind != "same-image" or one.case not in leaking]
     findings += [*leaks, *doubles, *of_patients, *compare_cases(facts, task)]
-    findings += find_copies(facts, {case["case"]: digest for case, digest in digests})
-    findings += list(find_displaced(facts, findings, task))
-    same = [[case["case"] for case in several] for several in find_same_images(trained)]
+    findings += report_copies(facts, {case["case"]: digest for case, digest in digests})
+    findings += list(report_displaced_labels(facts, findings, task))
+    same = [[case["case"] for case in several] for several in group_equal_images(trained)]
     return TaskCheck(
         task=task,
         cases=cases,
@@ -242,9 +242,9 @@ def check_patients(
     Raises
     ------
     ConfigError, DataError
-        As `find_groups`.
+        As `assign_patients`.
     """
-    groups: Mapping[str, str] | None = find_groups(task, group)
+    groups: Mapping[str, str] | None = assign_patients(task, group)
     if group is None and (proposed := propose_groups(task)) is not None:
         groups = proposed.patients if proposed.evident else None
         if groups is None or not splits:
@@ -258,5 +258,5 @@ def check_patients(
             f"is of patient {cut.patient}, and so is {cut.validation}, which validates in fold {cut.fold}",
             "patient-cut",
         )
-        for cut in find_cut_patients(splits, groups or {})
+        for cut in list_split_patients(splits, groups or {})
     ]

@@ -19,11 +19,11 @@ __all__ = [
     "ROUNDED_VALUE",
     "Fault",
     "LabelValues",
+    "check_grid",
+    "check_image_voxels",
+    "check_label_place",
+    "check_label_voxels",
     "count_values",
-    "find_grid_faults",
-    "find_image_faults",
-    "find_label_faults",
-    "find_place_fault",
     "holds_labels_only",
     "measure_agreement",
     "resembles_labels",
@@ -86,7 +86,7 @@ class LabelValues:
     """Largest distance from an integer."""
 
 
-def find_grid_faults(volume: MetaTensor) -> Iterator[Fault]:
+def check_grid(volume: MetaTensor) -> Iterator[Fault]:
     """Yield faults of a volume's place."""
     shape, sform = tuple(volume.shape[1:]), volume.affine.numpy()
     spacing = np.linalg.norm(sform[:3, :3], axis=0)
@@ -120,7 +120,7 @@ def _list_lengths(lengths: Iterable[float]) -> str:
     return " x ".join(f"{length:.4g}" for length in lengths)
 
 
-def find_image_faults(image: MetaTensor, task: Task) -> Iterator[Fault]:
+def check_image_voxels(image: MetaTensor, task: Task) -> Iterator[Fault]:
     """Yield faults of an image's voxels."""
     channels = image.as_tensor()
     if len(channels) != task.num_channels:
@@ -148,7 +148,7 @@ def find_image_faults(image: MetaTensor, task: Task) -> Iterator[Fault]:
             yield Fault("same-channels", f"channels {one} and {other}", other)
 
 
-def find_label_faults(label: MetaTensor, values: LabelValues | None, task: Task, case: Case) -> Iterator[Fault]:
+def check_label_voxels(label: MetaTensor, values: LabelValues | None, task: Task, case: Case) -> Iterator[Fault]:
     """Yield faults of a label map's voxels; ``values`` is the result of `count_values`."""
     voxels = label.as_tensor()
     if len(voxels) != 1:
@@ -261,7 +261,7 @@ def measure_agreement(labels: np.ndarray) -> float:
     return same / pairs if pairs >= FEWEST_PAIRS else math.nan
 
 
-def find_place_fault(image: MetaTensor, label: MetaTensor) -> Fault | None:
+def check_label_place(image: MetaTensor, label: MetaTensor) -> Fault | None:
     """Return the fault of a label's place on its image's voxels, or None."""
     grid, other = Grid.of(image), Grid.of(label)
     misplaced = grid.fault_of(other, "image")

@@ -13,7 +13,7 @@ from volseg.data.cases import Task
 from volseg.data.layouts.declared import MANIFESTS, read_manifest
 from volseg.data.layouts.msd import load_msd
 from volseg.data.layouts.nnunet import load_nnunet
-from volseg.data.layouts.pairs import IMAGE_FOLDERS, LABEL_FOLDERS, TEST_FOLDERS, find_arrangement, load_pairs
+from volseg.data.layouts.pairs import IMAGE_FOLDERS, LABEL_FOLDERS, TEST_FOLDERS, detect_arrangement, load_pairs
 from volseg.data.layouts.table import TABLES, load_table
 from volseg.errors import DataError
 from volseg.files import require_text
@@ -48,7 +48,7 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
     if manifest is not None and {"file_ending", "dataset"} & manifest[1].keys() and "training" not in manifest[1]:
         return load_nnunet(*manifest, require_files=require_files)
     listed = manifest is not None and "training" in manifest[1]
-    if not listed and (arrangement := find_arrangement(place)) is not None:
+    if not listed and (arrangement := detect_arrangement(place)) is not None:
         return load_pairs(place, arrangement, manifest, require_files=require_files)
     assert manifest is not None, "a folder that find_task returned"
     return load_msd(*manifest, require_files=require_files)
@@ -81,7 +81,7 @@ def find_task(root: str | Path) -> Path:
     # A described data set comes first: its files may have any names.
     if found := _search_near(root, lambda folder: any((folder / name).is_file() for name in MANIFESTS)):
         return found
-    if found := _search_near(root, lambda folder: folder.is_dir() and find_arrangement(folder) is not None):
+    if found := _search_near(root, lambda folder: folder.is_dir() and detect_arrangement(folder) is not None):
         return found
     raise DataError(
         f"{root} is no data set: there is no dataset.json in it, in a folder of it, or above it, and no images with "

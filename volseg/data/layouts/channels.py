@@ -9,7 +9,7 @@ from pathlib import Path
 from volseg.data.cases import Case
 from volseg.data.readers import stem
 from volseg.errors import DataError
-from volseg.formatting import find_doubled, list_some
+from volseg.formatting import list_duplicates, list_some
 
 __all__ = ["SEPARATORS", "cut_channel", "group_channels", "image_of", "name_image", "number_channels"]
 
@@ -55,7 +55,7 @@ def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Ca
             numbered = [cut_channel(name_image(image), modalities) for image in images]
         pairs = zip(images, numbered, strict=True)
         names = [found[0] if found and found[0] else name_image(image) for image, found in pairs]
-        doubled = set(find_doubled(names))
+        doubled = set(list_duplicates(names))
         return [
             {"case": name_image(image) if name in doubled else name, "image": image}
             for name, image in zip(names, images, strict=True)

@@ -17,7 +17,7 @@ from volseg.config.yaml_values import read_yaml
 from volseg.data.cases import Case, Task
 from volseg.data.json_files import read_json
 from volseg.errors import ConfigError, DataError
-from volseg.formatting import find_doubled
+from volseg.formatting import list_duplicates
 
 __all__ = [
     "MANIFESTS",
@@ -198,7 +198,7 @@ def read_regions(declared: Mapping[str, Any], source: Path) -> DeclaredLabels:
         raise DataError(
             f"{source} declares the labels {named}; needed: 0 for the background and at least one structure"
         )
-    if doubled := find_doubled(named.values()):
+    if doubled := list_duplicates(named.values()):
         raise DataError(f"{source} gives the name {doubled[0]!r} to several labels; metrics are reported by name")
     for name, values in regions.items():
         if strange := sorted(set(values) - (named.keys() - {0})):
@@ -231,7 +231,7 @@ def _as_values(value: Any, name: str, source: Path) -> tuple[int, ...]:
     if not listed:
         raise DataError(f"{source}: the region {name!r} has no values")
     found = tuple(_as_value(one, name, source) for one in listed)
-    if doubled := find_doubled(map(str, found)):
+    if doubled := list_duplicates(map(str, found)):
         raise DataError(f"{source}: the region {name!r} names the value {doubled[0]} twice")
     return found
 

@@ -8,11 +8,11 @@ from pathlib import Path, PureWindowsPath
 
 from volseg.data.cases import Case
 from volseg.data.dicom_labels import find_dicom_label
-from volseg.data.readers import find_suffix, list_files
+from volseg.data.readers import list_files, match_suffix
 from volseg.errors import DataError
 from volseg.files import require_text
-from volseg.formatting import find_doubled, list_some
-from volseg.launched import find_launch
+from volseg.formatting import list_duplicates, list_some
+from volseg.launched import read_launch
 
 __all__ = [
     "LONGEST_NAME",
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 @cache
 def log_once(line: str) -> None:
     """Log a line about a data set once per job: a command that plans and trains reads the data set several times."""
-    if (launch := find_launch()) is None or launch.rank == 0:
+    if (launch := read_launch()) is None or launch.rank == 0:
         logger.info("%s", line)
 
 
@@ -47,7 +47,7 @@ def list_images(folder: Path) -> list[Path]:
     ConfigError
         If a name is no UTF-8.
     """
-    found = sorted(path for path in folder.iterdir() if find_suffix(path) and not path.name.startswith("."))
+    found = sorted(path for path in folder.iterdir() if match_suffix(path) and not path.name.startswith("."))
     for path in found:
         require_text(path.name, f"an image in {folder}")
     return found
@@ -55,7 +55,7 @@ def list_images(folder: Path) -> list[Path]:
 
 def list_labels(folder: Path) -> list[Path]:
     """Return the files of a folder that `list_images` lists, and the DICOM segmentations and structure sets, sorted."""
-    others = (path for path in folder.iterdir() if path.is_file() and not find_suffix(path))
+    others = (path for path in folder.iterdir() if path.is_file() and not match_suffix(path))
     labels = (path for path in others if not path.name.startswith(".") and find_dicom_label(path))
     return sorted([*list_images(folder), *labels])
 
@@ -79,7 +79,7 @@ def sort_cases(
         raise DataError(
             f"{source} declares no training cases; needed: 'training': [{{'image': ..., 'label': ...}}, ...]"
         )
-    if doubled := find_doubled(case["case"] for case in [*training, *test]):
+    if doubled := list_duplicates(case["case"] for case in [*training, *test]):
         raise DataError(
             f"{source} declares {len(doubled)} case(s) more than once, first {doubled[0]!r}; keep each once"
         )
@@ -146,7 +146,7 @@ def _list_all(case: Case) -> list[Path]:
 
 def _refuse_shared_files(cases: Sequence[Case], source: Path) -> None:
     """Raise if a file is given for two fields or cases: one would learn from the other's label."""
-    if doubled := find_doubled(str(path) for case in cases for path in _list_all(case)):
+    if doubled := list_duplicates(str(path) for case in cases for path in _list_all(case)):
         raise DataError(
             f"{source} names {len(doubled)} file(s) more than once, first {_shorten(Path(doubled[0]), source)}; each "
             "image and each label needs a file of its own"

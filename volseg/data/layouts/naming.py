@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter
 
 from volseg.data.dicom_labels import DicomLabel
-from volseg.data.file_digests import find_files
+from volseg.data.file_digests import list_image_files
 from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import DeclaredLabels, read_channel_names, read_regions
 from volseg.data.layouts.files import log_once
@@ -115,7 +115,7 @@ def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int] | DataE
 def _identify(path: Path, folder: Path) -> str:
     """Return a text that changes with a label map: the names, sizes and modification times of its files."""
     try:
-        found = [(file, file.stat()) for file in find_files(path)]
+        found = [(file, file.stat()) for file in list_image_files(path)]
     except (OSError, ReaderError):  # reading the file reports it too
         return str(path)
     places = [file.relative_to(folder) if file.is_relative_to(folder) else file for file, _ in found]

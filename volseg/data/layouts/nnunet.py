@@ -25,7 +25,7 @@ from volseg.data.layouts.declared import (
     read_regions,
 )
 from volseg.data.layouts.files import list_images, list_labels, require_id, sort_cases
-from volseg.data.readers import SUFFIXES, find_suffix, stem
+from volseg.data.readers import SUFFIXES, match_suffix, stem
 from volseg.errors import DataError
 from volseg.formatting import list_some
 
@@ -101,7 +101,7 @@ def _list_training(folder: Path, ending: str | None, num_channels: int) -> list[
             raise DataError(f"{folder} has no {needed.name}; nnU-Net's layout needs imagesTr and labelsTr")
     by_name: dict[str, list[Path]] = defaultdict(list)
     for path in list_labels(labels):
-        if ending is not None and find_suffix(path) and not path.name.endswith(ending):
+        if ending is not None and match_suffix(path) and not path.name.endswith(ending):
             continue
         by_name[stem(path)].append(path)
     if doubled := [name for name, paths in by_name.items() if len(paths) > 1]:

@@ -19,11 +19,11 @@ from volseg.data.layouts.channels import SEPARATORS, group_channels, image_of
 from volseg.data.layouts.declared import make_task
 from volseg.data.layouts.files import list_images, list_labels, log_once, require_id, sort_cases
 from volseg.data.layouts.naming import match_channels, name_channels, name_labels
-from volseg.data.readers import find_suffix, stem
+from volseg.data.readers import match_suffix, stem
 from volseg.errors import DataError
 from volseg.formatting import list_some
 
-__all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "Arrangement", "find_arrangement", "load_pairs"]
+__all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "Arrangement", "detect_arrangement", "load_pairs"]
 
 IMAGE_FOLDERS = ("images", "image", "imagesTr", "img", "imgs", "scans", "volumes")
 LABEL_FOLDERS = ("labels", "label", "labelsTr", "masks", "mask", "seg", "segs", "segmentation", "segmentations")
@@ -50,7 +50,7 @@ class Arrangement:
     """Folder of images without labels."""
 
 
-def find_arrangement(folder: Path) -> Arrangement | None:
+def detect_arrangement(folder: Path) -> Arrangement | None:
     """Return the layout of a folder, or None if it has no images and labels.
 
     Raises
@@ -73,7 +73,7 @@ def find_arrangement(folder: Path) -> Arrangement | None:
         return Arrangement(
             images=tuple(("", path) for path in _list_volumes(images[0])),
             labels=tuple(
-                ("", path) for path in _list_volumes(labels[0]) if find_suffix(path) or find_dicom_label(path)
+                ("", path) for path in _list_volumes(labels[0]) if match_suffix(path) or find_dicom_label(path)
             ),
             test=test,
         )

@@ -34,7 +34,7 @@ from volseg.data.layouts.files import log_once, require_id, sort_cases, split_pa
 from volseg.data.layouts.naming import match_channels, name_channels, name_labels
 from volseg.data.splits import Split
 from volseg.errors import DataError
-from volseg.formatting import find_doubled
+from volseg.formatting import list_duplicates
 
 __all__ = ["TABLES", "LabelRow", "load_table", "read_images", "read_labels"]
 
@@ -154,7 +154,7 @@ def read_labels(path: Path) -> dict[str, LabelRow]:
     if not found:
         raise DataError(f"{path} names no label map; needed: a path under 'label'")
     named = [row.prediction for row in found.values() if row.prediction]
-    if doubled := find_doubled(case for case, _ in rows.values()) or find_doubled(named):
+    if doubled := list_duplicates(case for case, _ in rows.values()) or list_duplicates(named):
         raise DataError(f"{path} names {doubled[0]!r} twice; needed: a row per case, each with its own prediction")
     return found
 
@@ -195,7 +195,7 @@ def _detect_delimiter(lines: Sequence[str], path: Path) -> str:
 def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) -> tuple[str, ...]:
     """Return the names of the columns; unknown ones are allowed, unless they may be typing errors."""
     names = [name.casefold() for name in header]
-    if doubled := find_doubled(name for name in names if name):
+    if doubled := list_duplicates(name for name in names if name):
         raise DataError(f"{path} has two columns called {doubled[0]!r}; keep one of them")
     channels = [name for name in names if name.startswith(CHANNEL) and name != CHANNEL]
     if "image" in required and ("image" in names) == bool(channels):

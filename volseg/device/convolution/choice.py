@@ -66,7 +66,7 @@ def _list_forms(direction: Direction, call: ConvolutionCall) -> Sequence[Form]:
     volume = call.slab if direction == "forward" else call.given
     if not rules.is_plain(volume, call.weight, call.settings):
         return ()
-    voxels, device = rules.count_voxels(volume), gpus.find_device(volume)
+    voxels, device = rules.count_voxels(volume), gpus.get_tensor_device(volume)
     ranked = rank_forms(direction, call.weight.shape, call.settings.dilation, voxels, device)
     grouped = fusions.is_on("pairs")
     return [form for form in ranked if fusions.is_on(_name(form)) and (grouped or not forms.is_grouped(form))]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers, locate, select_device
+from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
 
 __all__ = ["can_read", "forward", "weight_gradient"]
 
@@ -162,7 +162,7 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[in
     with select_device(slab):
         _forward_kernel[(triton.cdiv(voxels, VOXELS),)](
             slab, weight.permute(2, 3, 4, 1, 0).flatten(0, 1).contiguous(), bias, out, voxels,
-            *slab.shape[2:], *sides, *_get_strides(slab), *padding, *find_dividers(sides),
+            *slab.shape[2:], *sides, *_get_strides(slab), *padding, *compute_dividers(sides),
             **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
             LINES=lines, BV=VOXELS, BN=columns, BC=max(16, triton.next_power_of_2(weight.shape[0])), num_warps=WARPS,
         )  # fmt: skip
@@ -188,7 +188,7 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     with select_device(slab):
         _weight_kernel[(parts, taps)](
             slab, gradient, out, voxels, per_part, *slab.shape[2:], *sides, *_get_strides(slab), gb, gd, gh, gw,
-            *padding, *find_dividers(sides),
+            *padding, *compute_dividers(sides),
             **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)),
             LINES=lines, BV=height, BN=columns, BC=max(16, triton.next_power_of_2(channels)), num_warps=warps,
             num_stages=1,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers, locate, select_device
+from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
 
 __all__ = ["forward", "weight_gradient"]
 
@@ -111,7 +111,7 @@ def _describe_geometry(
         **dict(zip(("SD", "SH", "SW"), stride, strict=True)),
         **dict(zip(("KD", "KH", "KW"), kernel, strict=True)),
         "TAPS": slab.shape[1] * prod(kernel),
-        **dict(zip(DIVIDERS, find_dividers(sides), strict=True)),
+        **dict(zip(DIVIDERS, compute_dividers(sides), strict=True)),
     }
     return sides, told
 

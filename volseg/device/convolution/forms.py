@@ -200,7 +200,7 @@ def rank_forms(
     device : torch.device
         A GPU.
     """
-    if not torch.backends.cudnn.enabled or gpus.find_capability(device)[0] != CAPABILITY:
+    if not torch.backends.cudnn.enabled or gpus.get_capability(device)[0] != CAPABILITY:
         return ()
     return _rank(direction, tuple(weight), tuple(dilation), voxels)
 

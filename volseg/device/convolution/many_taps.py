@@ -26,9 +26,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import find_capability, is_gpu
+from volseg.device.gpus import get_capability, is_gpu
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers, locate, select_device
+from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
 
 __all__ = ["can_group", "can_read", "count_group", "weight_gradient"]
 
@@ -169,7 +169,7 @@ def weight_gradient(
     with select_device(slab):
         _weight_kernel[(*columns, parts)](
             slab, gradient, found, places, per_part, *slab.shape[2:], *sides,
-            sb if slab.shape[0] > 1 else 0, *ways, *padding, *find_dividers(sides),
+            sb if slab.shape[0] > 1 else 0, *ways, *padding, *compute_dividers(sides),
             CI=own, CO=rows, KH=kernel[1], RUNS=runs, TAPS=taps, GROUP=voxels, ALONG=along,
             BV=BV, BI=BI, **tile, num_warps=8, num_stages=3,
         )  # fmt: skip
@@ -184,7 +184,7 @@ def weight_gradient(
 def _choose_tile(rows: int, device: torch.device) -> tuple[dict[str, int], int]:
     """Return rows and taps of a program, and the number of programs that run at a time."""
     processors = count_processors(device)
-    if not (is_gpu(device) and find_capability(device)[0] == WIDE):
+    if not (is_gpu(device) and get_capability(device)[0] == WIDE):
         return {"BO": BO, "BT": 1}, 2 * processors
     return {"BO": 2 * BO, "BT": 1} if rows % (2 * BO) == 0 else {"BO": BO, "BT": 2}, processors
 

@@ -197,7 +197,7 @@ def differentiates_many_taps(call: ConvolutionCall) -> bool:
     is_grouped = outputs == inputs and inputs in many_taps.GROUPS and taps == [5, 5, 5]
     if not is_grouped or count_voxels(call.given) < many_taps.FEWEST_VOXELS_OF_GROUPS:
         return False
-    is_measured = gpus.find_capability(gpus.find_device(call.given))[0] == many_taps.WIDE
+    is_measured = gpus.get_capability(gpus.get_tensor_device(call.given))[0] == many_taps.WIDE
     group = many_taps.count_group(call.weight)
     return is_measured and many_taps.can_group(call.slab, taps, call.given.shape[-1], group)
 

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from volseg.device import triton_tiles
 from volseg.device.norm.activation import Activation
-from volseg.device.norm.passes import KINDS, activate, differentiate_activation, find_step, keep_negative, load_alpha
+from volseg.device.norm.passes import (
+    KINDS,
+    activate,
+    compute_channel_stride,
+    differentiate_activation,
+    keep_negative,
+    load_alpha,
+)
 from volseg.device.norm.term import Term
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import (
@@ -174,7 +181,9 @@ def _describe_kinds(first: Term, second: Term, activation: Activation) -> dict[s
 
 def _list_parameters(first: Term, second: Term, activation: Activation) -> tuple[float, ...]:
     """Return the activations' parameters, with the step from one slope to the next."""
-    own = [value for term in (first, second) for value in (term.activation.parameter, find_step(term.slope))]
+    own = [
+        value for term in (first, second) for value in (term.activation.parameter, compute_channel_stride(term.slope))
+    ]
     return *own, activation.parameter
 
 

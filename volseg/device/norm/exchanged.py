@@ -25,9 +25,9 @@ from volseg.device.norm.grouping import (
     TILE,
     Grouping,
     PairBlocks,
-    find_pairs,
-    find_samples,
-    find_slots,
+    compute_pairs,
+    compute_samples,
+    compute_slots,
 )
 from volseg.device.norm.running import Running
 from volseg.device.norm.statistics import compute_moments_of_parts, join_parts
@@ -101,7 +101,7 @@ def _exchange_coefficients_kernel(
     mean, variance = join_parts(
         means, squares, groups, members, steps, pairs, parts, V, per_program, ACROSS, PARTS, BLOCK
     )
-    slot, speaks, listens = find_slots(groups, ACROSS, BLOCK)
+    slot, speaks, listens = compute_slots(groups, ACROSS, BLOCK)
     if SHARDS > 1:
         call = (tl.load(calls) + 1).to(tl.int64)
         put(mean, slot, speaks, boxes, call, rank, SHARDS, CAPACITY)
@@ -134,11 +134,11 @@ def _exchange_coefficients_kernel(
         count(calls, call)
     if ACROSS:
         for step in range(steps):
-            i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
+            i, inside = compute_pairs(step, groups, members, ACROSS, BLOCK)
             store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
     else:
         for sample in range(0, members, ROWS):
-            i, inside = find_samples(sample, groups, members, ROWS, BLOCK)
+            i, inside = compute_samples(sample, groups, members, ROWS, BLOCK)
             store_coefficients(
                 mean[None, :], variance[None, :], weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS
             )  # fmt: skip
@@ -163,7 +163,7 @@ def _exchange_backward_kernel(
         call = (tl.load(calls) + 1).to(tl.int64)
     if ACROSS:  # channels of a group have a weight each
         for step in range(steps):
-            i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
+            i, inside = compute_pairs(step, groups, members, ACROSS, BLOCK)
             total, moment = _sum_parts(partials, i, inside, pairs, parts, rows, 1, 0, PARTS, BLOCK)
             if SHARDS > 1:
                 put(total, i, inside, boxes, call, rank, SHARDS, CAPACITY)
@@ -176,7 +176,7 @@ def _exchange_backward_kernel(
         if SHARDS > 1:
             tl.debug_barrier()
             for step in range(steps):
-                i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
+                i, inside = compute_pairs(step, groups, members, ACROSS, BLOCK)
                 total = tl.zeros((BLOCK,), tl.float32)
                 moment = tl.zeros((BLOCK,), tl.float32)
                 for peer in tl.static_range(SHARDS):
@@ -191,7 +191,7 @@ def _exchange_backward_kernel(
                 second += moment
             count(calls, call)
     else:  # the samples of a channel have one weight, and one deviation
-        slot, inside, _ = find_slots(groups, ACROSS, BLOCK)
+        slot, inside, _ = compute_slots(groups, ACROSS, BLOCK)
         first, second = _sum_parts(partials, slot, inside, pairs, parts, rows, members, groups, PARTS, BLOCK)
         own_first, own_second = first, second
         if SHARDS > 1:
@@ -258,7 +258,7 @@ def exchange_coefficients(
     means, squares, per_program = compute_moments_of_parts(slab)
     means, squares = (part.to(home, non_blocking=True) for part in (means, squares))
     parts, batch, channels = means.shape
-    lanes = grouping.find_lanes(batch, channels)
+    lanes = grouping.compute_lanes(batch, channels)
     out = means.new_empty((5, batch, channels))
     number = means.new_empty(1) if replicas > 1 else None
     moves = running is not None and (mailbox is None or mailbox.hears)
@@ -305,7 +305,7 @@ def exchange_backward_coefficients(
     """
     partials, mean = (value.to(rstd.device, non_blocking=True) for value in (partials, mean))
     parts, rows, batch, channels = partials.shape
-    lanes = grouping.find_lanes(batch, channels)
+    lanes = grouping.compute_lanes(batch, channels)
     out = partials.new_empty((2, batch, channels))
     kept = partials.new_empty((2, batch if lanes.across or lanes.members == 1 else 1, channels))
     number = voxels if isinstance(voxels, Tensor) else float(voxels * lanes.members)

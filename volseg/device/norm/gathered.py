@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from volseg.device.norm.grouping import find_pairs, find_samples, join_lanes
+from volseg.device.norm.grouping import compute_pairs, compute_samples, join_lanes
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 
@@ -81,11 +81,11 @@ def store_backward(
     second = join_lanes(second, ACROSS) / number
     if ACROSS:
         for step in range(steps):
-            i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
+            i, inside = compute_pairs(step, groups, members, ACROSS, BLOCK)
             _store_slopes(first, second, mean, rstd, out, i, inside, pairs, GIVEN)
     else:
         for sample in range(0, members, ROWS):
-            i, inside = find_samples(sample, groups, members, ROWS, BLOCK)
+            i, inside = compute_samples(sample, groups, members, ROWS, BLOCK)
             _store_slopes(first[None, :], second[None, :], mean, rstd, out, i, inside, pairs, GIVEN)
 
 

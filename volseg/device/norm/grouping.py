@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.device.triton_kernels import tl, triton
 
-__all__ = ["ALONE", "Grouping", "PairBlocks", "find_pairs", "find_samples", "find_slots", "join_lanes"]
+__all__ = ["ALONE", "Grouping", "PairBlocks", "compute_pairs", "compute_samples", "compute_slots", "join_lanes"]
 
 LANES = 8
 """Groups that a program joins side by side."""
@@ -74,7 +74,7 @@ class Grouping:
         split = pairs.unflatten(1, (self.groups, -1))
         return split.mean(-1, keepdim=True).expand_as(split).flatten(1)
 
-    def find_lanes(self, batch: int, channels: int) -> PairBlocks:
+    def compute_lanes(self, batch: int, channels: int) -> PairBlocks:
         """Return how programs take the pairs of a number of samples and channels."""
         if self.is_alone(batch, channels):
             return PairBlocks(batch * channels, 1, False, LANES)
@@ -89,7 +89,7 @@ ALONE = Grouping()
 
 
 @triton.jit
-def find_pairs(step, groups, members, ACROSS: tl.constexpr, BLOCK: tl.constexpr):
+def compute_pairs(step, groups, members, ACROSS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the pairs that a program takes in a step, and a mask of existing ones: see ``PairBlocks``."""
     lane = tl.arange(0, BLOCK)
     if ACROSS:
@@ -104,7 +104,7 @@ def find_pairs(step, groups, members, ACROSS: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def find_samples(first, groups, members, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def compute_samples(first, groups, members, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the pairs of a program's groups in some samples, ``[ROWS, BLOCK]``, with a mask: over a batch."""
     sample = first + tl.arange(0, ROWS)
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -112,7 +112,7 @@ def find_samples(first, groups, members, ROWS: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def find_slots(groups, ACROSS: tl.constexpr, BLOCK: tl.constexpr):
+def compute_slots(groups, ACROSS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the numbers of a program's groups, a mask of the lanes that send for one, and of those that receive."""
     lane = tl.arange(0, BLOCK)
     if ACROSS:

@@ -25,8 +25,8 @@ __all__ = [
     "KINDS",
     "activate",
     "affine",
+    "compute_channel_stride",
     "differentiate_activation",
-    "find_step",
     "gradient_input",
     "gradient_sums",
     "keep_negative",
@@ -194,13 +194,13 @@ def affine(
     with select_device(slab):
         _affine_kernel[grid](
             slab, scale.contiguous(), shift.contiguous(), slope, out, slab.shape[1], voxels, activation.parameter,
-            find_step(slope), *read_strides(slab), *read_strides(out), front, skipped,
+            compute_channel_stride(slope), *read_strides(slab), *read_strides(out), front, skipped,
             **describe_tile(tile, KIND=KINDS[activation.kind], ENDS=ends is not None),
         )  # fmt: skip
     return out
 
 
-def find_step(slope: Tensor | None) -> int:
+def compute_channel_stride(slope: Tensor | None) -> int:
     """Return the step in memory from one channel's slope to the next."""
     return 0 if slope is None or slope.numel() == 1 else slope.stride(0)
 
@@ -234,7 +234,7 @@ def gradient_sums(
     with select_device(slab):
         _sums_kernel[grid](
             gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), slope, out, channels,
-            count_voxels(slab), per_program, activation.parameter, find_step(slope),
+            count_voxels(slab), per_program, activation.parameter, compute_channel_stride(slope),
             *read_strides(gradient), *read_strides(slab),
             **describe_tile(tile, KIND=KINDS[activation.kind], STAGES=triton_tiles.STAGES),
         )  # fmt: skip
@@ -267,7 +267,7 @@ def gradient_input(
     with select_device(slab):
         _input_kernel[grid](
             gradient, slab, *(t.contiguous() for t in (scale, shift, factor, offset)), slope, out, slab.shape[1],
-            count_voxels(slab), activation.parameter, find_step(slope),
+            count_voxels(slab), activation.parameter, compute_channel_stride(slope),
             *read_strides(gradient), *read_strides(slab), *read_strides(out),
             **describe_tile(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip

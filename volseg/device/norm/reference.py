@@ -15,7 +15,7 @@ __all__ = [
     "affine",
     "backward_coefficients",
     "coefficients",
-    "find_scale_and_shift",
+    "compute_scale_and_shift",
     "given_coefficients",
     "gradient_input",
     "gradient_sums",
@@ -65,7 +65,7 @@ def coefficients(
     if average is not None:
         center = average(mean)
         mean, variance = center, average(variance + (mean - center).square())
-    return find_scale_and_shift(mean, variance, weight, bias, eps)
+    return compute_scale_and_shift(mean, variance, weight, bias, eps)
 
 
 def join_moments(stacked: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ def join_moments(stacked: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     return mean, ((variances + (means - mean).square()) * shares).sum(0)
 
 
-def find_scale_and_shift(
+def compute_scale_and_shift(
     mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """Return the result of ``coefficients`` from mean and variance of each pair."""
@@ -101,7 +101,7 @@ def given_coefficients(
     """
     pairs = slab.shape[:2]
     wide = torch.promote_types(mean.dtype, torch.float32)
-    return find_scale_and_shift(mean.to(wide).expand(pairs), variance.to(wide).expand(pairs), weight, bias, eps)
+    return compute_scale_and_shift(mean.to(wide).expand(pairs), variance.to(wide).expand(pairs), weight, bias, eps)
 
 
 def backward_coefficients(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from volseg.device import triton_tiles
-from volseg.device.norm.grouping import LANES, TILE, find_pairs, join_lanes
+from volseg.device.norm.grouping import LANES, TILE, compute_pairs, join_lanes
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import (
     choose_tile,
@@ -96,7 +96,7 @@ def join_parts(
         samples, turns, pitch = 1, steps, pairs
     mean = tl.zeros((PARTS, BLOCK), tl.float32)
     for step in range(turns):
-        i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
+        i, inside = compute_pairs(step, groups, members, ACROSS, BLOCK)
         for first in range(0, parts * samples, PARTS):
             row = first + tl.arange(0, PARTS)
             there = (row[:, None] < parts * samples) & inside[None, :]
@@ -106,7 +106,7 @@ def join_parts(
     mean = join_lanes(tl.sum(mean, 0), ACROSS) / voxels
     square = tl.zeros((PARTS, BLOCK), tl.float32)
     for step in range(turns):
-        i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
+        i, inside = compute_pairs(step, groups, members, ACROSS, BLOCK)
         for first in range(0, parts * samples, PARTS):
             row = first + tl.arange(0, PARTS)
             there = (row[:, None] < parts * samples) & inside[None, :]
@@ -122,7 +122,7 @@ def join_parts(
 def _join_kernel(
     means, squares, out, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    i, inside = find_pairs(0, pairs, 1, False, BLOCK)
+    i, inside = compute_pairs(0, pairs, 1, False, BLOCK)
     mean, variance = join_parts(means, squares, pairs, 1, 1, pairs, parts, V, per_program, False, PARTS, BLOCK)
     tl.store(out + i, mean, mask=inside)
     tl.store(out + pairs + i, variance, mask=inside)

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import find_address, is_gpu, is_recording, observer
+from volseg.device.gpus import get_address, is_gpu, is_recording, observer
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
 from volseg.device.peer.values import count
-from volseg.device.streams import find_current_stream, make_stream, on_stream
+from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 from volseg.errors import ParallelError
@@ -170,14 +170,14 @@ def _describe(planes: Tensor | None, box: int, there: bool, kept: Tensor | None 
 
     Every address is set, even without planes: Triton compiles separately for integers of 32 and of 64 bits.
     """
-    address = box if kept is None else find_address(kept)
+    address = box if kept is None else get_address(kept)
     if planes is None or planes.numel() == 0:
         return Planes(box, int(there), box, 0, 1, 1, 0, 0, address)
     runs = _find_runs(planes.shape, planes.stride(), planes.element_size())
-    if runs is None or find_address(planes) % 4:
+    if runs is None or get_address(planes) % 4:
         return None
     words = planes.numel() * planes.element_size() // 4
-    return Planes(box, words if there else 0, find_address(planes), words, *runs, address)
+    return Planes(box, words if there else 0, get_address(planes), words, *runs, address)
 
 
 class PlaneMailbox(Mailbox):
@@ -239,7 +239,7 @@ class PlaneMailbox(Mailbox):
         if stream is None:
             self._send(packed)
             return exchange
-        stream.wait_stream(find_current_stream(self.calls.device))
+        stream.wait_stream(current_gpu_stream(self.calls.device))
         with on_stream(stream):
             self._send(packed)
             self._receive(exchange)
@@ -272,7 +272,7 @@ class PlaneMailbox(Mailbox):
             return
         self._open = None
         if exchange.stream is not None:
-            find_current_stream(self.calls.device).wait_stream(exchange.stream)
+            current_gpu_stream(self.calls.device).wait_stream(exchange.stream)
         else:
             self._receive(exchange)
         for planes, arrived in zip(exchange.receives, exchange.targets, strict=True):

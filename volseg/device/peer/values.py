@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.gpus import find_address
+from volseg.device.gpus import get_address
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
 from volseg.device.torch_internals import gather_into
 from volseg.device.triton_kernels import kernel, tl, triton
@@ -173,7 +173,7 @@ class ValuesOfSlabs:
 
     def __init__(self, shards: int, device: torch.device) -> None:
         memory = torch.zeros(2, shards, CAPACITY, dtype=torch.int64, device=device)
-        boxes = [find_address(memory)] * shards
+        boxes = [get_address(memory)] * shards
         self.sides = [ValueMailbox(boxes, rank, device, patience=0, memory=memory) for rank in range(shards)]
         for side in self.sides[:-1]:
             side.hears = False
@@ -204,7 +204,7 @@ class RelayedValues:
         self.group, self.processes = group, dist.get_world_size(group)
         shards, first = slabs * self.processes, slabs * dist.get_rank(group)
         self.memory = torch.zeros(2, shards, CAPACITY, dtype=torch.int64, device=device)
-        boxes = [find_address(self.memory)] * shards
+        boxes = [get_address(self.memory)] * shards
         self.own = slice(first, first + slabs)
         self.sides = [ValueMailbox(boxes, first + n, device, patience=0, memory=self.memory) for n in range(slabs)]
 

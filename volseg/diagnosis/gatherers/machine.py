@@ -17,14 +17,14 @@ from volseg.diagnosis.gatherers.software import is_in_container
 from volseg.memory import available_bytes
 
 __all__ = [
-    "find_core_limit",
-    "find_file_system",
-    "find_memory_limit",
     "gather_driver",
     "gather_folders",
     "gather_system",
     "list_bus",
     "look_at",
+    "read_core_limit",
+    "read_file_system",
+    "read_memory_limit",
     "read_module",
 ]
 
@@ -39,7 +39,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is asked for its size
 def gather_system() -> SystemFacts:
     """Return the system's memory, cores and limits."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = find_memory_limit()
+    limit = read_memory_limit()
     shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     soft, hard = (2**31 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -48,7 +48,7 @@ def gather_system() -> SystemFacts:
         available_bytes=available_bytes(),
         memory_limit_bytes=limit if limit is not None and limit < memory else None,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        core_limit=find_core_limit(),
+        core_limit=read_core_limit(),
         shared_memory_bytes=shared.total if shared else None,
         shared_memory_free_bytes=shared.free if shared else None,
         open_files=soft,
@@ -60,7 +60,7 @@ def gather_system() -> SystemFacts:
     )
 
 
-def find_memory_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:
+def read_memory_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:
     """Return the least memory limit of this process's cgroup and its parents; None without a limit.
 
     Parameters
@@ -77,7 +77,7 @@ def find_memory_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | 
     return min(limits, default=None)
 
 
-def find_core_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
+def read_core_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
     """Return the limit of CPU time of this process's cgroup, in cores; None without a limit."""
     pairs = [text.split() for text in _read_upwards(cgroups, own, "", "cpu.max")]
     quotas = _read_upwards(cgroups, own, "cpu", "cpu.cfs_quota_us")
@@ -153,7 +153,7 @@ def look_at(role: Literal["cache", "runs", "temporary"], path: Path) -> FolderFa
         role=role,
         path=str(path),
         existing=str(existing),
-        file_system=find_file_system(existing),
+        file_system=read_file_system(existing),
         total_bytes=usage.total,
         free_bytes=usage.free,
         refused=refused,
@@ -161,7 +161,7 @@ def look_at(role: Literal["cache", "runs", "temporary"], path: Path) -> FolderFa
     )
 
 
-def find_file_system(folder: Path, mounts: Path = MOUNTS) -> str:
+def read_file_system(folder: Path, mounts: Path = MOUNTS) -> str:
     """Return the kind of a folder's file system, such as ``ext4`` or ``nfs4``; "unknown" without Linux."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -19,19 +19,19 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from volseg.diagnosis.facts import CompilerFacts, ImportFacts, PackageFacts, PythonFacts
-from volseg.version import find_version
+from volseg.version import installed_version
 
 __all__ = [
     "LIBRARIES",
     "PREFIXES",
     "build_module",
     "find_compiler",
-    "find_unmet",
     "gather_compiler",
     "gather_imports",
     "gather_packages",
     "gather_python",
     "is_in_container",
+    "list_unmet_requirements",
 ]
 
 # The interpreter and its environment.
@@ -87,11 +87,11 @@ def gather_imports(libraries: tuple[str, ...] = LIBRARIES) -> ImportFacts:
 
 def gather_packages() -> PackageFacts:
     """Return versions and conflicts; neither for a checkout, which has no metadata on its requirements."""
-    if find_version("volseg") is None:
+    if installed_version("volseg") is None:
         return PackageFacts(versions={}, is_installed=False)
     needed = [Requirement(text) for text in distribution("volseg").requires or ()]
     wanted = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
-    unmet, reached = find_unmet("volseg")
+    unmet, reached = list_unmet_requirements("volseg")
     places: dict[str, set[str]] = {}
     for one in distributions():
         if (name := one.metadata["Name"]) is not None:  # None in a broken installation
@@ -102,11 +102,11 @@ def gather_packages() -> PackageFacts:
         if len(found) > 1 and name in reached
     ]
     return PackageFacts(
-        versions={one.name: find_version(one.name) for one in wanted}, unmet=tuple(unmet), twice=tuple(twice)
+        versions={one.name: installed_version(one.name) for one in wanted}, unmet=tuple(unmet), twice=tuple(twice)
     )
 
 
-def find_unmet(root: str) -> tuple[list[str], set[str]]:
+def list_unmet_requirements(root: str) -> tuple[list[str], set[str]]:
     """Follow the requirements of a package; return the unmet ones, and all packages reached."""
     unmet: list[str] = []
     waiting: list[tuple[str, frozenset[str]]] = [(root, frozenset())]
@@ -117,7 +117,7 @@ def find_unmet(root: str) -> tuple[list[str], set[str]]:
             continue
         seen.add((name, extras))
         for requirement in _list_requirements(distribution(name), extras):
-            installed = find_version(requirement.name)
+            installed = installed_version(requirement.name)
             if installed is None:
                 unmet.append(f"{name} needs {requirement.name}{requirement.specifier}, which is not installed")
             elif not requirement.specifier.contains(installed, prereleases=True):
@@ -149,7 +149,7 @@ def gather_compiler() -> CompilerFacts:
     """Build a C module, as Triton does for every kernel, and run a kernel if there is a GPU."""
     compiler, headers = find_compiler(), sysconfig.get_paths()["include"]
     refused = build_module(compiler, headers) if compiler else "there is no C compiler"
-    triton = find_version("triton")
+    triton = installed_version("triton")
     kernel: Literal["right", "wrong", "not run"] = "not run"
     kernel_refused, seconds = None, None
     if triton is not None:

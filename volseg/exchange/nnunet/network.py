@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from volseg.errors import CheckpointError, ConfigError
-from volseg.models.weights import find_value, strip_prefixes
+from volseg.models.weights import get_tensor, strip_prefixes
 
 __all__ = ["read_network", "rename_weights"]
 
@@ -155,7 +155,7 @@ def rename_weights(weights: Mapping[str, Tensor], network: nn.Module, where: str
     renamed = {}
     for ours, name in table.items():
         try:
-            renamed[ours] = find_value(bare, names[name], places[ours])
+            renamed[ours] = get_tensor(bare, names[name], places[ours])
         except CheckpointError as fault:
             raise CheckpointError(f"{where}: {fault}") from fault
         if renamed[ours].shape != places[ours].shape:

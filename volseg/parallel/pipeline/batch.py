@@ -19,7 +19,7 @@ from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.costs import copy_network, move_call
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.random import own_random_numbers
-from volseg.parallel.timeline import find_timeline
+from volseg.parallel.timeline import get_timeline
 
 __all__ = ["lend_untraced", "run_batch"]
 
@@ -73,7 +73,7 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch) -> list[Any]:
     outputs, passages = [], []
     for index, (args, kwargs) in enumerate(batch.calls):
         statistics.begin(index)
-        if (timeline := find_timeline()) is not None:
+        if (timeline := get_timeline()) is not None:
             timeline.micro_batch = index
         run = PlacedRun(placement, statistics, context)
         with run:

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from volseg.device.torch_internals import pytree
 from volseg.errors import ParallelError
-from volseg.parallel.pipeline.micro_batch import PLAIN, Call, check_length, copy_call, find_candidates, resize_call
+from volseg.parallel.pipeline.micro_batch import (
+    PLAIN,
+    Call,
+    check_length,
+    copy_call,
+    mark_batch_candidates,
+    resize_call,
+)
 
 __all__ = ["Batching", "Runner"]
 
@@ -74,7 +81,7 @@ class Batching:
         self._arguments: dict[Hashable, list[bool]] = {}
         self._returned: dict[Hashable, list[_Returned]] = {}
 
-    def find_arguments(self, call: Call, runner: Runner) -> list[bool]:
+    def mark_batch_arguments(self, call: Call, runner: Runner) -> list[bool]:
         """Return which leaves of ``call`` have one row per sample.
 
         Raises
@@ -84,7 +91,7 @@ class Batching:
         """
         if self._declared is not None:
             return _resolve_declared(call, self._declared)
-        possible = find_candidates(*call)
+        possible = mark_batch_candidates(*call)
         if sum(possible) == 1:
             return possible
         key = _describe_form(call), tuple(possible)

@@ -23,9 +23,9 @@ __all__ = [
     "compute_split_sizes",
     "copy_call",
     "copy_pieces",
-    "find_batch_size",
-    "find_candidates",
+    "get_batch_size",
     "join",
+    "mark_batch_candidates",
     "resize_call",
     "split",
     "with_pieces",
@@ -54,7 +54,7 @@ class CutBatch:
     """Device of the outputs."""
 
 
-def find_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def get_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return the length of dimension 0 of the first tensor argument that has dimensions.
 
     Raises
@@ -84,9 +84,9 @@ def compute_split_sizes(batch: int, split_size: int) -> list[int]:
     return [min(split_size, batch - start) for start in range(0, batch, split_size)]
 
 
-def find_candidates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
+def mark_batch_candidates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
     """Return which leaves of a call are as long as the batch, and so may have one row per sample."""
-    batch = find_batch_size(args, kwargs)
+    batch = get_batch_size(args, kwargs)
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     return [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch for leaf in leaves]
 
@@ -99,7 +99,7 @@ def split(
     ``is_batch`` marks these leaves; by default all leaves that are as long as the batch.
     """
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    is_batch = find_candidates(args, kwargs) if is_batch is None else is_batch
+    is_batch = mark_batch_candidates(args, kwargs) if is_batch is None else is_batch
     batch = len(leaves[list(is_batch).index(True)])
     sizes = compute_split_sizes(batch, split_size)
     starts = range(0, batch, split_size)

@@ -21,13 +21,13 @@ from volseg.parallel.pipeline.micro_batch import (
     Call,
     CutBatch,
     compute_split_sizes,
-    find_batch_size,
-    find_candidates,
+    get_batch_size,
+    mark_batch_candidates,
     split,
 )
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.costs import find_activations, measure, observe_copy
-from volseg.parallel.pipeline.observe.trace import Trace, find_segments
+from volseg.parallel.pipeline.observe.costs import list_kept_activations, measure, observe_copy
+from volseg.parallel.pipeline.observe.trace import Trace, list_segments
 from volseg.parallel.pipeline.plan.balance import choose_quickest, list_held
 from volseg.parallel.pipeline.plan.memory import compute_held_bytes
 from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
@@ -250,11 +250,11 @@ class PipelineStrategy:
 
     def _resolve_batch(self, call: Call) -> tuple[int, list[bool]]:
         """Return the number of samples, and which leaves of the call have one row for each."""
-        if self.options.batched is None and find_batch_size(*call) <= (
+        if self.options.batched is None and get_batch_size(*call) <= (
             self.split_size if isinstance(self.split_size, int) else 1
         ):
-            return find_batch_size(*call), find_candidates(*call)
-        is_batch = self._batching.find_arguments(call, self._runner)
+            return get_batch_size(*call), mark_batch_candidates(*call)
+        is_batch = self._batching.mark_batch_arguments(call, self._runner)
         return len(pytree.tree_leaves(call)[is_batch.index(True)]), is_batch
 
     @property
@@ -332,8 +332,8 @@ class PipelineStrategy:
         samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
         with own_random_numbers(self.devices[:1]):
             _, trace, observer = observe_copy(self.net, *micro_batch(samples), self.devices[0])
-        found = find_segments(trace)
-        activations = find_activations(observer, found)
+        found = list_segments(trace)
+        activations = list_kept_activations(observer, found)
         sizes = {name: p.nbytes for name, p in self.net.named_parameters(remove_duplicate=False)}
         layers = [
             LayerCost(

@@ -23,7 +23,7 @@ from volseg.errors import (
     UnsupportedOperatorError,
     VolsegError,
 )
-from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER, find_launch
+from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER, read_launch
 from volseg.lifetime import ENDED_SILENTLY, begin_anew, describe_exit, end_now, say_last
 from volseg.parallel.devices import name_own_place
 from volseg.parallel.processes.supervision import Cause, Supervision
@@ -228,7 +228,7 @@ def is_lasting(failure: ProcessFailure) -> bool:
 
 def _is_told_by_launcher() -> bool:
     """Return whether volseg's own launcher prints the message."""
-    return OWN_LAUNCHER in os.environ and find_launch() is not None
+    return OWN_LAUNCHER in os.environ and read_launch() is not None
 
 
 def _shorten(message: str) -> str:

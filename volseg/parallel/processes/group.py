@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from volseg.device.gpus import find_readable, host_values
+from volseg.device.gpus import get_host_readable_device, host_values
 from volseg.errors import ParallelError
-from volseg.launched import Launch, find_launch
+from volseg.launched import Launch, read_launch
 from volseg.lifetime import end_with_launcher
 from volseg.parallel.devices import (
-    find_own_device,
-    find_rank,
+    get_own_device,
+    get_process_rank,
     has_process_group,
     is_distributed,
     is_main_process,
@@ -40,9 +40,9 @@ __all__ = [
     "TIMEOUT",
     "agree",
     "decide_together",
-    "find_message_group",
-    "find_supervision",
     "gather_over_processes",
+    "get_message_group",
+    "get_supervision",
     "largest_over_processes",
     "leave_processes",
     "make_group",
@@ -97,7 +97,7 @@ def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
     """
     if dist.is_initialized():
         return
-    launch = find_launch()
+    launch = read_launch()
     if launch is None:
         raise ParallelError(
             "no launcher started this process: start it by torchrun, by volseg.parallel.launch, or with srun in "
@@ -105,7 +105,7 @@ def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
         )
     end_with_launcher()
     stay_on_cpu(on_cpu)
-    device = find_own_device()
+    device = get_own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = open_store(launch, timeout, serve=True)
@@ -157,14 +157,14 @@ def make_groups(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     own = None
     for row in rows:
         group = make_group(row)
-        if find_rank() in row:
+        if get_process_rank() in row:
             own = group
     if own is None:
-        raise ParallelError(f"process {find_rank()} has no place in the mesh of ranks {list(rows)}")
+        raise ParallelError(f"process {get_process_rank()} has no place in the mesh of ranks {list(rows)}")
     return own
 
 
-def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def get_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a gloo group of the same processes for host tensors: the group itself, or one that the first call makes.
 
     All models share this group: torch frees no group before the last one.
@@ -179,7 +179,7 @@ def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def agree(yes: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
     """Return whether all processes of a group agree, then all of the next group: a whole mesh, dim by dim."""
     with host_values():
-        vote = torch.tensor([int(yes)], device=find_readable(device))
+        vote = torch.tensor([int(yes)], device=get_host_readable_device(device))
         for group in groups:
             dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
         return bool(vote.item())
@@ -197,7 +197,7 @@ def largest_over_processes(value: int, device: torch.device) -> int:
 def gather_over_processes(names: Sequence[str]) -> list[str]:
     """Return the distinct names of all processes, on each of them, in the order of the processes."""
     group = dist.group.WORLD if is_distributed() else None
-    told = exchange(names, None if group is None else find_message_group(group))
+    told = exchange(names, None if group is None else get_message_group(group))
     return list(dict.fromkeys(name for one in told for name in one))
 
 
@@ -217,13 +217,13 @@ def leave_processes() -> None:
     rendezvous = _joined.rendezvous
     if rendezvous is not None:  # supervised until here: late processes may hang
         report_progress("leave")
-        rendezvous.store.set(f"arrived/{find_rank()}", "")
+        rendezvous.store.set(f"arrived/{get_process_rank()}", "")
         _wait_for_all(rendezvous, "arrived")
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     _message_groups.clear()
     gc.collect()  # a model holds reference cycles, and its groups
-    rank = find_rank()
+    rank = get_process_rank()
     dist.destroy_process_group()
     gc.collect()
     stop_watching()
@@ -243,7 +243,7 @@ def stop_watching() -> None:
         _joined.supervision = None
 
 
-def find_supervision() -> Supervision | None:
+def get_supervision() -> Supervision | None:
     """Return the supervision of this process; None without one."""
     return _joined.supervision
 

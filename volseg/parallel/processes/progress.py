@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Milestone", "find_milestone", "report_progress"]
+__all__ = ["Milestone", "get_milestone", "report_progress"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,6 @@ def report_progress(phase: str, epoch: int | None = None, item: int | str | None
     _last = Milestone(_last.count + 1, phase, epoch, item)
 
 
-def find_milestone() -> Milestone:
+def get_milestone() -> Milestone:
     """Return the last report."""
     return _last

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from volseg.lifetime import ENDED_SILENTLY, is_running
-from volseg.parallel.processes.progress import Milestone, find_milestone
+from volseg.parallel.processes.progress import Milestone, get_milestone
 from volseg.parallel.processes.rendezvous import Store
 
 __all__ = ["Cause", "Supervision"]
@@ -108,7 +108,7 @@ class Supervision:
         members: Sequence[Mapping[str, Any]],
         timeout: float,
         end: Callable[[Cause, str], object],
-        look: Callable[[], Milestone] = find_milestone,
+        look: Callable[[], Milestone] = get_milestone,
         *,
         keeps_store: bool = False,
     ) -> None:

@@ -20,7 +20,7 @@ from volseg.parallel.spatial.transport.over_replicas import SlabsOfReplicas
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
 
-__all__ = ["Context", "find_autocast", "saved_tensors_hooks"]
+__all__ = ["Context", "active_autocast_dtype", "saved_tensors_hooks"]
 
 MOST_PLANS = 4096
 """Number of cached plans: enough for a network with some hundred sizes of volumes."""
@@ -34,7 +34,7 @@ def saved_tensors_hooks() -> Any:
     return find_saved_tensors_hooks(True)
 
 
-def find_autocast(like: Tensor) -> torch.dtype | None:
+def active_autocast_dtype(like: Tensor) -> torch.dtype | None:
     """Return autocast's current dtype for a tensor's kind of device; None without autocast."""
     device = like.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -205,7 +205,7 @@ class Context:
         """Return the type in which a convolution of a volume or slab computes, and its parameters' copies in it."""
         weights = self.spread(weight)
         biases = [] if bias is None else self.spread(bias)
-        dtype = find_autocast(like)
+        dtype = active_autocast_dtype(like)
         if dtype is None or not like.dtype.is_floating_point or like.dtype == torch.float64:
             return like.dtype, weights, biases  # torch refuses parameters of another dtype
         return dtype, [self.cast(copy, dtype) for copy in weights], [self.cast(copy, dtype) for copy in biases]

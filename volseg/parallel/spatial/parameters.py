@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import find_address
+from volseg.device.gpus import get_address
 from volseg.device.torch_internals import as_savable, get_version
 from volseg.parallel.buckets import fill_buckets
 from volseg.parallel.spatial.transport.communicator import Communicator
@@ -40,7 +40,7 @@ class _Cast(NamedTuple):
 
 def _read_state(tensor: Tensor) -> tuple[int, int]:
     """Return values that change with the tensor, in place or by ``.data``."""
-    return get_version(tensor), find_address(tensor)
+    return get_version(tensor), get_address(tensor)
 
 
 class Copies:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from volseg.device.gpus import find_readable, has_values, host_values
+from volseg.device.gpus import get_host_readable_device, has_values, host_values
 from volseg.device.module_internals import get_buffers, get_parameters
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets, read_layout
@@ -58,7 +58,7 @@ def check_alike(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: tor
 
 
 def _check_structure(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch.device, modes: bool) -> None:
-    device = find_readable(device)
+    device = get_host_readable_device(device)
     with host_values():
         numbers = _fingerprint(net, device, modes)
         count = torch.tensor([len(numbers)], device=device)

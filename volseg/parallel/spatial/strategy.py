@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
-from volseg.device.gpus import find_capability, has_values, is_gpu, is_recording
+from volseg.device.gpus import get_capability, has_values, is_gpu, is_recording
 from volseg.device.module_internals import ConvNd
 from volseg.device.torch_internals import as_plain, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
-from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
+from volseg.parallel.devices import count_launched, get_own_device, is_distributed, is_launched, name_devices
 from volseg.parallel.gradient_sums import GradientSums, is_trained
-from volseg.parallel.processes.group import agree, find_message_group
+from volseg.parallel.processes.group import agree, get_message_group
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.custom_function import no_script
 from volseg.parallel.spatial.lazy.uncut import cut_later, written
@@ -230,7 +230,7 @@ class SpatialStrategy:
     def message_group(self) -> dist.ProcessGroup:
         """Return a gloo group of the processes that share a volume; the first call creates it on all of them."""
         assert self.group is not None
-        return find_message_group(self.group)
+        return get_message_group(self.group)
 
     def prepare_recording(self) -> list[torch.Generator]:
         """Prepare a CUDA graph of a step; return its random generators besides the device's own.
@@ -358,13 +358,13 @@ def _find_place(devices: Devices, mesh: Any, options: Spatial) -> LocalDevices |
     several = is_distributed() or (is_launched() and count_launched() > 1)
     if mesh is not None or (several and devices is None):
         return join(mesh, options.grid, options.fixed_order)
-    own = [find_own_device()] if devices is None and is_launched() else name_devices(devices)
+    own = [get_own_device()] if devices is None and is_launched() else name_devices(devices)
     return LocalDevices(own, options.grid, options.fixed_order)
 
 
 def _suits_channels_last(home: torch.device) -> bool:
     """Return whether the device has 16-bit matrix units, for which channels last is faster."""
-    return is_gpu(home) and find_capability(home) >= (8, 0)
+    return is_gpu(home) and get_capability(home) >= (8, 0)
 
 
 def _put_channels_last(net: nn.Module) -> None:

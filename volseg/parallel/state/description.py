@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from volseg.device.gpus import find_address
+from volseg.device.gpus import get_address
 from volseg.device.torch_internals import get_version
 
 __all__ = [
@@ -261,7 +261,7 @@ def _describe_tensor(tensor: Tensor, see: See) -> Hashable:
         return Weak(tensor)
     version = 0 if tensor.is_inference() or tensor.device.type != "cpu" else get_version(tensor)
     return (
-        *(Weak(tensor), find_address(tensor), version, tensor.requires_grad),
+        *(Weak(tensor), get_address(tensor), version, tensor.requires_grad),
         *(tensor.shape, tensor.stride(), tensor.dtype),
     )
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.gpus import find_readable, host_values
+from volseg.device.gpus import get_host_readable_device, host_values
 from volseg.errors import ParallelError
 
 __all__ = ["CommonSeeds", "RandomState", "mix", "own_random_numbers", "seeded"]
@@ -144,7 +144,7 @@ class CommonSeeds:
 
     def _take_first(self, own: Tensor) -> Tensor:
         """Return the first process's value."""
-        value = own.to(find_readable(self._device), copy=True)
+        value = own.to(get_host_readable_device(self._device), copy=True)
         for group in self._groups:
             dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
         return value.cpu()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from volseg.device.gpus import find_device, on_gpu, release_cache
+from volseg.device.gpus import get_tensor_device, on_gpu, release_cache
 from volseg.device.torch_internals import get_version, tree_leaves
 from volseg.errors import ParallelError
 from volseg.parallel.state.attempt import Attempt
@@ -125,7 +125,7 @@ class RecordedState:
     def done(self) -> None:
         """Drop the state for undoing an attempt, and free its memory."""
         self._attempt = None
-        release_cache({find_device(parameter) for parameter in self._net.parameters()})
+        release_cache({get_tensor_device(parameter) for parameter in self._net.parameters()})
 
     def find_change(self) -> str | None:
         """Return a description of the first change since the recording, or None; a change ends the recordings."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.device.gpus import find_address
+from volseg.device.gpus import get_address
 from volseg.device.module_internals import (
     BACKWARD_HOOKS,
     BACKWARD_PRE_HOOKS,
@@ -265,7 +265,7 @@ class Watch:
         self._values = [value for held in reading for value in held.values]
         self._open = [held for held in self._held if held.contents or held.loose]
         self._tensors = (
-            [(name, tensor, find_address(tensor), tensor.requires_grad) for name, tensor in _name_tensors(self._net)]
+            [(name, tensor, get_address(tensor), tensor.requires_grad) for name, tensor in _name_tensors(self._net)]
             if self._sees_tensors
             else []
         )
@@ -297,9 +297,9 @@ class Watch:
         names = [held.names for held in suspects]
         found = [change for held in suspects for change in held.changes()]
         moved = [
-            Change(name, ((address, requires_grad),), ((find_address(tensor), tensor.requires_grad),))
+            Change(name, ((address, requires_grad),), ((get_address(tensor), tensor.requires_grad),))
             for name, tensor, address, requires_grad in self._tensors
-            if tensor.requires_grad != requires_grad or find_address(tensor) != address
+            if tensor.requires_grad != requires_grad or get_address(tensor) != address
         ]
         others = []
         if not all(map(is_, _list_own(self._optimizer), self._own)):

@@ -24,9 +24,9 @@ __all__ = [
     "Step",
     "Values",
     "compare",
+    "compare_values",
     "default_objective",
     "eager_step",
-    "find_differences",
     "find_kind",
     "join",
     "name_steps",
@@ -213,7 +213,7 @@ class _Differs(Exception):  # noqa: N818  (a result, not a fault)
     """Two values cannot be subtracted; the message gives the reason."""
 
 
-def find_differences(
+def compare_values(
     theirs: Values, ours: Values, ignored: frozenset[str] = frozenset(), tolerance: float = TOLERANCE
 ) -> Difference:
     """Compare with the plain network's values (``theirs``); leave out gradients that neither side has.
@@ -315,10 +315,10 @@ def compare(
     one, other = (
         {f"attribute {key}": held for key, held in _list_attributes(_find_net(model))} for model in (plain, sharded)
     )
-    ignored = frozenset(find_differences(one, other).wrong)
+    ignored = frozenset(compare_values(one, other).wrong)
     theirs = observe(plain, inputs, eager_step(plain, objective), steps)
     ours = observe(sharded, inputs, eager_step(sharded, objective), steps)
-    return name_steps([find_differences(a, b, ignored).errors for a, b in zip(theirs, ours, strict=True)])
+    return name_steps([compare_values(a, b, ignored).errors for a, b in zip(theirs, ours, strict=True)])
 
 
 def name_steps(steps: Sequence[Mapping[str, _T]], first: int = 1) -> dict[str, _T]:

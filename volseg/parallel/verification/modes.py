@@ -15,15 +15,15 @@ from volseg.errors import ParallelError, VolsegError
 from volseg.parallel.devices import list_gpus
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline.observe.costs import observe_copy
-from volseg.parallel.pipeline.observe.trace import find_segments
+from volseg.parallel.pipeline.observe.trace import list_segments
 from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.spatial import SpatialStrategy
 from volseg.parallel.state.random import seeded
 from volseg.parallel.verification.comparison import (
     Difference,
     Values,
+    compare_values,
     eager_step,
-    find_differences,
     find_kind,
     observe,
     whole,
@@ -239,7 +239,7 @@ class Comparison:
     ) -> tuple[Difference, ...]:
         ignored = self._find_ignored(mode, theirs[0])
         steps = list(zip(theirs, ours, allowed, strict=True))[RECORDED_AFTER if mode.recorded else 0 :]
-        return tuple(find_differences(one, other, ignored, most) for one, other, most in steps)
+        return tuple(compare_values(one, other, ignored, most) for one, other, most in steps)
 
     def _attempt(
         self, run: Callable[[], tuple[list[Values], str]], result: ModeResult
@@ -349,7 +349,7 @@ class Comparison:
             if failed is not None:
                 results[number] = failed
                 continue
-            found = find_differences(one[0], other[0], tolerance=self.tolerance)
+            found = compare_values(one[0], other[0], tolerance=self.tolerance)
             results[number] = replace(results[number], steps=(found if seed == 1 else _must_differ(found),))
         return results
 
@@ -366,7 +366,7 @@ def _choose_even_cuts(subject: Subject, split_size: int, stages: int) -> list[st
     arguments = tuple(cut_pieces(subject.inputs, split_size)[0])
     with seeded(0, list_gpus()), torch.no_grad():
         _, trace, _ = observe_copy(subject.net, arguments, {}, subject.inputs[0].device)
-    starts = [segment.calls[0].path for segment in find_segments(trace)]
+    starts = [segment.calls[0].path for segment in list_segments(trace)]
     known = list(dict.fromkeys(path for path in starts[1:] if path and not starts[0].startswith(path)))
     if not known:
         raise ParallelError("the network has no place where a second stage could begin, so there is no pipeline of it")

@@ -20,8 +20,8 @@ from volseg.parallel.state.random import seeded
 from volseg.parallel.verification.comparison import (
     TOLERANCE,
     Values,
+    compare_values,
     eager_step,
-    find_differences,
     find_kind,
     join,
     observe,
@@ -110,7 +110,7 @@ class Subject:
             self.notes.append(f"{self.state}: compared by value with dropout off")
         after = {name: value for name, value in first.items() if find_kind(name) == "after"}
         given = {f"input {i} after the call": v.cpu() for i, v in enumerate(self.inputs) if isinstance(v, Tensor)}
-        changed = [name for name, error in find_differences(given, after).errors.items() if error]
+        changed = [name for name, error in compare_values(given, after).errors.items() if error]
         self.leaves = not changed
         if changed:
             inputs = name_few([name.removesuffix(" after the call") for name in changed])
@@ -158,9 +158,7 @@ class Subject:
             generator = torch.Generator().manual_seed(1)
             ulps = torch.randint(-4, 5, self.shape, generator=generator).to(self.inputs[0]) * EPSILON
             near = self._train([self.inputs[0] * (1 + ulps), *self.inputs[1:]], objective, *key)
-            changes = [
-                find_differences(*pair).errors for pair in zip(self.reference(objective, *key), near, strict=True)
-            ]
+            changes = [compare_values(*pair).errors for pair in zip(self.reference(objective, *key), near, strict=True)]
             largest = [max((error for error in change.values() if error == error), default=0.0) for change in changes]
             self._allowed[key] = [min(MARGIN * change, MOST) for change in largest]
             self.notes.append(
@@ -195,7 +193,7 @@ class Subject:
         whole, parts = (self._train(self.inputs, _nothing, 1, False, size)[0] for size in (None, split_size))
         return any(
             error > TOLERANCE or error != error
-            for name, error in find_differences(whole, parts).errors.items()
+            for name, error in compare_values(whole, parts).errors.items()
             if find_kind(name) == "output"
         )
 
@@ -256,7 +254,7 @@ def _nothing(outputs: Any) -> Tensor:
 
 def _is_alike(one: Values, other: Values) -> bool:
     """Return whether outputs and buffers agree; GPUs may add in another order."""
-    errors = find_differences(one, other).errors
+    errors = compare_values(one, other).errors
     return all(error <= TOLERANCE for name, error in errors.items() if find_kind(name) in ("output", "buffer"))
 
 

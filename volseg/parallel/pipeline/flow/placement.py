@@ -24,13 +24,13 @@ from volseg.parallel.pipeline.flow.statistics import (
     FrozenStatistics,
     RunningStatistics,
     bind_arguments,
-    find_batch_counters,
+    list_batch_counters,
     run_norm,
 )
 from volseg.parallel.pipeline.flow.transfer import PendingCopies, send, wait_for_copies
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.trace import Trace, find_segments, find_self_contained
-from volseg.parallel.timeline import Timeline, find_timeline
+from volseg.parallel.pipeline.observe.trace import Trace, list_segments, list_self_contained
+from volseg.parallel.timeline import Timeline, get_timeline
 
 __all__ = ["BatchContext", "Location", "PlacedRun", "Placement", "mark_return", "place"]
 
@@ -81,7 +81,7 @@ class Placement:
 
         Otherwise saving the tensors would save the marks.
         """
-        for tensor in runs.find_tensors(outputs):
+        for tensor in runs.iterate_tensors(outputs):
             _unmark(tensor)
         for module in self.buffered:
             for buffer in get_buffers(module).values():
@@ -111,7 +111,7 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
     modules, states = dict(net.named_modules(remove_duplicate=False)), _name_states(net)
     anchors: dict[nn.Module, list[Location]] = defaultdict(list)
     owners: dict[int, Location] = {}
-    for segment, location in zip(find_segments(trace), stage_of, strict=True):
+    for segment, location in zip(list_segments(trace), stage_of, strict=True):
         for call in segment.calls:
             anchors[modules[call.path]].append(location)
         for name in segment.states:
@@ -133,7 +133,7 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
     quiet = frozenset(modules[path] for path in _list_quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
     aliased = {id(states[name]) for name in trace.aliased}
     placement = Placement(
-        locations, dict(anchors), owners, tuple(states.values()), find_batch_counters(net), quiet, aliased
+        locations, dict(anchors), owners, tuple(states.values()), list_batch_counters(net), quiet, aliased
     )
     placement.written = tuple(states[name] for name in sorted(trace.written))
     placement.changes_arguments = trace.changes_arguments
@@ -148,7 +148,7 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
 def _list_quiet(net: nn.Module, trace: Trace) -> Iterator[str]:
     """Yield the paths of self-contained leaves, without batch norms and instance norms with running statistics."""
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
-    for path, operations in find_self_contained(trace).items():
+    for path, operations in list_self_contained(trace).items():
         if not any(
             "batch_norm" in operation.name
             or (operation.name == "instance_norm" and buffers.intersection(operation.states))
@@ -274,7 +274,7 @@ class PlacedRun(runs.Run):
 
     def _mark(self, *, is_end: bool) -> None:
         """Record the start or end of the stage on an active timeline."""
-        timeline = find_timeline()
+        timeline = get_timeline()
         if timeline is not None:
             timeline.mark(self.here.stage, self.here.device, "forward", timeline.micro_batch, is_end=is_end)
 
@@ -307,7 +307,7 @@ class PlacedRun(runs.Run):
             if isinstance(value, Tensor):
                 if getattr(value, "_volseg_location", None) is not here and not self.is_here(value):
                     return False
-            elif isinstance(value, tuple | list | dict) and not all(map(self.is_here, runs.find_tensors(value))):
+            elif isinstance(value, tuple | list | dict) and not all(map(self.is_here, runs.iterate_tensors(value))):
                 return False
         return True
 
@@ -367,7 +367,7 @@ class PlacedRun(runs.Run):
             if result.device == self.here.device:
                 result._volseg_location = self.here  # type: ignore[attr-defined]
             return result
-        for tensor in runs.find_tensors(result):
+        for tensor in runs.iterate_tensors(result):
             if tensor.device == self.here.device:
                 tensor._volseg_location = self.here  # type: ignore[attr-defined]
         return result
@@ -395,7 +395,7 @@ class PlacedRun(runs.Run):
 
     def _check_received(self, function: Callable[..., Any]) -> None:
         """Refuse an in-place change of a copy: the original, on its own stage, would keep the old value."""
-        if runs.find_changes(self._received):
+        if runs.list_changed_tensors(self._received):
             name = getattr(function, "__name__", repr(function))
             raise PartitionError(
                 f"{name} changes in place a tensor of stage {self.here.stage - 1} or earlier, which the partition "
@@ -411,6 +411,6 @@ def mark_return(timeline: Timeline, last: Location, index: int, output: Any) -> 
     def mark(gradient: Tensor) -> None:
         timeline.mark(last.stage, gradient.device, "backward", index, is_end=False)
 
-    for tensor in runs.find_tensors(output):
+    for tensor in runs.iterate_tensors(output):
         if tensor.requires_grad:
             tensor.register_hook(mark)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from volseg.device.gpus import is_gpu, keeping
 from volseg.device.module_internals import NormBase
-from volseg.device.streams import find_current_stream
+from volseg.device.streams import current_gpu_stream
 from volseg.device.torch_internals import lerp_each_
 from volseg.errors import ParallelError
 
@@ -38,14 +38,14 @@ __all__ = [
     "WholeBatchStatistics",
     "bind_arguments",
     "combine",
-    "find_batch_counters",
+    "list_batch_counters",
     "run_norm",
 ]
 
 Norm = Callable[..., Tensor]
 
 
-def find_batch_counters(net: nn.Module) -> frozenset[int]:
+def list_batch_counters(net: nn.Module) -> frozenset[int]:
     """Return the identities of the ``num_batches_tracked`` buffers."""
     norms = (NormBase,)
     found = (m.num_batches_tracked for m in net.modules() if isinstance(m, norms))
@@ -112,12 +112,12 @@ class _Gathered:
         self.rows = torch.zeros(2, rows, len(mean), dtype=mean.dtype, device=site.device)
         # Zero for a micro-batch whose forward took another branch.
         self.counts = [0] * rows
-        self._stream = find_current_stream(site.device) if is_gpu(site.device) else None
+        self._stream = current_gpu_stream(site.device) if is_gpu(site.device) else None
         self._blank = None if self._stream is None else self._stream.record_event()
 
     def row(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the blank mean and variance of a micro-batch, which may run on another stream than the first one."""
-        if self._stream is not None and (stream := find_current_stream(self.rows.device)) != self._stream:
+        if self._stream is not None and (stream := current_gpu_stream(self.rows.device)) != self._stream:
             stream.wait_event(self._blank)
         return self.rows[0, index], self.rows[1, index]
 

@@ -23,9 +23,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import find_kept, is_gpu, observer
-from volseg.device.streams import find_current_stream, make_stream, note_use, on_stream
-from volseg.parallel.timeline import find_timeline
+from volseg.device.gpus import get_device_cache, is_gpu, observer
+from volseg.device.streams import current_gpu_stream, make_stream, note_use, on_stream
+from volseg.parallel.timeline import get_timeline
 
 __all__ = ["Passage", "PendingCopies", "copy_between", "list_copy_streams", "send", "wait_for_copies"]
 
@@ -42,7 +42,7 @@ class PendingCopies:
 
     def hold(self, gradient: Tensor, left: Any) -> None:
         """Hold a gradient whose copy ends with the event ``left``; release the previous gradient."""
-        stream = find_current_stream(gradient.device)
+        stream = current_gpu_stream(gradient.device)
         if stream in self._last:
             stream.wait_event(self._last[stream][1])
         self._last[stream] = gradient, left
@@ -62,13 +62,13 @@ class Passage:
 
     def note(self, source: int | None, target: int | None) -> None:
         """Set the stages that the passage joins, for an active timeline: the backward pass does not know them."""
-        timeline = find_timeline()
+        timeline = get_timeline()
         if timeline is not None:
             self.noted = timeline.micro_batch, source, target
 
     def mark_return(self, device: torch.device, *, is_end: bool) -> None:
         """Record on an active timeline that the target ends its backward pass, or that the source starts it."""
-        timeline = find_timeline()
+        timeline = get_timeline()
         if timeline is None or self.noted is None:
             return
         number, source, target = self.noted
@@ -79,7 +79,7 @@ class Passage:
     def wait(self, tensor: Tensor) -> Tensor:
         """Make the current stream of the tensor's device wait until the tensor has arrived."""
         if self.arrived is not None:
-            stream = find_current_stream(tensor.device)
+            stream = current_gpu_stream(tensor.device)
             stream.wait_event(self.arrived)
             note_use(tensor, stream)
         return tensor
@@ -92,7 +92,7 @@ _kept: dict[str, Pairs] = {}
 
 def _list_pairs() -> Pairs:
     """Return the side streams by source and target; each trace on a fake GPU has its own."""
-    pairs: Pairs = find_kept(_kept).setdefault("passages", {})
+    pairs: Pairs = get_device_cache(_kept).setdefault("passages", {})
     return pairs
 
 
@@ -114,7 +114,7 @@ def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
         return (tensor.clone() if tensor.device == target else tensor.to(target, non_blocking=True)), None
     observer().on_sent(tensor.device, "copy", tensor.nbytes)
     leaving, entering = _get_streams(tensor.device, target)
-    leaving.wait_stream(find_current_stream(tensor.device))
+    leaving.wait_stream(current_gpu_stream(tensor.device))
     with on_stream(leaving), on_stream(entering):
         copied = tensor.to(target, non_blocking=True)
         event = entering.record_event()
@@ -127,7 +127,7 @@ def wait_for_copies(devices: Iterable[torch.device], targets: Iterable[torch.dev
     waiting, reached = set(devices), set(targets)
     for (source, target), (leaving, _) in list(_list_pairs().items()):
         if source in waiting and target in reached:
-            find_current_stream(source).wait_stream(leaving)
+            current_gpu_stream(source).wait_stream(leaving)
 
 
 def list_copy_streams(devices: Iterable[torch.device]) -> list[Any]:
@@ -147,7 +147,7 @@ class _Depart(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         returned = ctx.passage.returned
         if returned is not None:
-            stream = find_current_stream(gradient.device)
+            stream = current_gpu_stream(gradient.device)
             stream.wait_event(returned)
             note_use(gradient, stream)
         ctx.passage.mark_return(gradient.device, is_end=False)

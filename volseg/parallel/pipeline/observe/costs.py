@@ -25,12 +25,12 @@ from volseg.errors import PartitionError, VolsegError
 from volseg.parallel.pipeline.micro_batch import Call, copy_call
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Observer, observe
-from volseg.parallel.pipeline.observe.trace import Segment, Trace, find_segments
+from volseg.parallel.pipeline.observe.trace import Segment, Trace, list_segments
 from volseg.parallel.pipeline.plan.memory import KeptActivation
 from volseg.parallel.pipeline.plan.partition import LayerCost
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["Measured", "copy_network", "find_activations", "measure", "move_call", "observe_copy"]
+__all__ = ["Measured", "copy_network", "list_kept_activations", "measure", "move_call", "observe_copy"]
 
 REPEATS = 2
 """Timed passes on a GPU after one warm-up; the fastest counts. On a host the first pass counts: observing the network
@@ -133,7 +133,7 @@ def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devic
     selected = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
     with selected, own_random_numbers([device]):
         probe, trace, observer = observe_copy(net, args, kwargs, device)
-        found = find_segments(trace)
+        found = list_segments(trace)
         passes = []
         for _ in range(1 + REPEATS if is_gpu(device) else 1):
             own_args, own_kwargs = move_call((args, kwargs), device)
@@ -144,7 +144,7 @@ def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devic
         host_ms = _measure_host_ms(probe, *move_call((args, kwargs), device)) if on_gpu else 0.0
     times = np.fmin.reduce(np.stack(passes[1:] or passes))  # NaN for segments that no timed pass ran: the path varies
     np.copyto(times, np.nanmean(times, 0), where=np.isnan(times))
-    activations = find_activations(observer, found)
+    activations = list_kept_activations(observer, found)
     sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
     layers = [
         LayerCost(
@@ -160,7 +160,7 @@ def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devic
     return Measured(trace, tuple(found), tuple(layers), tuple(activations), host_ms)
 
 
-def find_activations(observer: Observer, parts: Sequence[Segment]) -> list[KeptActivation]:
+def list_kept_activations(observer: Observer, parts: Sequence[Segment]) -> list[KeptActivation]:
     """Return the memory that outlives an operation, with the segments that use it."""
     segment_of = {operation: number for number, part in enumerate(parts) for operation in part.operations}
 
@@ -277,7 +277,7 @@ class Stopwatch(runs.Run):
             return function(*args, **kwargs)
         args, kwargs = runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)
         result = function(*args, **kwargs)
-        tensors = list(runs.find_tensors(result))
+        tensors = list(runs.iterate_tensors(result))
         for tensor in tensors:
             tensor._volseg_part = self._part  # type: ignore[attr-defined]
         if self._number in self._sends:

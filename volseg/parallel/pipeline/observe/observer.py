@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from volseg.device.gpus import host_values
 from volseg.device.torch_internals import find_saved_tensors_hooks, pytree
-from volseg.parallel.pipeline.flow.statistics import NORMS, FrozenStatistics, find_batch_counters, run_norm
+from volseg.parallel.pipeline.flow.statistics import NORMS, FrozenStatistics, list_batch_counters, run_norm
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.trace import Call, Enter, Event, Leave, Operation, Trace
 
@@ -47,7 +47,7 @@ class _Memory:
         self._states = {StorageWeakRef(state.untyped_storage()).cdata: name for name, state in states}
         self._known: dict[int, tuple[StorageWeakRef, Block]] = {}
 
-    def find_state(self, tensor: Tensor) -> str | None:
+    def name_of_owner(self, tensor: Tensor) -> str | None:
         """Return the name of the parameter or buffer that owns the memory of ``tensor``."""
         if tensor.layout != torch.strided:
             return None
@@ -79,7 +79,7 @@ class Observer(runs.Run):
         self._paths = {module: path for path, module in net.named_modules()}
         names = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
         self._states = {id(state): name for name, state in reversed(names)}
-        self._counters = find_batch_counters(net)
+        self._counters = list_batch_counters(net)
         self._calls: dict[str, int] = defaultdict(int)
         self._memory = _Memory(names)
         self._guards: list[tuple[Any, bool]] = []
@@ -106,7 +106,7 @@ class Observer(runs.Run):
 
     def note_arguments(self, values: Any) -> None:
         """Count the memory of the call's tensors as made before the first operation."""
-        self._arguments = [self._memory.see(tensor, 0) for tensor in runs.find_tensors(values)]
+        self._arguments = [self._memory.see(tensor, 0) for tensor in runs.iterate_tensors(values)]
 
     @property
     def blocks(self) -> list[Block]:
@@ -132,7 +132,7 @@ class Observer(runs.Run):
         if runs.keeps_place(function) and not differentiates:
             return self._ask(function, args, kwargs)
         # A tensor wrapped by torch.vmap has no memory of its own.
-        read = [runs.unwrap(tensor) for tensor in runs.find_tensors((args, kwargs))]
+        read = [runs.unwrap(tensor) for tensor in runs.iterate_tensors((args, kwargs))]
         versions = [(tensor, runs.read_version(tensor)) for tensor in read]
         blocks = [self._memory.see(tensor, self._number) for tensor in read]
         for block in blocks:
@@ -143,9 +143,9 @@ class Observer(runs.Run):
             # Whole-batch statistics do not tie two calls of a norm together.
             result = run_norm(FrozenStatistics(), function, args, kwargs)
         result = function(*args, **kwargs) if result is None else result
-        changed = {id(tensor) for tensor in runs.find_changes(versions)} - self._counters
+        changed = {id(tensor) for tensor in runs.list_changed_tensors(versions)} - self._counters
         rewritten = [(tensor, block) for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed]
-        self._written.update(name for tensor, _ in rewritten if (name := self._memory.find_state(tensor)))
+        self._written.update(name for tensor, _ in rewritten if (name := self._memory.name_of_owner(tensor)))
         self._changes_arguments |= any(block in self._arguments for _, block in rewritten)
         # The functions between the differentiated tensor and the derivative stay together.
         since = [block.made for block in (blocks if differentiates else [block for _, block in rewritten])]
@@ -176,7 +176,7 @@ class Observer(runs.Run):
 
     def _sign(self, result: Any) -> None:
         """Mark results as made by this operation."""
-        tensors = list(runs.find_tensors(result))
+        tensors = list(runs.iterate_tensors(result))
         for tensor in tensors:
             tensor._volseg_made = (self, self._number)  # type: ignore[attr-defined]
             self._memory.see(runs.unwrap(tensor), self._number)
@@ -184,7 +184,7 @@ class Observer(runs.Run):
         self._number += 1
 
     def _list_makers(self, values: Any) -> tuple[int, ...]:
-        marks = (getattr(tensor, "_volseg_made", None) for tensor in runs.find_tensors(values))
+        marks = (getattr(tensor, "_volseg_made", None) for tensor in runs.iterate_tensors(values))
         return tuple(dict.fromkeys(mark[1] for mark in marks if mark is not None and mark[0] is self))
 
     def _number_guard(self) -> int:
@@ -200,7 +200,7 @@ class Observer(runs.Run):
 
     def make_trace(self, output: Any) -> Trace:
         """Return the trace; mark the outputs as read by the caller."""
-        for tensor in runs.find_tensors(output):
+        for tensor in runs.iterate_tensors(output):
             self._memory.see(tensor, self._number).read.add(self._number)
         made = self._list_makers(pytree.tree_leaves(output))
         names = frozenset(self._aliased), frozenset(self._written)

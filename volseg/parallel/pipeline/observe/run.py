@@ -42,13 +42,13 @@ __all__ = [
     "Arguments",
     "Run",
     "adds_in_place",
-    "find_changes",
-    "find_tensors",
     "has_foreign_hooks",
     "in_backward",
     "install_hooks",
     "is_hooked",
+    "iterate_tensors",
     "keeps_place",
+    "list_changed_tensors",
     "map_tensors",
     "read_version",
     "remove_hooks",
@@ -102,16 +102,16 @@ def adds_in_place(function: Callable[..., Any]) -> bool:
     return getattr(function, "__name__", "") in ("add_", "__iadd__")
 
 
-def find_tensors(values: Any) -> Iterator[Tensor]:
+def iterate_tensors(values: Any) -> Iterator[Tensor]:
     """Yield the tensors in arguments or results, two levels of tuples and lists deep, and in dictionaries."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):
         for value in values:
-            yield from find_tensors(value)
+            yield from iterate_tensors(value)
     elif isinstance(values, dict):
         for value in values.values():
-            yield from find_tensors(value)
+            yield from iterate_tensors(value)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
@@ -140,7 +140,7 @@ def read_version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else get_version(tensor)
 
 
-def find_changes(read: list[tuple[Tensor, int]]) -> list[Tensor]:
+def list_changed_tensors(read: list[tuple[Tensor, int]]) -> list[Tensor]:
     """Return the tensors whose version has increased."""
     return [tensor for tensor, before in read if read_version(tensor) != before]
 

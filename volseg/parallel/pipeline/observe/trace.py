@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-__all__ = ["Call", "Enter", "Event", "Leave", "Operation", "Segment", "Trace", "find_segments", "find_self_contained"]
+__all__ = ["Call", "Enter", "Event", "Leave", "Operation", "Segment", "Trace", "list_segments", "list_self_contained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _rebuild_frames(trace: Trace) -> list[_Frame]:
     return frames
 
 
-def find_self_contained(trace: Trace) -> dict[str, list[Operation]]:
+def list_self_contained(trace: Trace) -> dict[str, list[Operation]]:
     """Return the leaves that read only their arguments, tensors made from them, and parameters and buffers.
 
     Each leaf comes with the operations of all its calls. Such a call needs no tensor from another stage besides its
@@ -161,7 +161,7 @@ def _keep_whole(caller: _Frame, called: _Frame | None) -> None:
         called.is_whole = called.is_rerun_at_root = True
 
 
-def find_segments(trace: Trace) -> list[Segment]:
+def list_segments(trace: Trace) -> list[Segment]:
     """Return the smallest runs of calls that a cut may separate, in order.
 
     Operations between two leaves belong to the first. There is always at least one segment.

@@ -23,9 +23,9 @@ from volseg.parallel.pipeline.plan.memory import Held, sum_runs
 __all__ = [
     "EVEN",
     "balance",
+    "balance_stages",
     "choose_quickest",
     "compute_price_of_evenness",
-    "find_most_even",
     "list_held",
     "measure_unevenness",
     "predict_ms",
@@ -109,7 +109,7 @@ def balance(
     limits = free if memory_limits is None else list(memory_limits)
     fastest = _compute_fastest(phases, memory, limits)
     if fastest is None:
-        peak = max(list_held(memory, find_most_even(memory, stages)))
+        peak = max(list_held(memory, balance_stages(memory, stages)))
         raise PartitionError(
             f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one "
             f"device, and the "
@@ -184,7 +184,7 @@ def compute_price_of_evenness(
     return None
 
 
-def find_most_even(held: Held, stages: int) -> list[int]:
+def balance_stages(held: Held, stages: int) -> list[int]:
     """Return the layers per stage of the cut whose fullest stage holds least."""
     ((_, lengths),) = _compute_front([held], [[UNLIMITED] * stages], minimised=1)
     return list(lengths)

@@ -18,9 +18,9 @@ from volseg.parallel.pipeline.observe.costs import Measured
 from volseg.parallel.pipeline.plan.balance import (
     EVEN,
     balance,
+    balance_stages,
     choose_quickest,
     compute_price_of_evenness,
-    find_most_even,
     list_held,
     measure_unevenness,
     predict_ms,
@@ -126,7 +126,7 @@ def plan_stages(
         return StagePlan(measured, lengths, predicted, len(devices), list_held(held, lengths), note)
     # An estimate must not forbid a batch that may fit: even memory out and let the device decide.
     logger.warning("%s; cutting for even memory", failure)
-    lengths = tuple(find_most_even(memory, min(len(devices), len(layers))))
+    lengths = tuple(balance_stages(memory, min(len(devices), len(layers))))
     return StagePlan(measured, lengths, {}, len(devices), list_held(held, lengths))
 
 

@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from volseg.device.first_order import first_order
 from volseg.device.module_internals import NormBase
-from volseg.device.streams import find_current_stream
+from volseg.device.streams import current_gpu_stream
 from volseg.device.torch_internals import (
     multiply_each,
     pytree,
@@ -37,7 +37,7 @@ from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join, split
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.record.graphs import BatchGraph, Lanes, RecordRefusedError
 from volseg.parallel.pipeline.record.recorded_run import CountedStatistics, RecordedRun, RefusedOperations
-from volseg.parallel.timeline import Timeline, find_timeline
+from volseg.parallel.timeline import Timeline, get_timeline
 
 __all__ = ["RecordedBatch"]
 
@@ -140,7 +140,7 @@ class RecordedBatch:
         self._roots: list[_Output] = []
         given = [(tensor, runs.read_version(tensor)) for tensor in self._inputs]
         graph, homes = self._lanes.record(self._run_forward)
-        if runs.find_changes(given):
+        if runs.list_changed_tensors(given):
             raise RecordRefusedError("forward changes its arguments in place")
         return graph, homes
 
@@ -150,7 +150,7 @@ class RecordedBatch:
         for index, (args, kwargs) in enumerate(split(*self._call, self._batch.sizes[0], self._batch.is_batch)):
             lane = index % self._lanes.count
             self._statistics.begin(index)
-            if (timeline := find_timeline()) is not None:
+            if (timeline := get_timeline()) is not None:
                 timeline.micro_batch = index
             with self._lanes.turn_to(lane):
                 with RecordedRun(self._placement, self._statistics, contexts[lane], self._lanes.first) as run:
@@ -242,7 +242,7 @@ class RecordedBatch:
         for tensor, static in zip(tensors, self._inputs, strict=True):
             static.copy_(tensor)
         self._forward.replay()
-        if (timeline := find_timeline()) is not None:
+        if (timeline := get_timeline()) is not None:
             timeline.marks += self._forward_marks
         self._statistics.commit()
         outputs = (
@@ -269,7 +269,7 @@ class RecordedBatch:
                 arriving.copy_(gradient)
                 reached |= self._reaches[number]
         self._backward.replay()
-        if (timeline := find_timeline()) is not None:
+        if (timeline := get_timeline()) is not None:
             timeline.marks += self._backward_marks
         found: list[Tensor | None] = [None] * (len(self._inputs) + len(self.parameters))
         # Many at a time: a kernel for each would take longer to queue than to run.
@@ -291,7 +291,7 @@ def _bring(tensor: Tensor, device: torch.device) -> tuple[Tensor, Any]:
 
 def _wait(tensor: Tensor, event: Any) -> None:
     if event is not None:
-        find_current_stream(tensor.device).wait_event(event)
+        current_gpu_stream(tensor.device).wait_event(event)
 
 
 def _copy_input(tensor: Tensor) -> Tensor:

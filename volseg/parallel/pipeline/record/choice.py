@@ -29,7 +29,7 @@ from volseg.parallel.pipeline.micro_batch import Call, CutBatch
 from volseg.parallel.pipeline.record.batch import RecordedBatch
 from volseg.parallel.pipeline.record.graphs import RecordRefusedError
 from volseg.parallel.state.attempt import Attempt
-from volseg.parallel.timeline import find_timeline
+from volseg.parallel.timeline import get_timeline
 
 __all__ = ["WARM_UP", "BatchRecorder", "identify_batch"]
 
@@ -119,7 +119,7 @@ class BatchRecorder:
 
     def find(self, kind: Kind[RecordedBatch], placement: Placement, batch: CutBatch) -> RecordedBatch | None:
         """Return a usable recording for batches of this kind; make one if it is due."""
-        if find_timeline() is not None and not self._on_gpus:
+        if get_timeline() is not None and not self._on_gpus:
             return None  # a host's recording notes no times
         if kind.recording is None and not self._record(kind, placement, batch):
             return None

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import find_kept, has_values, is_gpu, release_cache
+from volseg.device.gpus import get_device_cache, has_values, is_gpu, release_cache
 from volseg.device.graph import make_graph, make_pool, undisturbed
-from volseg.device.streams import find_current_stream, make_stream, on_stream
+from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.device.torch_internals import TorchDispatchMode, get_schema
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.transfer import list_copy_streams
@@ -64,7 +64,7 @@ class Lanes:
             return
         self._start = make_stream(self._gpus[0])
         self._streams = {(device, lane): make_stream(device) for device in self._gpus for lane in range(self.count)}
-        number = next(find_kept(_numbers).setdefault("lanes", itertools.count()))
+        number = next(get_device_cache(_numbers).setdefault("lanes", itertools.count()))
         self._pool = make_pool(self._gpus[0], f"recording {number}")
         # ``torch.cuda.CUDAGraph`` has memory on one device only.
         self._others = {device: _make_memory(device) for device in self._gpus[1:] if has_values(device)}
@@ -128,7 +128,7 @@ class _StartedGraph:
 
     def replay(self) -> None:
         """Run the recorded work."""
-        callers = [find_current_stream(device) for device in self._devices]
+        callers = [current_gpu_stream(device) for device in self._devices]
         for caller in callers:
             self._start.wait_stream(caller)
         with on_stream(self._start):

@@ -50,7 +50,7 @@ class RefusedOperations(TorchDispatchMode):
             raise RecordRefusedError(f"the network reads values of a tensor ({function}), which a replay would not")
         result = function(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in function.tags and any(
-            is_gpu(tensor.device) and tensor.device != self._first for tensor in runs.find_tensors(result)
+            is_gpu(tensor.device) and tensor.device != self._first for tensor in runs.iterate_tensors(result)
         ):
             raise RecordRefusedError(f"random numbers are drawn ({function}) on another GPU than {self._first}")
         return result
@@ -93,11 +93,11 @@ class RecordedRun(PlacedRun):
             raise RecordRefusedError("forward differentiates or maps functions (torch.autograd, torch.func)")
         if find_saved_tensors_hooks(False) is not None:
             raise RecordRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
-        plain = [runs.unwrap(tensor) for tensor in runs.find_tensors((args, kwargs or {}))]
+        plain = [runs.unwrap(tensor) for tensor in runs.iterate_tensors((args, kwargs or {}))]
         read = [(tensor, runs.read_version(tensor)) for tensor in plain]
         result = super().__torch_function__(function, types, args, kwargs)
         # Micro-batches on two streams would change it concurrently.
-        if any(_find_memory(tensor) in self._memory for tensor in runs.find_changes(read)):
+        if any(_find_memory(tensor) in self._memory for tensor in runs.list_changed_tensors(read)):
             raise RecordRefusedError(f"forward changes its own state ({getattr(function, '__name__', function)})")
         return result
 

@@ -16,7 +16,7 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.convolution.plan import AroundPlan
 from volseg.parallel.spatial.transport.halo import Halo, Wait, start_filling, start_receiving
-from volseg.parallel.spatial.transport.room import extend, find_room
+from volseg.parallel.spatial.transport.room import extend, get_halo_room
 
 __all__ = ["SurroundedGradients"]
 
@@ -44,7 +44,7 @@ class SurroundedGradients:
         self.plan, self.gradients, self.channels_last = plan, gradients, channels_last
         pairs = list(zip(gradients, plan.halos, strict=True))
         self.is_apart = plan.alone is not None and all(
-            own.nbytes >= LARGE and find_room(own) < max(halo.own) for own, halo in pairs
+            own.nbytes >= LARGE and get_halo_room(own) < max(halo.own) for own, halo in pairs
         )
         if self.is_apart:
             self.edges = [[_make_edge(*pair, plan, side) for side in (0, 1)] for pair in pairs]
@@ -54,7 +54,7 @@ class SurroundedGradients:
             ]
             self.wait: Wait | None = start_receiving(gradients, plan.halos, arriving)
         else:
-            self.around = [extend(own, find_room(own), halo.own) for own, halo in pairs]
+            self.around = [extend(own, get_halo_room(own), halo.own) for own, halo in pairs]
             self.wait = start_filling(self.around, plan.halos)
 
     def differentiate_inputs(self, slabs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor | None]:

@@ -32,7 +32,7 @@ from volseg.parallel.spatial.lazy.recipes import Join
 from volseg.parallel.spatial.recipe import Asked, Recipe, Write, mask_asked, split_rows
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Wait, return_gradients, start_filling
-from volseg.parallel.spatial.transport.room import extend, find_room, own_planes
+from volseg.parallel.spatial.transport.room import extend, get_halo_room, own_planes
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["convolve"]
@@ -53,7 +53,7 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
     dtype, weights, biases = context.spread_for(slabs[0], weight, bias)
     pending = volume.pending
     recipe = None if transposed else pending.find_recipe(volume)
-    room = find_room(slabs[0]) if plan.halos else 0
+    room = get_halo_room(slabs[0]) if plan.halos else 0
     if slabs[0].dtype != dtype:
         slabs = [slab.to(dtype) for slab in slabs]
         recipe, room = None, 0

@@ -28,7 +28,7 @@ from volseg.parallel.spatial.lazy.statistics import Affine, NormPlan, NormStatis
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
+from volseg.parallel.spatial.transport.halo import Halo, Wait, compute_halo_room, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -101,7 +101,7 @@ class WaitingTerms(Waiting):
 
     def _fill(self, rows: Sequence[Terms], halos: Sequence[Halo]) -> tuple[list[Tensor], Wait | None]:
         """Return the slabs, with room where convolutions take a halo, and the wait for the halos."""
-        room = find_needed_room(self.room, halos)
+        room = compute_halo_room(self.room, halos)
         if not room:
             return [addition.add(*row, self.outer) for row in rows], None
         outs = [allocate_with_room(first.slab, room) for first, _ in rows]

@@ -22,9 +22,9 @@ from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import choice
 from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.moment import Moment
-from volseg.parallel.spatial.pending import Waiting, find_likes
+from volseg.parallel.spatial.pending import Waiting, build_meta_slabs
 from volseg.parallel.spatial.recipe import Outline, Recipe, Write, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
+from volseg.parallel.spatial.transport.halo import Halo, Wait, compute_halo_room, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
@@ -163,7 +163,7 @@ class WaitingRecipe(Waiting):
 
         def fill() -> list[Tensor]:
             nonlocal wait
-            room = find_needed_room(self.room, halos)
+            room = compute_halo_room(self.room, halos)
             outs = [
                 allocate_with_room(like, room, device=row[0].device)
                 if room
@@ -222,7 +222,7 @@ def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> Sharde
     recipe = join_recipes(found, channels)
     cut_along_depth = like.context.communicator.num_shards > 1 and like.dims == (DIM,)
     # The layout is that of the first volume. A stand-in has the slab's shape, and not its layout.
-    firsts = like.pending.likes if isinstance(like.pending, RecomputedInput) else find_likes(like)
+    firsts = like.pending.likes if isinstance(like.pending, RecomputedInput) else build_meta_slabs(like)
     likes = [
         torch.empty([len(own), shape[1], *own.shape[2:]], dtype=dtype, device="meta", memory_format=layout_of(own))
         for own in firsts

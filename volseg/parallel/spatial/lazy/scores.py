@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from volseg.device import attention, fusions
 from volseg.device.torch_internals import PLAIN_TENSORS
-from volseg.parallel.spatial.context import find_autocast
+from volseg.parallel.spatial.context import active_autocast_dtype
 from volseg.parallel.spatial.lazy.uncut import Uncut, written
 from volseg.parallel.spatial.lazy.waiting_scores import (
     AddendPlace,
@@ -87,7 +87,7 @@ def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, 
     sides = list_shapes(query), list_shapes(turning, gathered=cut.gathers)
     if query.shape[-1] != key.shape[inner] or not all(map(attention.fits, *sides)):
         return None
-    if find_autocast(queries[0]) not in (None, query.dtype):
+    if active_autocast_dtype(queries[0]) not in (None, query.dtype):
         return None
 
     def compute_all(slabs: Sequence[Tensor]) -> list[Tensor]:

@@ -152,7 +152,7 @@ def _join_replicas(
     spread = (variances + (means - center).square()).mean(0)
     mean, variance, number = pooled.replicas.join_moments(center, spread, len(means) * voxels)
     own = mean.expand_as(means), variance.expand_as(means)
-    return reference.find_scale_and_shift(*own, affine.weight, affine.bias, affine.eps), number
+    return reference.compute_scale_and_shift(*own, affine.weight, affine.bias, affine.eps), number
 
 
 def take_statistics(volume: ShardedVolume, slabs: Sequence[Tensor], running: Running, affine: Affine) -> NormStatistics:

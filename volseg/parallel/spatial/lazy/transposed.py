@@ -47,12 +47,12 @@ class TransposedSettings:
     tiles: int
     layout: torch.memory_format
 
-    def find_shape(self, shape: Sequence[int]) -> list[int]:
+    def compute_output_shape(self, shape: Sequence[int]) -> list[int]:
         """Return the shape of the result of an input of this shape."""
         sides = [side * stride for side, stride in zip(shape[DIM:], self.settings.stride, strict=True)]
         return [shape[0], self.channels, *sides]
 
-    def find_input_shape(self, planes: int, like: Tensor, channels: int) -> list[int]:
+    def compute_input_shape(self, planes: int, like: Tensor, channels: int) -> list[int]:
         """Return the shape of so many planes of the input, for planes of a result like ``like``."""
         sides = [side // stride for side, stride in zip(like.shape[DIM + 1 :], self.settings.stride[1:], strict=True)]
         return [like.shape[0], channels, planes, *sides]
@@ -79,7 +79,7 @@ def convolve_later(
     rows = tuple((*own, *row) for own, row in zip(parameters, source.rows, strict=True))
     recipe = Recipe(rows, Transpose(source.write, bool(biases), how))
     likes = [
-        torch.empty(how.find_shape(slab.shape), dtype=weight.dtype, device="meta", memory_format=how.layout)
+        torch.empty(how.compute_output_shape(slab.shape), dtype=weight.dtype, device="meta", memory_format=how.layout)
         for slab, weight in zip(slabs, weights, strict=True)
     ]
 
@@ -89,7 +89,7 @@ def convolve_later(
             return list(_Transposed.apply(work, *weights, *biases, *slabs))
 
     waiting = WaitingRecipe(recipe, likes, record, Unchanged([*slabs, *recipe.tensors]), slabs)
-    return defer(waiting, volume.dims, how.find_shape(volume.shape), volume.context)
+    return defer(waiting, volume.dims, how.compute_output_shape(volume.shape), volume.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def write_planes(
     write: Write, row: Sequence[Tensor], weight: Tensor, like: Tensor, first: int, last: int, how: TransposedSettings
 ) -> Tensor:
     """Write planes of the input of a transposed convolution, whose result is like ``like``."""
-    shape = how.find_input_shape(last - first, like, weight.shape[0])
+    shape = how.compute_input_shape(last - first, like, weight.shape[0])
     given = torch.empty(shape, dtype=weight.dtype, device=weight.device, memory_format=how.layout)
     write(row, given, first)
     return given
@@ -173,7 +173,7 @@ def _differentiate(
         of_input, *rest = torch.ops.aten.convolution_backward(own, given, weight, bias_sizes, *arguments, [*asked])
         if of_input is not None:
             if whole is None:
-                shape = how.find_input_shape(planes, gradient, weight.shape[0])
+                shape = how.compute_input_shape(planes, gradient, weight.shape[0])
                 whole = torch.empty(shape, dtype=weight.dtype, device=weight.device, memory_format=how.layout)
             whole.narrow(DIM, start, stop - start).copy_(of_input)
         sums = [add_in_float32(total, part) for total, part in zip(sums, rest, strict=True)]

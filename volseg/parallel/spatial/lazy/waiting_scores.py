@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.context import find_autocast
+from volseg.parallel.spatial.context import active_autocast_dtype
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.plan.shards import Merged
@@ -198,7 +198,7 @@ class WaitingScores(Waiting):
         self.stand_ins, self.room, self.unchanged = list(stand_ins), 0, unchanged
         self.earlier = None if before is None else before.pending
         self.moment = Moment([term for term in chain(*steps.terms) if term.is_leaf])
-        self.autocast = find_autocast(self.stand_ins[0])
+        self.autocast = active_autocast_dtype(self.stand_ins[0])
         self.is_taken = self.is_alone = self.is_stale = False
         self.written: Unchanged | None = None
 
@@ -255,11 +255,11 @@ class WaitingScores(Waiting):
 
     def is_now(self) -> bool:
         """Say whether what is computed now is computed in the same modes, and trains the same terms."""
-        modes = self.moment.is_now() and self.autocast == find_autocast(self.stand_ins[0])
+        modes = self.moment.is_now() and self.autocast == active_autocast_dtype(self.stand_ins[0])
         return modes and self.moment.trains_alike()
 
     def _autocast_again(self) -> AbstractContextManager[Any]:
         device = self.stand_ins[0].device.type
-        if self.autocast == find_autocast(self.stand_ins[0]):
+        if self.autocast == active_autocast_dtype(self.stand_ins[0]):
             return nullcontext()
         return torch.autocast(device, self.autocast, enabled=self.autocast is not None)

@@ -28,8 +28,8 @@ from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.lazy.recipes import RecomputedInput
-from volseg.parallel.spatial.pending import find_likes
-from volseg.parallel.spatial.transport.room import find_room
+from volseg.parallel.spatial.pending import build_meta_slabs
+from volseg.parallel.spatial.transport.room import get_halo_room
 from volseg.parallel.spatial.versions import Unchanged, Watched
 from volseg.parallel.spatial.volume import ShardedVolume, share_later
 from volseg.parallel.state.module import Remembered, remember
@@ -289,8 +289,8 @@ class _HeldTensors:
         self.unchanged = Unchanged(list(volume._slabs))
         self._source = Unchanged(() if self.recipe is None else self.recipe.tensors)
         # Shape, layout and room of the slabs, without their memory.
-        self._likes = find_likes(volume)
-        self._room = find_room(volume._slabs[0])
+        self._likes = build_meta_slabs(volume)
+        self._room = get_halo_room(volume._slabs[0])
 
     def let_go(self) -> None:
         """Drop the slabs if there is a recipe."""

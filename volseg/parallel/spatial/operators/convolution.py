@@ -13,7 +13,7 @@ from volseg.device.convolution.depth_chunks import LIMIT
 from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM
-from volseg.parallel.spatial.context import Context, find_autocast
+from volseg.parallel.spatial.context import Context, active_autocast_dtype
 from volseg.parallel.spatial.contract import rehearsed
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan, count_tiles, plan_convolution, plan_transposed
 from volseg.parallel.spatial.convolution.slab import convolve
@@ -201,7 +201,7 @@ def _convolve_later(
     if tiles < 2 or spans(planes * stride[0], num_shards) != own:
         return None
     dtype = volume.dtype
-    if dtype != torch.float64 and find_autocast(volume) not in (None, dtype):
+    if dtype != torch.float64 and active_autocast_dtype(volume) not in (None, dtype):
         return None  # autograd converts it
     biases = [] if biases[0] is None else biases
     settings = Settings(tuple(stride), (0,) * 3, (1,) * 3, True, (0,) * 3, groups)
@@ -217,7 +217,7 @@ def convolve_transposed(
     """Return the transposed convolution of a slab with channels last, or None where torch is to compute it."""
     if not (context.channels_last and depthwise.fits(weight.shape, settings)):
         return None
-    dtype = find_autocast(slab)
+    dtype = active_autocast_dtype(slab)
     if dtype is not None and slab.dtype != torch.float64:
         slab, weight = slab.to(dtype), context.cast(weight, dtype)
         bias = None if bias is None else context.cast(bias, dtype)

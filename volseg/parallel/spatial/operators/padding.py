@@ -10,7 +10,13 @@ from torch import Tensor
 from volseg.device.gpus import host_values
 from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
-from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, find_unit, select_planes, sharded_windows
+from volseg.parallel.spatial.operators.planes import (
+    AxisPlan,
+    LocalWindow,
+    get_plane_unit,
+    select_planes,
+    sharded_windows,
+)
 from volseg.parallel.spatial.plan.shards import Fetch, spans
 from volseg.parallel.spatial.plan.windows import ChosenPlanes, Strided, Window
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
@@ -158,7 +164,7 @@ def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Se
 
 def _roll_cut(volume: ShardedVolume, dim: int, shift: int) -> list[Tensor]:
     """Return the slabs of a volume rolled along a cut dim: of most planes the neighbours send the shift alone."""
-    communicator, size, unit = volume.context.communicator, volume.shape[dim], find_unit(volume)
+    communicator, size, unit = volume.context.communicator, volume.shape[dim], get_plane_unit(volume)
     axis = volume.dims.index(dim)
     wanted = [(start - shift, stop - shift) for start, stop in spans(size, communicator.grid[axis], unit)]
     return communicator.fetch(volume.slabs, Fetch(axis, dim, size, wanted, unit))

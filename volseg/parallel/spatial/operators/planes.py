@@ -21,7 +21,7 @@ __all__ = [
     "LocalWindow",
     "constant",
     "convolution_plans",
-    "find_unit",
+    "get_plane_unit",
     "outside_cut",
     "select_planes",
     "sharded_windows",
@@ -88,7 +88,7 @@ def _fetch_windows(
     changes them in place, or hands them on.
     """
     communicator = volume.context.communicator
-    slabs, unit = volume.slabs, find_unit(volume)
+    slabs, unit = volume.slabs, get_plane_unit(volume)
     windows: list[list[LocalWindow]] = [[] for _ in slabs]
     for axis, (dim, size, plan) in enumerate(zip(volume.dims, volume.sizes, plans, strict=True)):
         outputs = spans(plan.outputs, communicator.grid[axis], plan.unit)
@@ -111,7 +111,7 @@ def _fetch_windows(
     return slabs, windows
 
 
-def find_unit(volume: ShardedVolume) -> int:
+def get_plane_unit(volume: ShardedVolume) -> int:
     """Return how many planes of a volume stay together; refuse one whose cut dim holds several ranges of planes."""
     if volume.merged is None:
         return 1

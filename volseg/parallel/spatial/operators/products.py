@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.torch_internals import with_overrides
-from volseg.parallel.spatial.context import find_autocast
+from volseg.parallel.spatial.context import active_autocast_dtype
 from volseg.parallel.spatial.lazy.attention import attend
 from volseg.parallel.spatial.lazy.scores import score
 from volseg.parallel.spatial.operators.operands import elementwise
@@ -208,7 +208,7 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
         return result if bias is None else elementwise(torch.add, result, bias)
     spread = input.context.spread
     weights = spread(weight)
-    dtype = find_autocast(input)
+    dtype = active_autocast_dtype(input)
     if dtype is not None and weight.dtype == torch.float32:
         weights = [input.context.cast(copy, dtype) for copy in weights]
     biases = [None] * len(weights) if bias is None else spread(bias)

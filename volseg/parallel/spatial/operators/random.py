@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import find_readable, host_values, is_recording
+from volseg.device.gpus import get_host_readable_device, host_values, is_recording
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.operators.operands import aligned
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
@@ -34,7 +34,9 @@ def _agree_on_seed(context: Context) -> int:
     own = torch.randint(2**62, ())
     if isinstance(context.communicator, ProcessGroupShards) and not context.in_pass:
         # Outside of a forward pass each process has drawn what it liked: the first one's number counts.
-        return int(context.communicator.stack(own.to(find_readable(context.communicator.home)).view(1))[0].item())
+        return int(
+            context.communicator.stack(own.to(get_host_readable_device(context.communicator.home)).view(1))[0].item()
+        )
     return int(own.item())
 
 

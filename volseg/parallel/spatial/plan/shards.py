@@ -140,7 +140,7 @@ class Fetch:
         """Whether no planes change shards."""
         return all(move.source == move.target for move in self.moves)
 
-    def find_own(self, position: int) -> Span | None:
+    def own_span(self, position: int) -> Span | None:
         """Return the first and the number of the own planes that a shard needs; None for all of them."""
         own, (start, stop) = self.owned[position], self.wanted[position]
         return None if own == (start, stop) else (start - own[0] if stop > start else 0, stop - start)

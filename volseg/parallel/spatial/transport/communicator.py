@@ -136,7 +136,7 @@ class Communicator(ABC):
 
         ``take(slab, dim, start, count)`` returns a view.
         """
-        places = [plan.find_own(coordinates[plan.axis]) for coordinates in self.coordinates]
+        places = [plan.own_span(coordinates[plan.axis]) for coordinates in self.coordinates]
         pairs = zip(slabs, places, strict=True)
         return [slab if place is None else take(slab, plan.dim, *place) for slab, place in pairs]
 

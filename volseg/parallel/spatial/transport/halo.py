@@ -22,7 +22,7 @@ from volseg.parallel.spatial.transport.room import extend, own_planes
 __all__ = [
     "Halo",
     "Wait",
-    "find_needed_room",
+    "compute_halo_room",
     "plan_halos",
     "return_gradients",
     "start_filling",
@@ -93,7 +93,7 @@ def plan_halos(communicator: Communicator, planes: Planes, channels_last: bool =
     return tuple(Halo(communicator, planes, channels_last, index) for index in communicator.indices)
 
 
-def find_needed_room(room: int, halos: Sequence[Halo]) -> int:
+def compute_halo_room(room: int, halos: Sequence[Halo]) -> int:
     """Return the planes of room to leave around slabs: more than usual if a wider halo is known to follow.
 
     Parameters

@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from volseg.device.torch_internals import find_default_group
+from volseg.device.torch_internals import get_default_group
 from volseg.errors import ParallelError
-from volseg.parallel.devices import find_own_device
+from volseg.parallel.devices import get_own_device
 from volseg.parallel.processes.group import make_groups, start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
@@ -53,9 +53,9 @@ def join(mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False) -> Pr
             f"mesh must be a torch.distributed.device_mesh.DeviceMesh, or a group, got {type(mesh).__name__}"
         )
     start_group()
-    device = find_own_device()
+    device = get_own_device()
     if not isinstance(mesh, DeviceMesh):
-        group = find_default_group() if mesh is None else mesh
+        group = get_default_group() if mesh is None else mesh
         shape = _grid(grid, [dist.get_world_size(group)])
         return Processes(ProcessGroupShards(group, shape, device, fixed_order), None)
     names = mesh.mesh_dim_names or tuple(f"spatial{index}" for index in range(mesh.ndim))

@@ -21,7 +21,7 @@ from torch import Tensor
 from volseg.device.gpus import is_gpu, is_recording
 from volseg.device.memory_pool import MemoryPool
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, PlaneMailbox, small_enough
-from volseg.device.streams import find_current_stream
+from volseg.device.streams import current_gpu_stream
 from volseg.parallel.spatial.plan.shards import Transfer
 
 __all__ = ["MessageBuffers", "Messages", "NearPlanes", "is_near"]
@@ -64,7 +64,7 @@ class MessageBuffers:
     def _find_key(self, size: int) -> tuple[int, int]:
         if not is_gpu(self.device):
             return size, 0
-        stream = find_current_stream(self.device)
+        stream = current_gpu_stream(self.device)
         return size, getattr(stream, "cuda_stream", 0) or getattr(stream, "number", 0)
 
 
@@ -77,7 +77,7 @@ class Messages:
         Device of their memory.
     buffers : MessageBuffers, optional
         Memory for them. None on CPUs, and while a CUDA graph is recorded, which has its own memory.
-    group, find_rank
+    group, get_process_rank
         The processes (None for all of them), and the global rank of the one at a position.
     """
 
@@ -86,9 +86,9 @@ class Messages:
         device: torch.device,
         buffers: MessageBuffers | None,
         group: dist.ProcessGroup | None,
-        find_rank: Callable[[int], int],
+        get_process_rank: Callable[[int], int],
     ) -> None:
-        self.device, self.buffers, self._group, self._find_rank = device, buffers, group, find_rank
+        self.device, self.buffers, self._group, self._find_rank = device, buffers, group, get_process_rank
         self._lent: list[Tensor] = []
         self._operations: list[dist.P2POp] = []
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from volseg.device.layout import DIM, layout_of
 
-__all__ = ["allocate_with_room", "extend", "find_room", "own_planes"]
+__all__ = ["allocate_with_room", "extend", "get_halo_room", "own_planes"]
 
 
 def allocate_with_room(
@@ -26,7 +26,7 @@ def allocate_with_room(
     return slab
 
 
-def find_room(slab: Tensor) -> int:
+def get_halo_room(slab: Tensor) -> int:
     """Return the planes of room around a slab: zero unless it was allocated with room, and for views."""
     return getattr(slab, "_volseg_room", 0)
 

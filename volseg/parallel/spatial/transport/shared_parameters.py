@@ -16,7 +16,7 @@ from torch import Tensor
 
 from volseg.device.first_order import first_order
 from volseg.device.gpus import is_gpu
-from volseg.device.streams import find_current_stream, make_stream, on_stream
+from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.parallel.buckets import GradientRoom, check_hooks, is_large
 from volseg.parallel.fixed_order import add_up
@@ -60,7 +60,7 @@ class SharedParameters:
         # Autograd runs a node's backward on the stream of its forward. So does AccumulateGrad: nothing on the main
         # stream waits.
         if self.stream is not None:
-            self.stream.wait_stream(find_current_stream(self._device))
+            self.stream.wait_stream(current_gpu_stream(self._device))
         with self.beside():
             return _Share.apply(self, *parameters)
 
@@ -69,7 +69,7 @@ class SharedParameters:
         room = getattr(copy.grad_fn, "room", None)
         if not isinstance(room, GradientRoom) or not torch.is_grad_enabled() or not is_large(copy):
             return copy.to(dtype)
-        reading = None if self.stream is None else find_current_stream(self._device)
+        reading = None if self.stream is None else current_gpu_stream(self._device)
         with self.beside():
             return _Convert.apply(copy, dtype, self, reading, room)
 
