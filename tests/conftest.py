@@ -114,7 +114,7 @@ def groups_of_one_file() -> Iterator[None]:
 @pytest.fixture
 def read(monkeypatch):
     """Return the ids of the cases that are decompressed from now on."""
-    from volseg.data import preparing  # not for every test, nor in the processes that tests start
+    from volseg.data.case_store import preparing
 
     plain, names = preparing.read_case, []
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from volseg.device.fake_gpu import GpuLike
+from volseg.estimate.fake_step.tracing import TracedStep, tracing
 from volseg.estimate.trace import StepTrace
-from volseg.estimate.tracing import TracedStep, tracing
 
 
 def follow(step: Callable[[TracedStep], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:

@@ -42,11 +42,14 @@ def count_packages(source: Path = ROOT / "volseg") -> dict[str, tuple[int, int]]
 
 
 def count_rest(root: Path = ROOT) -> dict[str, int]:
-    """Return lines of tests and of benchmarks, benchmark scripts, and words and pages of the documentation."""
+    """Return sizes of tests, benchmarks, pages and the largest folder, and the number of functions called ``find_``."""
     scripts = [*(root / "workflows" / "benchmarks").glob("*.py")]
     pages = [*(root / "docs").rglob("*.md")]
     words = [split_words(page.read_text(encoding="utf-8")) for page in pages]
+    modules = [*(root / "volseg").rglob("*.py")]
     return {
+        "modules of the largest folder": max(Counter(module.parent for module in modules).values()),
+        "functions called find_": sum(module.read_text(encoding="utf-8").count("def find_") for module in modules),
         "lines of tests": sum(map(count_lines, (root / "tests").rglob("*.py"))),
         "benchmark scripts": len(scripts),
         "lines of benchmarks": sum(map(count_lines, scripts)),

@@ -50,7 +50,7 @@ MODULES = (
     "volseg.experiment",
     "volseg.experiment.cross_validation",
     "volseg.experiment.launching",
-    "volseg.experiment.predicting",
+    "volseg.experiment.prediction.predicting",
     "volseg.experiment.training",
     "volseg.parallel",
     "volseg.workflow",

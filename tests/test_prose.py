@@ -28,17 +28,13 @@ INSTEAD = {
 """A pattern, and what to write in its place."""
 
 LEFT: dict[str, int] = {
-    r"who(?:m|ever)": 39,
+    r"who(?:m|ever)": 12,
     r"of none of": 1,
-    r"said once": 4,
-    r"(?:is|are|was|were|be|been) told(?! apart)": 75,
-    r"stands? there": 2,
-    r"there already|already there": 5,
-    r"without a word": 10,
-    r"none of which": 1,
-    r"in which every": 1,
-    r"alone(?! with)": 197,
-    r"gives? way to": 1,
+    r"(?:is|are|was|were|be|been) told(?! apart)": 21,
+    r"stands? there": 1,
+    r"there already|already there": 2,
+    r"without a word": 2,
+    r"alone(?! with)": 121,
 }
 """How often each stands in ``volseg`` (docstrings, comments, messages). Lower a number when you remove one."""
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from volseg.estimate import plan
     from volseg.evaluation.folders import evaluate_folders
     from volseg.experiment.cross_validation import cross_validate
-    from volseg.experiment.loaded import load
     from volseg.experiment.own_components import load_components, register
-    from volseg.experiment.predicting import predict
+    from volseg.experiment.prediction.loaded import load
+    from volseg.experiment.prediction.predicting import predict
     from volseg.experiment.training import train
     from volseg.experiment.validating import validate
     from volseg.inference.predictor import Predictor
@@ -83,13 +83,13 @@ _HOMES = {
     "build_network": "volseg.models.networks",
     "cross_validate": "volseg.experiment.cross_validation",
     "evaluate_folders": "volseg.evaluation.folders",
-    "load": "volseg.experiment.loaded",
+    "load": "volseg.experiment.prediction.loaded",
     "load_components": "volseg.experiment.own_components",
     "load_config": "volseg.config.loading",
     "load_task": "volseg.data.layouts",
     "make_task": "volseg.data.synthetic",
     "plan": "volseg.estimate",
-    "predict": "volseg.experiment.predicting",
+    "predict": "volseg.experiment.prediction.predicting",
     "read_volume": "volseg.data.readers",
     "register": "volseg.experiment.own_components",
     "train": "volseg.experiment.training",

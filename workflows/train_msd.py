@@ -12,10 +12,10 @@ import torch
 
 from volseg import Checkpoints, Named, Predictor, Progress, TensorBoard, Training, TrainingLog, Validation, load_task
 from volseg.data.augmented import AugmentedBatches
+from volseg.data.case_store.preprocessed import prepare_all
+from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.patches import PatchBatches
-from volseg.data.preprocessed import prepare_all
 from volseg.data.splits import folds
-from volseg.data.volume_cache import VolumeCache
 from volseg.models import FitGrid, build_network
 from volseg.planning import PRESETS, plan
 from volseg.planning.facts import published_fingerprint

@@ -16,7 +16,7 @@ import numpy as np
 from volseg.data.readers import list_files
 from volseg.experiment import format_outcome, load_config, predict, train
 from volseg.experiment.cases import choose_cases
-from volseg.experiment.predicting import resolve_images
+from volseg.experiment.prediction.predicting import resolve_images
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.data.augmented import AugmentedBatches
+from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.patches import PatchBatches, mix_seed
-from volseg.data.volume_cache import VolumeCache
 from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 PATCH = (12, 10, 8)

@@ -23,17 +23,17 @@ from in_group import in_group
 from monai.data import MetaTensor
 from torch.nn.functional import pad
 
-from volseg.data import case_cache, file_digests, stored_case
-from volseg.data.cache_folder import choose_cache_folder, list_entries, remove_entries, verify_entries
-from volseg.data.case_cache import CaseCache
-from volseg.data.file_digests import FileDigests
+from volseg.data.case_store import case_cache, file_digests, stored_case
+from volseg.data.case_store.cache_folder import choose_cache_folder, list_entries, remove_entries, verify_entries
+from volseg.data.case_store.case_cache import CaseCache
+from volseg.data.case_store.file_digests import FileDigests
+from volseg.data.case_store.preparing import prepare_together
+from volseg.data.case_store.reading_group import meet_readers
+from volseg.data.case_store.stored_case import DamagedCaseError, StoredCase, write_case
+from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
-from volseg.data.preparing import prepare_together
-from volseg.data.reading_group import meet_readers
-from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
 from volseg.data.synthetic import make_task
-from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import own_components
 from volseg.experiment.own_components import REGISTRIES, load_components
@@ -182,6 +182,7 @@ def test_the_voxels_beside_a_header_are_part_of_a_case(tmp_path):
 
 
 def other_code(monkeypatch, tmp_path):
+    assert {code.name for code in case_cache.OWN_CODE} == {"data", "transforms"}
     copies = tuple(shutil.copytree(code, tmp_path / "code" / code.name) for code in case_cache.OWN_CODE)
     (copies[1] / "preprocessing.py").write_text("# another resampling\n", encoding="utf-8")
     monkeypatch.setattr(case_cache, "OWN_CODE", copies)
@@ -445,7 +446,9 @@ PREPARE = """
 import json, os, signal, sys
 sys.path.insert(0, sys.argv[5])
 from digests import digest
-from volseg.data import case_cache, preparing, stored_case
+from volseg.data.case_store import case_cache
+from volseg.data.case_store import preparing
+from volseg.data.case_store import stored_case
 from volseg.data.layouts import load_task
 from volseg.transforms.preprocessing import build_preprocessing
 

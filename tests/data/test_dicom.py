@@ -4,7 +4,7 @@ import shutil
 import numpy as np
 import pytest
 
-from volseg.data.dicom import read_dicom_series
+from volseg.data.dicom.volumes import read_dicom_series
 from volseg.data.readers import read_volume
 from volseg.errors import ReaderError
 

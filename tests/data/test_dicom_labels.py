@@ -17,8 +17,8 @@ from volseg.cli import app
 from volseg.data import load_task
 from volseg.data.cases import Task
 from volseg.data.checks import check_task
-from volseg.data.dicom_labels import DicomLabel, fill_contours, trace_contours
-from volseg.data.dicom_series import search_series
+from volseg.data.dicom.labels import DicomLabel, fill_contours, trace_contours
+from volseg.data.dicom.series import search_series
 from volseg.data.readers import read_label, read_volume
 from volseg.errors import DataError, ReaderError
 from volseg.evaluation.folders import evaluate_folders

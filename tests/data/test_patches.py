@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from volseg.data.case_store.volume_cache import ForegroundVoxels, VolumeCache
 from volseg.data.patches import PatchBatches, _draw_cases, num_foreground, plan_epoch
-from volseg.data.volume_cache import ForegroundVoxels, VolumeCache
 from volseg.errors import ConfigError
 
 SHAPES = [(12, 14, 10), (9, 20, 11), (6, 15, 16)]

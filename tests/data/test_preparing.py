@@ -8,10 +8,10 @@ import pytest
 import torch
 from monai.data import MetaTensor
 
+from volseg.data.case_store.preparing import prepare_together
+from volseg.data.case_store.preprocessed import prepare_all, preprocess
 from volseg.data.checks import check_cases
 from volseg.data.layouts import load_task
-from volseg.data.preparing import prepare_together
-from volseg.data.preprocessed import prepare_all, preprocess
 from volseg.data.synthetic import make_task
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, GridError

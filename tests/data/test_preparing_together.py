@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_group import in_group
 
-from volseg.data import preparing, reading_group, stored_case
+from volseg.data.case_store import preparing, reading_group, stored_case
+from volseg.data.case_store.preparing import prepare_together
+from volseg.data.case_store.reading_group import deal_by_size, meet_readers
+from volseg.data.case_store.stored_case import SharedTensors, map_tensors, view_tensor
+from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.checks import Problem, check_cases
 from volseg.data.layouts import load_task
-from volseg.data.preparing import prepare_together
-from volseg.data.reading_group import deal_by_size, meet_readers
-from volseg.data.stored_case import SharedTensors, map_tensors, view_tensor
 from volseg.data.synthetic import make_task
-from volseg.data.volume_cache import VolumeCache
 from volseg.errors import VolsegError
 from volseg.transforms.preprocessing import build_preprocessing
 

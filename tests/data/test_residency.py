@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from volseg.data.volume_cache import choose_budget, choose_resident
+from volseg.data.case_store.volume_cache import choose_budget, choose_resident
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=7), budget=st.integers(-1, 200))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from monai.data import MetaTensor
 from torch.nn.functional import pad
 
-from volseg.data.volume_cache import ForegroundVoxels, VolumeCache
+from volseg.data.case_store.volume_cache import ForegroundVoxels, VolumeCache
 from volseg.errors import DataError
 
 SHAPES = [(5, 9, 4), (7, 3, 6), (6, 6, 6)]

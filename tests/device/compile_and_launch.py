@@ -25,7 +25,7 @@ from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.experiment.network_plan import load_facts
-from volseg.experiment.training_work import at_size, describe_training
+from volseg.experiment.placement.training_work import at_size, describe_training
 
 KINDS = {(8, 0): "a100-80", (9, 0): "h200"}
 

@@ -34,8 +34,8 @@ import volseg
 from volseg.cli import app
 from volseg.config.loading import load_config
 from volseg.data import load_task
+from volseg.data.case_store.preprocessed import prepare_all
 from volseg.data.mock_msd import make_mock_task
-from volseg.data.preprocessed import prepare_all
 from volseg.data.synthetic import make_task
 from volseg.experiment.building import check_components
 from volseg.transforms.preprocessing import build_preprocessing

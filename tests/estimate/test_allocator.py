@@ -8,10 +8,10 @@ from torch import nn
 
 from volseg.errors import ConfigError, OutOfMemoryError
 from volseg.estimate.allocator import Allocator, AllocatorSettings
+from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.step_memory import compute_memory_use, repeat_last_step
 from volseg.estimate.trace import Allocate, Free, Mark, StepTrace, Used
-from volseg.estimate.tracing import tracing
 from volseg.parallel.pipeline.flow.transfer import send
 
 MIB = 2**20

@@ -16,11 +16,11 @@ from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tr
 from volseg.errors import NotRecordedError, OutOfMemoryError, ParallelError, UnsupportedOperatorError
 from volseg.estimate import candidate_trace
 from volseg.estimate.candidate import Candidate
+from volseg.estimate.fake_step.single_rank import be_process
+from volseg.estimate.fake_step.traced_step import TracedStep
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.single_rank import be_process
 from volseg.estimate.step_time import select_step
 from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, Sent, StepTrace
-from volseg.estimate.traced_step import TracedStep
 from volseg.estimate.work import Work
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.followed_replicas import _fill_buckets

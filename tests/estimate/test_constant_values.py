@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from volseg.errors import FollowError
+from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.tracing import tracing
 
 READ: dict[str, Callable[[torch.device], Any]] = {
     "a list of dims": lambda device: torch.arange(2, 5, device=device).tolist(),

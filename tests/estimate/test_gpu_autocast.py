@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.following import follow
 from volseg.device.torch_internals import list_autocast_operators
 from volseg.errors import FollowError
-from volseg.estimate.gpu_autocast import BANNED, FLOAT32, FLOAT32_RESULT, HALF, WIDEST
-from volseg.estimate.tracing import TracedStep
+from volseg.estimate.fake_step.gpu_autocast import BANNED, FLOAT32, FLOAT32_RESULT, HALF, WIDEST
+from volseg.estimate.fake_step.tracing import TracedStep
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def test_the_lists_are_torchs() -> None:
 
 
 def test_what_is_cast_and_in_no_list_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("volseg.estimate.gpu_autocast.WIDEST", WIDEST - {"cross"})
+    monkeypatch.setattr("volseg.estimate.fake_step.gpu_autocast.WIDEST", WIDEST - {"cross"})
 
     def step(followed: TracedStep) -> None:
         full, host = followed.empty(1, 2, 8, 3), torch.ones(2, 3)

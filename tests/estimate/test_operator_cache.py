@@ -9,11 +9,11 @@ from tests.following import follow
 from volseg.device.fake_internals import FakeTensorMode
 from volseg.device.streams import make_stream, on_stream
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key
-from volseg.estimate import operator_cache
+from volseg.estimate.fake_step import operator_cache
+from volseg.estimate.fake_step.operator_cache import OperatorCache
+from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.trace import Free, KernelRun
-from volseg.estimate.tracing import tracing
 
 GPU = find_kind("v100-16")
 

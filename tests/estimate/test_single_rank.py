@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.in_group import in_group
 from volseg.device.torch_internals import TorchDispatchMode, tree_leaves
-from volseg.estimate.single_rank import Exchange, be_process
+from volseg.estimate.fake_step.single_rank import Exchange, be_process
 from volseg.parallel import DataParallel, ModelParallel, Spatial, join_mesh
 from volseg.parallel.devices import get_process_rank
 

@@ -18,8 +18,8 @@ from tests.following import follow
 from volseg.device import fusions
 from volseg.device.gpus import host_values
 from volseg.errors import FollowError, OutOfMemoryError
+from volseg.estimate.fake_step.tracing import TracedStep, tracing
 from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, StepTrace
-from volseg.estimate.tracing import TracedStep, tracing
 from volseg.parallel import FastKernels
 from volseg.workflow.components import build_loss, build_optimizer
 from volseg.workflow.precision import Precision

@@ -23,7 +23,7 @@ from volseg.exchange.nnunet.plans import read_plan
 from volseg.exchange.nnunet.preprocessing import build_preprocessing
 from volseg.exchange.nnunet.resampling import Resampling, compute_thick_axis, resample
 from volseg.experiment import predict
-from volseg.experiment.sources import load_trained
+from volseg.experiment.prediction.sources import load_trained
 from volseg.inference.original_grid import WayBack
 from volseg.inference.sampling import Held
 from volseg.models import build_network

@@ -14,10 +14,11 @@ from typing import Any
 from volseg.cli import main
 from volseg.config.schema import ExperimentConfig
 from volseg.estimate.candidate import Candidate
-from volseg.experiment import kernel_worker, training
-from volseg.experiment.compiled_kernels import CompiledKernels
-from volseg.experiment.kernel_worker import KernelWorker, OwnGpu, make_order, serve_kernels
-from volseg.experiment.training_mesh import CaseReading
+from volseg.experiment import training
+from volseg.experiment.placement import kernel_worker
+from volseg.experiment.placement.compiled_kernels import CompiledKernels
+from volseg.experiment.placement.kernel_worker import KernelWorker, OwnGpu, make_order, serve_kernels
+from volseg.experiment.placement.training_mesh import CaseReading
 from volseg.lifetime import end_with_launcher
 from volseg.parallel.devices import count_processes, get_process_rank, read_local_rank
 

@@ -8,7 +8,7 @@ from volseg.config.loading import load_config
 from volseg.errors import ConfigError
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.step_memory import MemoryUse
-from volseg.experiment.alternatives import (
+from volseg.experiment.placement.alternatives import (
     build_candidate,
     get_estimate,
     list_lines,

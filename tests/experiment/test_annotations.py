@@ -11,9 +11,9 @@ import pytest
 import torch
 from annotated_tasks import make_annotated_task
 
+from volseg.data.case_store.preparing import prepare_together
 from volseg.data.labels import num_indices
 from volseg.data.layouts import load_task
-from volseg.data.preparing import prepare_together
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.summary import evaluate_files, read_structure, read_summary
 from volseg.experiment import load_config, predict, train, validate

@@ -20,7 +20,7 @@ from volseg.exchange.nnunet.folder import read_checkpoint
 from volseg.exchange.nnunet.plans import read_plan
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment import REGISTRIES, configure, export, load_config, train
-from volseg.experiment.sources import load_trained, open_source, read_weights
+from volseg.experiment.prediction.sources import load_trained, open_source, read_weights
 from volseg.models import build_network
 from volseg.models.weights import strip_prefixes
 from volseg.workflow import Hook, load_checkpoint

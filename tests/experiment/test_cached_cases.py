@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from volseg.checkpointing.file import LATEST, load_checkpoint
 from volseg.cli import app
-from volseg.data.cache_folder import list_entries
+from volseg.data.case_store.cache_folder import list_entries
 from volseg.errors import ConfigError
 from volseg.experiment import train
 from volseg.experiment.cross_validation import cross_validate

@@ -16,8 +16,8 @@ import sys
 from volseg.config.loading import load_config
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.experiment import compiled_kernels
-from volseg.experiment.kernel_worker import make_order
+from volseg.experiment.placement import compiled_kernels
+from volseg.experiment.placement.kernel_worker import make_order
 
 config, gpu = load_config(sys.argv[1], sys.argv[2:]), find_kind("h200")
 compiled = compiled_kernels.compile_beforehand(config, gpu, channels=1, classes=3)

@@ -14,8 +14,9 @@ from volseg.config.schema import KERNELS_OF
 from volseg.data.layouts import load_task
 from volseg.device import compiler_internals
 from volseg.errors import CheckpointError, ConfigError, ParallelError
-from volseg.experiment import load_config, measured_kernels, train, validate
-from volseg.experiment.measured_kernels import (
+from volseg.experiment import load_config, train, validate
+from volseg.experiment.placement import measured_kernels
+from volseg.experiment.placement.measured_kernels import (
     KINDS,
     MeasuredKernels,
     choose_fastest,
@@ -23,8 +24,8 @@ from volseg.experiment.measured_kernels import (
     resolve_kernels,
     time_steps,
 )
-from volseg.experiment.mesh_resolution import resolve_mesh
-from volseg.experiment.placed_network import build_model
+from volseg.experiment.placement.mesh_resolution import resolve_mesh
+from volseg.experiment.placement.placed_network import build_model
 from volseg.experiment.profiling import profile_training
 from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, DataParallel, Replicas
@@ -40,7 +41,7 @@ CPU = torch.device("cpu")
 def traced(monkeypatch):
     """Let everything but the kernels be as it is: they take seconds to compile."""
     monkeypatch.setattr(compiler_internals, "compile_graph", trace_only)
-    monkeypatch.setattr("volseg.experiment.kernels.explain_no_compiler", lambda device: None)
+    monkeypatch.setattr("volseg.experiment.placement.kernels.explain_no_compiler", lambda device: None)
 
 
 @pytest.fixture
@@ -117,7 +118,9 @@ def test_a_network_that_cannot_be_compiled_ends_the_run_before_it_begins(configu
     ):
         train(configured("training.kernels=compiled"))
     assert not configured().folder.exists()
-    monkeypatch.setattr("volseg.experiment.kernels.explain_no_compiler", lambda device: "there is no compiler")
+    monkeypatch.setattr(
+        "volseg.experiment.placement.kernels.explain_no_compiler", lambda device: "there is no compiler"
+    )
     with pytest.raises(ConfigError, match=r"is compiled, but there is no compiler; set it to auto or torch"):
         train(configured("training.kernels=compiled"))
 

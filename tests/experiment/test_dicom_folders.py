@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from volseg.data.dicom_elements import read_elements
-from volseg.data.dicom_series import choose_series, name_series, search_series
+from volseg.data.dicom.elements import read_elements
+from volseg.data.dicom.series import choose_series, name_series, search_series
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, ReaderError
-from volseg.experiment.predicting import resolve_images
+from volseg.experiment.prediction.predicting import resolve_images
 
 SimpleITK = pytest.importorskip("SimpleITK", reason="a machine that only runs GPU tests may lack it")
 

@@ -17,7 +17,7 @@ from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import read_archive, write_archive
 from volseg.exchange.tensors import pack_tensors, unpack_tensors
 from volseg.experiment import RunFolder, export, predict, train
-from volseg.experiment.sources import load_trained
+from volseg.experiment.prediction.sources import load_trained
 from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing, Step
 

@@ -10,8 +10,8 @@ from training_hooks import At, press_ctrl_c
 from volseg.errors import ConfigError
 from volseg.estimate.candidate import list_candidates, relieve
 from volseg.experiment import load_config, resolve_machine, train
-from volseg.experiment.plan_command import list_settings, plan_training
-from volseg.experiment.training_work import describe_freedom
+from volseg.experiment.placement.plan_command import list_settings, plan_training
+from volseg.experiment.placement.training_work import describe_freedom
 from volseg.monitoring.memory import FirstSteps
 from volseg.parallel import ModelParallel
 from volseg.workflow import Hook, load_checkpoint

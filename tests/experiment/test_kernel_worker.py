@@ -14,9 +14,15 @@ from ready_python import wait_until
 
 from volseg.errors import ParallelError
 from volseg.estimate.candidate import Candidate
-from volseg.experiment import kernel_worker
-from volseg.experiment.compiled_kernels import CompiledKernels
-from volseg.experiment.kernel_worker import BESIDE_TRAINING, KernelWorker, OwnGpu, compile_for_training, make_order
+from volseg.experiment.placement import kernel_worker
+from volseg.experiment.placement.compiled_kernels import CompiledKernels
+from volseg.experiment.placement.kernel_worker import (
+    BESIDE_TRAINING,
+    KernelWorker,
+    OwnGpu,
+    compile_for_training,
+    make_order,
+)
 from volseg.lifetime import is_running
 from volseg.parallel import launch
 
@@ -27,8 +33,8 @@ GPU = OwnGpu(name="NVIDIA H200", processors=132, memory=140 * 2**30, capability=
 WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
-from volseg.experiment.compiled_kernels import CompiledKernels
-from volseg.experiment.kernel_worker import serve_kernels
+from volseg.experiment.placement.compiled_kernels import CompiledKernels
+from volseg.experiment.placement.kernel_worker import serve_kernels
 from volseg.lifetime import end_with_launcher
 
 folder = Path({folder!r})

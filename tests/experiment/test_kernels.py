@@ -11,8 +11,9 @@ from monai.networks.nets import UNet
 from volseg import Hook
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError
-from volseg.experiment import kernels, predict, train, validate
-from volseg.experiment.placed_network import build_model
+from volseg.experiment import predict, train, validate
+from volseg.experiment.placement import kernels
+from volseg.experiment.placement.placed_network import build_model
 from volseg.models import FitGrid
 from volseg.parallel import FastKernels
 from volseg.workflow import load_checkpoint

@@ -17,7 +17,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.experiment.building import preprocessing_of
 from volseg.experiment.cases import choose_cases, prepare_chosen
 from volseg.experiment.folds import plan_folds
-from volseg.experiment.predicting import resolve_images
+from volseg.experiment.prediction.predicting import resolve_images
 
 LABELS = ["background", "Anterior", "Posterior"]
 

@@ -16,8 +16,8 @@ from monai.transforms import Flip
 import volseg
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment import predict
-from volseg.experiment.exporting import export
-from volseg.experiment.loaded import Segmentation
+from volseg.experiment.prediction.exporting import export
+from volseg.experiment.prediction.loaded import Segmentation
 
 NNUNET = Path(__file__).parents[1] / "exchange" / "nnunet"
 

@@ -10,12 +10,13 @@ from in_group import in_group
 from training_hooks import At, press_ctrl_c
 
 from volseg.errors import ConfigError
-from volseg.experiment import load_config, mesh_resolution, placed_network, train
+from volseg.experiment import load_config, train
 from volseg.experiment.building import build_training
 from volseg.experiment.cases import choose_cases
-from volseg.experiment.mesh_resolution import Needed, join_processes, resolve_mesh
-from volseg.experiment.placed_network import build_model, choose_device
-from volseg.experiment.training_mesh import CaseReading
+from volseg.experiment.placement import mesh_resolution, placed_network
+from volseg.experiment.placement.mesh_resolution import Needed, join_processes, resolve_mesh
+from volseg.experiment.placement.placed_network import build_model, choose_device
+from volseg.experiment.placement.training_mesh import CaseReading
 from volseg.parallel.devices import get_process_rank
 from volseg.workflow import load_checkpoint
 from volseg.workflow.randomness import seed_everything

@@ -8,7 +8,7 @@ import torch
 
 from volseg.errors import ConfigError, OutOfMemoryError
 from volseg.experiment import train
-from volseg.experiment.out_of_memory import explaining_memory, is_out_of_memory
+from volseg.experiment.placement.out_of_memory import explaining_memory, is_out_of_memory
 
 
 @pytest.mark.parametrize(

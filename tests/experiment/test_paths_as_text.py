@@ -16,8 +16,8 @@ import torch
 import volseg
 from volseg import data, experiment, planning, reporting, workflow
 from volseg.config.loading import require_config
+from volseg.data.case_store.preprocessed import prepare
 from volseg.data.layouts import find_task
-from volseg.data.preprocessed import prepare
 from volseg.errors import ConfigError
 from volseg.exchange.nnunet import is_nnunet_model, read_nnunet
 from volseg.experiment.building import preprocessing_of

@@ -15,8 +15,8 @@ from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.report import VolumesReport
 from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment import load_config, resolve_machine
-from volseg.experiment.mesh_resolution import choose_mesh
-from volseg.experiment.plan_command import list_settings, plan_training
+from volseg.experiment.placement.mesh_resolution import choose_mesh
+from volseg.experiment.placement.plan_command import list_settings, plan_training
 from volseg.workflow.components import LOSSES
 
 GIB = 2**30

@@ -1,8 +1,8 @@
 """A plan that a training asks for, by a process of its own: its answer, its refusals, and its end."""
 
 from volseg.experiment import REGISTRIES, register
-from volseg.experiment.alternatives import build_candidate, get_estimate, list_lines, rank_smaller
-from volseg.experiment.plan_process import Gpus, run_plan
+from volseg.experiment.placement.alternatives import build_candidate, get_estimate, list_lines, rank_smaller
+from volseg.experiment.placement.plan_process import Gpus, run_plan
 from volseg.models.vnet import VNet
 
 GIB = 2**30

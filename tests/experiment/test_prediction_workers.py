@@ -7,7 +7,7 @@ import pytest
 
 from volseg.errors import ConfigError
 from volseg.experiment import predict
-from volseg.experiment.prediction_queue import predict_in_processes
+from volseg.experiment.prediction.queue import predict_in_processes
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 

@@ -6,8 +6,8 @@ from in_group import in_group
 from torch import nn
 
 from volseg.experiment.cases import choose_cases
-from volseg.experiment.mesh_resolution import resolve_mesh
-from volseg.experiment.training_mesh import CaseReading
+from volseg.experiment.placement.mesh_resolution import resolve_mesh
+from volseg.experiment.placement.training_mesh import CaseReading
 
 
 def test_one_process_reads(configured):

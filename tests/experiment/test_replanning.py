@@ -14,10 +14,11 @@ from volseg.config.parallel import ParallelConfig
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.step_memory import MemoryUse
-from volseg.experiment import REGISTRIES, RunFolder, replanning, train
+from volseg.experiment import REGISTRIES, RunFolder, train
 from volseg.experiment import training as experiment_training
-from volseg.experiment.placed_network import build_model
-from volseg.experiment.plan_process import Answer
+from volseg.experiment.placement import replanning
+from volseg.experiment.placement.placed_network import build_model
+from volseg.experiment.placement.plan_process import Answer
 from volseg.monitoring.loggers import Logger
 from volseg.parallel import ModelParallel
 from volseg.workflow import load_checkpoint, training

@@ -9,7 +9,7 @@ import torch
 
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment import RunFolder
-from volseg.experiment.sources import load_trained
+from volseg.experiment.prediction.sources import load_trained
 from volseg.workflow import load_checkpoint
 
 

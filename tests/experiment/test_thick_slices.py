@@ -8,7 +8,7 @@ from torch import nn
 from volseg import experiment
 from volseg.data import load_task
 from volseg.experiment import train
-from volseg.experiment.sources import load_trained
+from volseg.experiment.prediction.sources import load_trained
 from volseg.models import VNet
 from volseg.planning import plan, take_fingerprint, write_config
 

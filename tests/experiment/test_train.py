@@ -23,7 +23,7 @@ from volseg.data.splits import folds
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.evaluation.summary import read_summary
 from volseg.experiment import RunFolder, format_outcome, load_config, predict, train, validate
-from volseg.experiment.predicting import resolve_images
+from volseg.experiment.prediction.predicting import resolve_images
 from volseg.workflow import load_checkpoint
 
 

@@ -12,7 +12,7 @@ from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.step_memory import compute_memory_use
 from volseg.experiment import load_config
 from volseg.experiment.network_plan import load_facts
-from volseg.experiment.training_work import (
+from volseg.experiment.placement.training_work import (
     AUGMENTATION,
     at_size,
     compute_validated_shape,

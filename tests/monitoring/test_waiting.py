@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from volseg.data.augmented import AugmentedBatches
+from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.patches import PatchBatches
-from volseg.data.volume_cache import VolumeCache
 from volseg.monitoring.advice import WaitingAdvice, advice
 from volseg.workflow import EpochRecord
 

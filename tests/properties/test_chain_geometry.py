@@ -17,7 +17,7 @@ from nibabel.orientations import axcodes2ornt, inv_ornt_aff
 from scipy.spatial.transform import Rotation
 from volume_files import CODES, FORMATS
 
-from volseg.data.preprocessed import prepare
+from volseg.data.case_store.preprocessed import prepare
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
 from volseg.transforms.preprocessing import build_preprocessing

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.data.augmented import AugmentedBatches
+from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.patches import PatchBatches
-from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError
 from volseg.transforms.augmentation import BatchAugmentation
 

@@ -19,7 +19,7 @@ from volseg.checkpointing.file import LATEST
 from volseg.errors import ConfigError
 from volseg.exchange.tensors import pack_tensors, unpack_tensors
 from volseg.experiment import REGISTRIES, export, train
-from volseg.experiment.sources import load_trained, read_weights
+from volseg.experiment.prediction.sources import load_trained, read_weights
 from volseg.models.weights import list_tensors, load_weights, transfer_weights
 from volseg.workflow import Hook, load_checkpoint
 

@@ -13,7 +13,7 @@ import SimpleITK
 import yaml
 
 from volseg.data import load_task
-from volseg.data.case_cache import CaseCache
+from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.checks import check_task, repair_task
 from volseg.data.readers import SUFFIXES
 from volseg.data.splits import read_splits

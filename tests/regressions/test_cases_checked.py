@@ -15,7 +15,7 @@ from monai.data import MetaTensor
 
 from volseg import experiment
 from volseg.data import check_cases, inspect_cases, load_task, make_task, summarise_remarks
-from volseg.data.preparing import prepare_together
+from volseg.data.case_store.preparing import prepare_together
 from volseg.errors import DataError, GridError
 from volseg.transforms.preprocessing import build_preprocessing
 

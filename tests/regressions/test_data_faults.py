@@ -12,16 +12,17 @@ import pytest
 import torch
 from planted_faults import POINTER, Planter, draw_task, save, scaled
 
-from volseg.data import case_cache, check_task, load_task, read_volume, repair_task
-from volseg.data.cache_folder import list_entries
-from volseg.data.case_cache import CaseCache
+from volseg.data import check_task, load_task, read_volume, repair_task
+from volseg.data.case_store import case_cache
+from volseg.data.case_store.cache_folder import list_entries
+from volseg.data.case_store.case_cache import CaseCache
+from volseg.data.case_store.preparing import prepare_together
+from volseg.data.case_store.stored_case import write_case
+from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.checks import check_case, read_case
 from volseg.data.patches import PatchBatches
-from volseg.data.preparing import prepare_together
-from volseg.data.stored_case import write_case
-from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError, DataError, NonFiniteLossError, ReaderError
-from volseg.experiment.sources import load_trained
+from volseg.experiment.prediction.sources import load_trained
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 from volseg.workflow.epoch import EpochLosses

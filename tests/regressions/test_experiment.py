@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from volseg import Named, Training, experiment
 from volseg.cli import app
+from volseg.data.case_store.preparing import prepare_together
 from volseg.data.layouts import load_task
-from volseg.data.preparing import prepare_together
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.workflow import load_checkpoint, save_checkpoint

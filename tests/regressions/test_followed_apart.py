@@ -23,8 +23,8 @@ from volseg.device.streams import make_stream
 from volseg.errors import ConfigError, ParallelError
 from volseg.estimate import StepPlan
 from volseg.estimate.candidate import Candidate, Estimate
+from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.tracing import tracing
 from volseg.lifetime import is_running
 from volseg.parallel.forking import ForkedWorkers, ask_copy
 

@@ -11,13 +11,13 @@ from torch import nn
 from volseg import experiment
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
+from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.kernel_class import classify
 from volseg.estimate.step_memory import compute_memory_use
 from volseg.estimate.trace import KernelRun, Sent
-from volseg.estimate.tracing import tracing
 from volseg.experiment.network_plan import load_facts
-from volseg.experiment.training_work import describe_training, estimate_reserve
+from volseg.experiment.placement.training_work import describe_training, estimate_reserve
 from volseg.parallel.followed_replicas import FollowedReplicas
 
 H200 = find_kind("h200")

@@ -7,15 +7,15 @@ from torch.library import Library, register_fake
 
 from tests.following import follow
 from volseg.device.torch_internals import get_storage_key
-from volseg.estimate import operator_cache
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.estimator import Machine, Planned
+from volseg.estimate.fake_step import operator_cache
+from volseg.estimate.fake_step.operator_cache import OperatorCache
+from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.instances import get_links
 from volseg.estimate.network_plan import describe_network
-from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.trace import KernelRun
-from volseg.estimate.tracing import tracing
 
 V100, H200 = find_kind("v100-16"), find_kind("h200")
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import volseg
-from volseg.experiment.compiled_kernels import _digest_sources
+from volseg.experiment.placement.compiled_kernels import _digest_sources
 
 
 def test_kernels_that_came_with_an_image_are_found_by_its_training(

@@ -22,7 +22,7 @@ from volseg.data.json_files import read_json
 from volseg.data.readers import read_volume
 from volseg.errors import ConfigError, DataError, ReaderError
 from volseg.evaluation.folders import pair_files
-from volseg.experiment.predicting import resolve_images
+from volseg.experiment.prediction.predicting import resolve_images
 from volseg.files import replacing, require_text, require_writable
 
 BAD = os.fsdecode(b"M\xfcller")

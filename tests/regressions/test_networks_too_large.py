@@ -13,8 +13,8 @@ import torch
 import volseg
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment import REGISTRIES
-from volseg.experiment.placed_network import build_model
-from volseg.experiment.sources import load_trained
+from volseg.experiment.placement.placed_network import build_model
+from volseg.experiment.prediction.sources import load_trained
 from volseg.models import build_network
 
 STORED = Path(__file__).parents[1] / "exchange" / "nnunet" / "model"

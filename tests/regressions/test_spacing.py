@@ -14,7 +14,7 @@ from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.experiment import building, training
 from volseg.experiment.network_plan import NetworkPlan
-from volseg.experiment.trained import open_run
+from volseg.experiment.prediction.trained import open_run
 from volseg.models import build_network
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.augmentation.spatial import voxel_steps

@@ -20,7 +20,7 @@ from volseg.exchange.archive import write_archive
 from volseg.exchange.nnunet.folder import read_checkpoint
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment import export, predict, train
-from volseg.experiment.sources import load_trained, read_weights
+from volseg.experiment.prediction.sources import load_trained, read_weights
 from volseg.files import digest_file
 from volseg.models import FitGrid
 from volseg.models.weights import load_weights, strip_prefixes, transfer_weights

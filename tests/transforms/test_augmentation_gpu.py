@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from volseg.config.augmentation import AugmentationConfig
+from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.patches import PatchBatches
-from volseg.data.volume_cache import VolumeCache
 from volseg.transforms.augmentation import BatchAugmentation
 
 pytestmark = pytest.mark.gpu

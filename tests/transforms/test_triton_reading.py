@@ -10,7 +10,7 @@ import torch
 from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.data.volume_cache import VolumeCache
+from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.augmentation.sources import PatchSources
 

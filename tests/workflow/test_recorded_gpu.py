@@ -9,8 +9,8 @@ from torch import nn
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.data.augmented import AugmentedBatches
+from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.patches import PatchBatches
-from volseg.data.volume_cache import VolumeCache
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.workflow import Named, Training
 from volseg.workflow.step import to_device

@@ -25,7 +25,7 @@ CacheFolder = Annotated[
 @verb(cache_app, None, "volseg data cache list", name="list")
 def list_cache(folder: CacheFolder = "auto") -> None:
     """List the prepared cases in the cache: source, size, last use."""
-    from volseg.data.cache_folder import describe_entries, get_cache_folder  # imports torch: not for --help
+    from volseg.data.case_store.cache_folder import describe_entries, get_cache_folder  # imports torch: not for --help
 
     show(describe_entries(get_cache_folder(folder)))
 
@@ -36,7 +36,7 @@ def clear_cache(
     unused: Annotated[float, Option(min=0, metavar="DAYS", help="Only cases that were not used for so many days.")] = 0,
 ) -> None:
     """Remove prepared cases. A running training keeps the cases that it has opened."""
-    from volseg.data.cache_folder import get_cache_folder, remove_entries  # imports torch: not for --help
+    from volseg.data.case_store.cache_folder import get_cache_folder, remove_entries  # imports torch: not for --help
 
     chosen = get_cache_folder(folder)
     removed = [] if chosen is None else remove_entries(chosen, unused_seconds=unused * 86400)
@@ -46,7 +46,7 @@ def clear_cache(
 @verb(cache_app, None, "volseg data cache verify", name="verify")
 def verify_cache(folder: CacheFolder = "auto") -> None:
     """Compare all prepared cases with their checksums and remove damaged ones."""
-    from volseg.data.cache_folder import get_cache_folder, verify_entries  # imports torch: not for --help
+    from volseg.data.case_store.cache_folder import get_cache_folder, verify_entries  # imports torch: not for --help
 
     chosen = get_cache_folder(folder)
     found = [] if chosen is None else list(verify_entries(chosen))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from volseg.config.data import compile_group
 from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Task
-from volseg.data.dicom_labels import read_image_text
+from volseg.data.dicom.labels import read_image_text
 from volseg.data.proposed_groups import GroupProposal, describe_groups, propose_group
 from volseg.data.readers import list_files, match_suffix
 from volseg.data.splits import Split

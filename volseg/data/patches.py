@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from volseg.data.case_store.volume_cache import ForegroundVoxels, VolumeCache
 from volseg.data.cases import Batch
-from volseg.data.volume_cache import ForegroundVoxels, VolumeCache
 from volseg.errors import ConfigError
 
 __all__ = ["EpochPlaces", "EpochPlan", "PatchBatches", "mix_seed", "num_foreground", "plan_epoch"]

@@ -15,9 +15,9 @@ from monai.data import MetaTensor
 
 from volseg.config.registry import Registry
 from volseg.data.cases import Case, Task
-from volseg.data.dicom import read_dicom_series
-from volseg.data.dicom_elements import is_dicom
-from volseg.data.dicom_labels import DicomLabel, read_image_text
+from volseg.data.dicom.elements import is_dicom
+from volseg.data.dicom.labels import DicomLabel, read_image_text
+from volseg.data.dicom.volumes import read_dicom_series
 from volseg.data.itk import read_itk
 from volseg.data.nifti import read_nifti, read_nifti_affine
 from volseg.errors import BatchFieldError, LargeVolumeError, ReaderError

@@ -18,11 +18,11 @@ from volseg.device.gpus import host_values, observer
 from volseg.device.torch_internals import tree_leaves
 from volseg.errors import NotRecordedError, ParallelError
 from volseg.estimate.candidate import Candidate
+from volseg.estimate.fake_step.single_rank import Exchange, be_process
+from volseg.estimate.fake_step.tracing import TracedStep, tracing
 from volseg.estimate.gpu_kinds import GpuKind
 from volseg.estimate.operator_work import list_tensors
-from volseg.estimate.single_rank import Exchange, be_process
 from volseg.estimate.trace import KernelRun, StepTrace
-from volseg.estimate.tracing import TracedStep, tracing
 from volseg.estimate.work import Batch, Work
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.data_parallel import DataParallel

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from volseg.data.cases import Structure, Task
-from volseg.data.dicom_labels import find_dicom_label
+from volseg.data.dicom.labels import find_dicom_label
 from volseg.data.json_files import read_json
 from volseg.data.readers import Files, read_label, read_volume
 from volseg.errors import DataError, GridError

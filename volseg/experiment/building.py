@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import BATCH_FIELDS, ExperimentConfig
 from volseg.data.augmented import AugmentedBatches, EpochBatches, GrowingBatches
+from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.cases import Case, Task, list_values
 from volseg.data.labels import num_indices, targets_of
 from volseg.data.patches import PatchBatches
-from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError
 from volseg.evaluation.overlap import METRICS
 from volseg.evaluation.scoring import Scoring, choose_scoring

@@ -21,7 +21,7 @@ from volseg.data.groups import propose_groups
 from volseg.data.layouts.table import TABLES
 from volseg.errors import ConfigError
 from volseg.experiment.own_components import REGISTRIES
-from volseg.experiment.sources import open_one
+from volseg.experiment.prediction.sources import open_one
 from volseg.files import replacing, require_new
 from volseg.monitoring.advice import SMALL
 from volseg.monitoring.progress import count_up
@@ -78,8 +78,8 @@ def configure(
     skip_bad : bool
         Leave bad cases out of the plan and of the training.
     like : path, optional
-        A source of initial weights (see `volseg.experiment.sources.open_source`): spacing, patch and network are taken
-        from it.
+        A source of initial weights (see `volseg.experiment.prediction.sources.open_source`): spacing, patch and network
+        are taken from it.
 
     Raises
     ------

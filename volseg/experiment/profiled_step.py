@@ -21,14 +21,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.augmented import EpochBatches
+from volseg.data.case_store.preparing import PreparedCases
 from volseg.data.cases import Batch, Case, Task
 from volseg.data.labels import num_indices
-from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_training
-from volseg.experiment.mesh_resolution import resolve_mesh
 from volseg.experiment.network_plan import DataFacts
-from volseg.experiment.placed_network import build_model, choose_device
-from volseg.experiment.training_mesh import CaseReading
+from volseg.experiment.placement.mesh_resolution import resolve_mesh
+from volseg.experiment.placement.placed_network import build_model, choose_device
+from volseg.experiment.placement.training_mesh import CaseReading
 from volseg.models import FitGrid
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import DataParallel

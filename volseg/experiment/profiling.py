@@ -21,13 +21,14 @@ from volseg.estimate.estimator import Machine
 from volseg.estimate.gpu_kinds import GpuKind
 from volseg.estimate.step_time import estimate_times
 from volseg.estimate.trace import KernelRun, StepTrace
-from volseg.experiment.alternatives import build_candidate
 from volseg.experiment.building import check_components
-from volseg.experiment.kernels import explain_eager
-from volseg.experiment.mesh_resolution import join_processes
 from volseg.experiment.network_plan import DataFacts, load_facts, plan_for_spacing
-from volseg.experiment.out_of_memory import explaining_memory
-from volseg.experiment.plan_command import resolve_machine
+from volseg.experiment.placement.alternatives import build_candidate
+from volseg.experiment.placement.kernels import explain_eager
+from volseg.experiment.placement.mesh_resolution import join_processes
+from volseg.experiment.placement.out_of_memory import explaining_memory
+from volseg.experiment.placement.plan_command import resolve_machine
+from volseg.experiment.placement.training_work import describe_freedom, describe_training
 from volseg.experiment.profiled_step import (
     BuiltTraining,
     WatchedSteps,
@@ -35,7 +36,6 @@ from volseg.experiment.profiled_step import (
     find_network,
     watch_steps,
 )
-from volseg.experiment.training_work import describe_freedom, describe_training
 from volseg.files import replacing
 from volseg.parallel.devices import count_gpus, count_launched
 from volseg.parallel.fast_kernels import CAPABILITY

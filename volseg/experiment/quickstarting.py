@@ -11,7 +11,7 @@ from volseg.commands import spell
 from volseg.config.loading import load_config, path_override
 from volseg.config.shipped import shipped_config_path
 from volseg.data.synthetic import make_task
-from volseg.experiment.predicting import predict
+from volseg.experiment.prediction.predicting import predict
 from volseg.experiment.report import format_outcome
 from volseg.experiment.training import train
 from volseg.parallel.devices import count_gpus

@@ -24,7 +24,7 @@ from volseg.errors import VolsegError
 from volseg.evaluation.published import published_results
 from volseg.evaluation.summary import Summary, read_structure
 from volseg.experiment.cases import PatientReport
-from volseg.experiment.placed_network import build_plain_network
+from volseg.experiment.placement.placed_network import build_plain_network
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.files import replacing
 from volseg.formatting import format_duration, format_table

@@ -12,7 +12,7 @@ from volseg.data.cases import Task
 from volseg.data.groups import assign_patients
 from volseg.errors import CheckpointError
 from volseg.experiment.cases import ChosenCases
-from volseg.experiment.sources import read_weights
+from volseg.experiment.prediction.sources import read_weights
 from volseg.formatting import list_some
 from volseg.models import FitGrid, build_network
 from volseg.models.weights import WeightTransfer, strip_prefixes, trace_dependent_dims, transfer_weights

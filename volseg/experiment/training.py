@@ -17,21 +17,21 @@ from volseg.checkpointing.ranks import JobFolder
 from volseg.config.loading import format_config, require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.augmented import EpochBatches, GrowingBatches
+from volseg.data.case_store.preparing import PreparedCases
 from volseg.data.cases import Task
-from volseg.data.preparing import PreparedCases
-from volseg.experiment.alternatives import build_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import choose_cases
-from volseg.experiment.kernel_worker import compile_for_training
-from volseg.experiment.measured_kernels import KERNELS, resolve_kernels
-from volseg.experiment.mesh_resolution import join_processes, resolve_mesh
 from volseg.experiment.network_plan import plan_network
-from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
-from volseg.experiment.placed_network import build_model, choose_device, count_devices
-from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
+from volseg.experiment.placement.alternatives import build_candidate
+from volseg.experiment.placement.kernel_worker import compile_for_training
+from volseg.experiment.placement.measured_kernels import KERNELS, resolve_kernels
+from volseg.experiment.placement.mesh_resolution import join_processes, resolve_mesh
+from volseg.experiment.placement.out_of_memory import explaining_memory, require_plausible_sizes
+from volseg.experiment.placement.placed_network import build_model, choose_device, count_devices
+from volseg.experiment.placement.replanning import BeginAgain, Replanning, free_memory
+from volseg.experiment.placement.training_mesh import CaseReading, TrainingMesh
 from volseg.experiment.report import Outcome, describe_network, list_findings, write_outcome, write_page
 from volseg.experiment.starting import START, Start
-from volseg.experiment.training_mesh import CaseReading, TrainingMesh
 from volseg.inference.postprocessing import Postprocessing
 from volseg.monitoring.advice import Duration, WaitingAdvice
 from volseg.monitoring.heartbeat import Heartbeat

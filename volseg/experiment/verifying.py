@@ -11,7 +11,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.experiment.building import check_components
 from volseg.experiment.cases import read_task
 from volseg.experiment.network_plan import plan_network
-from volseg.experiment.placed_network import build_plain_network
+from volseg.experiment.placement.placed_network import build_plain_network
 from volseg.models import GridRule
 from volseg.parallel import Report
 from volseg.parallel import verify as verify_network

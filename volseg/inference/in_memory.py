@@ -19,9 +19,9 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
+from volseg.data.case_store.preprocessed import Preprocessing, preprocess
 from volseg.data.itk import image_affine, image_voxels, simpleitk
 from volseg.data.nifti import convert_nifti
-from volseg.data.preprocessed import Preprocessing, preprocess
 from volseg.data.readers import read_volume
 from volseg.data.volume import as_volume
 from volseg.errors import DataError

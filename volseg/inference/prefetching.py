@@ -80,7 +80,8 @@ def overlapped(
     cases : iterable of Case
         Cases with paths; the next case is requested when there is room.
     prepare : callable
-        Maps a case with paths to a preprocessed case, as `volseg.data.preprocessed.prepare`; runs in ``ahead`` threads.
+        Maps a case with paths to a preprocessed case, as `volseg.data.case_store.preprocessed.prepare`; runs in
+        ``ahead`` threads.
     predict : callable
         Maps preprocessed cases to pairs of a case, the same object, and its `Prediction`: `Predictor.stream`.
     write : callable

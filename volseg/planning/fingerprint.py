@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from torch import Tensor
 
-from volseg.data.cache_folder import choose_cache_folder
+from volseg.data.case_store.cache_folder import choose_cache_folder
+from volseg.data.case_store.file_digests import list_image_files
 from volseg.data.cases import Case, Task
 from volseg.data.checks import Finding, read_case, require_sound
-from volseg.data.file_digests import list_image_files
 from volseg.data.json_files import read_json
 from volseg.data.readers import list_files
 from volseg.data.threads import map_in_threads

@@ -50,9 +50,9 @@ import torch
 from monai.data import MetaTensor
 from torch import nn
 
+from volseg.data.case_store.preprocessed import prepare, preprocess
 from volseg.data.cases import Task
 from volseg.data.checks import read_case
-from volseg.data.preprocessed import prepare, preprocess
 from volseg.fields import Case
 from volseg.inference.in_memory import prepare_on, suits
 from volseg.inference.original_grid import Decision, Prediction

@@ -44,11 +44,11 @@ from torch.utils.data import RandomSampler
 from volseg import experiment
 from volseg.config.augmentation import AugmentationConfig
 from volseg.config.schema import ExperimentConfig, ParallelConfig
+from volseg.data.case_store.preprocessed import prepare_all
 from volseg.data.cases import Case, Task
 from volseg.data.layouts import load_task
-from volseg.data.preprocessed import prepare_all
 from volseg.experiment.building import build_batches, build_training, preprocessing_of
-from volseg.experiment.placed_network import build_model, choose_device
+from volseg.experiment.placement.placed_network import build_model, choose_device
 from volseg.monitoring.environment import environment
 from volseg.workflow import Hook, Training
 from volseg.workflow.components import SEGMENTATION, AnyDepth, build_optimizer

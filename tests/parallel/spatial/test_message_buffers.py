@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.trace import Allocate, Free
-from volseg.estimate.tracing import tracing
 from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
 
 HERE = torch.device("cpu")

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path, PureWindowsPath
 
 from volseg.data.cases import Case
-from volseg.data.dicom_labels import find_dicom_label
+from volseg.data.dicom.labels import find_dicom_label
 from volseg.data.readers import list_files, match_suffix
 from volseg.errors import DataError
 from volseg.files import require_text

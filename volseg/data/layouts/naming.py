@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from volseg.data.dicom_labels import DicomLabel
-from volseg.data.file_digests import list_image_files
+from volseg.data.case_store.file_digests import list_image_files
+from volseg.data.dicom.labels import DicomLabel
 from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import DeclaredLabels, read_channel_names, read_regions
 from volseg.data.layouts.files import log_once

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from volseg.data.cases import Case, Task
-from volseg.data.dicom_labels import DicomLabel, find_dicom_label, read_image_text
+from volseg.data.dicom.labels import DicomLabel, find_dicom_label, read_image_text
 from volseg.data.layouts.channels import SEPARATORS, group_channels, image_of
 from volseg.data.layouts.declared import make_task
 from volseg.data.layouts.files import list_images, list_labels, log_once, require_id, sort_cases

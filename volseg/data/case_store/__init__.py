@@ -1,0 +1,1 @@
+"""Prepare cases once, keep them on disk, and share them between processes."""

@@ -1,0 +1,380 @@
+"""Check and prepare the cases of a training once, by all processes together."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from secrets import randbelow
+from threading import Event
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from volseg.data.case_store.case_cache import CaseCache, take_case
+from volseg.data.case_store.preprocessed import Preprocessing, preprocess
+from volseg.data.case_store.reading_group import ALONE, Readers, deal_by_size
+from volseg.data.case_store.stored_case import SharedTensors, StoredCase, map_tensors, view_tensor
+from volseg.data.case_store.volume_cache import require_fit
+from volseg.data.cases import Case, Task
+from volseg.data.checks import (
+    Problem,
+    Remark,
+    read_case,
+    refuse_held_out,
+    remark_on_same_images,
+    require_sound,
+)
+from volseg.data.readers import list_files
+from volseg.data.threads import map_in_threads
+from volseg.parallel.processes.progress_sync import Rounds, describe_error, exchange, run_together, told_error
+
+__all__ = ["PreparedCases", "prepare_together"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedCases:
+    """Cases of a training, prepared for the network."""
+
+    training: Sequence[Case] = ()
+    validation: Sequence[Case] = ()
+    """Each with its ``reference``; see `prepare`. With several processes, the share of this process."""
+    order: Sequence[str] = ()
+    """The ids of the validation cases of all processes."""
+    problems: Sequence[Problem] = ()
+    """Problems of cases that any process left out."""
+    fingerprints: Mapping[str, str | None] = field(default_factory=dict)
+    """`CheckedCase.fingerprint` of every case of any process; None for a case that was left out."""
+    remarks: Sequence[Remark] = ()
+    """Remarks on all cases of all processes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CaseReport:
+    """Findings of one process about a case, as reported to the others."""
+
+    problems: Sequence[Problem] = ()
+    remarks: Sequence[Remark] = ()
+    digest: str | None = None
+    fingerprint: str = ""
+    fault: Sequence[str] | None = None
+    """Type and text of the error that prevented the preprocessing of a case without problems."""
+    stored: Mapping[str, Any] | None = None
+    """Storage of the case for the machine's other processes: ``places`` in shared memory, field by field, or a ``file``
+    of the cache."""
+    reader: int = 0
+    """Number in the group of the process that read the case."""
+
+    def describe_sound(self, case: Case) -> dict[str, Any]:
+        """Return the facts for a stored case. A file is named by its index: its path may change."""
+        files = _list_all_files(case)
+        remarks = [
+            [files.index(one.file) if one.file in files else None, one.message, one.kind] for one in self.remarks
+        ]
+        return {"remarks": remarks, "digest": self.digest, "fingerprint": self.fingerprint}
+
+    @classmethod
+    def of_stored(cls, stored: StoredCase, case: Case) -> "_CaseReport":
+        """Return the report from the output of ``describe_sound``, for the present paths of the case."""
+        found, files = stored.about["found"], _list_all_files(case)
+        return cls(
+            remarks=[
+                Remark(case["case"], None if place is None else files[place], message, kind)
+                for place, message, kind in found["remarks"]
+            ],
+            digest=found["digest"],
+            fingerprint=found["fingerprint"],
+        )
+
+
+REPORTS = TypeAdapter(_CaseReport)
+"""Turns reports into JSON and back."""
+
+
+def prepare_together(
+    training: Sequence[Case],
+    validation: Sequence[Case],
+    task: Task,
+    preprocessing: Preprocessing,
+    *,
+    readers: Readers = ALONE,
+    skip_bad: bool = False,
+    cache: CaseCache | None = None,
+    workers: int | None = None,
+    progress: Callable[[], object] | None = None,
+) -> PreparedCases:
+    """Check cases while preparing them: each machine decompresses every file that it needs once.
+
+    Every case is checked, even after problems with others, so that all bad cases are named at once, in every process.
+
+    Parameters
+    ----------
+    training, validation : sequence of Case
+        Cases with paths; no case is in both. The same in every process.
+    task : Task
+        Declares the channels and labels that the files must have.
+    preprocessing : callable
+        See `volseg.transforms.build_preprocessing`.
+    readers : Readers
+        Processes that share the work; all of their group call this function. Training case i is read by reader i mod n
+        of each machine. Validation cases are read by the one reader that keeps them, and dealt by the size of their
+        files.
+    skip_bad : bool
+        Leave bad cases out instead of raising.
+    cache : CaseCache, optional
+        Cache of the same task and preprocessing, which provides and stores sound cases.
+    workers : int, optional
+        Threads of each process; see `map_in_threads`.
+    progress : callable, optional
+        Called once for every case of any process; from a thread if there are several processes.
+
+    Returns
+    -------
+    PreparedCases
+        In a reading process: all training cases, and its share of the validation cases. If readers share a machine, the
+        training cases have ``image`` (float32) and ``label`` (uint8) without metadata, in shared memory; cases from a
+        cache are mapped. `PreparedCases.order` and `PreparedCases.problems` are the same in every process.
+
+    Raises
+    ------
+    DataError
+        If a case is bad and ``skip_bad`` is off: all bad cases at once.
+    Exception
+        If no case is bad, or bad cases are left out, and one cannot be preprocessed: the error of the first such case.
+        A process that did not read the case raises a `ParallelError` that names it, unless the error is one of
+        volseg's.
+    """
+    sides = [*((case, False) for case in training), *((case, True) for case in validation)]  # whether it validates
+    shares = len(readers.local) > 1 and readers.number is not None
+    with closing(SharedTensors()) if shares else nullcontext() as store:
+        reading = _Reading(sides, _choose_own(sides, readers), task, preprocessing, skip_bad, store, cache)
+        heard = None if progress is None else _count_heard(progress, readers)
+        messages = run_together(readers.group, partial(reading.run, workers=workers), num_counts=2, heard=heard)
+        reports = _merge_reports(messages, sides)
+        problems = [problem for report in reports.values() for problem in report.problems]
+        if not skip_bad:
+            require_sound(problems)
+        reading.require_prepared(reports, readers)
+        shared = _map_shared(messages, sides, readers)
+    sound = [index for index in reports if not reports[index].problems]
+    held = [(index, shared.get(index) or reading.prepared.get(index)) for index in sound]
+    return PreparedCases(
+        training=[case for index, case in held if case is not None and not sides[index][1]],
+        validation=[case for index, case in held if case is not None and sides[index][1]],
+        order=[case["case"] for case, validates in (sides[index] for index in sound) if validates],
+        problems=problems,
+        fingerprints={
+            sides[index][0]["case"]: None if report.problems else report.fingerprint
+            for index, report in reports.items()
+        },
+        remarks=[
+            *(remark for report in reports.values() for remark in report.remarks),
+            *remark_on_same_images(_list_digests(reports, sides)),
+        ],
+    )
+
+
+class _Reading:
+    """The share of this process in the reading."""
+
+    def __init__(
+        self,
+        sides: Sequence[tuple[Case, bool]],
+        own: Sequence[int],
+        task: Task,
+        preprocessing: Preprocessing,
+        skip_bad: bool,
+        store: SharedTensors | None,
+        cache: CaseCache | None,
+    ) -> None:
+        self.prepared: dict[int, Case] = {}
+        """The cases that this process holds."""
+        self._faults: dict[int, Exception] = {}
+        self._sides, self._own, self._task = sides, own, task
+        self._preprocessing = preprocessing
+        self._skip_bad = skip_bad
+        self._store = store
+        self._cache = cache
+        self._is_refused = Event()  # after that, cases are checked and not prepared: they are not needed
+
+    def run(self, rounds: Rounds, workers: int | None) -> Any:
+        """Read this process's cases; return the message to the other processes."""
+        # Trainings that start together with one cache begin at different cases, and find each other's.
+        begin = 0 if self._cache is None else randbelow(max(1, len(self._own)))
+        order = [*self._own[begin:], *self._own[:begin]]
+        reports = []
+        with closing(map_in_threads(self.read_one, order, workers)) as found:
+            for index, report in zip(order, found, strict=True):
+                reports.append([index, REPORTS.dump_python(report, mode="json")])
+                rounds.count(int(self._sides[index][1]))
+                rounds.check()
+        return {"address": None if self._store is None else self._store.address, "cases": reports}
+
+    def read_one(self, index: int) -> _CaseReport:
+        """Read a case, or take it from the cache."""
+        case, validates = self._sides[index]
+        key = None if self._cache is None else self._cache.key_of(case)
+        if self._cache is None or key is None:
+            return self._keep(index, *self._prepare(index))
+        with self._cache.making(key) as stored:
+            if stored is None:
+                report, prepared = self._prepare(index)
+                if prepared is not None:
+                    stored = self._cache.store(key, case, prepared, report.describe_sound(case))
+                if stored is None:
+                    return self._keep(index, report, prepared)
+        self.prepared[index] = take_case(stored, case, keep_reference=validates)
+        is_shared = self._store is not None and not validates
+        return replace(_CaseReport.of_stored(stored, case), stored={"file": str(stored.path)} if is_shared else None)
+
+    def _prepare(self, index: int) -> tuple[_CaseReport, Case | None]:
+        """Read, check and preprocess a case."""
+        case, _ = self._sides[index]
+        checked = read_case(case, self._task)
+        report = _CaseReport(
+            problems=checked.problems,
+            remarks=checked.remarks,
+            digest=checked.digest,
+            fingerprint=checked.fingerprint,
+        )
+        if checked.problems and not self._skip_bad:
+            self._is_refused.set()
+        if checked.problems or self._is_refused.is_set():
+            return report, None
+        try:
+            prepared = preprocess(checked.case, case, self._preprocessing, keep_reference=True, task=self._task)
+            return report, prepared
+        except Exception as fault:  # any error of a step is reported, unless there are bad cases
+            return self._note_fault(index, report, fault), None
+
+    def _keep(self, index: int, report: _CaseReport, prepared: Case | None) -> _CaseReport:
+        """Hold a prepared case in memory; return the report with its storage."""
+        _, validates = self._sides[index]
+        if prepared is not None and not validates:
+            prepared = {name: value for name, value in prepared.items() if name not in ("reference", "reference_file")}
+            if self._store is not None:
+                try:
+                    return replace(report, stored={"places": _put(prepared, self._store)})
+                except Exception as fault:  # reported like those of the steps
+                    return self._note_fault(index, report, fault)
+        if prepared is not None:
+            self.prepared[index] = prepared
+        return report
+
+    def _note_fault(self, index: int, report: _CaseReport, fault: Exception) -> _CaseReport:
+        self._faults[index] = fault
+        return replace(report, fault=describe_error(fault))
+
+    def require_prepared(self, reports: Mapping[int, _CaseReport], readers: Readers) -> None:
+        """Raise the error that prevented preprocessing of the first such case, in any process."""
+        for index, report in reports.items():
+            if report.fault is not None and not report.problems:
+                if index in self._faults:
+                    raise self._faults[index]
+                raise told_error(report.fault, f"process {readers.rank_of(report.reader)}")
+
+
+def _list_all_files(case: Case) -> list[Path]:
+    return [file for field in ("image", "label") if field in case for file in list_files(case[field])]
+
+
+def _merge_reports(messages: Sequence[Mapping[str, Any]], sides: Sequence[tuple[Case, bool]]) -> dict[int, _CaseReport]:
+    """Return the report of every case, in order. If several machines read it, the first report with a fault wins.
+
+    A training case whose image also validates gets a further problem.
+    """
+    reports: dict[int, _CaseReport] = {}
+    for reader, message in enumerate(messages):
+        for index, content in message["cases"]:
+            known = reports.get(index)
+            if known is None or not (known.problems or known.fault):
+                reports[index] = replace(REPORTS.validate_python(content), reader=reader)
+    reports = dict(sorted(reports.items()))
+    validation = {case["case"] for case, validates in sides if validates}
+    leaks = refuse_held_out(_list_digests(reports, sides), validation)
+    for index, report in reports.items():
+        case, validates = sides[index]
+        if case["case"] in leaks and not validates:
+            reports[index] = replace(report, problems=[*report.problems, *leaks[case["case"]]])
+    return reports
+
+
+def _list_digests(reports: Mapping[int, _CaseReport], sides: Sequence[tuple[Case, bool]]) -> list[tuple[Case, str]]:
+    """Return the usable cases, with their paths, and the digest of each one's voxels."""
+    return [(sides[i][0], report.digest) for i, report in reports.items() if report.digest and not report.problems]
+
+
+def _choose_own(sides: Sequence[tuple[Case, bool]], readers: Readers) -> list[int]:
+    """Return the indices of the cases that this process reads."""
+    validation = [index for index, (_, validates) in enumerate(sides) if validates]
+    # The first process reads the files' sizes for all: machines may hold them in different forms.
+    sizes = [_file_size(sides[index][0]) for index in validation] if readers.own == 0 else None
+    owners = deal_by_size(exchange(sizes, readers.group)[0], readers.count)
+    if readers.number is None:
+        return []
+    local = readers.local
+    training = range(local.index(readers.own), len(sides) - len(validation), len(local))
+    return [*training, *(index for index, owner in zip(validation, owners, strict=True) if owner == readers.number)]
+
+
+def _file_size(case: Case) -> int:
+    try:
+        paths = list_files(case["image"])
+        return sum(file.stat().st_size for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
+    except OSError:  # its reader reports the fault
+        return 0
+
+
+def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[list[list[int]]], None]:
+    """Return a callback that calls ``progress`` once for every case that any process has read."""
+    heard = 0
+
+    def hear(counts: list[list[int]]) -> None:
+        nonlocal heard
+        machines: Counter[int] = Counter()
+        for place, (trained, _) in zip(readers.places, counts, strict=True):
+            machines[place.machine] += trained
+        total = max(machines.values()) + sum(validated for _, validated in counts)
+        for _ in range(total - heard):
+            progress()
+        heard = total
+
+    return hear
+
+
+def _put(case: Case, store: SharedTensors) -> dict[str, Any]:
+    """Copy a case's image and label into shared memory, in the types of a `VolumeCache`."""
+    image, label = case["image"], case["label"]
+    require_fit(str(case["case"]), image, label, len(image))
+    return {
+        "image": store.add(image.as_subclass(Tensor).to(torch.float32)),
+        "label": store.add(label.as_subclass(Tensor).to(torch.uint8)),
+    }
+
+
+def _map_shared(
+    messages: Sequence[Mapping[str, Any]], sides: Sequence[tuple[Case, bool]], readers: Readers
+) -> dict[int, Case]:
+    """Return all training cases that the readers of this machine have stored, once every process has mapped them."""
+    shared: dict[int, Case] = {}
+
+    def map_all(rounds: Rounds) -> None:
+        del rounds
+        for reader in readers.local if readers.number is not None else ():
+            found = {index: report["stored"] for index, report in messages[reader]["cases"] if report["stored"]}
+            is_in_memory = any("places" in stored for stored in found.values())
+            mapped = map_tensors(messages[reader]["address"]) if is_in_memory else None
+            for index, stored in found.items():
+                case, _ = sides[index]
+                if "file" in stored:
+                    shared[index] = take_case(StoredCase.open(Path(stored["file"])), case, keep_reference=False)
+                    continue
+                assert mapped is not None
+                volumes = {field: view_tensor(mapped, place) for field, place in stored["places"].items()}
+                shared[index] = {**case, **volumes}
+
+    run_together(readers.group, map_all)
+    return shared

@@ -1,0 +1,1 @@
+"""Read DICOM: series, enhanced images, segmentations and structure sets."""

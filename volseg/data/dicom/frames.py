@@ -1,0 +1,185 @@
+"""The images of a DICOM file: its only slice, or its frames.
+
+Position, orientation, pixel spacing and rescaling come from the tags of each slice or frame. An enhanced file keeps
+them in functional groups, per frame or shared by all frames; `volseg.data.dicom.volumes` compares the images. Frames
+without a position of their own are refused, and so are values that are no linear function of the stored ones.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from volseg.data.dicom.elements import Header, Item, parse_numbers
+from volseg.data.dicom.pixels import Stored, describe_stored
+from volseg.data.dicom.tags import BINARY, GROUPS, STATES, TAGS, UNITS
+from volseg.errors import ReaderError
+
+__all__ = ["Frame", "list_frames"]
+
+LARGEST_SKEW = 0.01
+"""Largest difference of a direction's length from 1, and of two directions' product from 0: rounded cosines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One image of a file: its place in the patient (mm, LPS), and how stored values become values."""
+
+    file: Path
+    index: int
+    """Within its file, from 0."""
+    stored: Stored
+    position: tuple[float, ...]
+    """Centre of the first voxel."""
+    orientation: tuple[float, ...]
+    """Directions of a row and of a column."""
+    spacing: tuple[float, ...]
+    """Distance between rows, and between columns."""
+    thickness: float | None
+    """SpacingBetweenSlices, else SliceThickness, if given: the extent of a slice without neighbours."""
+    slope: float
+    intercept: float
+    units: Mapping[str, str]
+    """Elements that give positions and values their meaning, by keyword."""
+    states: Mapping[str, str]
+    """Elements that may tell the image from another one at its place, by keyword."""
+
+    def __str__(self) -> str:
+        return self.file.name if self.stored.frames == 1 else f"{self.file.name} (frame {self.index + 1})"
+
+
+def list_frames(header: Header) -> list[Frame]:
+    """Return the images of a file, in the file's order.
+
+    Raises
+    ------
+    ReaderError
+        If there is no image, an image has no place in the patient, or its values are no linear grey values.
+    """
+    stored = describe_stored(header)
+    described, shared = (header.top.items(TAGS[f"{kind}FunctionalGroupsSequence"]) for kind in ("PerFrame", "Shared"))
+    offsets = _list_dose_offsets(header, stored.frames)
+    if not offsets and len(described) != stored.frames and (described or stored.frames > 1):
+        raise ReaderError(
+            f"{header.path} holds {stored.frames} frames, and its PerFrameFunctionalGroupsSequence has "
+            f"{len(described)} items; a volume needs the position of each frame. Convert the file to NIfTI by a tool "
+            "for its kind"
+        )
+    return [
+        _Elements(header, stored, index, (*described[index : index + 1], *shared)).describe(offsets)
+        for index in range(stored.frames)
+    ]
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """The elements of a frame: of its own functional groups, of shared groups, and of the top of its file."""
+
+    header: Header
+    stored: Stored
+    index: int
+    groups: tuple[Item, ...]
+
+    def describe(self, offsets: tuple[float, ...]) -> Frame:
+        """Return the frame, moved along its normal by its offset, if the file has offsets."""
+        why = "without it a slice has no place in the patient"
+        orientation = self.numbers("ImageOrientationPatient", 6, why)
+        position = self.numbers("ImagePositionPatient", 3, why)
+        right, down = np.reshape(orientation, (2, 3))
+        lengths = np.linalg.norm((right, down), axis=1)
+        if np.abs(lengths - 1).max() > LARGEST_SKEW or abs(right @ down) > LARGEST_SKEW:
+            raise ReaderError(
+                f"{self} has the ImageOrientationPatient {list(orientation)}; needed: two perpendicular directions of "
+                "length 1. Correct the header"
+            )
+        if offsets:
+            position = tuple((position + offsets[self.index] * np.cross(right, down)).tolist())
+        spacing = self.numbers("PixelSpacing", 2, self.explain_spacing())
+        if min(spacing) <= 0:
+            raise ReaderError(f"{self} has the PixelSpacing {list(spacing)} mm; needed: two numbers above 0")
+        slope_keyword = "DoseGridScaling" if self.find("DoseGridScaling") else "RescaleSlope"
+        slope = self.scale(slope_keyword, 1.0)
+        if slope == 0:
+            raise ReaderError(f"{self} has a {slope_keyword} of 0, which makes all its voxels alike")
+        return Frame(
+            file=self.header.path,
+            index=self.index,
+            stored=self.stored,
+            position=position,
+            orientation=orientation,
+            spacing=spacing,
+            thickness=self.parse_slice_thickness(),
+            slope=slope,
+            intercept=self.scale("RescaleIntercept", 0.0),
+            units={keyword: text for keyword in UNITS if (text := self.format(keyword))},
+            states={keyword: text for keyword in STATES if (text := self.format(keyword))},
+        )
+
+    def find(self, keyword: str) -> bytes:
+        """Return the bytes of an element; b"" if it is absent."""
+        tag = TAGS[keyword]
+        if (group := GROUPS.get(keyword)) is not None:
+            for item in self.groups:
+                if (found := item.items(group)) and (value := found[0].value(tag)):
+                    return value
+            if self.groups and keyword == "ImagePositionPatient":  # the file's own would apply to every frame
+                return b""
+        return self.header.top.value(tag)
+
+    def numbers(self, keyword: str, count: int, why: str) -> tuple[float, ...]:
+        """Return the numbers of a required element."""
+        found = parse_numbers(self.find(keyword))
+        if found is None or len(found) != count:
+            group, element = TAGS[keyword]
+            raise ReaderError(
+                f"{self} needs {count} number{'s' * (count > 1)} in DICOM tag ({group:04x},{element:04x}), but has "
+                f"{self.format(keyword)!r}; it is {keyword}, {why}"
+            )
+        return found
+
+    def scale(self, keyword: str, default: float) -> float:
+        """Return a number by which stored values become values."""
+        return self.numbers(keyword, 1, "by which stored values become values")[0] if self.find(keyword) else default
+
+    def explain_spacing(self) -> str:
+        """Return why a frame needs ``PixelSpacing``."""
+        if self.find("ImagerPixelSpacing"):
+            return "and the ImagerPixelSpacing of the file is measured at the detector, not in the patient"
+        return "without it a voxel has no size"
+
+    def parse_slice_thickness(self) -> float | None:
+        """Return the extent of a slice along its normal, if a positive one is given."""
+        for keyword in ("SpacingBetweenSlices", "SliceThickness"):
+            found = parse_numbers(self.find(keyword))
+            if found is not None and len(found) == 1 and found[0] > 0:
+                return found[0]
+        return None
+
+    def format(self, keyword: str) -> str:
+        """Return an element as text, cut to 80 characters."""
+        return self.header.top.format(self.find(keyword), is_binary=keyword in BINARY)[:80]
+
+    def __str__(self) -> str:
+        return f"{self.header.path}{f' (frame {self.index + 1})' if self.stored.frames > 1 else ''}"
+
+
+def _list_dose_offsets(header: Header, frames: int) -> tuple[float, ...]:
+    """Return the distance of each frame of a dose from the first one along the normal, in mm; () if it is no dose."""
+    value = header.top.value(TAGS["GridFrameOffsetVector"])
+    if not value or frames == 1:
+        return ()
+    offsets = parse_numbers(value)
+    if offsets is not None and len(offsets) == frames:
+        if offsets[0] == 0:
+            return offsets
+        position, directions = (
+            parse_numbers(header.top.value(TAGS[f"Image{kind}Patient"])) for kind in ("Position", "Orientation")
+        )
+        is_upright = directions in ((1, 0, 0, 0, 1, 0), (-1, 0, 0, 0, -1, 0))
+        if is_upright and position is not None and offsets[0] == position[-1]:  # heights in the patient
+            return tuple(offset - offsets[0] for offset in offsets)
+    raise ReaderError(
+        f"{header.path} needs {frames} numbers in GridFrameOffsetVector, the first of them 0, or the height of the "
+        f"first frame if the dose is upright, but has {header.top.format(value)[:80]!r}; convert the dose to NIfTI"
+    )

@@ -1,0 +1,234 @@
+"""Find the DICOM series in and below a folder, their names, and the images among them.
+
+A series is represented by one of its files, the first: several series may share a folder, as in exports of a PACS.
+Headers identify scouts, structure sets, segmentations, reports and captured screens, which are left out unless
+requested.
+"""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from volseg.data.dicom.elements import read_elements
+from volseg.data.dicom.labels import DicomLabel
+from volseg.errors import DataError, ReaderError
+from volseg.formatting import list_duplicates, list_some
+
+__all__ = ["FoundSeries", "Series", "choose_series", "gather_series", "name_series", "search_series"]
+
+TAGS = {
+    "SpecificCharacterSet": (0x0008, 0x0005),
+    "ImageType": (0x0008, 0x0008),
+    "StudyDate": (0x0008, 0x0020),
+    "Modality": (0x0008, 0x0060),
+    "SeriesDescription": (0x0008, 0x103E),
+    "PatientID": (0x0010, 0x0020),
+    "SeriesInstanceUID": (0x0020, 0x000E),
+    "SeriesNumber": (0x0020, 0x0011),
+    "ImageOrientationPatient": (0x0020, 0x0037),
+    "NumberOfFrames": (0x0028, 0x0008),
+    "Rows": (0x0028, 0x0010),
+}
+
+Header = Mapping[str, bytes]
+"""Values of the elements of `TAGS` in a file, by keyword."""
+
+DERIVED = {
+    "SEG": "a segmentation",
+    "RTSTRUCT": "a structure set",
+    "RTDOSE": "a dose",
+    "RTPLAN": "a plan",
+    "RTIMAGE": "a portal image",
+    "SR": "a report",
+    "DOC": "a document",
+    "PR": "a presentation state",
+    "KO": "a note",
+    "REG": "a registration",
+}
+"""Modalities of objects derived from images."""
+
+SCOUT = re.compile(r"\b(scout|locali[sz]er|topogram|surview|survey|scanogram)s?\b", re.IGNORECASE)
+UTF_8 = "ISO_IR 192"
+LONGEST_PART = 40
+"""Most letters of each part of a name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """The files of one series in one folder."""
+
+    uid: str
+    files: tuple[Path, ...]
+    """Sorted by name, which may differ from the order of the slices."""
+    patient: str
+    date: str
+    """Date of the study, as YYYYMMDD."""
+    number: str
+    description: str
+    modality: str
+    left_out: str = ""
+    """Description of the object, if it is no image to segment."""
+
+    @property
+    def first(self) -> Path:
+        """Path that represents the series."""
+        return self.files[0]
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the files."""
+        return self.files[0].parent
+
+    def __str__(self) -> str:
+        said = " ".join(part for part in (self.modality, repr(self.description) if self.description else "") if part)
+        return f"{self.uid} ({said or 'without description'}, {len(self.files)} file(s) in {self.folder})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundSeries:
+    """DICOM series of some files."""
+
+    images: tuple[Series, ...]
+    others: tuple[Series, ...]
+    """Series with a description in ``left_out``."""
+    damaged: tuple[Path, ...]
+    """Files with the suffix ``.dcm`` that are no DICOM."""
+
+
+def search_series(folder: Path) -> FoundSeries:
+    """Return the series in and below a folder, in the order of their folders; hidden files and folders are skipped.
+
+    Only the first elements of each file are read.
+    """
+    files: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files.extend(Path(parent, name) for name in sorted(names) if not name.startswith("."))
+    return gather_series(files)
+
+
+def gather_series(files: Iterable[Path]) -> FoundSeries:
+    """Return the series of files; files that are no DICOM are skipped.
+
+    Raises
+    ------
+    DataError
+        If the files of a series are in several folders.
+    """
+    headers: dict[tuple[Path, str], dict[Path, Header]] = defaultdict(dict)
+    damaged = []
+    for file in files:
+        try:
+            found = read_elements(file, TAGS.values())
+        except ReaderError:  # its reader reports the fault
+            found = None
+        if found is not None and TAGS["SeriesInstanceUID"] in found:
+            header = {keyword: found[tag] for keyword, tag in TAGS.items() if tag in found}
+            headers[file.parent, _decode(header["SeriesInstanceUID"])][file] = header
+        elif found is None and file.suffix.lower() == ".dcm":
+            damaged.append(file)
+    if torn := list_duplicates(uid for _, uid in headers):
+        folders = [str(folder) for folder, uid in headers if uid == torn[0]]
+        raise DataError(
+            f"series {torn[0]} lies in {len(folders)} folders, {list_some(folders)}; put its files into one, or name "
+            "one of these folders"
+        )
+    series = [_describe(uid, of) for (_, uid), of in headers.items()]
+    return FoundSeries(
+        images=tuple(one for one in series if not one.left_out),
+        others=tuple(one for one in series if one.left_out),
+        damaged=tuple(damaged),
+    )
+
+
+def choose_series(found: FoundSeries, wanted: Sequence[str], where: Path | str) -> tuple[Series, ...]:
+    """Return the images, or the series that match ``wanted`` by UID or by a part of the description, in any case.
+
+    Raises
+    ------
+    DataError
+        If there is none; names the existing series.
+    """
+    everything = (*found.images, *found.others)
+    if wanted:
+        chosen = tuple(
+            series
+            for series in everything
+            if any(text == series.uid or text.casefold() in series.description.casefold() for text in wanted)
+        )
+    else:
+        chosen = found.images
+    if not chosen:
+        asked = f"no series is or is called {' or '.join(map(repr, wanted))}" if wanted else "no series is an image"
+        told = [f"{series}{f': {series.left_out}' if series.left_out else ''}" for series in everything]
+        raise DataError(
+            f"{where}: {asked}; there are {list_some(told, 10) or 'none'}. Choose by --series UID, or by a part of a "
+            "description"
+        )
+    return chosen
+
+
+def name_series(chosen: Sequence[Series]) -> dict[str, Series]:
+    """Return each series under a valid file name: patient, date of the study, number and description.
+
+    Equal names get eight more digits, of the digest of the UID.
+    """
+    names = [_name(series) for series in chosen]
+    doubled = set(list_duplicates(names))
+    return {
+        f"{name}_{blake2b(series.uid.encode(), digest_size=4).hexdigest()}" if name in doubled else name: series
+        for name, series in zip(names, chosen, strict=True)
+    }
+
+
+def _name(series: Series) -> str:
+    parts = (series.patient or "patient", series.date, series.number, series.description)
+    plain = (re.sub(r"[^A-Za-z0-9.-]+", "-", part).strip("-.")[:LONGEST_PART] for part in parts)
+    return "_".join(part for part in plain if part) or "series"
+
+
+def _describe(uid: str, headers: Mapping[Path, Header]) -> Series:
+    first = next(iter(headers.values()))
+    encoding = "utf-8" if _decode(first.get("SpecificCharacterSet", b"")) == UTF_8 else "latin-1"
+    texts = {tag: _decode(first.get(tag, b""), encoding) for tag in ("PatientID", "SeriesDescription")}
+    date, number, modality = (_decode(first.get(tag, b"")) for tag in ("StudyDate", "SeriesNumber", "Modality"))
+    return Series(
+        uid=uid,
+        files=tuple(headers),
+        patient=texts["PatientID"],
+        date=date,
+        number=number,
+        description=texts["SeriesDescription"],
+        modality=modality,
+        left_out=_describe_label(next(iter(headers)))
+        or _classify(list(headers.values()), modality, texts["SeriesDescription"]),
+    )
+
+
+def _describe_label(file: Path) -> str:
+    try:
+        return f"a {label}" if (label := DicomLabel.open(file)) else ""
+    except ReaderError:  # the series is left out anyway
+        return ""
+
+
+def _classify(headers: Sequence[Header], modality: str, description: str) -> str:
+    """Return the kind of a series, if it is no image to segment."""
+    if modality in DERIVED:
+        return DERIVED[modality]
+    if not any("Rows" in header for header in headers):
+        return "no image"
+    if all("LOCALIZER" in _decode(header.get("ImageType", b"")).split("\\") for header in headers):
+        return "a localizer"
+    if SCOUT.search(description):
+        return "a localizer, by its description"
+    has_place = any("ImageOrientationPatient" in header or "NumberOfFrames" in header for header in headers)
+    return "" if has_place else "an image without a place in the patient"
+
+
+def _decode(value: bytes, encoding: str = "latin-1") -> str:
+    return value.decode(encoding, errors="replace").strip("\0 ")

@@ -1,0 +1,305 @@
+"""Read a DICOM series: the only series of a folder, or the series of a file.
+
+A series of single-slice files and a file of several frames are read in the same way. Headers become frames
+(`volseg.data.dicom.frames`), frames become a stack (`stack_frames`), and only then pixels are read
+(`volseg.data.dicom.pixels`), each with the rescaling of its own frame.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from monai.data import MetaTensor
+
+from volseg.data.content import require_memory
+from volseg.data.dicom.elements import Header, decode_text, read_elements, read_header
+from volseg.data.dicom.frames import Frame, list_frames
+from volseg.data.dicom.pixels import read_stored
+from volseg.data.dicom.tags import TAGS, WANTED
+from volseg.data.itk import lps_to_ras
+from volseg.data.volume import as_volume
+from volseg.errors import ReaderError
+from volseg.formatting import list_some
+
+__all__ = ["list_slices", "read_dicom_series"]
+
+MODALITY, SERIES_UID = (0x0008, 0x0060), (0x0020, 0x000E)
+
+
+def read_dicom_series(path: Path) -> MetaTensor:
+    """Read a series as ``(1, D, H, W)`` float32 with its RAS+ affine; D counts columns, H rows, W slices.
+
+    Slices are in the order of their places along the normal of their plane, rows to the right times columns downwards.
+    Values are ``RescaleSlope * stored + RescaleIntercept``, with each slice's own values.
+
+    Parameters
+    ----------
+    path : Path
+        A folder with one series, or a file, which represents all files of its series in its folder.
+
+    Raises
+    ------
+    ReaderError
+        If there is no series, there are several, a file is no DICOM, or the slices do not form an even stack.
+    """
+    headers = [_require_header(file) for file in list_slices(path)]
+    frames, affine = stack_frames([frame for header in headers for frame in list_frames(header)])
+    voxels = _read_voxels(headers, frames)
+    return as_volume(voxels.transpose(2, 1, 0)[None], affine, path, stored=_choose_dtype(frames))
+
+
+def list_slices(path: Path) -> list[Path]:
+    """Return the files of the only series in a folder, or of the series that a file belongs to, sorted by name.
+
+    Hidden files and files without an image, such as structure sets and ``DICOMDIR``, are left out.
+
+    Raises
+    ------
+    ReaderError
+        If there is no series, there are several, or a file is no DICOM.
+    """
+    folder = path if path.is_dir() else path.parent
+    series, unread = _sort_by_series(folder, path)
+    if path.is_dir():
+        if not series:
+            raise ReaderError(
+                f"{folder} holds no readable DICOM series; name the folder that holds the slices themselves"
+            )
+        if len(series) > 1:
+            found = "; ".join(
+                f"{uid or 'no SeriesInstanceUID'} ({len(files)} files, {files[0].name} ...)"
+                for uid, files in sorted(series.items())
+            )
+            raise ReaderError(f"{folder} holds {len(series)} DICOM series: {found}; put each into a folder of its own")
+        [slices] = series.values()
+    else:
+        slices = next((files for uid, files in series.items() if uid and path in files), [])
+        if not slices and path not in unread:
+            raise ReaderError(f"{path} names no DICOM series; name the folder that holds the slices themselves")
+    if unread:  # it may belong to this series, which would silently lack a slice
+        raise ReaderError(f"{unread[0]} is no readable DICOM file; fetch it again or take it out of the series")
+    return slices
+
+
+def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], list[Path]]:
+    """Return the image files of each series in a folder by UID, and the files that may belong to one.
+
+    If a folder was named, segmentations beside its images are left out.
+    """
+    series: dict[str, list[Path]] = defaultdict(list)
+    labels: dict[str, list[Path]] = defaultdict(list)
+    unread, others = [], []
+    for file in sorted(folder.iterdir()):
+        if file.is_dir() or file.name.startswith("."):
+            continue
+        found = read_elements(file, [MODALITY, SERIES_UID, TAGS["Rows"]])
+        if found is None:
+            unread += [file] if file.suffix.lower() == ".dcm" else []
+            continue
+        uid = decode_text(found.get(SERIES_UID, b""))
+        # Elements that are out of order hide others from a read that ends early.
+        if TAGS["Rows"] in found or _require_header(file).pixels is not None:
+            is_label = decode_text(found.get(MODALITY, b"")) == "SEG"
+            (labels if is_label else series)[uid].append(file)
+        elif file.name.upper() != "DICOMDIR":
+            others.append((uid, file))
+    series = series if series and path.is_dir() else series | labels  # the reader reports a segmentation
+    return series, unread + [file for uid, file in others if not uid or uid in series]
+
+
+def _require_header(file: Path) -> Header:
+    header = read_header(file, WANTED)
+    if header is None:  # it was DICOM when its folder was listed
+        raise ReaderError(f"{file} is no readable DICOM file; fetch it again or take it out of the series")
+    return header
+
+
+def _choose_dtype(frames: Sequence[Frame]) -> np.dtype:
+    """Return the smallest type for all values: the stored type if no value is rescaled, else float32."""
+    if any((frame.slope, frame.intercept) != (1, 0) for frame in frames):
+        return np.dtype(np.float32)
+    return np.result_type(*{frame.stored.dtype for frame in frames})
+
+
+def _read_voxels(headers: Sequence[Header], frames: Sequence[Frame]) -> np.ndarray:
+    """Return the values ``(slices, rows, columns)`` in the order of ``frames``, float32."""
+    places = {(frame.file, frame.index): place for place, frame in enumerate(frames)}
+    by_file = {frame.file: frame.stored for frame in frames}
+    shape = (len(frames), frames[0].stored.rows, frames[0].stored.columns)
+    # The volume twice, as read and in order, and the pixels of one file in GDCM's memory.
+    largest = max(stored.voxels * stored.allocated // 8 for stored in by_file.values())
+    require_memory(8 * math.prod(shape) + 6 * largest, frames[0].file.parent)
+    voxels = np.empty(shape, dtype=np.float32)
+    for header in headers:
+        for index, image in enumerate(read_stored(header, by_file[header.path])):
+            place = places[header.path, index]
+            slope, intercept = frames[place].slope, frames[place].intercept
+            with np.errstate(over="ignore"):  # a value beyond float32 becomes inf, and the data check reports it
+                is_stored = (slope, intercept) == (1, 0)
+                voxels[place] = image if is_stored else np.multiply(image, slope, dtype=np.float64) + intercept
+    return voxels
+
+
+TOLERANCE = 0.05
+"""Largest distance of a slice from its place in an even stack, as a fraction of the distance between slices.
+
+A missing slice moves another one by at least half that distance; the rounding of positions moves it far less.
+"""
+
+TURNED, STRETCHED = 1e-3, 5e-4
+"""Largest difference of direction cosines, and of PixelSpacing as a fraction, between slices. Both allow for
+rounding in a header, and move the end of 500 voxels by half a voxel at most."""
+
+SAME_PLACE = 0.01
+"""Distance along the normal, as a fraction of the pixel spacing, up to which two slices share a place."""
+
+MOST_GROUPS = 9
+"""Most groups of unlike slices in a message."""
+
+
+def stack_frames(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
+    """Return the frames in the order of their places along the normal, and their affine, voxel index to RAS+ mm.
+
+    Voxel indices are column, row and place in the order. Each image is at the place of its own tags. ITK assumes an
+    even stack: a missing slice stretches the patient, and slices of a tilted gantry are straightened. This reader
+    refuses slices that are not parallel, evenly spaced and of one size; the error describes the difference.
+
+    Parameters
+    ----------
+    frames : sequence of Frame
+        At least one frame, in any order, of one or of several files.
+
+    Raises
+    ------
+    ReaderError
+        If they differ in size, orientation, spacing or units, several share a place, or one is missing.
+    """
+    _require_alike(frames)
+    directions = np.reshape(np.median([frame.orientation for frame in frames], axis=0), (2, 3))
+    between_rows, between_columns = np.median([frame.spacing for frame in frames], axis=0)
+    right, down = directions / np.linalg.norm(directions, axis=1, keepdims=True)
+    normal = np.cross(right, down)
+    along = np.array([frame.position for frame in frames]) @ normal
+    order = sorted(range(len(frames)), key=lambda index: (along[index], frames[index].file, frames[index].index))
+    ordered = [frames[index] for index in order]
+    affine = np.eye(4)
+    affine[:3, 0], affine[:3, 1] = right * between_columns, down * between_rows
+    affine[:3, 2] = _measure_step(ordered, along[order]) if len(frames) > 1 else normal * _require_thickness(frames[0])
+    affine[:3, 3] = ordered[0].position
+    return ordered, lps_to_ras(affine)
+
+
+def _require_thickness(frame: Frame) -> float:
+    if frame.thickness is None:
+        raise ReaderError(
+            f"{frame.file} is a single slice without SpacingBetweenSlices and SliceThickness; a volume of one slice "
+            "needs one of them. Add it to the header, or name the whole series"
+        )
+    return frame.thickness
+
+
+def _require_alike(frames: Sequence[Frame]) -> None:
+    """Raise unless all frames have one size, orientation, spacing and meaning."""
+    for values, tolerance, words in (
+        (
+            [(frame.stored.columns, frame.stored.rows) for frame in frames],
+            0.0,
+            "{odd} has {0[0]} x {0[1]} voxels, {usual} has {1[0]} x {1[1]} ({counts}); a volume needs slices of one "
+            "size, so take out the others",
+        ),
+        (
+            [frame.orientation for frame in frames],
+            TURNED,
+            "{odd} is turned against {usual}; a volume needs parallel slices, so take out localizers and the like. "
+            "ImageOrientationPatient is {0} and {1} ({counts})",
+        ),
+        (
+            [frame.spacing for frame in frames],
+            STRETCHED * min(min(frame.spacing) for frame in frames),
+            "{odd} has the PixelSpacing {0} mm, {usual} has {1} ({counts}); a volume needs one spacing. Put the slices "
+            "of each into a folder of their own, or resample them",
+        ),
+    ):
+        if (unlike := _compare_values(np.array(values, dtype=float), tolerance)) is not None:
+            odd, usual, counts = unlike
+            found, names = map(list, (values[odd], values[usual])), {"odd": frames[odd], "usual": frames[usual]}
+            raise ReaderError(f"{frames[odd].file.parent}: {words.format(*found, **names, counts=counts)}")
+    for name in sorted({name for frame in frames for name in frame.units}):
+        firsts = {frame.units[name]: frame for frame in reversed(frames) if name in frame.units}
+        is_frame = name == "FrameOfReferenceUID"
+        # Some anonymisers write a new frame of reference into each file.
+        if len(firsts) > 1 and not (is_frame and 2 < len(firsts) == len({frame.file for frame in frames})):
+            (one, by_one), (other, by_other) = sorted(firsts.items())[:2]
+            raise ReaderError(
+                f"{by_one.file.parent}: {by_one} has the {name} {one!r} and {by_other} has {other!r}; a volume needs "
+                "one. Put the slices of each into a folder of their own"
+                f"{', or give all of them one if they are of one scan' * is_frame}"
+            )
+
+
+def _compare_values(values: np.ndarray, tolerance: float) -> tuple[int, int, str] | None:
+    """Return a row of the smallest group of equal rows, a row of the largest, and the groups' sizes."""
+    groups: list[np.ndarray] = []
+    left = np.arange(len(values))
+    while len(left) and len(groups) < MOST_GROUPS:
+        is_like = np.abs(values[left] - values[left[0]]).max(axis=1) <= tolerance
+        groups.append(left[is_like])
+        left = left[~is_like]
+    if len(groups) == 1:
+        return None
+    groups.reverse()  # of equally large groups the first counts as the usual one
+    groups.sort(key=len)
+    counts = ", ".join(str(len(group)) for group in reversed(groups))
+    more = f" and {len(left)} others" if len(left) else ""
+    return int(groups[0][0]), int(groups[-1][0]), f"{counts}{more} slices are alike"
+
+
+def _measure_step(frames: Sequence[Frame], along: np.ndarray) -> np.ndarray:
+    """Return the step (mm, LPS) from a slice to the next one; the frames are in order."""
+    positions = np.array([frame.position for frame in frames])
+    gaps = np.diff(along)
+    apart = gaps > SAME_PLACE * min(frames[0].spacing)
+    if not apart.all():
+        raise _explain_doubled(frames, np.split(np.arange(len(frames)), np.flatnonzero(apart) + 1))
+    step: np.ndarray = (positions[-1] - positions[0]) / (len(frames) - 1)
+    even = positions[0] + np.arange(len(frames))[:, None] * step
+    away = np.linalg.norm(positions - even, axis=1)
+    if not away.max() <= TOLERANCE * gaps.mean():
+        gaps = np.linalg.norm(np.diff(positions, axis=0), axis=1)
+        odd = int(np.abs(gaps - np.median(gaps)).argmax())
+        raise ReaderError(
+            f"{frames[0].file.parent}: the {len(frames)} slices are not evenly spaced: {gaps[odd]:g} mm between "
+            f"{frames[odd]} and {frames[odd + 1]}, {np.median(gaps):g} mm elsewhere; a slice is missing, or the slices "
+            "are of several stacks"
+        )
+    return step
+
+
+def _explain_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> ReaderError:
+    """Return the error for frames that share a place, from the frames of each place."""
+    folder = frames[0].file.parent
+    counts = sorted({len(place) for place in places})
+    place = next(place for place in places if len(place) > 1)
+    one, other = (frames[index] for index in place[:2])
+    if np.linalg.norm(np.subtract(one.position, other.position)) > max(one.spacing):
+        return ReaderError(
+            f"{folder}: {one} and {other} lie side by side in one plane, at {list(one.position)} and "
+            f"{list(other.position)} mm; a volume needs one slice per plane. Convert the series to NIfTI"
+        )
+    if len(counts) > 1:
+        many = f"{len(frames)} slices at {len(places)} places, {counts[0]} to {counts[-1]} at each"
+    else:
+        many = f"{counts[0]} slices at {f'each of {len(places)} places' if len(places) > 1 else 'one place'}"
+    states = [frames[index].states for index in place]
+    differ = [
+        f"{name} ({list_some([*dict.fromkeys(state.get(name, 'none') for state in states)])})"
+        for name in {name: None for state in states for name in state}
+        if len({state.get(name) for state in states}) > 1
+    ]
+    apart = f"differ in {'; '.join(differ)}" if differ else "no known tag tells them apart"
+    return ReaderError(
+        f"{folder}: {many}, a volume needs one: {one} and {other} both lie at {list(one.position)} mm, and {apart}. "
+        "Put each time, b-value or echo into a folder of its own, for example by dcm2niix; take out duplicates"
+    )

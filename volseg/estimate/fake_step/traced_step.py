@@ -1,0 +1,242 @@
+"""What is put down of a step that is followed: blocks of memory, kernels and messages of each GPU, in order."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.fake_copies import copy_without_values
+from volseg.device.fake_gpu import GpuObserver, NotedKernel, fake_device, get_fake
+from volseg.device.fake_internals import FakeTensorMode
+from volseg.device.gpus import get_capability, get_tensor_device, is_gpu
+from volseg.device.streams import current_gpu_stream
+from volseg.device.torch_internals import find_backward_pass, get_storage_key
+from volseg.errors import OutOfMemoryError
+from volseg.estimate.fake_step.inplace_gradients import InPlace
+from volseg.estimate.fake_step.operator_cache import Known
+from volseg.estimate.operator_work import describe_kernel, describe_noted, list_tensors
+from volseg.estimate.trace import Allocate, Event, Free, KernelRun, Mark, Sent, StepTrace, Used
+
+__all__ = ["TracedStep", "find_gpu"]
+
+HOPPER = 9, 0
+OF_PRODUCTS = {False: 8_519_680, True: 32 * 2**20}
+"""Bytes of cuBLAS' scratch memory (``aten/src/ATen/cuda/CublasHandlePool.cpp``), by whether a GPU is that new. Every
+stream has its own in each thread, and a backward pass runs in a thread of autograd's."""
+
+
+class TracedStep(GpuObserver):
+    """What is asked of GPUs that are not there.
+
+    Attributes
+    ----------
+    devices
+        They, to be given to a strategy or to ``to``. A tensor of the host lies on ``torch.device("cpu")``.
+    """
+
+    def __init__(
+        self,
+        num_gpus: int = 1,
+        time_kernel: Callable[[KernelRun], float] | None = None,
+        limit: int | None = None,
+    ) -> None:
+        self._time_kernel = time_kernel
+        self._limit = limit
+        self._has_ended = False
+        self._is_recorded = False
+        self._listener: Callable[[str], None] | None = None
+        self.fault: OutOfMemoryError | None = None
+        """By which it was given up: the end of the trace raises it, even if a caller within caught it."""
+        self._sizes = [0] * num_gpus
+        self._seconds = [0.0] * num_gpus
+        self.devices = [fake_device(index) for index in range(num_gpus)]
+        self.mode = FakeTensorMode(allow_fallback_kernels=False)
+        self.mode.cache_enabled = (
+            False  # its keys lack torch's switches, and it keeps the memory that ``set_`` is given
+        )
+        self.in_place = InPlace()
+        self._events: list[list[Event]] = [[] for _ in self.devices]
+        self._held: dict[int, tuple[int, int, int, int]] = {}
+        """By the memory's key: its device, its size, its block and its stream."""
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._blocks = 0
+        self._checked: set[int] = set()
+        self._multiplied: set[tuple[torch.device, int, bool]] = set()
+
+    def traces(self) -> tuple[StepTrace, ...]:
+        """Return what each device was asked for so far."""
+        return tuple(StepTrace(tuple(events), index) for index, events in enumerate(self._events))
+
+    def mark(self, name: str) -> None:
+        """Say on all devices that a part begins; see ``Mark``."""
+        # A step that is not recorded after all is followed anew without, and may need less.
+        self._is_recorded = self._is_recorded or name == "record"
+        for number in range(len(self._events)):
+            self._put(number, Mark(name))
+        if self._listener is not None:
+            self._listener(name)
+
+    def on_mark(self, name: str) -> None:
+        """Say that a part begins: the strategies' own marks."""
+        self.mark(name)
+
+    def listen(self, listener: Callable[[str], None] | None) -> None:
+        """Tell a function of each mark from now on, or nobody: what it raises ends the step there."""
+        self._listener = listener
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy without values, of a network or anything that holds tensors; it lies on the host."""
+        return copy_without_values(value, self.mode)
+
+    def empty(self, *size: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor without values, by default on the first device."""
+        return torch.empty(size, device=self.devices[0] if device is None else device, dtype=dtype)
+
+    def on_sent(self, device: torch.device, kind: str, size: int, devices: int = 2) -> None:
+        """Put down data that leave a device."""
+        if is_gpu(device):
+            self._put(self._number(device), Sent(kind, size, devices, current_gpu_stream(device).number))
+
+    def read_clock(self, device: torch.device) -> float:
+        """Return the seconds that the kernels of a device should have taken so far."""
+        if self._time_kernel is None:
+            return super().read_clock(device)
+        return self._seconds[self._number(device)]
+
+    def on_used(self, tensor: Tensor, stream: int) -> None:
+        """Put down that a stream works on a tensor that is another one's."""
+        key = get_storage_key(tensor.untyped_storage())
+        if key in self._held:
+            number, _, block, own = self._held[key]
+            if stream != own:
+                self._put(number, Used(block))
+
+    def end(self) -> None:
+        """Trace nothing more: when Python frees what the step leaves, and in which order, is no part of the step."""
+        self._has_ended = True
+
+    def _put(self, number: int, event: Event) -> None:
+        if not self._has_ended:
+            self._events[number].append(event)
+
+    def _note_run(self, number: int, run: KernelRun) -> None:
+        self._put(number, run)
+        if self._time_kernel is not None:
+            self._seconds[number] += self._time_kernel(run)
+
+    def note_storage(self, tensor: Tensor) -> None:
+        """Put down the memory of a tensor, if it is new and on a GPU."""
+        device = get_tensor_device(tensor)
+        if not is_gpu(device):
+            return
+        storage = tensor.untyped_storage()
+        key = get_storage_key(storage)
+        if key in self._held:
+            return
+        self._take(key, self._number(device), storage.nbytes(), device)
+        # As `weakref.finalize`, which takes as long again: it would be asked for some thousand times in a step.
+        self._watched[key] = weakref.ref(storage, lambda _: self._let_go(key))
+
+    def on_resized(self, tensor: Tensor) -> None:
+        """Put down that a tensor's memory was given back, or taken again."""
+        storage = tensor.untyped_storage()
+        key = get_storage_key(storage)
+        if key in self._held:
+            number = self._give_back(key)
+            self._take(key, number, storage.nbytes(), tensor.device)
+
+    def _take(self, key: int, number: int, size: int, device: torch.device) -> None:
+        self._blocks += 1
+        stream = current_gpu_stream(device).number
+        self._held[key] = number, size, self._blocks, stream
+        self._sizes[number] += size
+        if self._limit is not None and self._sizes[number] > self._limit and self._is_in_order():
+            self.fault = OutOfMemoryError(
+                f"the tensors of one GPU alone would be more than {self._limit / 2**30:,.1f} GiB; take smaller patches "
+                "or volumes, or a smaller batch"
+            )
+            raise self.fault
+        if size:
+            self._put(number, Allocate(self._blocks, size, stream, _find_pool()))
+
+    def _is_in_order(self) -> bool:
+        """Say whether tensors that are alive together would be so on GPUs: each device has a thread in backward."""
+        return not self._is_recorded and (len(self.devices) == 1 or find_backward_pass() == -1)
+
+    def _let_go(self, key: int) -> None:
+        del self._watched[key]
+        self._give_back(key)
+
+    def _give_back(self, key: int) -> int:
+        self._checked.discard(key)
+        number, size, block, _ = self._held.pop(key)
+        self._sizes[number] -= size
+        if size:
+            self._put(number, Free(block))
+        return number
+
+    def note_operator(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, known: Known | None = None
+    ) -> None:
+        """Put down an operator of torch, on the device of its result; what is remembered of it is not found again."""
+        if known is None or known.work is None:
+            work = self._find_work(function, args, kwargs, out)
+            if known is not None:
+                known.work = work
+        else:
+            work = known.work
+        home, run = work
+        if home is not None and run is not None:
+            stream = current_gpu_stream(home).number
+            self._note_run(self._number(home), run if run.stream == stream else replace(run, stream=stream))
+
+    def _find_work(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> tuple[torch.device | None, KernelRun | None]:
+        """Return where an operator runs and its kernel, which follow from what tells its result from others."""
+        tensors = list_tensors((args, kwargs))
+        home = find_gpu(list_tensors(out)) or find_gpu(tensors)
+        return home, None if home is None else describe_kernel(function, args, kwargs, tensors, out, 0)
+
+    def note_product(self, device: torch.device) -> None:
+        """Put down the memory that the first products of a thread and a stream take for good."""
+        if not is_gpu(device):
+            return
+        stream, in_backward = current_gpu_stream(device).number, find_backward_pass() != -1
+        if (device, stream, in_backward) not in self._multiplied:
+            self._multiplied.add((device, stream, in_backward))
+            self._blocks += 1
+            size = OF_PRODUCTS[get_capability(device) >= HOPPER]
+            self._put(self._number(device), Allocate(self._blocks, size, stream, _find_pool()))
+
+    def note_checked(self, found: Tensor) -> None:
+        """Put down that a tensor says whether gradients are finite, which the loss's scaling asks for."""
+        self._checked.add(get_storage_key(found.untyped_storage()))
+
+    def is_checked(self, tensor: Tensor) -> bool:
+        """Say whether a tensor says that; a step that is followed has finite gradients."""
+        return get_storage_key(tensor.untyped_storage()) in self._checked
+
+    def on_kernel(self, kernel: NotedKernel) -> None:
+        """Put down a kernel of ours."""
+        home = kernel.tensors[0].device
+        stream = current_gpu_stream(home).number
+        self._note_run(self._number(home), describe_noted(kernel, stream))
+
+    def _number(self, device: torch.device) -> int:
+        assert device.index is not None
+        return device.index
+
+
+def _find_pool() -> str:
+    """Return the name of the pool that a recording takes its memory from; empty where nothing is recorded."""
+    fake = get_fake()
+    return "" if fake is None else fake.recording
+
+
+def find_gpu(tensors: Iterable[Tensor]) -> torch.device | None:
+    """Return the first GPU among the devices of tensors."""
+    return next((device for device in map(get_tensor_device, tensors) if is_gpu(device)), None)

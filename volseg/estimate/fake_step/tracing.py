@@ -1,0 +1,328 @@
+"""Run a real training step without a GPU, and write down what each GPU would be asked for.
+
+Tensors have a shape, a dtype, a layout and a device here, and no values (torch's ``FakeTensorMode``). The step runs as
+it is: the network's own Python, autograd, the optimizer. Every operator and every block of memory comes by::
+
+    with tracing(gpu) as followed:
+        net = followed.copy(net).to(followed.devices[0])
+        followed.mark("step")
+        ...
+    (trace,) = followed.traces()
+
+A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot be followed and is refused, by name.
+"""
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from volseg.device.fake_gpu import GpuLike, faking
+from volseg.device.fake_internals import UNFOLLOWABLE, FakeTensor, quiet_fake_tensors, taking_lists
+from volseg.device.gpus import get_tensor_device, is_gpu
+from volseg.device.module_internals import Loss, swapping_by
+from volseg.device.torch_internals import TorchDispatchMode, check_gradients, read_value
+from volseg.errors import FollowError, VolsegError
+from volseg.estimate.fake_step.constant_values import ConstantValues
+from volseg.estimate.fake_step.gpu_autocast import casting_like_gpus
+from volseg.estimate.fake_step.gpu_operators import GPU_OPERATORS, WITH_RESULT, composing_like_gpus
+from volseg.estimate.fake_step.inplace_gradients import IN_PLACE
+from volseg.estimate.fake_step.operator_cache import OperatorCache
+from volseg.estimate.fake_step.traced_step import TracedStep, find_gpu
+from volseg.estimate.operator_work import by_operator, list_tensors
+from volseg.estimate.trace import KernelRun
+
+__all__ = ["TracedStep", "explaining_refusals", "tracing"]
+
+aten = torch.ops.aten
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
+
+find_handler = by_operator(GPU_OPERATORS.get)
+has_form_in_place = by_operator(IN_PLACE.__contains__)
+multiplies = by_operator(PRODUCTS.__contains__)
+
+FIND_DEVICE = torch.ops.prim.device.default
+
+
+@contextmanager
+def tracing(
+    gpu: GpuLike,
+    num_gpus: int = 1,
+    time_kernel: Callable[[KernelRun], float] | None = None,
+    limit: int | None = None,
+) -> Iterator["TracedStep"]:
+    """Let tensors be without values, and write down what the GPUs are asked for.
+
+    Parameters
+    ----------
+    gpu
+        The kind of GPU.
+    num_gpus
+        How many there are: ``TracedStep.devices``.
+    time_kernel
+        Says how many seconds a kernel takes, for what would time the network's parts; without it, nothing is timed.
+    limit
+        Bytes of tensors on a GPU, above which it is not followed any further; by default there is no end. They are
+        looked at where the order of requests is settled, which it is not in a backward pass over several devices, and
+        until a step is recorded, which another one may do without.
+
+    Raises
+    ------
+    OutOfMemoryError
+        From within, where a GPU would hold more than the limit; at the end, whatever became of it within.
+    """
+    followed = TracedStep(num_gpus, time_kernel, limit)
+    with ExitStack() as stack:
+        stack.enter_context(_isolated_state())
+        stack.enter_context(explaining_refusals())
+        stack.enter_context(quiet_fake_tensors())
+        stack.enter_context(_without_collector())
+        stack.enter_context(faking(gpu, followed))
+        stack.enter_context(casting_like_gpus())
+        stack.enter_context(composing_like_gpus())
+        stack.enter_context(swapping_by(_take_over))
+        stack.enter_context(taking_lists())
+        stack.enter_context(followed.mode)
+        stack.enter_context(_Noting(followed))
+        stack.enter_context(_making_on_devices())
+        followed.in_place.learn()
+        try:
+            yield followed
+        except Exception as told:  # a network may replace the error by its own
+            if followed.fault is None or told is followed.fault:
+                raise
+            raise followed.fault from told
+    followed.end()
+    if followed.fault is not None:
+        raise followed.fault
+
+
+class _Noting(TorchDispatchMode):
+    """Tell a ``TracedStep`` of each operator and its results."""
+
+    def __init__(self, followed: TracedStep) -> None:
+        super().__init__()
+        self.followed = followed
+        self.known = OperatorCache(followed.mode)
+        self.values = ConstantValues()
+
+    def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        if func is FIND_DEVICE:  # asked more often than all else together
+            return get_tensor_device(args[0])
+        kwargs = kwargs or {}
+        handler = find_handler(func)
+        if handler is not None and find_gpu(list_tensors(args)) is not None:
+            return self._run_like_gpu(handler, func, args, kwargs)
+        if func is read_value:
+            value = 0.0 if self.followed.is_checked(args[0]) else self.values.read(args[0])
+            if value is not None:
+                return value
+        if has_form_in_place(func):
+            func = self.followed.in_place.replace(func, args)
+        out, known = self.known.find(func, args, kwargs)
+        self.values.note(func, args, kwargs, out)
+        if type(out) is FakeTensor or isinstance(out, Tensor):
+            _correct_device(out, kwargs.get("device"))
+            self.followed.note_storage(out)
+            if multiplies(func):
+                self.followed.note_product(out.device)
+        elif isinstance(out, list | tuple):
+            for tensor in list_tensors(out):
+                self.followed.note_storage(tensor)
+        elif func is check_gradients:
+            self.followed.note_checked(args[1])
+        elif out is not None:
+            return out  # a number or the like
+        self.followed.note_operator(func, args, kwargs, out, known)
+        return out
+
+    def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain = self.known.run(func, args, kwargs) if func in WITH_RESULT else None
+        with self:  # what the handler calls is noted too
+            return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
+
+
+# Torch wraps the method of a class that is defined with one, to keep the compiler out of it, which costs as much as all
+# that is done for most operators; nothing is compiled where operators are only followed.
+_Noting.__torch_dispatch__ = _Noting._dispatch  # type: ignore[assignment,method-assign]
+
+
+def _correct_device(out: Tensor, device: torch.device | None) -> None:
+    """Let a tensor lie where it was asked for: a mode computes what has known values on the host."""
+    if device is not None and isinstance(out, FakeTensor) and is_gpu(device) and out.fake_device != device:
+        out.fake_device, out.constant = device, None
+
+
+@contextmanager
+def _making_on_devices() -> Iterator[None]:
+    """Let ``torch.tensor`` and ``torch.as_tensor`` make tensors of a device: they leave a CPU's number away.
+
+    They are replaced by name. A ``TorchFunctionMode`` would be off within functions that have come by it, such as a
+    loss with a form for slabs, and takes its time at every function.
+    """
+    names = ("tensor", "as_tensor")
+    plain = {name: getattr(torch, name) for name in names}
+    for name, make in plain.items():
+        setattr(torch, name, partial(_make_on_device, make))
+    try:
+        yield
+    finally:
+        for name, make in plain.items():
+            setattr(torch, name, make)
+
+
+def _make_on_device(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    device = kwargs.get("device")
+    if device is not None and is_gpu(torch.device(device)):
+        return make(*args, **{**kwargs, "device": None}).to(device)
+    return make(*args, **kwargs)
+
+
+@contextmanager
+def _isolated_state() -> Iterator[None]:
+    """Follow a step as if nothing was going on: the first batch that asks for a choice may come within autocast.
+
+    The random numbers of torch, NumPy and Python go on afterwards as if nothing had been followed, so a training is the
+    same, bit by bit, whether its plan was made in the same process.
+    """
+    python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (a network's own)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False, dtype=torch.bfloat16))
+        stack.enter_context(_outermost_autocast())
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+@contextmanager
+def _outermost_autocast() -> Iterator[None]:
+    """Let the step's autocast be the outermost: it forgets its copies of weights at its end, and no other one does."""
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let memory be given back where its last name goes, not when Python happens to look for circles.
+
+    A strategy that looks for them itself (before it records) finds those of the step: what was there before, a million
+    objects of torch's modules, holds nothing of it, and is left out.
+    """
+    was_enabled, is_first = gc.isenabled(), gc.get_freeze_count() == 0
+    gc.disable()
+    if is_first:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_first:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _take_over(old: Tensor, new: Tensor) -> None:
+    """Give a parameter the memory and the device of another; ``torch.utils.swap_tensors`` refuses what is watched."""
+    old.data = new.data
+    if isinstance(old, FakeTensor):  # not so where a network is built, with values
+        assert isinstance(new, FakeTensor)
+        old.fake_device = new.fake_device
+
+
+@contextmanager
+def explaining_refusals() -> Iterator[None]:
+    """Raise ``FollowError`` for what torch refuses where tensors have no values, and for what a module refuses.
+
+    Errors of ours, and those outside of any module's ``forward``, pass as they are.
+    """
+    try:
+        yield
+    except VolsegError:
+        raise
+    except UNFOLLOWABLE as fault:
+        raise FollowError(
+            f"the step cannot be followed without a GPU: {_locate(fault)} asks for {_name_operator(fault)}, and "
+            f"tensors have no values here; {_advise(fault)}"
+        ) from fault
+    except Exception as fault:
+        if "FakeTensor" in str(fault) or ".numpy() is not supported" in str(fault):
+            raise FollowError(
+                f"the step cannot be followed without a GPU: {_locate(fault)} needs values of tensors, which are not "
+                f"there ({_shorten(fault)}); {_advise(fault)}"
+            ) from fault
+        if not _list_modules(fault.__traceback__):
+            raise
+        raise FollowError(
+            f"the network refuses this step: {_locate(fault)} raised {type(fault).__name__}: {_shorten(fault)}; give "
+            "it volumes that it takes, or fix it"
+        ) from fault
+
+
+def _advise(fault: BaseException) -> str:
+    """Return what to do about code that looks at values."""
+    if any(isinstance(module, Loss) for module, _, _ in _list_modules(fault.__traceback__)):
+        return (
+            "plan with another loss in its place (DiceCELoss), which tells what everything but this one takes; it can "
+            "be trained with all the same"
+        )
+    return (
+        "compute with tensors instead of numbers (torch.where for a branch), keep a size or a setting as a number from "
+        "the beginning, or measure on a GPU"
+    )
+
+
+def _name_operator(fault: BaseException) -> str:
+    """Return what was asked for, as a user would write it."""
+    operator = str(getattr(fault, "func", fault))
+    if "_local_scalar_dense" in operator or "equal" in operator:
+        return f"a tensor's value (.item(), float(), bool(), an if on a tensor: {operator})"
+    return f"a result whose size depends on values ({operator})"
+
+
+def _locate(fault: BaseException) -> str:
+    """Return the innermost module that ran, by its path and type, and the line where it did."""
+    found = _list_modules(fault.__traceback__)
+    if not found:
+        return "the step"
+    (root, *_), (module, file, line) = found[0], found[-1]
+    path = next((name for name, part in root.named_modules() if part is module), "")
+    return f"{type(module).__name__}{f' {path!r}' if path else ''} ({Path(file).name}, line {line})"
+
+
+def _list_modules(trace: TracebackType | None) -> list[tuple[nn.Module, str, int]]:
+    """Return the modules whose functions ran, outermost first, each with the line where it was."""
+    found = []
+    while trace is not None:
+        frame = trace.tb_frame
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and not frame.f_code.co_filename.endswith("nn/modules/module.py"):
+            found.append((module, frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    return found
+
+
+def _shorten(fault: BaseException) -> str:
+    return str(fault).strip().split("\n", 1)[0]

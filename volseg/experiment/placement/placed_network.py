@@ -1,0 +1,234 @@
+"""Build the network of a config, on the device or devices that it trains or predicts on."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from volseg.config.registry import explain_import
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
+from volseg.errors import ConfigError, ParallelError
+from volseg.experiment.building import build_objective
+from volseg.experiment.placement.kernels import with_compiled_kernels, with_fast_kernels
+from volseg.experiment.placement.training_mesh import TrainingMesh
+from volseg.experiment.rehearsing import rehearse_losses, rehearse_network, require_window
+from volseg.memory import total_bytes
+from volseg.models import FitGrid, build_network
+from volseg.models.layout import faster_layout
+from volseg.parallel import ModelParallel
+from volseg.parallel.data_parallel import DataParallel
+from volseg.parallel.devices import (
+    count_gpus,
+    current_gpu_or_cpu,
+    is_distributed,
+    list_devices,
+    list_gpus,
+    require_devices,
+)
+from volseg.parallel.model_parallel import StrategyOptions
+from volseg.parallel.processes.group import largest_over_processes
+from volseg.workflow.components import freeze_parts, list_frozen_norms
+from volseg.workflow.precision import Precision
+
+__all__ = ["build_model", "build_plain_network", "choose_device", "count_devices"]
+
+
+def choose_device(config: ExperimentConfig) -> torch.device:
+    """Return the device of the training: the first GPU if there is one.
+
+    Raises
+    ------
+    ConfigError
+        If the config requires a GPU and there is none.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    device = current_gpu_or_cpu()
+    if config.device == "cuda" and device.type != "cuda":
+        raise ConfigError("device is cuda, but no GPU is visible; set device to auto or cpu")
+    return device
+
+
+def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
+    """Return the network with its initial weights, on the CPU; it takes any volume size."""
+    network = build_network(
+        config.network.spec(),
+        in_channels=task.num_inputs,
+        out_channels=task.num_outputs,
+        patch_size=config.patch.size,
+    )
+    try:
+        return FitGrid(network, divisors=getattr(network, "divisors", None))
+    except ImportError as fault:  # FitGrid has called its forward to find the sizes that it takes
+        raise ConfigError(f"network {config.network.name} {explain_import(fault)}") from fault
+
+
+def _require_room(config: ExperimentConfig, task: Task) -> None:
+    """Raise for a patch or a window that exceeds this machine's memory together with its logits and its weight."""
+    channels = task.num_inputs + task.num_outputs + 4
+    for key, sides in (("patch.size", config.patch.size), ("inference.window", config.inference.window)):
+        needed, total = 4 * channels * math.prod(sides or ()), total_bytes()
+        if needed > total:
+            raise ConfigError(
+                f"{key} {list(sides or ())} takes {needed / 2**30:.1f} GiB for an image and its logits, and this "
+                f"machine has {total / 2**30:.1f} GiB; take a smaller one"
+            )
+
+
+def build_model(
+    config: ExperimentConfig,
+    task: Task,
+    device: torch.device,
+    *,
+    trains: bool = True,
+    mesh: TrainingMesh | None = None,
+    begin: Callable[[FitGrid], object] | None = None,
+) -> nn.Module:
+    """Return the network on its device or devices; it takes any volume size and returns logits.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Network, kernels, memory layout and parallel strategy. The network is planned for the run's spacing
+        (`NetworkPlan.complete`); values that its spec leaves open are planned for cubic voxels.
+    task : Task
+        Channels and classes.
+    device : torch.device
+        Device of this process; a strategy may use others too.
+    trains : bool
+        Whether the network will be trained; otherwise one process predicts by itself.
+    mesh : TrainingMesh, optional
+        The processes that train together; only this process by default.
+    begin : callable, optional
+        Initialises the network's weights, still on the CPU.
+
+    Raises
+    ------
+    ConfigError
+        If the network cannot be built or run, or returns no logits of the task's labels.
+    """
+    network = build_plain_network(config, task)
+    require_window(network, config)
+    _require_room(config, task)
+    if trains:
+        made = rehearse_network(network, config, task)
+        rehearse_losses(build_objective(config, task), made, task)
+        if begin is not None:
+            begin(network)
+        freeze_parts(network, config.training.frozen)
+        network.hold_in_evaluation(list_frozen_norms(network))
+    if config.parallel.model_strategy == "none":
+        model = _place_on_one(network, config, task, device, trains=trains, mesh=mesh)
+    else:
+        model = _place_on_several(network, config, device, trains=trains, mesh=mesh)
+    return model if mesh is None or mesh.replicas is None else DataParallel(model, mesh.replicas)
+
+
+def _place_on_one(
+    network: FitGrid,
+    config: ExperimentConfig,
+    task: Task,
+    device: torch.device,
+    *,
+    trains: bool,
+    mesh: TrainingMesh | None,
+) -> nn.Module:
+    """Return the network on one device, with suitable kernels and layout."""
+    if mesh is not None:  # rehearsals and measurements use the share of this process
+        rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
+        config = config.with_values(patch={"batch": rows})
+    agree = mesh is not None and mesh.replicas is not None
+    if trains and config.training.kernels == "compiled":
+        lay_out = partial(_laid_out, config=config, task=task, agree=agree)
+        return with_compiled_kernels(network, config, task.num_inputs, device, lay_out)
+    fast = with_fast_kernels(network, config, task.num_inputs, device, trains=trains)
+    # Gradients are summed in memory order: the layout must be the same in all processes.
+    if agree and largest_over_processes(int(fast is None), device):
+        fast = None
+    return fast or _laid_out(network.to(device), config, task, agree=agree)
+
+
+def _place_on_several(
+    network: FitGrid, config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: TrainingMesh | None
+) -> nn.Module:
+    parallel = config.parallel
+    if trains and parallel.only_chooses_kernels and not is_distributed():
+        raise ConfigError(
+            "parallel: {strategy: spatial, devices: 1} cuts nothing in one process; leave it out, and "
+            "training.kernels: auto takes the fast kernels by itself (or set that to fast)"
+        )
+    group = None if mesh is None else mesh.mesh.spatial_group
+    fixed_order = config.training.deterministic and parallel.model_strategy == "spatial"
+    options = StrategyOptions(fixed_order=True) if fixed_order else StrategyOptions()
+    return ModelParallel(
+        network,
+        strategy=parallel.model_strategy,
+        devices=None if group is not None else _devices(config, device, trains=trains, mesh=mesh),
+        mesh=group,
+        split_size=parallel.split_size,
+        on_unsupported=parallel.on_unsupported,
+        checkpoint=parallel.checkpoint,
+        **options,
+    )
+
+
+def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task, *, agree: bool) -> nn.Module:
+    """Return the network in the config's memory layout, the same in all processes if they ``agree``."""
+    layouts = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last_3d}
+    wanted = config.training.memory_format
+    if wanted == "auto" and config.training.deterministic:  # measurements may differ next time
+        wanted = "contiguous"
+    if wanted == "auto":
+        device = next(network.parameters()).device
+        shape = (config.patch.batch, task.num_inputs, *config.patch.size)
+        faster = faster_layout(network, shape, Precision.choose(config.training.precision, device).autocast)
+        slower_somewhere = agree and largest_over_processes(int(faster is torch.contiguous_format), device)
+        wanted = "contiguous" if slower_somewhere or faster is torch.contiguous_format else "channels_last"
+    return network.to(memory_format=layouts[wanted])  # type: ignore[call-overload]
+
+
+def _devices(
+    config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: TrainingMesh | None
+) -> Sequence[str | torch.device] | None:
+    """Return the devices of this process, or None for the strategy's own choice."""
+    parallel = config.parallel
+    if mesh is not None and mesh.plan.is_cut_in_process:
+        return [device] * mesh.plan.spatial
+    if is_distributed():
+        if mesh is None:
+            return None
+        return [device] if parallel.pipeline is None else _deal_devices(parallel.pipeline, device)
+    wanted = parallel.devices
+    if parallel.pipeline is not None or parallel.spatial is not None:
+        wanted = parallel.pipeline or parallel.spatial
+        assert wanted is not None
+        if not trains:  # for predictions, layers and slabs use the available devices
+            wanted = min(wanted, len(list_devices()))
+    try:
+        return None if wanted is None else require_devices(wanted, device.type)
+    except ParallelError as fault:
+        raise ConfigError(f"parallel.{fault}") from None
+
+
+def count_devices(config: ExperimentConfig, device: torch.device) -> int:
+    """Return the number of devices that this process trains on, if its strategy takes several."""
+    if config.parallel.model_strategy == "none":
+        return 1
+    named = _devices(config, device, trains=True, mesh=None)
+    return len(list_devices()) if named is None and not is_distributed() else len(named or (device,))
+
+
+def _deal_devices(count: int, own: torch.device) -> Sequence[str | torch.device]:
+    """Return the devices of this process, its own first; a machine's devices are dealt round-robin to its processes."""
+    if own.type == "cpu":
+        return [own] * count
+    gpus, step = list_gpus(), count_gpus() // count
+    if gpus.index(own) >= step:
+        raise ConfigError(
+            f"parallel.pipeline takes {count} GPUs of each process, and of the {len(gpus)} that are visible process "
+            f"{gpus.index(own)} of this machine finds none left; start {step} processes on a machine"
+        )
+    return gpus[gpus.index(own) :: step][:count]

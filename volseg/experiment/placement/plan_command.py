@@ -1,0 +1,376 @@
+"""Estimate a config's training on a machine, and the best way to share it: the verb ``volseg plan`` as functions."""
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from volseg.config.schema import ExperimentConfig
+from volseg.errors import ConfigError
+from volseg.estimate.calibration import calibrate, describe_kind, describe_machine, rates_file_path, read_calibration
+from volseg.estimate.candidate import Candidate, Estimate, name_candidate
+from volseg.estimate.estimator import Machine, Planned
+from volseg.estimate.gpu_kinds import KINDS, GpuKind, find_kind
+from volseg.estimate.instances import get_instance, get_links
+from volseg.estimate.planning import StepPlan, list_largest, plan_work
+from volseg.estimate.report import LargestRow, VolumesReport
+from volseg.estimate.search import GIB, describe_seconds
+from volseg.estimate.work import Work
+from volseg.experiment.building import check_components
+from volseg.experiment.network_plan import DataFacts, load_facts
+from volseg.experiment.placement.training_work import (
+    Described,
+    at_size,
+    describe_freedom,
+    describe_training,
+    estimate_reserve,
+)
+from volseg.parallel.devices import count_gpus, current_gpu_or_cpu
+from volseg.parallel.fast_kernels import CAPABILITY
+from volseg.parallel.forking import ask_copy
+from volseg.planning import parse_memory
+from volseg.workflow.precision import choose_dtype
+
+__all__ = [
+    "calibrate_words",
+    "list_settings",
+    "local_gpu_kind",
+    "plan_training",
+    "plan_volumes",
+    "plan_words",
+    "resolve_machine",
+]
+
+
+def plan_training(
+    config: ExperimentConfig,
+    machine: Machine,
+    *,
+    channels: int | None = None,
+    classes: int | None = None,
+    facts: DataFacts | None = None,
+    only: Callable[[Candidate], bool] | None = None,
+    thorough: bool = False,
+    numbers: bool = True,
+    forks: bool = False,
+) -> StepPlan:
+    """Estimate a config's training on a machine.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Config of the training.
+    machine : Machine
+        Machine to plan for.
+    channels, classes : int, optional
+        See `load_facts`.
+    facts : DataFacts, optional
+        Facts of its data set, if they are known.
+    only : callable, optional
+        Selects candidates; by default all that the config leaves open.
+    thorough : bool
+        Whether to trace candidates that cannot win too.
+    numbers : bool
+        Whether candidates that do not fit are traced to the end; see `plan_work`.
+    forks : bool
+        Whether to trace several candidates at a time, in forks of this process.
+
+    Raises
+    ------
+    ConfigError, DataError
+        If the config cannot be run, or channels and classes are unknown.
+    ParallelError
+        If the training cannot be traced.
+    """
+    planned, notes = _describe(config, machine, channels, classes, facts)
+    steps = math.ceil(config.training.iterations / config.training.accumulate)
+    plan = plan_work(
+        planned,
+        notes=notes,
+        steps_per_epoch=steps,
+        only=only,
+        thorough=thorough,
+        numbers=numbers,
+        forks=forks,
+    )
+    if not config.patch.growth or plan.chosen is None:
+        return plan
+    return replace(plan, notes=(*plan.notes, _describe_growth(config, planned, plan.chosen, steps)))
+
+
+def _describe_growth(config: ExperimentConfig, planned: Planned, chosen: Estimate, steps: int) -> str:
+    """Return the durations of the epochs of each patch size, and of all epochs."""
+    epochs = config.training.epochs
+    counts = Counter(config.patch.size_in(epoch, epochs) for epoch in range(epochs))
+    assert planned.resize is not None
+    parts: list[str] = []
+    seconds: list[float] = []
+    for size, count in counts.items():
+        work, reserve = planned.resize(size)
+        is_last = size == config.patch.size
+        found = chosen if is_last else replace(planned, work=work, reserve=reserve).estimate(chosen.candidate)
+        if found.seconds is None:
+            parts.append(f"{count} of {' x '.join(map(str, size))} cannot be forecast ({found.refused})")
+            continue
+        seconds.append(count * steps * found.seconds)
+        parts.append(f"{count} of {' x '.join(map(str, size))} take {describe_seconds(steps * found.seconds)} each")
+    whole = f"; {describe_seconds(sum(seconds))} of steps in all" if len(seconds) == len(parts) else ""
+    return f"patches grow, and the table is of the last size: of {epochs} epochs {', '.join(parts)}{whole}"
+
+
+def _describe(
+    config: ExperimentConfig,
+    machine: Machine,
+    channels: int | None,
+    classes: int | None,
+    facts: DataFacts | None = None,
+) -> tuple[Planned, list[str]]:
+    """Return the planned work, and notes for the reader."""
+    check_components(config)
+    gpu = machine.gpu
+    dtype = choose_dtype(config.training.precision, gpu.capability)
+    facts = load_facts(config, channels, classes) if facts is None else facts
+    described = describe_training(config, dtype, facts)
+    reserve, notes = estimate_reserve(described, machine.gpu_bytes)
+    d, h, w = described.rule.divisors
+    planned = Planned(
+        work=described.work,
+        machine=machine,
+        free=describe_freedom(config, dtype, has_fast_kernels=gpu.capability >= CAPABILITY),
+        reserve=reserve,
+        times=config.training.accumulate / described.batches,
+        resize=partial(_resize, described, machine),
+        divisors=(d, h, w),
+    )
+    return planned, [f"channels and classes by {facts.source}", *notes]
+
+
+def _resize(described: Described, machine: Machine, sides: tuple[int, int, int]) -> tuple[Work, int]:
+    """Return the step on patches of other sides, and the reserved bytes of a GPU for them."""
+    resized = at_size(described, sides)
+    return resized.work, estimate_reserve(resized, machine.gpu_bytes)[0]
+
+
+def plan_words(
+    plan: StepPlan, config: str | Path, overrides: Sequence[str] = (), components: Sequence[str | Path] = ()
+) -> str:
+    """Return a plan as text: the table, the choice and its command.
+
+    Parameters
+    ----------
+    plan : StepPlan
+        The plan from `plan_training`.
+    config : path
+        File of the planned config.
+    overrides, components : sequence
+        Overrides and component files of the plan; the training command includes them.
+    """
+    machine = plan.machine
+    where = f"{machine.num_gpus} x {machine.gpu.name} of {machine.gpu_bytes / GIB:.1f} GiB"
+    if machine.instance is not None:
+        price = "" if machine.price_per_hour is None else f", {machine.price_per_hour:.2f} $ an hour"
+        where += f" ({machine.instance}{price})"
+    lines = [
+        f"{plan.name}, {' x '.join(map(str, plan.shape))}, {plan.precision}, on {where}",
+        "",
+        plan.table(),
+        "",
+        f"{plan.why}.",
+    ]
+    if plan.chosen is not None:
+        lines += [f"  {shlex.join(_list_command(plan.chosen.candidate, config, overrides, components))}"]
+    lines += [f"It would fit: {remedy}." for remedy in plan.remedies]
+    refused: dict[str, list[str]] = {}
+    for each in plan.forecasts:
+        if each.memory is None and each.more_than is None:
+            refused.setdefault(str(each.refused), []).append(name_candidate(each.candidate))
+    lines += [f"Refused: {'; '.join(names)}: {reason}." for reason, names in refused.items()]
+    lines += [
+        "",
+        "GiB of the fullest GPU: `used` by tensors; `reserved` with what torch and its libraries hold besides.",
+    ]
+    if not machine.gpu.is_measured:
+        lines.append(f"Times follow from published rates of {machine.gpu.name}: nobody has measured ours there.")
+    if machine.price_source is not None:
+        lines.append(f"Prices: {machine.price_source}; of the steps alone, without validation.")
+    lines += [f"Note: {note}." for note in plan.notes]
+    return "\n".join(lines)
+
+
+def _list_command(
+    candidate: Candidate, config: str | Path, overrides: Sequence[str], components: Sequence[str | Path]
+) -> list[str]:
+    """Return the command that trains the planned config with a candidate."""
+    gpus = ["--gpus", str(candidate.num_gpus)] if candidate.num_gpus > 1 else []
+    settings = [part for each in (*overrides, *list_settings(candidate)) for part in ("--set", each)]
+    files = [part for file in components for part in ("--components", str(file))]
+    return ["volseg", "train", str(config), *gpus, *settings, *files]
+
+
+def list_settings(candidate: Candidate) -> list[str]:
+    """Return the config overrides that select a candidate."""
+    mesh = {"data": candidate.data, "spatial": candidate.spatial, "pipeline": candidate.pipeline}
+    settings = [f"parallel.{name}={count}" for name, count in mesh.items() if count > 1]
+    if candidate.split_size is not None:
+        settings.append(f"parallel.split_size={candidate.split_size}")
+    if candidate.checkpoint is not None:
+        # Recomputation is part of the strategy that cuts, even without a cut.
+        settings += ["parallel.strategy=spatial"] if candidate.spatial == 1 else []
+        whole = "parallel.devices=1" if candidate.num_gpus == 1 else "parallel.spatial=1"
+        settings += [whole] if candidate.spatial == 1 else []
+        settings.append(f"parallel.checkpoint={candidate.checkpoint}")
+    return settings
+
+
+def plan_volumes(
+    config: ExperimentConfig,
+    machine: Machine,
+    *,
+    channels: int | None = None,
+    classes: int | None = None,
+    forks: bool = False,
+) -> VolumesReport:
+    """Return the largest patches that each way of sharing a machine can train on; see `plan_training`."""
+    planned, _ = _describe(config, machine, channels, classes)
+    work = planned.work
+    found = list_largest(planned, forks=forks)
+    rows = tuple(
+        LargestRow(
+            name=name_candidate(candidate),
+            aspect=aspect,
+            sides=None if largest is None else largest.sides,
+            next_sides=None if largest is None else largest.limit,
+            total_bytes=None if largest is None else largest.needed,
+        )
+        for candidate, aspect, largest in found
+    )
+    return VolumesReport(
+        network=work.name,
+        batch_size=work.batch_size,
+        precision=str(work.precision).removeprefix("torch."),
+        gpu=machine.gpu.name,
+        num_gpus=machine.num_gpus,
+        gpu_bytes=machine.gpu_bytes,
+        reserve_bytes=planned.reserve,
+        rows=rows,
+    )
+
+
+# Find the machine of a plan: named by an instance or by its GPUs, or the local machine.
+
+
+NEAR = 0.12
+"""Share of the sold memory by which CUDA may report less."""
+
+
+def resolve_machine(
+    *,
+    num_gpus: int | None = None,
+    gpu_memory: str | None = None,
+    kind: str | None = None,
+    instance: str | None = None,
+    here: bool = False,
+) -> Machine:
+    """Return the named machine; by default the local one, if it has GPUs.
+
+    Parameters
+    ----------
+    num_gpus : int, optional
+        Number of GPUs: 1 by default, or at most (and by default) those of an instance or of this machine.
+    gpu_memory : str
+        Memory of one GPU, such as ``16GiB``.
+    kind : str
+        Kind of GPU; by default the kind with that memory.
+    instance : str
+        A machine for rent.
+    here : bool
+        Whether to plan for this machine.
+
+    Raises
+    ------
+    ConfigError
+        If several machines are named, no machine is found, or a name is unknown.
+    """
+    described = gpu_memory is not None or kind is not None
+    if sum([described, instance is not None, here]) > 1:
+        raise ConfigError(
+            "one machine is planned for, by --gpus N --gpu-memory SIZE (or --gpu KIND), by --instance NAME or by "
+            "--here; got several of these"
+        )
+    if instance is not None:
+        named = get_instance(instance)
+        return replace(named, num_gpus=_take(num_gpus, named.num_gpus, str(named.instance)))
+    if described:
+        return _describe_machine(num_gpus or 1, gpu_memory, kind)
+    if not here and not count_gpus():
+        raise ConfigError(
+            "no GPU is visible, so say for which ones to plan: --gpus 4 --gpu-memory 16GiB, or --instance p3.8xlarge"
+        )
+    return _find_own_machine(num_gpus)
+
+
+def _take(wanted: int | None, there: int, where: str) -> int:
+    if wanted is not None and wanted > there:
+        raise ConfigError(f"--gpus {wanted} asks for more than the {there} GPU(s) of {where}; take that or less")
+    return wanted or there
+
+
+def _describe_machine(num_gpus: int, gpu_memory: str | None, kind: str | None) -> Machine:
+    size = None if gpu_memory is None else int(parse_memory(gpu_memory) * GIB)
+    if kind is not None:
+        gpu = find_kind(kind)
+    else:
+        assert size is not None
+        sold = size  # the generator must not see None
+        gpu = min(KINDS.values(), key=lambda each: abs(each.memory / sold - 1))
+    if size is None or 0 <= 1 - gpu.memory / size <= NEAR:  # CUDA reports less than is sold
+        size = gpu.memory
+    return Machine(gpu=gpu, num_gpus=num_gpus, links=get_links(gpu), gpu_bytes=size)
+
+
+def local_gpu_kind(device: torch.device) -> GpuKind:
+    """Return the kind of this machine's GPU: with its measured calibration, else from the table of kinds.
+
+    Raises
+    ------
+    ConfigError
+        If its kind is unknown and it has no calibration.
+    """
+    machine = describe_machine(device)
+    stored = read_calibration(rates_file_path(machine["gpu"], machine["torch"]), machine)
+    if stored is not None:
+        return describe_kind(stored)
+    try:
+        kind = find_kind(machine["gpu"])
+    except ConfigError as fault:
+        raise ConfigError(f"{fault}; or measure it once by volseg plan --calibrate") from None
+    return replace(kind, memory=machine["total_memory"])
+
+
+def _find_own_machine(num_gpus: int | None) -> Machine:
+    if not count_gpus():
+        raise ConfigError("--here plans for the GPUs of this machine, and none is visible; name others by --instance")
+    gpu = ask_copy(_ask_kind)  # in a fork, so that this process can still fork to trace steps
+    count = _take(num_gpus, count_gpus(), "this machine")
+    return Machine(gpu=gpu, num_gpus=count, links=get_links(gpu), gpu_bytes=gpu.memory)
+
+
+def _ask_kind() -> GpuKind:
+    return local_gpu_kind(current_gpu_or_cpu())
+
+
+def calibrate_words() -> str:
+    """Measure the GPUs of this machine once, and return the result as text.
+
+    Raises
+    ------
+    ConfigError
+        If there is no GPU.
+    """
+    kind = calibrate(current_gpu_or_cpu())
+    return f"{kind.name}: {kind.source}; --here and parallel: auto forecast by it"

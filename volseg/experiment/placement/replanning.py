@@ -1,0 +1,346 @@
+"""Handle a training step that is out of memory: explain it, and resume the run with less memory if the config allows.
+
+With ``parallel.on_oom: replan`` a run resumes from its last checkpoint with settings that need less memory on the same
+devices, but only once. A second failure ends the run: it may be a leak, and every attempt costs minutes of GPUs.
+
+A single process frees its memory and starts again by itself. Of several processes, only one may fail while the others
+wait for it in a collective that cannot be interrupted. So all of them restart as processes without the launcher's
+knowledge, and pass the failure on in an environment variable. After the restart the leader chooses for all of them:
+then no process waits in a collective, and the GPUs are empty.
+
+The mesh and the kernels may change, and with them the order of sums: weights agree to round-off, not bit by bit.
+Unchanged are the batch of an optimizer step, its cases and augmentations, the network's random seeds, the learning
+rate, and the number of steps.
+"""
+
+import gc
+import json
+import logging
+import math
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from volseg.checkpointing.ranks import JobFolder
+from volseg.config.base import validated
+from volseg.config.parallel import ParallelConfig
+from volseg.config.records import read_record
+from volseg.config.schema import ExperimentConfig
+from volseg.data.json_files import read_json
+from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
+from volseg.estimate.candidate import Candidate, Estimate
+from volseg.experiment.placement.alternatives import (
+    describe_estimate,
+    get_estimate,
+    list_lines,
+    list_overrides,
+    list_smaller,
+    rank_smaller,
+    take_candidate,
+)
+from volseg.experiment.placement.out_of_memory import describe_attempt, describe_remedies, is_out_of_memory
+from volseg.experiment.placement.placed_network import choose_device
+from volseg.experiment.placement.plan_process import Answer, Gpus, run_plan
+from volseg.parallel.devices import (
+    count_gpus,
+    count_processes,
+    is_distributed,
+    name_own_place,
+    uses_gpus,
+)
+from volseg.parallel.processes.first_error import begin_all_anew
+from volseg.parallel.processes.group import decide_together, gather_over_processes, get_supervision
+from volseg.parallel.processes.progress import get_milestone
+
+__all__ = ["REPLANNED", "BeginAgain", "Replanned", "Replanning", "free_memory"]
+
+logger = logging.getLogger(__name__)
+
+REPLANNED = "replanned.json"
+"""File of the run folder with the failure, and the settings of the run since then."""
+
+VARIABLE = "VOLSEG_OUT_OF_MEMORY"
+"""Environment variable that passes the failure to the restarted process."""
+
+HOST_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
+"""Texts of messages about main memory, which no other use of the GPUs saves."""
+
+
+class BeginAgain(Exception):  # noqa: N818 (it is none)
+    """Request to restart the run in this process with other settings: no error; the caller of `heeding` catches it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A training step that was out of memory."""
+
+    where: str
+    """Process, host and device."""
+    at: str
+    """Epoch and batch."""
+    said: str
+    """The allocator's message, with the attempted sizes."""
+    tried: Candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replanned:
+    """Settings of a run after such a step."""
+
+    asked: Mapping[str, Any]
+    """``parallel`` of the config that failed; a resumed run with another value follows its config."""
+    processes: int
+    failure: Failure
+    overrides: tuple[str, ...]
+    parallel: Mapping[str, Any]
+    training: Mapping[str, Any]
+    """``kernels`` and ``record``."""
+    why: str
+
+    def is_for(self, config: ExperimentConfig, processes: int) -> bool:
+        """Return whether this record is for a config's mesh on that number of processes."""
+        return dict(self.asked) == _list_asked(config) and self.processes == processes
+
+    def apply(self, config: ExperimentConfig) -> ExperimentConfig:
+        """Return the config with which the run continues."""
+        training = {**config.training.model_dump(), **self.training}
+        parallel = {**self.parallel, "on_oom": config.parallel.on_oom, "timeout": config.parallel.timeout}
+        values = {**config.model_dump(), "parallel": parallel, "training": training}
+        return validated(ExperimentConfig, values, REPLANNED)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, which `read` takes."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, content: Any, source: object) -> "Replanned":
+        """Return a record from plain values.
+
+        Raises
+        ------
+        CheckpointError
+            If the content is no such record.
+        """
+        try:
+            found = read_record(cls, content)
+            if set(found.training) != {"kernels", "record"}:
+                raise ValueError(f"training must hold kernels and record, got {dict(found.training)}")
+            validated(ParallelConfig, dict(found.parallel), str(source))
+        except (ConfigError, ValueError) as fault:  # a ConfigError has a line per fault
+            reason = " ".join(str(fault).split())
+            raise CheckpointError(
+                f"{source} should say how the run goes on after it was out of memory ({reason}); restore it from a "
+                "copy, or remove it and the run goes on as its config says"
+            ) from fault
+        return found
+
+    def __str__(self) -> str:
+        how = " ".join(f"--set {override}" for override in self.overrides)
+        failed = f"{self.failure.where} was out of memory at {self.failure.at}"
+        return f"{failed}; since then, and once only, the run goes on with {how}: {self.why}"
+
+
+class Replanning:
+    """Response of a training to a step that is out of memory.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Config of the training, as given.
+    """
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        self.config = config
+        self.replanned: Replanned | None = None
+        """Settings of a replanned run."""
+        self.tried: Candidate | None = None
+        """The candidate that the training runs, once it is settled."""
+        said = os.environ.pop(VARIABLE, None)
+        self.failure = None if said is None else read_record(Failure, json.loads(said))
+
+    def settle(self, role: JobFolder, config: ExperimentConfig, resume: bool) -> ExperimentConfig:
+        """Return the config with the replanned settings after a failure; every process calls this function.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If no candidate takes less memory.
+        """
+        failures = gather_over_processes([json.dumps(asdict(self.failure))] if self.failure else [])
+        count = count_processes()
+
+        def decide() -> dict[str, Any] | None:
+            if failures:
+                found: Replanned | None = _choose(config, read_record(Failure, json.loads(failures[0])), count)
+                logger.warning("%s", found)
+            else:
+                found = self._read(role, config, count) if resume else None
+            return None if found is None else found.as_json()
+
+        if (told := decide_together(decide)) is None:
+            return config
+        self.replanned = Replanned.read(told, REPLANNED)
+        return self.replanned.apply(config)
+
+    def _read(self, role: JobFolder, config: ExperimentConfig, count: int) -> Replanned | None:
+        """Return the record in the run folder, if it is for this config."""
+        file = role.folder.path / REPLANNED
+        if not file.exists():
+            return None
+        found = Replanned.read(read_json(file), file)
+        if not found.is_for(config, count):
+            logger.info("%s is about another mesh than is asked for now, which is tried as it is", file)
+            return None
+        logger.info("%s", found)
+        return found
+
+    def files(self) -> dict[str, Any]:
+        """Return the record for the run folder."""
+        return {} if self.replanned is None else {REPLANNED: self.replanned.as_json()}
+
+    @contextmanager
+    def heeding(self) -> Iterator[None]:
+        """Handle a step that is out of memory within the block; any other error passes.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If the run ends, with remedies.
+        BeginAgain
+            If the run restarts in this process. With several processes, all restart as processes instead.
+        """
+        try:
+            yield
+        except OutOfMemoryError as fault:
+            cause = fault.__cause__
+            if self.tried is None or cause is None:
+                raise
+            if not _is_of_step(self.config, cause):
+                raise OutOfMemoryError(
+                    f"{fault}. It was no training step ({get_milestone()}), so no other way to run one is suggested"
+                ) from cause
+            said = describe_attempt(self.config, choose_device(self.config), cause)
+            failure = Failure(where=name_own_place(), at=str(get_milestone()), said=said, tried=self.tried)
+            if self.config.parallel.on_oom != "replan" or self.replanned is not None:
+                raise OutOfMemoryError(self._explain(failure)) from cause
+            self._go_on(failure)
+            raise BeginAgain from None
+
+    def _go_on(self, failure: Failure) -> None:
+        """Keep the failure for the next attempt, in this process or in the restarted processes."""
+        supervision = get_supervision()
+        if supervision is None or not is_distributed():
+            self.failure = failure
+            return
+        if multiprocessing.parent_process() is not None:  # a restart would lose the pipe to its parent
+            raise OutOfMemoryError(
+                f"{failure.said}. parallel.on_oom: replan restarts processes, which those of multiprocessing "
+                "cannot; start them by torchrun, or by volseg train --gpus"
+            )
+        begin_all_anew(failure.said, supervision, {VARIABLE: json.dumps(asdict(failure))})
+
+    def _explain(self, failure: Failure) -> str:
+        """Return the failure with remedies."""
+        answer = _forecast(self.config, failure.tried, more_gpus=True)
+        lines = list_lines(self.config, _list_ways(self.config, failure, answer.forecasts), count_processes())
+        before = [] if self.replanned is None else [f"{self.replanned}. A second time ends the run."]
+        ways = ["What takes less, fastest first:", *lines] if lines else []
+        fitting = [f"It would fit: {remedy}." for remedy in answer.remedies]
+        lacking = [f"How much each takes is not forecast: {answer.problem}."] if answer.problem else []
+        tried = self.config if self.replanned is None else self.replanned.apply(self.config)
+        told = [f"{failure.said}, at {failure.at}.", *before, *ways, *lacking, *fitting, describe_remedies(tried)]
+        return "\n".join(told)
+
+
+def free_memory() -> None:
+    """Free the memory of a failed attempt, once nothing refers to it."""
+    gc.collect()  # models and autograd graphs have many reference cycles
+    if uses_gpus():
+        torch.cuda.empty_cache()
+
+
+def _is_of_step(config: ExperimentConfig, cause: BaseException) -> bool:
+    """Return whether the failed allocation was of a training step on its device."""
+    if not is_out_of_memory(cause) or get_milestone().phase != "train":
+        return False
+    if choose_device(config).type == "cpu":
+        return True
+    return not isinstance(cause, MemoryError) and not any(text in str(cause) for text in HOST_MEMORY)
+
+
+def _list_asked(config: ExperimentConfig) -> dict[str, Any]:
+    """Return a config's settings of the mesh."""
+    return config.parallel.model_dump(mode="json", exclude={"on_oom", "timeout"})
+
+
+def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Replanned:
+    """Return the settings to continue with: the fastest estimate that fits, else the smallest for any network.
+
+    Raises
+    ------
+    OutOfMemoryError
+        If no candidate takes less memory.
+    """
+    forecasts = _forecast(config, failure.tried, more_gpus=False).forecasts
+    ways = [
+        way
+        for way in _list_ways(config, failure, forecasts)
+        if way.candidate.num_gpus == failure.tried.num_gpus and _suits(way.candidate, processes)
+    ]
+    if not any(way.runs for way in ways):  # then the smallest comes first, since there is only one attempt
+        ways.reverse()  # the strongest savings first, if the needed memory is unknown
+        ways.sort(key=lambda way: math.inf if way.memory is None else way.memory.total)
+    for way in ways:
+        try:
+            changed = take_candidate(config, way.candidate, processes)
+        except ConfigError:  # for example, kernels that the config names
+            continue
+        training = changed.training
+        return Replanned(
+            asked=_list_asked(config),
+            processes=processes,
+            failure=failure,
+            overrides=tuple(list_overrides(config, changed)),
+            parallel=changed.parallel.model_dump(mode="json"),
+            training={"kernels": training.kernels, "record": training.record},
+            why=describe_estimate(way),
+        )
+    raise OutOfMemoryError(
+        f"{failure.said}. parallel.on_oom: replan found nothing that takes less memory on the same devices"
+    )
+
+
+def _suits(candidate: Candidate, processes: int) -> bool:
+    """Return whether the job's processes can run a candidate: their number and GPUs stay the same."""
+    return candidate.data * candidate.spatial == processes if processes > 1 else candidate.data == 1
+
+
+def _list_ways(config: ExperimentConfig, failure: Failure, forecasts: Sequence[Estimate]) -> list[Estimate]:
+    """Return candidates that take less memory, fastest first, with their numbers if known."""
+    if fitting := rank_smaller(failure.tried, forecasts):
+        return fitting
+    return [
+        get_estimate(each, forecasts) or Estimate(candidate=each, refused="less memory; how much is not known")
+        for each in list_smaller(failure.tried, config.patch.batch)
+    ]
+
+
+def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) -> Answer:
+    """Return the estimates of all candidates on the GPUs of the training, or on all visible GPUs if they are more.
+
+    This process waits some seconds for the answer: it has nothing else to do.
+    """
+    count = max(tried.num_gpus, count_gpus() if more_gpus else 0)
+    gpus = Gpus.find(choose_device(config), count)
+    if gpus is None:
+        return Answer()
+    is_open = config.model_copy(update={"parallel": ParallelConfig()})
+    answer = run_plan(is_open, gpus, thorough=True)
+    if answer.problem:
+        logger.warning("no forecast of what would fit: %s", answer.problem)
+    return answer

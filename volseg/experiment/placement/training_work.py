@@ -1,0 +1,273 @@
+"""Describe a config's training for an estimate: its step, its open settings, and the other memory of a GPU.
+
+Needs no GPU and reads no volume. The step is that of the training itself (`TrainingStep`): its network for the spacing
+of the data, its losses, clipping, optimizer and average of the weights.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from volseg.config.schema import ExperimentConfig
+from volseg.data.case_store.volume_cache import choose_budget
+from volseg.estimate.candidate import Freedom
+from volseg.estimate.work import Batch, Step, Work
+from volseg.experiment.building import build_objective, build_step
+from volseg.experiment.network_plan import DataFacts, plan_for_spacing
+from volseg.experiment.placement.kernels import explain_eager, explain_slowness
+from volseg.experiment.placement.placed_network import build_plain_network
+from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
+from volseg.inference.predictor import evaluating
+from volseg.inference.window_step import WindowStep
+from volseg.models import GridRule
+from volseg.workflow.averaging import WeightAverage
+from volseg.workflow.components import build_optimizer, freeze_parts, list_frozen_norms
+from volseg.workflow.precision import Precision
+
+__all__ = [
+    "Described",
+    "at_size",
+    "compute_validated_shape",
+    "describe_freedom",
+    "describe_training",
+    "estimate_reserve",
+]
+
+FLOAT_BYTES, LABEL_BYTES = 4, 1
+
+BATCHES_AHEAD = 2
+"""Batches on a GPU beside that of the step: one waiting batch, and one that is being cut and augmented."""
+
+AUGMENTATION = 48 * 2**20
+"""Bytes of the stream that cuts and augments batches of a size: cuBLAS's scratch memory, 32 MiB on an H200, and
+segments that torch caches for it. Task04's U-Net with patches of two sizes took 92 MiB more than its step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A training to estimate."""
+
+    config: ExperimentConfig
+    """Config with the network planned for the spacing."""
+    facts: DataFacts
+    work: Work
+    batches: int
+    """Batches of the traced step; each further batch of an optimizer step costs as much."""
+    rule: GridRule
+    """Rule for the sides that the network takes."""
+
+
+def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataFacts) -> Described:
+    """Return the traced work of a config's training.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Config of the training.
+    dtype : torch.dtype
+        Type in which the kind of GPU computes; see `choose_dtype`.
+    facts : DataFacts
+        Facts of its data set.
+
+    Raises
+    ------
+    ConfigError
+        If the network does not run on the patch, or a loss does not accept its outputs.
+    """
+    config = plan_for_spacing(config, facts.spacing).complete(config)
+    with torch.random.fork_rng([]):
+        network = build_plain_network(config, facts.task)
+        require_window(network, config)
+        made = rehearse_network(network, config, facts.task)
+    rehearse_losses(build_objective(config, facts.task), made, facts.task)
+    freeze_parts(network, config.training.frozen)
+    network.hold_in_evaluation(list_frozen_norms(network))
+    if config.training.memory_format == "channels_last":
+        network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    batches = min(config.training.accumulate, 2)
+    work = Work(
+        build=network.train,
+        shape=(config.patch.batch, facts.task.num_inputs, *config.patch.size),
+        make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
+        build_optimizer=lambda model: build_optimizer(
+            config.optimizer.spec(), model, on_gpu=True, parts=config.optimizer.parts
+        ),
+        build_step=lambda model, optimizer: _build_step(config, facts, dtype, batches, model, optimizer),
+        precision=dtype,
+        validate=None if compute_validated_shape(config, facts) is None else partial(_validate, config, facts, dtype),
+        name=config.network.name,
+    )
+    return Described(config=config, facts=facts, work=work, batches=batches, rule=network.rule)
+
+
+def _make_batch(config: ExperimentConfig, facts: DataFacts, rows: int, device: torch.device) -> Batch:
+    size = config.patch.size
+    return {
+        "image": torch.zeros(rows, facts.task.num_inputs, *size, device=device),
+        "label": torch.zeros(rows, 1, *size, dtype=torch.uint8, device=device),
+    }
+
+
+def _build_step(
+    config: ExperimentConfig,
+    facts: DataFacts,
+    dtype: torch.dtype,
+    batches: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+) -> Step:
+    settings = config.training
+    precision = Precision(next(model.parameters()).device.type, dtype)
+    # Not captured: the tracer accounts for a capture.
+    step = build_step(config, facts.task, model, optimizer, precision, record=False)
+    average = WeightAverage(model, settings.ema) if settings.ema else None
+
+    def run(batch: Batch) -> Any:
+        losses: Mapping[str, Tensor] = {}
+        for number in range(batches):
+            losses = step(batch, gathered=settings.accumulate, completes=number == batches - 1)
+        if average is not None:
+            average.update()
+        return losses
+
+    return run
+
+
+def compute_validated_shape(config: ExperimentConfig, facts: DataFacts) -> tuple[int, ...] | None:
+    """Return the shape of the network's inputs in validations between epochs, or None if it is unknown.
+
+    It is one window, or the config's number of windows; without windows, the largest whole volumes.
+    """
+    settings = config.inference
+    if config.split.validation == "none":
+        return None
+    if settings.window is not None:
+        return (settings.windows or 1, facts.task.num_inputs, *settings.window)
+    return None if facts.largest is None else (settings.batch, facts.task.num_inputs, *facts.largest)
+
+
+def _validate(config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, model: nn.Module) -> None:
+    """Run the prediction of `build_predictor` for a model in training, on one batch of windows."""
+    outputs, task = config.network.outputs, facts.task
+    called = OneOutput(model, outputs.index("logits")) if len(outputs) > 1 else model
+    step = WindowStep(
+        models=(called,),
+        num_classes=task.num_outputs,
+        regions=bool(task.regions),
+        autocast=None if dtype is torch.float32 else dtype,
+    )
+    shape = compute_validated_shape(config, facts)
+    assert shape is not None
+    with torch.no_grad(), evaluating((model,)):
+        step(torch.zeros(shape, device=next(model.parameters()).device))
+
+
+def describe_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kernels: bool) -> Freedom:
+    """Return the open settings of a config, and the kernels and captures of its training on a kind of GPU.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Config of the training.
+    dtype : torch.dtype
+        Type in which the GPU computes.
+    has_fast_kernels : bool
+        Whether that kind of GPU has the fast kernels.
+    """
+    parallel = config.parallel
+    data, spatial, pipeline = parallel.data, parallel.spatial, parallel.pipeline
+    if parallel.model_strategy == "spatial":
+        data, pipeline = data or (None if spatial else 1), 1
+    elif parallel.model_strategy == "pipeline":
+        data, spatial = data or 1, 1
+    return Freedom(
+        data=data,
+        spatial=spatial,
+        pipeline=pipeline,
+        split_size=parallel.split_size if isinstance(parallel.split_size, int) else None,
+        checkpoint=parallel.checkpoint,
+        kernels=_list_kernels(config, dtype, has_fast_kernels),
+        records=explain_eager(config, dtype) is None,
+        whole=bool(config.patch.growth),  # the mesh is resolved for one size
+    )
+
+
+def _list_kernels(
+    config: ExperimentConfig, dtype: torch.dtype, has_fast_kernels: bool
+) -> tuple[Literal["fast", "torch"], ...]:
+    """Return the kernels on one GPU by the rule of `with_fast_kernels`, the preferred ones first.
+
+    Compiled kernels cannot be traced: torch's kernels replace them, and `estimate_reserve` adds a note.
+    """
+    match config.training.kernels:
+        case "torch" | "compiled":
+            return ("torch",)
+        case "fast":
+            return ("fast",)
+    pays = has_fast_kernels and explain_slowness(config, dtype) is None
+    return ("fast", "torch") if pays else ("torch",)
+
+
+def estimate_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
+    """Return the bytes of a GPU for uses other than the step, and notes about them.
+
+    Parameters
+    ----------
+    described : Described
+        The training.
+    gpu_bytes : int
+        Memory of the GPU.
+    """
+    config, facts = described.config, described.facts
+    task = facts.task
+    per_voxel = FLOAT_BYTES * task.num_inputs + LABEL_BYTES
+    ahead = BATCHES_AHEAD * config.patch.batch * math.prod(config.patch.size) * per_voxel
+    notes = list(_list_not_followed(config))
+    bank = 0
+    if config.data.keep != "memory":
+        limit = None if config.data.device_limit is None else int(config.data.device_limit * 2**30)
+        share = gpu_bytes if config.data.keep == "device" else choose_budget(gpu_bytes, limit)
+        bank = share if facts.case_bytes is None else min(share, facts.case_bytes)
+        if facts.case_bytes is None and config.data.keep == "device":
+            bank = 0
+            notes.append("the cases that data.keep: device puts on the GPU are not counted: their sizes are not known")
+        elif bank:
+            notes.append(f"{bank / 2**30:.2f} GiB of each GPU are for prepared cases (data.device_limit)")
+    if config.split.validation != "none" and compute_validated_shape(config, facts) is None:
+        notes.append("a validation of whole volumes is not counted: their sizes are not known (inference.window)")
+    return ahead + AUGMENTATION * len(set(config.patch.sizes)) + bank, notes
+
+
+def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
+    """Yield the parts of a config that the estimate does not cover."""
+    if config.augmentation.enabled and config.augmentation.own:
+        names = ", ".join(each.name for each in config.augmentation.own)
+        yield f"what augmentations of your own ({names}) take of a GPU beside the step is not counted"
+    if not config.training.can_be_followed:
+        yield (
+            "memory and times are those of torch's kernels: what torch.compile makes of a network "
+            "(training.kernels: compiled) cannot be followed, and takes other memory and time"
+        )
+    elif config.training.kernels == "measured":
+        yield (
+            "memory and times are those of the fast kernels, or torch's: where training.kernels: measured comes to "
+            "compiled ones, which cannot be followed, they are others"
+        )
+
+
+def at_size(described: Described, size: tuple[int, int, int]) -> Described:
+    """Return the training on patches of another size; the planned network stays the same."""
+    facts, work, config = described.facts, described.work, described.config
+    config = config.with_values(patch={"size": size})
+    resized = replace(
+        work,
+        shape=(config.patch.batch, facts.task.num_inputs, *size),
+        make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
+    )
+    return replace(described, config=config, work=resized)

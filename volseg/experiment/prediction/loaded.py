@@ -1,0 +1,207 @@
+"""A trained model that stays in memory: loaded once, called with images."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from monai.data import MetaTensor
+
+from volseg.data.cases import Task
+from volseg.data.checks.kinds import KINDS
+from volseg.data.checks.volumes import check_grid, check_image_voxels
+from volseg.data.labels import measure_volumes
+from volseg.errors import ConfigError, DataError
+from volseg.experiment.cases import find_previous_stage
+from volseg.experiment.placement.out_of_memory import explaining_memory
+from volseg.experiment.prediction.sources import Source, load_trained, path_of
+from volseg.experiment.prediction.trained import Trained
+from volseg.inference.in_memory import as_kind_of, prepare_on, to_volume
+from volseg.parallel.devices import list_gpus
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["LoadedModel", "Segmentation", "load"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Segmentation:
+    """Result of a model for one image."""
+
+    labels: Any
+    """Label map on the image's grid, of the image's kind; see `LoadedModel`."""
+    names: dict[int, str]
+    """Name of each value, without the background."""
+    volumes: dict[str, float]
+    """Volume of each label or region (ml)."""
+    probabilities: MetaTensor | None = None
+    """(K, D, H, W) float32 on the image's grid, if requested."""
+    outputs: tuple[str, ...] = ()
+    """Names of the K outputs."""
+
+
+class LoadedModel:
+    """Networks that stay on their device; called with an image, they return its `Segmentation`.
+
+    The numbers equal those of ``volseg predict``, to the bit. Several threads may call one model: a lock lets one call
+    compute at a time.
+
+    Parameters
+    ----------
+    trained : Trained
+        The networks, and the other parts of a prediction.
+    postprocessing : bool
+        Apply the measured steps of `volseg postprocess`, if there are any.
+    """
+
+    def __init__(self, trained: Trained, *, postprocessing: bool = True) -> None:
+        self._trained, self._lock = trained, Lock()
+        self._predictor = trained.build_predictor()
+        self._postprocessing = trained.postprocessing if postprocessing else None
+        stage = find_previous_stage(trained.config)
+        on_device = [f"device={trained.config.device}"]
+        self._previous = None if stage is None else load(stage, overrides=on_device, postprocessing=False)
+
+    @property
+    def task(self) -> Task:
+        """Required channels of an image, labels and regions."""
+        return self._trained.task
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the networks."""
+        return torch.device(self._predictor.device or "cpu")
+
+    def __call__(self, volume: Any, affine: Any = None, *, probabilities: bool = False) -> Segmentation:
+        """Return the segmentation of an image.
+
+        Parameters
+        ----------
+        volume : path, sequence of paths, MetaTensor, array, Tensor, or image of nibabel or SimpleITK
+            The image; see `volseg.inference.in_memory.to_volume`.
+        affine : array, optional
+            Affine of an array or a tensor: 4 x 4, voxel index to RAS+ position (mm).
+        probabilities : bool
+            Also return probabilities, K times the image's voxels in float32.
+
+        Raises
+        ------
+        DataError
+            If the image cannot be read, has other channels than the task, or has values that are not finite.
+        OutOfMemoryError
+            If the image does not fit the device.
+        """
+        image = to_volume(volume, affine)
+        self._require_sound(image)
+        case: dict[str, Any] = {"case": str(image.meta.get("filename_or_obj", "image")), "image": image}
+        if self._previous is not None:
+            case["stage"] = self._previous(image).labels
+        config, device, preprocessing = self._trained.config, self.device, self._trained.preprocessing
+        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with self._lock, on_device, explaining_memory(config):
+            prepared = prepare_on(device, case, preprocessing)
+            ((_, predicted),) = self._predictor.stream([prepared], also=["probabilities"] if probabilities else [])
+            labels = predicted.labels.cpu()
+        if self._postprocessing is not None:
+            labels = self._postprocessing(labels)
+        task = self.task
+        return Segmentation(
+            labels=as_kind_of(volume, labels, image, task.value_names),
+            names=task.foreground,
+            volumes=measure_volumes(labels, task),
+            probabilities=predicted.probabilities,
+            outputs=tuple(task.regions) or tuple(task.labels[value] for value in task.class_values),
+        )
+
+    def _require_sound(self, image: MetaTensor) -> None:
+        """Raise all faults for which ``volseg predict`` refuses an image; warn of the rest."""
+        faults = [*check_grid(image), *check_image_voxels(image, self.task)]
+        name = image.meta.get("filename_or_obj", "the image")
+        if bad := [fault.text for fault in faults if KINDS[fault.kind].severity == "bad"]:
+            raise DataError(f"{name} {'; '.join(bad)}")
+        for fault in faults:
+            kind = KINDS[fault.kind]
+            logger.warning("%s: %s (%s): %s", name, kind.says, fault.text, kind.remedy)
+
+
+def load(
+    source: Source | Sequence[Source],
+    *,
+    device: str | torch.device | None = None,
+    mirror: bool | None = None,
+    folds: Sequence[int | str] | None = None,
+    checkpoint: str = "latest",
+    overrides: Sequence[str] = (),
+    postprocessing: bool = True,
+) -> LoadedModel:
+    """Load a trained model once, to segment many images in this process.
+
+    Parameters
+    ----------
+    source : path, RunFolder, or sequence of them
+        A run, a cross-validation, ``model.zip``, a model folder of nnU-Net 2 or a checkpoint from it; see
+        `volseg.experiment.prediction.sources.open_source`. The probabilities of several networks are averaged.
+    device : str or torch.device, optional
+        ``auto``, ``cpu``, ``cuda``, or one GPU: ``cuda:1``; the training config's device by default.
+    mirror : bool, optional
+        Average over mirrorings; the training config's setting by default.
+    folds : sequence of int, optional
+        Folds of a cross-validation, an archive or a model folder to use.
+    checkpoint : str
+        ``latest``, ``best`` or ``previous``.
+    overrides : sequence of str
+        Further settings, such as ``inference.overlap=0.25``.
+    postprocessing : bool
+        Apply the measured steps of `volseg postprocess`, if there are any.
+
+    Returns
+    -------
+    LoadedModel
+        Callable with an image; returns the image's `Segmentation`.
+
+    Raises
+    ------
+    ConfigError
+        If the source cannot predict, or there is no such device or fold.
+    CheckpointError
+        If weights are absent or damaged.
+
+    Examples
+    --------
+    >>> model = volseg.load("runs/task04_unet", device="cuda")  # doctest: +SKIP
+    >>> found = model("scan.nii.gz")  # doctest: +SKIP
+    >>> found.volumes  # doctest: +SKIP
+    {'Anterior': 1.62, 'Posterior': 1.41}
+    """
+    device = str(device) if isinstance(device, torch.device) else device
+    for name, value, kinds, wanted in (
+        ("device", device, str | None, "a text such as cuda:1, or a torch.device"),
+        ("mirror", mirror, bool | None, "True or False"),
+        ("folds", folds, tuple | list | None, "a list such as [0, 2]"),
+        ("overrides", overrides, tuple | list, 'a list such as ["inference.overlap=0.25"]'),
+        ("postprocessing", postprocessing, bool, "True or False"),
+    ):
+        if not isinstance(value, kinds):
+            raise ConfigError(f"{name} should be {wanted}, got {value!r}")
+    if folds is not None:
+        if not isinstance(source, Source) or not folds:
+            raise ConfigError(f"folds says which networks of one source to take, got {folds!r} of {source}")
+        source = [path_of(source) / f"fold_{fold}" for fold in folds]
+    settings = [*overrides] if device is None else [*overrides, f"device={device.partition(':')[0]}"]
+    if mirror is not None:
+        settings.append(f"inference.mirror={'true' if mirror else 'false'}")
+    with _choose_gpu(device):
+        return LoadedModel(load_trained(source, checkpoint, settings), postprocessing=postprocessing)
+
+
+def _choose_gpu(device: str | None) -> Any:
+    """Return a context in which networks are placed on the named GPU."""
+    if device is None or ":" not in device:
+        return nullcontext()
+    number, count = device.partition(":")[2], len(list_gpus())
+    if not device.startswith("cuda:") or not number.isdecimal() or int(number) >= count:
+        raise ConfigError(f"device should be auto, cpu, cuda, or cuda:N of {count} GPUs, got {device}")
+    return torch.cuda.device(int(number))

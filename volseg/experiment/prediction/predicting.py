@@ -1,0 +1,348 @@
+"""Predict label maps for new images, in this process or in a worker for each GPU."""
+
+import errno
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic_core import to_jsonable_python
+
+from volseg.checkpointing.folder import RunFolder
+from volseg.data.cases import Case
+from volseg.data.dicom.elements import is_dicom
+from volseg.data.dicom.series import FoundSeries, choose_series, gather_series, name_series, search_series
+from volseg.data.labels import format_colour_tables
+from volseg.data.layouts.channels import group_channels, name_image
+from volseg.data.layouts.files import list_images
+from volseg.data.layouts.table import TABLES, read_images
+from volseg.data.readers import list_files, match_suffix, name_files
+from volseg.errors import ConfigError, DataError
+from volseg.experiment.cases import find_previous_stage
+from volseg.experiment.launching import choose_gpus
+from volseg.experiment.prediction.files import CaseResult, Predicted, PredictionFiles
+from volseg.experiment.prediction.queue import PredictionQueue
+from volseg.experiment.prediction.record import PredictionRecord
+from volseg.experiment.prediction.sources import Source, load_trained, path_of
+from volseg.experiment.prediction.trained import Trained
+from volseg.files import replacing, require_text
+from volseg.formatting import list_duplicates, list_some
+from volseg.monitoring.progress import count_up
+from volseg.parallel.processes.workers import Channel, open_channel
+
+__all__ = ["predict", "resolve_images", "serve_predictions"]
+
+logger = logging.getLogger(__name__)
+
+PREDICTING = ("predicts each case", "predict one case after another")
+"""Description of the work with and without several processes, for messages."""
+
+
+def predict(
+    source: Source | Sequence[Source],
+    images: str | Path | Sequence[str | Path],
+    output: str | Path | None = None,
+    *,
+    checkpoint: str = "latest",
+    overrides: Sequence[str] = (),
+    series: Sequence[str] = (),
+    resume: bool = False,
+    skip_existing: bool = False,
+    overwrite: bool = False,
+    strict: bool = False,
+    gpus: int | None = None,
+    postprocessing: bool = True,
+    probabilities: bool = False,
+    uncertainty: bool = False,
+    label_format: str = "nifti",
+    colour_tables: bool = False,
+) -> Predicted:
+    """Predict images and write each label map as ``CASE.nii.gz`` on its image's own grid.
+
+    A case that fails (a damaged file, a volume that does not fit) is reported, and the others go on.
+
+    Parameters
+    ----------
+    source : path, RunFolder, or sequence of them
+        Trained networks; see `load_trained`.
+    images : path, or sequence of them
+        Files, folders of files, DICOM folders and folders above them, or tables; see `resolve_images`.
+    output : path, optional
+        Folder for the label maps; ``predictions`` in the folder of the run or the cross-validation by default.
+    checkpoint : str
+        ``latest`` (the end of the training, as nnU-Net does), ``best`` or ``previous``.
+    overrides : sequence of str
+        Such as ``inference.mirror=false``.
+    series : sequence of str
+        DICOM series to predict, by UID or by a part of their description; see `resolve_images`.
+    resume : bool
+        Resume an interrupted prediction: complete label maps are kept.
+    skip_existing : bool
+        Skip cases whose label map file exists, whatever it holds.
+    overwrite : bool
+        Replace existing label maps. If there are any, one of these three is required.
+    strict : bool
+        Read every image before the first prediction, and raise for unusable ones; then raise at the first failure.
+    gpus : int, optional
+        Number of GPUs to predict on (with ``device=cpu`` among the overrides, that many processes on the CPU): one
+        process for each, or, with fewer cases than GPUs, each case cut over all of them.
+    postprocessing : bool
+        Apply the measured steps of `determine_postprocessing`, if there are any.
+    probabilities, uncertainty : bool
+        Also write these; see `volseg.experiment.prediction.files`.
+    label_format : str
+        Format of label maps: ``nifti`` or ``dicom-seg``.
+    colour_tables : bool
+        Write names and colours of the labels beside the label maps; see `format_colour_tables`.
+
+    Raises
+    ------
+    DataError
+        For images that are absent or share a name; if ``strict``, for all bad images at once.
+    ConfigError
+        If the source cannot predict, label maps cannot be written or exist, or those of a resumed prediction were
+        made otherwise.
+    """
+    if sum((resume, skip_existing, overwrite)) > 1:
+        raise ConfigError("--resume, --skip-existing and --overwrite say what becomes of label maps; give one of them")
+    order: dict[str, Any] = {
+        "source": list(source) if isinstance(source, tuple | list) else [source],
+        "output": output,
+        "checkpoint": checkpoint,
+        "overrides": list(overrides),
+        "asked": {"label_format": label_format, "probabilities": probabilities, "uncertainty": uncertainty},
+        "postprocessing": postprocessing,
+    }
+    trained, files, record = _load(order)
+    cases = resolve_images(images, trained.task.modalities, series=series)
+    _refuse_own_images(cases, files)
+    _require_writable(cases, files)
+    done = record.list_done(cases) if resume else record.list_existing(cases)
+    if done and not (resume or skip_existing or overwrite):
+        raise ConfigError(
+            f"{files.folder} holds {len(done)} of the {len(cases)} label maps, first {next(iter(done))}. Go on with "
+            "the same prediction by --resume, keep them, whatever made them, by --skip-existing, replace them by "
+            "--overwrite, or name another folder by --output"
+        )
+    done = {} if overwrite else done
+    waiting = [case for case in cases if case["case"] not in done]
+    stage = find_previous_stage(trained.config) if waiting else None
+    devices = () if gpus is None else choose_gpus(trained.config, gpus, PREDICTING)
+    cut_over = _choose_devices(devices, waiting, trained)
+    queue = PredictionQueue(trained, files, record, waiting, strict=strict, devices=cut_over)
+    if stage is not None:
+        logger.info("%s labels the images first", stage)
+        predict(
+            stage,
+            images,
+            files.stage_folder,
+            overrides=[setting for setting in overrides if setting.startswith("device")],
+            series=series,
+            resume=resume,
+            skip_existing=skip_existing,
+            overwrite=overwrite,
+            strict=strict,
+            gpus=gpus,
+            postprocessing=False,
+        )
+    if strict:
+        queue.require_sound()
+    record.begin()
+    queue.leave_out_unusable()
+    results = {name: CaseResult(case=name, state="there before", file=path) for name, path in done.items()}
+    for_worker = {**order, "source": [str(path_of(one)) for one in order["source"]], "output": str(files.folder)}
+    with count_up(len(cases), "predicting", done=len(done)) as count:
+        results |= queue.run(count, () if cut_over else devices, for_worker)
+    record.write_volumes()
+    for name, text in format_colour_tables(trained.task.foreground).items() if colour_tables else ():
+        with replacing(files.folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
+    return Predicted(folder=files.folder, cases=tuple(results[case["case"]] for case in cases))
+
+
+def _load(order: Mapping[str, Any]) -> tuple[Trained, PredictionFiles, PredictionRecord]:
+    """Return the trained networks, the files to write, and their record."""
+    trained = load_trained(order["source"], order["checkpoint"], order["overrides"])  # first: its errors help most
+    files = PredictionFiles(
+        folder=_choose_folder(order["source"], order["output"]),
+        postprocessing=trained.postprocessing if order["postprocessing"] else None,
+        **order["asked"],
+    )
+    return trained, files, PredictionRecord(files, trained, order["checkpoint"])
+
+
+def _choose_devices(gpus: Sequence[str | None], waiting: Sequence[Case], trained: Trained) -> tuple[torch.device, ...]:
+    """Return the devices over which each case is cut: all if there are fewer cases than GPUs, otherwise none."""
+    if not 1 <= len(waiting) < len(gpus) or trained.config.inference.window is None:
+        return ()
+    logger.info("%d case(s) on %d GPUs: each is cut over all of them", len(waiting), len(gpus))
+    on_gpus = gpus[0] is not None
+    return tuple(torch.device("cuda", number) if on_gpus else torch.device("cpu") for number in range(len(gpus)))
+
+
+def serve_predictions() -> None:
+    """Predict the cases that the parent process sends; see `prediction_queue`."""
+    channel = open_channel()
+    order = channel.receive()
+    try:
+        queue = PredictionQueue(*_load(order), (), strict=False)
+        for result in queue.predict_each(_ask_for_cases(channel)):
+            channel.send(to_jsonable_python(result))
+    except ConfigError as fault:
+        channel.send({"ends": str(fault)})
+        raise
+
+
+def _ask_for_cases(channel: Channel) -> Iterator[Case]:
+    while True:
+        channel.send({"asks": True})
+        if (case := channel.receive()) is None:
+            return
+        files = tuple(map(Path, case["image"]))
+        yield {"case": case["case"], "image": files[0] if len(files) == 1 else files}
+
+
+def _choose_folder(named: Sequence[Source], output: str | Path | None) -> Path:
+    """Return the folder for label maps."""
+    if output is not None:
+        return Path(output)
+    path = path_of(named[0])
+    if len(named) == 1 and any(RunFolder(run).exists for run in (path, *path.glob("fold_*"))):
+        return RunFolder(path).predictions
+    raise ConfigError("where the label maps are to go is not clear from what predicts; name a folder by --output")
+
+
+class _Tried(Exception):  # noqa: N818  (no error: it leaves a block that would keep what was written)
+    pass
+
+
+def _require_writable(cases: Sequence[Case], files: PredictionFiles) -> None:
+    """Raise unless a label map of the longest name can be written, before hours of work."""
+    output, case = files.folder, max(cases, key=lambda case: len(os.fsencode(case["case"])))
+    longest = case["case"]
+    try:
+        with suppress(_Tried), replacing(files.name_label_map(case)) as partial:
+            partial.touch()
+            raise _Tried
+    except OSError as fault:
+        remedy = (
+            f"rename {longest[:40]}..., of {len(longest)} characters, to a shorter name"
+            if fault.errno == errno.ENAMETOOLONG
+            else "name another folder by --output"
+        )
+        raise ConfigError(f"label maps cannot be written to {output} ({fault.strerror or fault}); {remedy}") from fault
+
+
+def _refuse_own_images(cases: Sequence[Case], files: PredictionFiles) -> None:
+    # Resolved, because a relative path, an absolute one and a link may mean one file.
+    written = {file.resolve() for case in cases for file in files.name_all(case)}
+    images = [image for case in cases for image in list_files(case["image"])]
+    if overwritten := [image for image in images if image.resolve() in written]:
+        raise DataError(
+            f"{files.folder} holds the image {overwritten[0]} itself; choose another folder for the predictions"
+        )
+
+
+# Resolve the images that the paths of a command line name.
+
+
+def resolve_images(
+    paths: str | Path | Sequence[str | Path], modalities: Sequence[str] = ("image",), *, series: Sequence[str] = ()
+) -> list[Case]:
+    """Return a case per image: a file, every image in a folder, every DICOM series below one, every row of a table.
+
+    Parameters
+    ----------
+    paths : path, or sequence of them
+        Files, folders of files, DICOM folders and folders above them, or tables; see `volseg.data.layouts.table`.
+    modalities : sequence of str
+        Names of the channels. With several, a file holds all of them, or each channel is in its own file in one folder:
+        ``CASE_0000``, ``CASE_0001`` ..., or ``CASE_NAME``.
+    series : sequence of str
+        UIDs of DICOM series, or texts in their description, to select. By default all series except scouts and those
+        without an image.
+
+    Raises
+    ------
+    DataError
+        For a path that is absent or an empty folder, missing channels, a missing series, or two images with one name,
+        whose predictions would overwrite each other.
+    """
+    cases: list[Case] = []
+    loose: list[Path] = []
+    dicom: list[Path] = []
+    is_chosen = not series
+    paths = [paths] if isinstance(paths, str | Path) else paths
+    for path in map(Path, paths):
+        if path.suffix.lower() in TABLES and path.is_file():
+            cases.extend(read_images(path, modalities))
+        elif path.is_file() and match_suffix(path) is None and is_dicom(path):
+            dicom.append(path)
+        elif path.is_dir() and not list_images(path):
+            found = search_series(path)
+            if not (found.images or found.others or found.damaged):
+                raise DataError(_nothing_in(path))
+            if _is_alone(found, path) and not series:
+                loose.append(path)
+            else:
+                cases.extend(_list_series(found, series, path))
+                is_chosen = True
+        else:
+            loose.extend(_list_images(path))
+    if not (is_chosen or dicom):
+        raise DataError(
+            f"{list_some(list(map(str, paths)))}: no DICOM among them to choose series of; leave out --series"
+        )
+    if dicom:  # several may be of one series
+        cases.extend(_list_series(gather_series(dicom), series, dicom[0].parent))
+    cases.extend(group_channels(loose, modalities))
+    for case in cases:
+        require_text([case["case"], *list_files(case["image"])], "an image to predict")
+    if doubled := list_duplicates(case["case"] for case in cases):
+        same = [name_files(case["image"]) for case in cases if case["case"] == doubled[0]]
+        raise DataError(f"{' and '.join(same)} would both be written as {doubled[0]}.nii.gz; predict them apart")
+    return cases
+
+
+def _nothing_in(folder: Path) -> str:
+    held = sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in folder.iterdir())
+    holds = f"it holds {list_some(held, 4)}" if held else "it is empty"
+    return (
+        f"{folder} has neither an image nor a DICOM series in it: {holds}; name image files or the folder they lie in"
+    )
+
+
+def _list_images(path: Path) -> list[Path]:
+    if not path.exists():
+        raise DataError(f"{path} does not exist; name image files, DICOM folders or a folder of image files")
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"{path} is neither a file nor a folder; name image files, DICOM folders or a folder of files")
+    return list_images(path)
+
+
+def _is_alone(found: FoundSeries, folder: Path) -> bool:
+    """Return whether a folder is exactly one series, or no DICOM, which its reader will report."""
+    return {series.folder for series in (*found.images, *found.others)} <= {folder} and (
+        len(found.images) + len(found.others) <= 1
+    )
+
+
+def _list_series(found: FoundSeries, wanted: Sequence[str], where: Path) -> list[Case]:
+    """Return a case per series to predict, and log the others."""
+    chosen = choose_series(found, wanted, where)
+    if left := [series for series in found.others if series not in chosen]:
+        logger.info("%s: %d series left out: %s", where, len(left), "; ".join(f"{one}: {one.left_out}" for one in left))
+    with_series = {one.folder for one in (*found.images, *found.others)}
+    # If a folder has only damaged files, its reader reports it; beside a series the folder is refused.
+    unread = sorted({file.parent for file in found.damaged} - with_series)
+    is_only = len(chosen) == 1 and chosen[0].folder == where
+    named = {name_image(where): chosen[0]} if is_only else name_series(chosen)
+    return [
+        *({"case": name, "image": series.first} for name, series in named.items()),
+        *({"case": name_image(folder), "image": folder} for folder in unread),
+    ]

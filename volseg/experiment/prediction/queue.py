@@ -1,0 +1,392 @@
+"""Predict a queue of cases; each case has a result, also if it fails."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from volseg.commands import run_module
+from volseg.config.records import read_record
+from volseg.config.schema import ExperimentConfig
+from volseg.data.case_store.preprocessed import preprocess
+from volseg.data.cases import Case
+from volseg.data.checks import (
+    Remark,
+    digest_voxels,
+    inspect_cases,
+    read_case,
+    remark_on_same_images,
+    require_sound,
+    summarise_remarks,
+)
+from volseg.data.readers import list_files, require_header
+from volseg.data.threads import map_in_threads
+from volseg.errors import ConfigError, DataError, OutOfMemoryError, ParallelError, ReaderError, VolsegError
+from volseg.experiment.own_components import components_arguments
+from volseg.experiment.placement.out_of_memory import explaining_memory
+from volseg.experiment.prediction.files import CaseResult, PredictionFiles
+from volseg.experiment.prediction.record import PredictionRecord, identify
+from volseg.experiment.prediction.trained import Trained
+from volseg.inference.in_memory import prepare_on, suits
+from volseg.inference.original_grid import Prediction
+from volseg.inference.predictor import Predictor, SharedPredictor
+from volseg.inference.prefetching import CaseOutcome, overlapped
+from volseg.monitoring.progress import count_up
+from volseg.parallel.processes.workers import Worker, WorkerPool
+from volseg.workflow.interrupts import StopRequested
+
+__all__ = ["FoundInCases", "PredictionQueue", "predict_in_processes"]
+
+logger = logging.getLogger(__name__)
+
+
+# Spread the cases of a prediction over GPUs: a worker per GPU requests the next case when it has room.
+#
+# ::
+#
+#     worker                this process
+#     {"asks": true}   ->
+#                      <-   {"case": "ct_7", "image": ["ct_7.nii.gz"]}, or null: there are no more
+#     {"case": ...}    ->   result of one case
+#     {"remarks": ...} ->   remarks on all its cases
+#     {"ends": ...}    ->   error that prevents any prediction, such as a full disk
+#
+# A slow case delays no other one. Each worker loads the network and writes label maps by itself. The results name a
+# worker that fails with the cases that it had; the other workers predict the rest.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundInCases:
+    """Remarks on images, beside their predictions."""
+
+    remarks: tuple[Remark, ...]
+    digests: tuple[tuple[str, str], ...]
+    """Digests of cases, which reveal images with several names."""
+
+
+def predict_in_processes(
+    cases: Sequence[Case],
+    gpus: Sequence[str | None],
+    order: Mapping[str, Any],
+    command: Sequence[str] | None = None,
+) -> Iterator[CaseResult | FoundInCases]:
+    """Yield the result of each case, in the order of completion, and the remarks of each worker.
+
+    Closing the generator, Ctrl-C and errors end the workers; the files that they are writing are whole or absent.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        Cases with paths.
+    gpus : sequence of str or None
+        Values of CUDA_VISIBLE_DEVICES, one per worker; None for workers that share the CPU. See `choose_gpus`.
+    order : mapping
+        Input of `serve_predictions`, with the settings of the workers.
+    command : sequence of str, optional
+        Command of a worker, by default the verb that calls `serve_predictions`.
+
+    Raises
+    ------
+    ConfigError
+        For an error that prevents every prediction, as soon as one worker meets it.
+    """
+    command = command or run_module("volseg", "predict-cases", *components_arguments())
+    waiting = deque(cases)
+    failures: list[str] = []
+    with TemporaryDirectory(prefix="volseg_predict_") as folder, WorkerPool(len(gpus)) as pool:
+        held: dict[Worker, dict[str, Case]] = {}
+        for number, gpu in enumerate(gpus):
+            name = f"process {number} ({'CPU' if gpu is None else f'GPU {gpu}'})"
+            worker = pool.start(name, command, Path(folder) / f"{number}.log", gpu=gpu, talks=True)
+            held[worker] = {}
+            worker.send(order)
+        while pool.running and (heard := pool.hear()) is not None:
+            worker, answer = heard
+            if answer is None:
+                yield from _fail(worker, held.pop(worker), failures)
+            elif answer.get("asks"):
+                case = waiting.popleft() if waiting else None
+                if case is not None:
+                    held[worker][case["case"]] = case
+                worker.send(case and {"case": case["case"], "image": [str(path) for path in list_files(case["image"])]})
+            else:
+                held[worker].pop(answer.get("case", ""), None)
+                yield _decode(answer)
+    why = "; ".join(failures) or "see what became of the other cases"
+    for case in waiting:  # no worker is left that could ask for it
+        yield CaseResult(
+            case=case["case"],
+            state="failed",
+            error="ParallelError",
+            message=f"every process that predicted has failed: {why}",
+        )
+
+
+def _fail(worker: Worker, held: Mapping[str, Case], failures: list[str]) -> Iterator[CaseResult]:
+    """Yield the cases of a worker that has ended as failures; record a failure without cases."""
+    message = worker.describe_end()
+    for name in held:
+        yield CaseResult(case=name, state="failed", error="ParallelError", message=message)
+    if worker.process.returncode and not held:
+        failures.append(message)
+        logger.error("%s", message)
+
+
+def _decode(answer: Mapping[str, Any]) -> CaseResult | FoundInCases:
+    """Return the result of a case, or the remarks on all cases of a worker.
+
+    Raises
+    ------
+    ConfigError
+        If the worker reports an error that prevents any prediction.
+    """
+    if "ends" in answer:
+        raise ConfigError(answer["ends"])
+    return read_record(FoundInCases, answer) if "remarks" in answer else read_record(CaseResult, answer)
+
+
+ENDS = (ConfigError, ParallelError, StopRequested, torch.AcceleratorError)
+"""Errors that are not specific to a case, and would fail the others too."""
+
+
+class PredictionQueue:
+    """The cases of a prediction that still need a label map.
+
+    Parameters
+    ----------
+    trained : Trained
+        Networks that predict.
+    files : PredictionFiles
+        Files to write.
+    record : PredictionRecord
+        Record of their folder.
+    cases : sequence of Case
+        Cases with paths.
+    strict : bool
+        Whether the first failure ends everything.
+    devices : sequence of torch.device
+        Devices over which every case is cut; with none or one, a case is predicted whole on the networks' device.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        files: PredictionFiles,
+        record: PredictionRecord,
+        cases: Sequence[Case],
+        *,
+        strict: bool,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
+        self._devices = devices
+        self._trained = trained
+        self._files = files
+        self._record = record
+        self._cases = {case["case"]: case for case in cases}
+        self._identities: dict[str, list[Any] | None] = {}
+        self._strict = strict
+        self._results: dict[str, CaseResult] = {}
+        self._remarks: list[Remark] = []
+        self._digests: list[tuple[Case, Future[str]]] = []
+        self._digesting = ThreadPoolExecutor(1, "digest")
+
+    def require_sound(self) -> None:
+        """Read every file fully: once here and once for the prediction, as not all fit into memory.
+
+        Raises
+        ------
+        DataError
+            For every bad case.
+        """
+        cases = list(self._cases.values())
+        with count_up(len(cases), "checking") as count:
+            problems = inspect_cases(cases, self._trained.task, progress=count).problems
+        require_sound(problems, "fix them, or leave them out")
+
+    def leave_out_unusable(self) -> None:
+        """Set aside the cases whose paths or first bytes show that they are unusable, before any prediction."""
+        unusable: dict[str, DataError] = dict(list_unusable(list(self._cases.values())))
+        for name, case in self._cases.items():
+            try:
+                self._files.require_possible(case)
+            except DataError as unfit:
+                unusable.setdefault(name, unfit)
+        if unusable:
+            logger.error("%d of %d case(s) cannot be used and are left out:", len(unusable), len(self._cases))
+        for name, fault in unusable.items():
+            self._fail(name, fault)
+
+    def run(
+        self, count: Callable[[], object], gpus: Sequence[str | None], order: Mapping[str, Any]
+    ) -> dict[str, CaseResult]:
+        """Predict and write the cases; return their results.
+
+        Parameters
+        ----------
+        count : callable
+            Called after each case.
+        gpus, order
+            GPUs with a worker each, and its order (see `predict_in_processes`); without GPUs this process predicts.
+        """
+        for _ in self._results:
+            count()
+        waiting = [case for name, case in self._cases.items() if name not in self._results]
+        remarks: list[Remark] = []
+        digests: list[tuple[str, str]] = []
+        for result in predict_in_processes(waiting, gpus, order) if gpus else self.predict_each(waiting):
+            if isinstance(result, FoundInCases):
+                remarks.extend(result.remarks)
+                digests.extend(result.digests)
+            else:
+                self._results[result.case] = self._note_of_worker(result) if gpus else result
+                count()
+        self._report_remarks(remarks, digests)
+        return self._results
+
+    def predict_each(self, cases: Iterable[Case]) -> Iterator[CaseResult | FoundInCases]:
+        """Predict and write cases as they come; yield the result of each, and finally the remarks on all."""
+        config = self._trained.config
+        predictor: Predictor | SharedPredictor = (
+            self._trained.build_shared_predictor(self._devices)
+            if len(self._devices) > 1
+            else self._trained.build_predictor()
+        )
+        stream = partial(predictor.stream, batch_size=config.inference.batch, also=self._files.also)
+        device = torch.device(predictor.device or "cpu")
+        on_device = suits(self._trained.preprocessing, device)
+        prepare, finish = (self._read, partial(self._finish, device)) if on_device else (self._prepare, None)
+        with self._digesting:
+            outcomes = overlapped(self._noted(cases), prepare, stream, self._write, finish=finish, ends=ENDS)
+            for outcome in outcomes:
+                self._note(outcome, config)
+                yield self._results[outcome.case["case"]]
+        digests = tuple((case["case"], digest.result()) for case, digest in self._digests)
+        yield FoundInCases(remarks=tuple(self._remarks), digests=digests)
+
+    def _report_remarks(self, remarks: Iterable[Remark], digests: Iterable[tuple[str, str]]) -> None:
+        """Log the remarks in the order of the cases; processes end in any order."""
+        number = {name: number for number, name in enumerate(self._cases)}
+        of_same = [(self._cases[name], digest) for name, digest in sorted(digests, key=lambda pair: number[pair[0]])]
+        own = sorted(remarks, key=lambda remark: number[remark.case])
+        for line in summarise_remarks([*own, *remark_on_same_images(of_same)]):
+            logger.warning("look at %s", line)
+
+    def _note_of_worker(self, result: CaseResult) -> CaseResult:
+        """Log the failure of a case, and record a failure that its process could not record."""
+        if result.state != "failed":
+            return result
+        is_lost = result.error == "ParallelError"
+        if is_lost:
+            result = replace(result, message=f"{result.message}{self._describe_earlier(result.case)}")
+        if self._strict:
+            raise DataError(f"case {result.case}: {result.message}")
+        logger.error("%s: %s", result.case, result.message)
+        if is_lost:
+            self._record.add_failure(self._cases[result.case], result.error, result.message)
+        return result
+
+    def _noted(self, cases: Iterable[Case]) -> Iterator[Case]:
+        for case in cases:
+            self._cases[case["case"]] = case
+            yield case
+
+    def _read(self, case: Case) -> dict[str, Any]:
+        """Read and check a case."""
+        self._identities[case["case"]] = identify(case)
+        checked = read_case(case, self._trained.task, digests=False)
+        self._remarks.extend(checked.remarks)
+        if checked.problems:
+            raise DataError("; ".join(problem.message for problem in checked.problems))
+        # In parallel: for a large image the digest takes as long as reading.
+        self._digests.append((case, self._digesting.submit(digest_voxels, checked.case["image"])))
+        stage = {"stage": self._files.name_stage(case)} if self._trained.task.stage_labels else {}
+        return {**checked.case, **stage}
+
+    def _prepare(self, case: Case) -> Case:
+        """Read, check and preprocess a case."""
+        return self._with_room(preprocess(self._read(case), case, self._trained.preprocessing, keep_reference=False))
+
+    def _finish(self, device: torch.device, read: dict[str, Any]) -> Case:
+        """Preprocess a case that was read, on the GPU."""
+        return self._with_room(prepare_on(device, read, self._trained.preprocessing))
+
+    def _with_room(self, prepared: Case) -> Case:
+        self._files.require_room(prepared, self._trained)
+        return prepared
+
+    def _write(self, case: Case, prediction: Prediction) -> Path:
+        """Write the files of a case, and record it here, before the next case begins."""
+        given = self._cases[case["case"]]
+        try:
+            path, volumes = self._files.write(given, case, prediction, self._trained)
+            self._record.add(given, self._identities[case["case"]], volumes)
+        except OSError as fault:
+            raise ConfigError(
+                f"label maps cannot be written to {self._files.folder} ({fault.strerror or fault}); free space, then "
+                "go on by --resume, or name another folder by --output"
+            ) from fault
+        return path
+
+    def _note(self, outcome: CaseOutcome, config: ExperimentConfig) -> None:
+        name = outcome.case["case"]
+        if outcome.fault is None:
+            self._results[name] = CaseResult(
+                case=name, state="predicted", file=outcome.file, seconds=dict(outcome.seconds)
+            )
+        else:
+            self._fail(name, _explain(outcome.fault, config))
+
+    def _fail(self, name: str, fault: Exception) -> None:
+        """Record and log the failure of a case.
+
+        Raises
+        ------
+        Exception
+            The error, if strict.
+        """
+        if self._strict:
+            raise fault
+        # An exception of another class may be a bug of volseg: its traceback helps.
+        trace = None if isinstance(fault, VolsegError) else fault
+        error, message = type(fault).__name__, f"{str(fault) or repr(fault)}{self._describe_earlier(name)}"
+        logger.error("%s: %s", name, message, exc_info=trace)
+        self._results[name] = CaseResult(case=name, state="failed", error=error, message=message)
+        self._record.add_failure(self._cases[name], error, message)
+
+    def _describe_earlier(self, name: str) -> str:
+        """Return a note for a failure if another prediction's label map stays in its place."""
+        earlier = self._files.name_label_map(self._cases[name])
+        return f"; {earlier} is there, of an earlier prediction" if earlier.is_file() else ""
+
+
+def _explain(fault: Exception, config: ExperimentConfig) -> Exception:
+    """Return an explained error for an allocator's failure, else the error itself."""
+    try:
+        with explaining_memory(config):
+            raise fault
+    except OutOfMemoryError as explained:
+        return explained
+    except Exception:
+        return fault
+
+
+def list_unusable(cases: Sequence[Case]) -> dict[str, ReaderError]:
+    """Return the cases whose files are absent or no images by their first bytes, with the reason; no voxel is read."""
+    faults = zip(cases, map_in_threads(_look_at, cases), strict=True)
+    return {case["case"]: fault for case, fault in faults if fault is not None}
+
+
+def _look_at(case: Case) -> ReaderError | None:
+    try:
+        for file in list_files(case["image"]):
+            require_header(file)
+    except ReaderError as fault:
+        return fault
+    return None
