@@ -30,6 +30,8 @@ def main() -> None:
     arguments.add_argument("--share", type=float, default=0.5, help="of the patches, from cases without labels")
     arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another value of configs")
     given = arguments.parse_args()
+    if not (0 < given.share < 1 and 0 < given.keep <= 1 and 0 <= given.entropy <= 1):
+        arguments.error("--share is between 0 and 1, --keep above 0 and at most 1, --entropy from 0 to 1")
 
     configs = given.configs * (2 if len(given.configs) == 1 else 1)
     folders = [given.output / f"teacher_{seed}" for seed in range(len(configs))]
