@@ -35,12 +35,12 @@ class _Ranged(ConfigModel):
 
 
 class RotationConfig(ConfigModel):
-    """Rotation about the patch's centre, in millimetres."""
+    """Rotation about the patch's centre, rigid in millimetres."""
 
     probability: Probability = 0.2
     """Share of samples that are rotated."""
     degrees: tuple[Degrees, Degrees, Degrees] = (30.0, 30.0, 30.0)
-    """Largest angle about the D, H and W axis, in both directions. For a flat patch: 180 for its short axis, else 0."""
+    """Largest angle about the D, H and W axis, in both directions. For a flat patch: 180 about its short axis, else 0."""
 
 
 class ScalingConfig(_Ranged):

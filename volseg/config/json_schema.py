@@ -126,7 +126,7 @@ def _find_section(schema: Mapping[str, Any], told: Mapping[str, Any]) -> Mapping
 
 
 def list_names(schema: Mapping[str, Any], kind: str) -> list[str]:
-    """Return the names of the components of one kind that a schema offers.
+    """Return the component names of one kind in a schema.
 
     >>> "VNet" in list_names(read_schema(), "network")
     True

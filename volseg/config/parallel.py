@@ -61,7 +61,7 @@ class ParallelConfig(ConfigModel):
     """Stages of the network, one GPU each."""
     strategy: Literal["none", "auto", "spatial", "pipeline"] = "none"
     """How to distribute a model if the numbers above leave it open: ``spatial`` cuts volumes over all processes;
-    ``auto`` (or ``parallel: auto``) takes the way with the fastest estimate on the GPUs, replicas included."""
+    ``auto`` (or ``parallel: auto``) takes the way estimated to be fastest on the GPUs, replicas included."""
     devices: Count | tuple[str, ...] | None = None
     """Number or names of one process's GPUs (``cpu`` may be repeated); null takes all visible GPUs."""
     split_size: Count | Literal["auto"] | None = None

@@ -66,8 +66,8 @@ class InferenceConfig(ConfigModel):
     """Record the pass of a batch of windows as a CUDA graph and replay it, after the training and in `volseg predict`;
     ``training.kernels: auto`` can then take the fast kernels there too."""
     skip_background: bool = False
-    """Count windows in which the preprocessed image has one value, such as clipped air, as background without a pass of
-    the network; not for structures that look uniform."""
+    """Count windows in which the preprocessed image has one value, such as clipped air, as background, without a pass
+    of the network. Not for structures of uniform intensity."""
     keep_largest: tuple[str, ...] = ()
     """Labels or regions that keep only their largest component in each label map, also in validations. The steps of
     `volseg postprocess` follow it."""
@@ -83,7 +83,7 @@ class EvaluationConfig(ConfigModel):
     lesions: tuple[str, ...] = ()
     """Labels that mark lesions; the validation counts the lesions found."""
     lesion_overlap: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Smallest intersection over union (IoU) of a predicted lesion that counts as true."""
+    """Smallest intersection over union (IoU) at which a predicted lesion counts as true."""
 
 
 class LoggingConfig(ConfigModel):

@@ -31,7 +31,7 @@ class PatchConfig(ConfigModel):
     """Fraction of a batch's patches that are drawn to contain foreground."""
     growth: tuple[GrowthConfig, ...] = ()
     """Smaller patches, with faster steps, at the start: ``[{until: 0.5, size: [24, 32, 24]}]``. The size changes
-    between epochs, and the step is then recorded again. Not if volumes or networks are cut over GPUs."""
+    between epochs, and the step is then recorded again. Excludes volumes or networks cut over GPUs."""
 
     @model_validator(mode="after")
     def _grows(self) -> "PatchConfig":
@@ -89,11 +89,11 @@ class TrainingConfig(ConfigModel):
     kernels: Literal["auto", "fast", "torch", "compiled", "measured"] = "auto"
     """Kernels of a network on one GPU. ``fast``: volseg's, which ``parallel.strategy: spatial`` also runs on every GPU.
     ``torch``: torch's and cuDNN's. ``compiled``: torch.compile's for the training pass and torch's for evaluation; the
-    step is still recorded. All compute the same up to round-off, and any can resume, validate and predict with runs of
-    the others. ``auto`` takes the fast kernels where they pay: on a GPU that has them, if the step is recorded and
-    computed in bfloat16 and all functions of the network have a fast kernel; else torch's, with the reason in the log.
-    ``fast`` and ``compiled`` are refused if unavailable. ``measured`` times some steps with each at the start of a
-    training and takes the fastest, also when the run is resumed."""
+    step is still recorded. All compute the same up to round-off, and a run can be resumed, validated and used for
+    prediction with any of them. ``auto`` takes the fast kernels where they pay: on a GPU that has them, if the step is
+    recorded and computed in bfloat16 and all functions of the network have a fast kernel; else torch's, with the reason
+    in the log. ``fast`` and ``compiled`` are refused if unavailable. ``measured`` times some steps with each at the
+    start of a training, takes the fastest, and keeps it when the run is resumed."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Layout of weights and activations on a GPU; auto measures which is faster for this network and patch, or takes
     contiguous in deterministic mode. The fast kernels always use channels last."""
@@ -105,7 +105,7 @@ class TrainingConfig(ConfigModel):
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 5.0
     """Minutes between writes of the latest checkpoint, also within an epoch: the time that a crash can cost."""
     start_from: Path | None = None
-    """Initial weights: any model for ``volseg predict`` (one fold of several networks), or only weights: a
+    """Initial weights: any model for ``volseg predict`` (of several folds, name one), or only weights: a
     ``.safetensors`` file, a ``state_dict``, a MONAI bundle. Averaged weights take precedence. Heads for other labels
     are initialized anew, and a first convolution for other channels is adapted."""
     start_strict: bool = True

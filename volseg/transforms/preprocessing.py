@@ -167,7 +167,7 @@ class Preprocessing(Compose):
                 case = step(case)
             except VolsegError as fault:
                 raise type(fault)(f"case {name}: {fault}") from fault
-            except torch.OutOfMemoryError:  # of a GPU: the CPU may have room
+            except torch.OutOfMemoryError:  # on a GPU: the CPU may have memory
                 raise
             except (ValueError, RuntimeError, TypeError, np.linalg.LinAlgError) as fault:
                 raise DataError(f"case {name}: {type(step).__name__} failed: {fault}") from fault
@@ -261,7 +261,7 @@ def spacing(
 ) -> BoundedSpacing:
     """Resample to ``spacing`` (mm along D, H, W): images trilinearly, label maps to the nearest voxel.
 
-    An axis within 0.001 mm of its target is left as it is, so 1 mm data pass a target of 1 mm untouched.
+    An axis within 0.001 mm of its target is not resampled, so 1 mm data remain unchanged at a target of 1 mm.
 
     ``thick_slices: nearest`` applies to a case with one axis more than three times coarser than the finest, before or
     after resampling. It is resampled within its planes, and takes the nearest plane along that axis, since the mean of

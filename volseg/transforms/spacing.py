@@ -45,7 +45,7 @@ def spacing_after(components: Sequence[Mapping[str, Any]], affine: np.ndarray) -
     Parameters
     ----------
     components : sequence of mapping
-        As for `build_preprocessing`.
+        Components for `build_preprocessing`.
     affine : ndarray
         4 x 4, voxel index to RAS+ position in mm, of the case as read from its file.
 
