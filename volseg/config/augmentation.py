@@ -40,7 +40,7 @@ class RotationConfig(ConfigModel):
     probability: Probability = 0.2
     """Share of samples that are rotated."""
     degrees: tuple[Degrees, Degrees, Degrees] = (30.0, 30.0, 30.0)
-    """Largest angle about the D, H and W axis, in both directions. For a flat patch: 180 about its short axis, else 0."""
+    """Largest angle about the D, H and W axis, either way. For a flat patch: 180 about its short axis, else 0."""
 
 
 class ScalingConfig(_Ranged):

@@ -72,7 +72,7 @@ LIST = re.compile(r"\(?[^,\[\]]+(,[^,\[\]]+)+\)?")
 
 
 def suggest_plain(value: object) -> str | None:
-    """Return advice how to write the number or truth value that a string may mean; None for other values.
+    """Return advice on how to write the number or truth value that a string may mean; None for other values.
 
     >>> suggest_plain("0,003"), suggest_plain("1_000"), suggest_plain("off"), suggest_plain("1,2,3")
     ('write 0.003, with a point', 'write 1000, without _', 'write true or false', None)

@@ -94,7 +94,7 @@ def is_config_file(path: str | Path) -> bool:
 
 
 def _name_configs(path: Path) -> str:
-    """Return advice which config to name in place of an unreadable file."""
+    """Return advice on the config to name in place of an unreadable file."""
     if (path / "config.yaml").is_file():
         return f"it is the folder of a run, whose config is {path / 'config.yaml'}"
     if path.is_dir():

@@ -123,7 +123,7 @@ class ClipZScore(MapTransform):
         case = dict(data)
         for field in self.key_iterator(case):
             chosen = _choose_channels(case[field], self.channels, field)
-            voxels = case[field].as_tensor().to(torch.float32, copy=True)  # keeps strides: sums follow them
+            voxels = case[field].as_tensor().to(torch.float32, copy=True)  # keeps the strides: the order of sums
             for number in chosen:
                 self._normalise(voxels[number])
             case[field] = MetaTensor(voxels.contiguous()).copy_meta_from(case[field])
