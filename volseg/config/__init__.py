@@ -1,1 +1,1 @@
-"""Typed configuration: schema, YAML loading, overrides, and the tables that turn a name into a component."""
+"""Typed configuration: schema, YAML loading, overrides, and registries that map names to components."""

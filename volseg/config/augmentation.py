@@ -1,7 +1,7 @@
-"""What is done to a training batch at random, and how often.
+"""Configure the random augmentation of training batches: effects, probabilities and ranges.
 
-The defaults are nnU-Net's (``nnUNetTrainer.get_training_transforms``, nnunetv2 2.x, over batchgeneratorsv2), its order
-and its probabilities included. A probability of 0 switches an effect off; ``enabled: false`` switches all of them off.
+Effects, order, probabilities and ranges default to nnU-Net's (``nnUNetTrainer.get_training_transforms``, nnunetv2 2.x,
+over batchgeneratorsv2). A probability of 0 switches an effect off; ``enabled: false`` switches all effects off.
 """
 
 from typing import Annotated, Literal, Self
@@ -23,7 +23,7 @@ _NO_FOLDING = 0.403
 
 
 class _Ranged(ConfigModel):
-    """A section whose two-number fields are ranges, lowest first."""
+    """A section whose two-number fields are ranges (lowest, highest)."""
 
     @model_validator(mode="after")
     def _ranges_ascend(self) -> Self:
@@ -35,12 +35,12 @@ class _Ranged(ConfigModel):
 
 
 class RotationConfig(ConfigModel):
-    """Rotation about the patch's centre, in millimetres."""
+    """Rotation about the patch's centre, rigid in millimetres."""
 
     probability: Probability = 0.2
     """Share of samples that are rotated."""
     degrees: tuple[Degrees, Degrees, Degrees] = (30.0, 30.0, 30.0)
-    """Largest angle about the D, H and W axis, either way. For a flat patch turn about its short axis only, by 180."""
+    """Largest angle about the D, H and W axis, either way. For a flat patch: 180 about its short axis, else 0."""
 
 
 class ScalingConfig(_Ranged):
@@ -49,9 +49,9 @@ class ScalingConfig(_Ranged):
     probability: Probability = 0.2
     """Share of samples that are scaled."""
     factor: tuple[Positive, Positive] = (0.7, 1.4)
-    """Extent of the region that fills the patch over the patch's own: above 1, objects shrink."""
+    """Range of the ratio of the extent read to the patch's extent; above 1, objects shrink."""
     axes: tuple[bool, bool, bool] = (True, True, True)
-    """Whether D, H and W are scaled; for a flat patch leave out its short axis."""
+    """Whether D, H and W are scaled; for a flat patch set false for its short axis."""
 
 
 class ElasticConfig(_Ranged):
@@ -75,12 +75,12 @@ class ElasticConfig(_Ranged):
 
 
 class MirrorConfig(ConfigModel):
-    """Mirroring, drawn apart for each axis."""
+    """Mirroring, drawn independently for each axis."""
 
     probability: Probability = 0.5
-    """Share of samples that are mirrored along each of the axes."""
+    """Share of samples that are mirrored, for each axis."""
     axes: tuple[bool, bool, bool] = (True, True, True)
-    """Whether D, H and W may be mirrored. Switch off an axis whose two sides carry different labels."""
+    """Whether D, H and W may be mirrored. Switch off an axis whose two sides have different labels."""
 
 
 class NoiseConfig(_Ranged):
@@ -89,18 +89,18 @@ class NoiseConfig(_Ranged):
     probability: Probability = 0.1
     """Share of samples that get noise."""
     std: tuple[NonNegative, NonNegative] = (0.0, 0.1)
-    """Standard deviation, in units of the normalised image. nnU-Net calls it a variance and uses it as this."""
+    """Range of the standard deviation, in units of the normalised image. nnU-Net calls this value a variance."""
 
 
 class BlurConfig(_Ranged):
-    """Gaussian blur, drawn apart for each channel and axis."""
+    """Gaussian blur, drawn independently for each channel and axis."""
 
     probability: Probability = 0.2
     """Share of samples that may be blurred."""
     per_channel: Probability = 0.5
-    """Share of the channels of such a sample that are."""
+    """Share of channels blurred in such a sample."""
     sigma_voxels: tuple[NonNegative, NonNegative] = (0.5, 1.0)
-    """Standard deviation of the kernel."""
+    """Range of the kernel's standard deviation."""
 
 
 class ContrastConfig(_Ranged):
@@ -109,64 +109,64 @@ class ContrastConfig(_Ranged):
     probability: Probability = 0.15
     """Share of samples that are changed."""
     factor: tuple[Positive, Positive] = (0.75, 1.25)
-    """Range; half of the draws lie below 1, half above."""
+    """Range of the factor; half of the draws are below 1, half above."""
 
 
 class LowResolutionConfig(_Ranged):
-    """Sampling to fewer voxels (nearest) and back (linear), drawn apart for each channel."""
+    """Resampling to fewer voxels (nearest) and back (linear), drawn independently for each channel."""
 
     probability: Probability = 0.25
     """Share of samples that may be coarsened."""
     per_channel: Probability = 0.5
-    """Share of the channels of such a sample that are."""
+    """Share of channels coarsened in such a sample."""
     zoom: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.5, 1.0)
-    """Voxels kept along each axis, as a fraction."""
+    """Range of the fraction of voxels kept along each axis."""
     axes: tuple[bool, bool, bool] = (True, True, True)
-    """Whether D, H and W are coarsened; leave out the axis that is coarse already."""
+    """Whether D, H and W are coarsened; set false for an axis that is already coarse."""
 
 
 class GammaConfig(_Ranged):
-    """A power law on intensities scaled to [0, 1]; mean and standard deviation are put back after it."""
+    """A power law on intensities scaled to [0, 1]; mean and standard deviation are restored afterwards."""
 
     probability: Probability = 0.3
     """Share of samples that are changed."""
     gamma: tuple[Positive, Positive] = (0.7, 1.5)
-    """Range of the exponent; half of the draws lie below 1, half above."""
+    """Range of the exponent; half of the draws are below 1, half above."""
 
 
 class AugmentationConfig(ConfigModel):
-    """Random changes to training batches, in the order in which they are applied."""
+    """Random augmentation of training batches, in the order of application."""
 
     enabled: bool = True
-    """Whether anything at all is changed."""
+    """Whether batches are augmented."""
     label_interpolation: Literal["linear", "nearest"] = "linear"
-    """``linear``: the class with the largest interpolated share, smooth as in nnU-Net, one channel of memory per class.
-    ``nearest``: the label of the nearest voxel, for many classes."""
+    """``linear``: the class with the largest interpolated share, smooth as in nnU-Net; takes memory of one channel per
+    class. ``nearest``: the label of the nearest voxel, for many classes."""
     margin: Probability = 1.0
-    """Share of the border around the patch that the largest rotation and scaling can bring in and that is therefore
-    read. Below 1 zeros show at the patch's corners in rare samples, and less is read: nnU-Net's margin (one rotation at
-    a time, scaling up to 1.18) is about 0.43 of it."""
+    """Share of the border read around the patch; 1 covers the largest rotation and scaling. Lower values read fewer
+    voxels, but leave zeros at the patch's corners in rare samples. nnU-Net's margin (one rotation at a time, scaling up
+    to 1.18) is about 0.43."""
     rotation: RotationConfig = RotationConfig()
-    """Turn the patch."""
+    """Rotate the patch."""
     scaling: ScalingConfig = ScalingConfig()
-    """Enlarge or shrink its content."""
+    """Enlarge or shrink the patch's content."""
     elastic: ElasticConfig = ElasticConfig()
-    """Deform it."""
+    """Deform the patch."""
     mirror: MirrorConfig = MirrorConfig()
-    """Mirror it."""
+    """Mirror the patch."""
     noise: NoiseConfig = NoiseConfig()
-    """Add noise."""
+    """Add noise to the image."""
     blur: BlurConfig = BlurConfig()
-    """Blur it."""
+    """Blur the image."""
     brightness: ContrastConfig = ContrastConfig()
     """Multiply intensities."""
     contrast: ContrastConfig = ContrastConfig()
-    """Multiply intensities' distance from their mean, within the range they had."""
+    """Multiply the distance of intensities from their mean; clip to the original range."""
     low_resolution: LowResolutionConfig = LowResolutionConfig()
-    """Make it coarse."""
+    """Simulate a lower resolution."""
     inverted_gamma: GammaConfig = GammaConfig(probability=0.1)
-    """Power law on the negative image."""
+    """Apply a power law to the negative image."""
     gamma: GammaConfig = GammaConfig()
-    """Power law on the image."""
+    """Apply a power law to the image."""
     own: tuple[ComponentConfig, ...] = ()
-    """Augmentations of the user's own, applied to each sample after all of these."""
+    """Custom augmentations, applied to each sample after those above."""

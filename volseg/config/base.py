@@ -1,6 +1,6 @@
-"""What every section of a config has in common.
+"""Define the base classes of config sections, and the messages of their errors.
 
-A section is frozen and takes keywords only; a key that it does not know is refused with the nearest one that it does.
+A section is frozen and takes keywords only. The error for an unknown key names the nearest known key.
 Cross-field checks belong to the section that owns the fields (``model_validator``), never to the code that uses them.
 """
 
@@ -59,20 +59,20 @@ PLAIN = {
     "dict_type": "a section of `key: value` lines",
     "string_pattern_mismatch": "letters, digits, '.', '_' and '-', the first of them a letter or a digit",
 }
-"""What is needed, by pydantic's kind of fault."""
+"""Needed value by pydantic's type of error."""
 
 SECTIONS = ("model_type", "model_attributes_type")
 LISTS = ("tuple_type", "list_type")
 LENGTHS = {"too_long": ("max_length", "at most"), "too_short": ("min_length", "at least")}
 
 TRUTHS = ("yes", "no", "on", "off")
-"""Truth values of YAML 1.1 that are texts in YAML 1.2."""
+"""Truth values of YAML 1.1 that are strings in YAML 1.2."""
 
 LIST = re.compile(r"\(?[^,\[\]]+(,[^,\[\]]+)+\)?")
 
 
 def suggest_plain(value: object) -> str | None:
-    """Return how to write the number or truth value that a text may mean; None for other values.
+    """Return advice on how to write the number or truth value that a string may mean; None for other values.
 
     >>> suggest_plain("0,003"), suggest_plain("1_000"), suggest_plain("off"), suggest_plain("1,2,3")
     ('write 0.003, with a point', 'write 1000, without _', 'write true or false', None)
@@ -89,16 +89,16 @@ def suggest_plain(value: object) -> str | None:
 
 
 def say_what_is_needed(error: Mapping[str, Any], key: str, fields: Collection[str] = ()) -> str:
-    """Return the rule that a value breaks, and how its writer probably meant it.
+    """Return the rule that a value breaks, with a likely correction.
 
     Parameters
     ----------
     error : mapping
-        One of pydantic's ``errors()``.
+        One item of pydantic's ``errors()``.
     key : str
-        Name of the section or value, for an example.
+        Name of the section or value, for the example in the message.
     fields : collection of str
-        Keys of the section that is needed there, or of each in the list that is.
+        Keys of the needed section, or of each section in the needed list.
     """
     kind, came = error["type"], error["input"]
     if kind in SECTIONS:
@@ -110,7 +110,7 @@ def say_what_is_needed(error: Mapping[str, Any], key: str, fields: Collection[st
         return f"needed: {most} {error['ctx'][name]} item(s) in the list"
     if kind not in PLAIN:
         return error["msg"].removeprefix("Value error, ")
-    is_truth = isinstance(came, str) and came.lower() in TRUTHS  # advice that helps only if a truth value is needed
+    is_truth = isinstance(came, str) and came.lower() in TRUTHS  # this advice helps only if a truth value is needed
     plain = suggest_plain(came) if kind.startswith(("int", "float")) and not is_truth else None
     return f"needed: {PLAIN[kind]}{f'; {plain}' if plain else ''}"
 
@@ -124,7 +124,7 @@ def _show_section(came: Any, key: str, fields: Collection[str]) -> str:
 
 
 def _show_list(came: Any, key: str, fields: Collection[str]) -> str:
-    """Return how a list is written of what came without brackets."""
+    """Return an example list with the value that came without brackets."""
     is_component = "name" in fields
     if isinstance(came, Mapping):
         if came and all(str(name).isdigit() for name in came):
@@ -149,7 +149,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
 Sides = tuple[Count, Count, Count]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""What Python's, NumPy's and torch's generators all take."""
+"""A seed that the generators of Python, NumPy and torch accept."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 ClassWeight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -158,16 +158,16 @@ Section = TypeVar("Section", bound="ConfigModel")
 
 
 RENAMED = {"training.capture": "training.record"}
-"""Keys that the schema had before, to what stands for them."""
+"""Former keys of the schema, mapped to their present names."""
 
 
 class _Fields(BaseModel):
-    """Fields that take no value of another type."""
+    """Fields that refuse values of another type."""
 
     @field_validator("*", mode="before")
     @classmethod
     def _keep_types_apart(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic converts: true to the number 1, the texts on and off to a bool."""
+        """Refuse values that pydantic would convert: true to the number 1, the strings on and off to a bool."""
         kinds = set(_list_kinds(cls.model_fields[str(info.field_name)].annotation))
         for item in value if isinstance(value, list | tuple) else (value,):
             if isinstance(item, bool) and kinds & {int, float} and not kinds & {bool, item}:
@@ -178,7 +178,7 @@ class _Fields(BaseModel):
 
 
 def _list_kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the plain types in an annotation, and the values of its literals."""
+    """Yield the plain types of an annotation, and the values of its literals."""
     if arguments := get_args(annotation):
         for argument in arguments:
             yield from _list_kinds(argument)
@@ -194,28 +194,28 @@ class ConfigModel(_Fields):
     )
 
     words: ClassVar[Sequence[str]] = ()
-    """What a validator of the section takes in place of its keys, such as ``parallel: auto``."""
+    """Words that a validator of the section accepts in place of keys, such as ``parallel: auto``."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe what validators take besides the fields: a word in place of the section."""
+        """Return the JSON schema of the section, with the words accepted in place of keys."""
         schema = handler.resolve_ref_schema(handler(core))
-        if cls.words:  # a pattern is heeded for text only, and properties for mappings
+        if cls.words:  # a pattern applies to strings only, properties to mappings
             schema |= {"type": ["object", "string"], "pattern": f"^({'|'.join(cls.words)})$"}
         return schema
 
 
 class ComponentConfig(_Fields):
-    """A component: its name in the registry of its kind, and parameters of its own."""
+    """A component: its name in the registry of its kind, and its own parameters."""
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True, allow_inf_nan=False)
 
     name: str
-    """Of the component in the registry of its kind (`volseg components`); its own parameters stand beside it."""
+    """Name of the component (`volseg components`); its own parameters are further keys of this section."""
 
     @model_validator(mode="after")
     def _numbers_are_finite(self) -> Self:
-        """Refuse what no component can mean; parameters have no fields that could say so."""
+        """Refuse numbers and strings that no component can mean, since parameters have no fields to check them."""
         for name, value in (self.model_extra or {}).items():
             if (absurd := _find_absurd_number(value)) is not None:
                 raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
@@ -225,17 +225,17 @@ class ComponentConfig(_Fields):
         return self
 
     def spec(self) -> dict[str, Any]:
-        """Return name and parameters as a registry takes them."""
+        """Return name and parameters for a registry."""
         return {"name": self.name, **(self.model_extra or {})}
 
 
 def validated(section: type[Section], values: Mapping[str, Any], source: str) -> Section:
-    """Build ``section`` from ``values``, or raise one readable sentence per fault.
+    """Build ``section`` from ``values``, or raise an error with one sentence per fault.
 
     Raises
     ------
     ConfigError
-        Names ``source``, the key's path, the rule and the value that came.
+        If a value breaks a rule; names ``source``, the path of the key, the rule and the value.
     """
     try:
         return section.model_validate(values)
@@ -245,10 +245,9 @@ def validated(section: type[Section], values: Mapping[str, Any], source: str) ->
 
 
 def require_sound_parts(section: type[Section], values: Mapping[str, Any], source: str) -> None:
-    """Raise as `validated` does for what is wrong in ``values`` whatever else the section will hold.
+    """Raise as `validated` does for faults in ``values`` that no further values can correct.
 
-    What is missing may come, lists of which items are set may come, and what a section says of several keys at a time
-    may hold by then: these are left to `validated`.
+    Missing keys, items of lists that are not yet set, and rules that involve several keys are left to `validated`.
     """
     try:
         section.model_validate(values)
@@ -259,14 +258,14 @@ def require_sound_parts(section: type[Section], values: Mapping[str, Any], sourc
 
 
 def _may_come_right(error: Any) -> bool:
-    """Tell whether what is wrong may be right once the other values of the section are there."""
+    """Return whether further values of the section may correct a fault."""
     came = error["input"]
     is_part_of_list = isinstance(came, Mapping) and bool(came) and all(str(key).isdigit() for key in came)
     return error["type"] in ("missing", "value_error") or is_part_of_list
 
 
 def _find_absurd_number(value: Any) -> float | int | None:
-    """Return the first number in ``value``, lists and mappings searched, that is not finite or exceeds 64 bits.
+    """Return the first number in ``value``, nested ones included, that is not finite or exceeds 64 bits.
 
     >>> _find_absurd_number({"lr": 0.1, "betas": [0.9, float("nan")]})
     nan
@@ -287,7 +286,7 @@ def list_values(value: Any) -> Iterator[Any]:
 
 
 def _sentence(section: type[BaseModel], error: Any) -> str:
-    # A part like ``list[int]`` or ``constrained-str`` is no key: pydantic names which of several types it tried there.
+    # A part like ``list[int]`` or ``constrained-str`` is no key, but one of several types that pydantic tried.
     keys = [part for part in error["loc"] if "[" not in str(part) and not str(part).startswith("constrained-")]
     *parents, last = keys or ("(top level)",)
     where = ".".join(str(part) for part in (*parents, last))
@@ -303,7 +302,7 @@ def _sentence(section: type[BaseModel], error: Any) -> str:
         return f"{key}: needed: at least {last + 1} values, got {came!r}"
     if error["type"] == "missing" and isinstance(came, Mapping):
         extra = [str(key) for key in came if key not in _section_at(section, parents).model_fields]
-        if near := get_close_matches(str(last), extra, n=1):  # a section that takes parameters takes a slip for one
+        if near := get_close_matches(str(last), extra, n=1):  # such a section takes a misspelt key for a parameter
             return f"{where}: {message}; {near[0]!r} is there, did you mean {last!r}?"
     if error["type"] in ("value_error", "missing") or isinstance(came, Mapping):
         return f"{where}: {message}"
@@ -311,12 +310,12 @@ def _sentence(section: type[BaseModel], error: Any) -> str:
 
 
 def _follows(error: Any) -> bool:
-    """Tell whether a list is too short only because its items were refused, which is told of each."""
+    """Return whether a list is too short only because items were refused; each has an error of its own."""
     return error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]
 
 
 def _section_at(section: type[BaseModel], path: Sequence[Any]) -> type[BaseModel]:
-    """Return the section that lies at ``path``; parts that are no field (an index) are passed over."""
+    """Return the section at ``path``; parts that are no field (an index) are skipped."""
     for part in path:
         if part in section.model_fields:
             section = next(_sections(section.model_fields[part].annotation), section)

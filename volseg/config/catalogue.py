@@ -1,4 +1,4 @@
-"""The public data sets that volseg knows, from the manifests of ``datasets/msd``, which the wheel includes.
+"""Look up the public data sets that volseg knows, in the manifests of ``datasets/msd``; the wheel includes them.
 
 A manifest has the URL of a data set, its checksum, channels, labels, sizes and published results;
 ``datasets/README.md`` gives the source of each number.
@@ -42,7 +42,7 @@ class PublicTask:
     num_training: int
     num_test: int
     manifest: Mapping[str, Any]
-    """Whole content of the manifest."""
+    """Complete content of the manifest."""
 
 
 def list_public_tasks() -> list[PublicTask]:
@@ -51,12 +51,12 @@ def list_public_tasks() -> list[PublicTask]:
 
 
 def get_public_task(name: str) -> PublicTask:
-    """Return the task that is called ``name``, or by a part of it: ``Task09_Spleen``, ``Task9``, ``9``, ``spleen``.
+    """Return the task with a full or short name: ``Task09_Spleen``, ``Task9``, ``9``, ``spleen``.
 
     Raises
     ------
     DataError
-        If there is no such task, or several.
+        If no task has the name, or several have it.
     """
     tasks = {task.name: task for task in list_public_tasks()}
     wanted = name.strip().casefold()
@@ -67,7 +67,7 @@ def get_public_task(name: str) -> PublicTask:
 
 
 def tabulate_public_tasks() -> str:
-    """Return a table of the tasks that can be fetched."""
+    """Return a table of the tasks that can be downloaded."""
     rows = [("task", "channels", "labelled", "test", "labels", "licence")]
     for task in list_public_tasks():
         structures = [name for value, name in task.labels.items() if value != 0]
@@ -77,7 +77,7 @@ def tabulate_public_tasks() -> str:
 
 
 def describe_public_task(task: PublicTask) -> str:
-    """Return what is known of a task that can be fetched."""
+    """Return a description of a task that can be downloaded."""
     plan = task.manifest.get("plan", {})
     facts = [
         ("task", task.name),

@@ -1,6 +1,6 @@
-"""A config as a text that explains itself: each value with its meaning, its bounds and its alternatives.
+"""Write a config as commented YAML: each value with its meaning, bounds and alternatives.
 
-The text is made from the schema's own descriptions, so that it cannot say something else, and reads back as the config.
+The comments are the schema's descriptions, so they cannot contradict it. The file loads as the same config.
 """
 
 import json
@@ -41,20 +41,20 @@ def write_commented(
     minimal: bool = False,
     names: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Write a config with its comments, whole or not at all.
+    """Write a config with comments, atomically.
 
     Parameters
     ----------
     config
-        The values.
+        Config to write.
     path
-        The file, which is replaced if it is there.
+        File to write; an existing file is replaced.
     head
-        Lines to begin with, comments.
+        First lines of the file: comments.
     minimal
-        Leave out what is the default.
+        Whether to leave out values that equal the default.
     names
-        Kind of component to the names that there are; none are told of kinds that are not in it.
+        Kind of component to its known names. Comments list no names for other kinds.
     """
     with replacing(path) as partial:
         lines = [*head, *_describe_section(config, "", minimal=minimal, names=names or {})]
@@ -65,7 +65,7 @@ def write_commented(
 def _describe_section(
     section: BaseModel, indent: str, *, minimal: bool, names: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
-    """Yield the lines of a section, each value under what is to be said of it."""
+    """Yield the lines of a section, each value below its comments."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         is_default = not field.is_required() and value == field.get_default(call_default_factory=True)
@@ -88,7 +88,7 @@ def _describe_section(
 
 
 def _describe_component(section: str, name: str, field: FieldInfo, names: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield which components a field may name, and what they take besides their own parameters."""
+    """Yield the names that a field of components accepts, and the keys that all these components have."""
     model = next(_find_components(field.annotation), None)
     if model is None:
         return
@@ -113,7 +113,7 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def _say(field: FieldInfo, default: FieldInfo | None) -> str:
-    """Return a field's meaning, what it takes, and its default where another value stands there."""
+    """Return the meaning of a field, its possible values, and the default, if one is given."""
     meaning = re.sub(r"``([^`]*)``", r"\1", " ".join((field.description or "").split()))
     said = [meaning, describe_values(field)]
     if default is not None and not field.is_required():
@@ -122,7 +122,7 @@ def _say(field: FieldInfo, default: FieldInfo | None) -> str:
 
 
 def describe_values(field: FieldInfo) -> str:
-    """Return what a field takes, as far as its type says it.
+    """Return the values that a field accepts, as far as its type states them.
 
     >>> from volseg.config.schema import DataConfig, TrainingConfig
     >>> describe_values(TrainingConfig.model_fields["precision"])
@@ -135,7 +135,7 @@ def describe_values(field: FieldInfo) -> str:
 
 
 def _describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
-    """Yield each kind of value that a type stands for."""
+    """Yield a description of each kind of value that a type accepts."""
     if hasattr(annotation, "__metadata__"):
         yield from _describe_type(annotation.__origin__, (*annotation.__metadata__, *metadata))
         return
@@ -160,7 +160,7 @@ def _describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[st
 
 
 def _describe_bounds(metadata: Sequence[Any]) -> str:
-    """Return the bounds of a number; those of 32 bits are not worth a word."""
+    """Return the bounds of a number, except bounds of 32 bits."""
     found = [
         wording.format(f"{bound:g}")
         for constraint in _flatten(metadata)
@@ -176,7 +176,7 @@ def _flatten(metadata: Sequence[Any]) -> Iterator[Any]:
 
 
 def format_inline(value: Any) -> str:
-    """Return a value on one line of YAML."""
+    """Return a value as one line of YAML."""
     if isinstance(value, ComponentConfig):
         value = value.model_dump(mode="json", exclude_defaults=True) | {"name": value.name}
         value = {"name": value.pop("name"), **value}
@@ -188,9 +188,9 @@ def format_inline(value: Any) -> str:
         return "[" + ", ".join(map(format_inline, value)) + "]"
     if isinstance(value, str | Path):
         plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_./]*", str(value)) and str(value).lower() not in WORDS
-        return str(value) if plain else json.dumps(str(value), ensure_ascii=False)  # a JSON text is a YAML text
+        return str(value) if plain else json.dumps(str(value), ensure_ascii=False)  # a JSON string is a YAML string
     return json.dumps(value)
 
 
 WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
-"""That YAML takes for something else than text."""
+"""Words that YAML reads as null or truth values."""

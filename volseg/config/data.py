@@ -1,4 +1,4 @@
-"""Which cases there are, and which of them train."""
+"""Config sections of the data set and of its split into training and validation cases."""
 
 import re
 from pathlib import Path
@@ -13,55 +13,54 @@ __all__ = ["PREVIOUS_STAGE", "DataConfig", "SplitConfig", "compile_group"]
 
 
 PREVIOUS_STAGE = "PreviousStage"
-"""Component of the preprocessing that joins the label map of a previous stage to the image."""
+"""Preprocessing component that adds a previous stage's label map to the image as channels."""
 
 
 class DataConfig(ConfigModel):
-    """Where the cases are and how they are kept."""
+    """Location and storage of the cases."""
 
     root: Path
-    """Folder of a data set (MSD's, nnU-Net's, pairs of images and labels), or one level above or below it; or a table
+    """Folder of a data set (MSD, nnU-Net, pairs of images and labels), its parent or its image folder; or a table
     of paths (CSV)."""
     skip_bad: bool = False
-    """Leave bad cases out and list them in the report, instead of stopping before the training."""
+    """Leave out bad cases and list them in the report, instead of an error before the training."""
     keep: Literal["auto", "device", "memory"] = "auto"
-    """Where the preprocessed cases lie: ``auto`` puts on the GPU what fits (the smallest cases) and leaves the rest in
-    main memory; batches are the same bits whatever lies where."""
+    """Where preprocessed cases are kept: ``auto`` keeps as many as fit, smallest first, on the GPU, and the rest in
+    main memory. Batches are bit-identical either way."""
     device_limit: Positive | None = None
-    """GiB of the GPU that ``keep: auto`` may take for cases, in place of 30 % of what is free."""
+    """GiB of GPU memory that ``keep: auto`` may use for cases; null means 30 % of the free memory."""
     weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
-    """How often patches of training cases are drawn, in relation to the others' weight of 1:
-    ``{pseudo_*: 0.3, case_07: 0}``, by names of cases or patterns of names; the last that fits counts. 0: never. They
-    replace the column ``weight`` of a table."""
+    """How often patches of a training case are drawn, relative to the default of 1, by case names or patterns:
+    ``{pseudo_*: 0.3, case_07: 0}``. The last match counts; 0 means never. Replaces the column ``weight`` of a table."""
     previous_stage: Path | None = None
-    """A cross-validation of a coarser network, whose label maps are further channels of the images (nnU-Net's cascade);
-    ``{name: PreviousStage}`` in ``preprocessing`` joins them."""
+    """Cross-validation folder of a coarser network, whose label maps become further channels of the images (nnU-Net's
+    cascade) by ``{name: PreviousStage}`` in ``preprocessing``."""
     cache: str = "auto"
-    """Folder in which preprocessed cases are kept for the next fold, restart or resume, and mapped from. ``auto``:
-    ``$VOLSEG_CACHE``, else ``~/.cache/volseg``; ``none``: they are prepared anew and held in memory."""
+    """Folder that keeps preprocessed cases, memory-mapped, for the next fold, restart or resume. ``auto``:
+    ``$VOLSEG_CACHE``, else ``~/.cache/volseg``; ``none``: each run preprocesses the cases into memory."""
     cache_limit: Positive = 200.0
-    """GiB that the folder may take, of whatever task; what was used longest ago goes first."""
+    """Size limit of the folder in GiB, all tasks included; the least recently used cases are removed first."""
 
 
 class SplitConfig(ConfigModel):
-    """Which cases train and which validate."""
+    """Split of the cases into training and validation."""
 
     validation: Literal["fold", "none"] = "fold"
-    """``fold``: the cases of one fold. ``none``: train on every case, validate on none."""
+    """``fold``: validate on the cases of one fold. ``none``: train on every case, validate on none."""
     fold: NonNegative = 0
-    """Which of the folds validates; the others train."""
+    """Index of the validation fold, from 0; the other folds train."""
     num_folds: Annotated[int, Field(ge=2)] = 5
-    """Into how many folds the cases are dealt."""
+    """Number of folds."""
     seed: Seed = 12345
-    """nnU-Net's: KFold(5, shuffle=True, random_state=12345) over the sorted case ids."""
+    """Seed of the folds; the default is nnU-Net's KFold(5, shuffle=True, random_state=12345) over sorted case ids."""
     file: Path | None = None
-    """A split file of your own in nnU-Net's form, ``[{"train": [...], "val": [...]}, ...]``; ``fold`` chooses in it.
-    Without it, a table's own columns ``fold`` or ``split`` count."""
+    """Split file in nnU-Net's format, ``[{"train": [...], "val": [...]}, ...]``; ``fold`` is an index into it. Without
+    a file, the columns ``fold`` or ``split`` of a table count."""
     group: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
-    """How cases are grouped by patient. No patient both trains and validates. A regular expression with one group in
-    parentheses, searched in the names of cases, such as ``^(patient\\d+)``; the name of a column of the table; or
-    ``PatientID`` of DICOM images. ``none``: each case is of a patient of its own; null: the same, with a warning where
-    the data set evidently says otherwise. Given folds are not changed, but checked."""
+    """How cases are grouped by patient; no patient both trains and validates. A regular expression with one group in
+    parentheses, searched in case names, such as ``^(patient\\d+)``; a column name of the table; or ``PatientID`` of
+    DICOM images. ``none``: one patient per case; null: the same, with a warning if the data set suggests otherwise.
+    Given folds are checked, not changed."""
 
     @field_validator("group")
     @classmethod
@@ -78,12 +77,12 @@ class SplitConfig(ConfigModel):
 
 
 def compile_group(group: str) -> re.Pattern[str]:
-    """Return the pattern of names that ``split.group`` is.
+    """Return ``split.group`` as a compiled pattern.
 
     Raises
     ------
     ConfigError
-        It is no regular expression, or has another number of groups in parentheses than one.
+        If ``group`` is no regular expression, or does not have exactly one group in parentheses.
     """
     try:
         pattern = re.compile(group)

@@ -1,7 +1,7 @@
-"""The config as a JSON schema, by which editors complete keys, explain them, and mark what is wrong.
+"""Generate the JSON schema of a config, with which editors complete and explain keys and mark errors.
 
-Of draft 7, which editors' YAML servers read. What a schema cannot say (that two keys do not go together) volseg says
-when it reads the config. It comes with the package, as a file that an editor can be pointed at.
+The schema follows draft 7, which the YAML servers of editors read. Rules that a schema cannot express (two keys that
+exclude each other) are checked when volseg reads the config. The package includes the schema as a file for editors.
 """
 
 import json
@@ -15,7 +15,7 @@ from volseg.config.schema import ExperimentConfig
 __all__ = ["SCHEMA_FILE", "describe_config", "list_keys", "list_names", "read_schema", "refer_to_schema"]
 
 SCHEMA_FILE = Path(__file__).with_name("volseg.schema.json")
-"""What is shipped; ``volseg schema -o volseg/config/volseg.schema.json`` writes it."""
+"""Schema in the package; ``volseg schema -o volseg/config/volseg.schema.json`` writes it."""
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 
@@ -26,7 +26,7 @@ KINDS = {
     "OptimizerConfig": "optimizer",
     "ScheduleConfig": "schedule",
 }
-"""Section to the kind of component that it names."""
+"""Section to its kind of component."""
 
 KINDS_OF_FIELDS = {
     ("", "preprocessing"): "transform",
@@ -34,10 +34,10 @@ KINDS_OF_FIELDS = {
     ("AugmentationConfig", "own"): "augmentation",
     ("LoggingConfig", "loggers"): "logger",
 }
-"""Section and field to the kind, where the items are plain components."""
+"""Section and field to the kind, for lists of plain components."""
 
 BY_NAME_ALONE = {"logger"}
-"""Kinds of which a list may hold names in place of components."""
+"""Kinds whose lists may contain names in place of components."""
 
 
 def describe_config(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -46,8 +46,7 @@ def describe_config(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     Parameters
     ----------
     names
-        Kind of component to the names that editors should offer; any other name is taken too, for components of one's
-        own.
+        Kind of component to the names that editors offer; any other name is valid too, for custom components.
     """
     schema = ExperimentConfig.model_json_schema()
     sections = schema.pop("$defs")
@@ -74,7 +73,7 @@ def _offer(section: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def _as_draft_7(node: Any) -> Any:
-    """Return a schema of draft 2020-12 in the words of draft 7."""
+    """Return a schema of draft 2020-12 as draft 7."""
     if isinstance(node, list):
         return [_as_draft_7(item) for item in node]
     if not isinstance(node, dict):
@@ -84,7 +83,7 @@ def _as_draft_7(node: Any) -> Any:
     }
     if "prefixItems" in node:
         node["items"], node["additionalItems"] = node.pop("prefixItems"), False
-    if "$ref" in node and len(node) > 1:  # beside which draft 7 heeds nothing
+    if "$ref" in node and len(node) > 1:  # draft 7 ignores other keys beside $ref
         node = {**{key: value for key, value in node.items() if key != "$ref"}, "allOf": [{"$ref": node["$ref"]}]}
     if "description" in node and isinstance(node["description"], str):
         node["description"] = " ".join(node["description"].split())
@@ -92,18 +91,18 @@ def _as_draft_7(node: Any) -> Any:
 
 
 def read_schema() -> dict[str, Any]:
-    """Return the schema that is shipped; reading it takes no import of torch."""
+    """Return the schema in the package, without an import of torch."""
     content: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
     return content
 
 
 def refer_to_schema() -> str:
-    """Return the comment by which an editor finds the schema of the file that begins with it."""
+    """Return the first line of a YAML file that names the schema to editors."""
     return f"# yaml-language-server: $schema={SCHEMA_FILE.as_uri()}"
 
 
 def list_keys(schema: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys that ``--set`` takes, sections left out.
+    """Return the dotted keys that ``--set`` takes, without sections.
 
     >>> "training.epochs" in list_keys(read_schema()), "training" in list_keys(read_schema())
     (True, False)
@@ -121,13 +120,13 @@ def _list_keys(schema: Mapping[str, Any], properties: Mapping[str, Any], prefix:
 
 
 def _find_section(schema: Mapping[str, Any], told: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the section that a property holds; none for lists of sections."""
+    """Return the section that a property refers to; None for other values and lists of sections."""
     reference = next((part["$ref"] for part in (told, *told.get("allOf", ())) if "$ref" in part), None)
     return None if reference is None else schema["$defs"][reference.rpartition("/")[2]]
 
 
 def list_names(schema: Mapping[str, Any], kind: str) -> list[str]:
-    """Return the names of the components of one kind that a schema offers.
+    """Return the component names of one kind in a schema.
 
     >>> "VNet" in list_names(read_schema(), "network")
     True

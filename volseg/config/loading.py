@@ -1,4 +1,4 @@
-"""From a YAML file and ``--set`` overrides to a checked config, and back to a file that reads as the same config."""
+"""Load a config from a YAML file and ``--set`` overrides, and write it to a file that loads as the same config."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,25 +34,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     Parameters
     ----------
     path : path
-        Of the YAML file; where there is none, the name of a config that comes with volseg, such as ``task04_unet``.
+        YAML file; if it does not exist, the name of a config that comes with volseg, such as ``task04_unet``.
     overrides : sequence of str
-        Such as ``training.epochs=5``: a dotted key, and a value as YAML has it; a number in the key indexes a list.
+        Dotted keys with YAML values, such as ``training.epochs=5``; a number in the key indexes a list.
 
     Raises
     ------
     ConfigError
-        If the file is absent, is no YAML mapping, or does not fit the schema; names the key and the nearest known one.
+        If the file is absent, is no YAML mapping, or does not fit the schema; names the key and the nearest known key.
     """
     return build_config(read_config(path), overrides, path)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return the values in the YAML file of a config, unchecked; see `load_config`.
+    """Return the unchecked values of a config's YAML file; see `load_config`.
 
     Raises
     ------
     ConfigError
-        If the file is absent or no YAML mapping, or none of its keys is a config's.
+        If the file is absent, is no YAML mapping, or has no key of a config.
     """
     file = Path(path)
     if not file.exists() and (shipped := list_shipped().get(str(path))) is not None:
@@ -73,12 +73,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def build_config(values: Mapping[str, Any], overrides: Sequence[str], path: str | Path) -> ExperimentConfig:
-    """Return the config of values that `read_config` returned for ``path``, with overrides.
+    """Return the checked config from the values that `read_config` read from ``path``, with overrides.
 
     Raises
     ------
     ConfigError
-        If they do not fit the schema; names the key and the nearest known one.
+        If the values do not fit the schema; names the key and the nearest known key.
     """
     overrides = [overrides] if isinstance(overrides, str) else overrides
     for assignment in overrides:
@@ -88,13 +88,13 @@ def build_config(values: Mapping[str, Any], overrides: Sequence[str], path: str 
 
 
 def is_config_file(path: str | Path) -> bool:
-    """Tell whether a path is surely a config's: a YAML file, or the name of one that comes with volseg."""
+    """Return whether a path is a YAML file, or the name of a config that comes with volseg."""
     file = Path(path)
     return (file.suffix in (".yaml", ".yml") and file.is_file()) or (not file.exists() and str(path) in list_shipped())
 
 
 def _name_configs(path: Path) -> str:
-    """Return what may be named in place of a file that cannot be read."""
+    """Return advice on the config to name in place of an unreadable file."""
     if (path / "config.yaml").is_file():
         return f"it is the folder of a run, whose config is {path / 'config.yaml'}"
     if path.is_dir():
@@ -112,12 +112,12 @@ def _name_configs(path: Path) -> str:
 
 
 def require_config(config: ExperimentConfig | str | Path) -> ExperimentConfig:
-    """Return a config, read if its path came.
+    """Return a config, loaded if a path is given.
 
     Raises
     ------
     ConfigError
-        As `load_config`, and for what is neither.
+        As `load_config`, and if the value is neither a config nor a path.
     """
     if isinstance(config, ExperimentConfig):
         return config
@@ -127,7 +127,7 @@ def require_config(config: ExperimentConfig | str | Path) -> ExperimentConfig:
 
 
 def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
-    """Return ``values`` with one ``a.b=v`` applied; ``v`` is read as YAML, a number in the path indexes a list.
+    """Return ``values`` with one ``a.b=v`` applied; ``v`` is YAML, and a number in the key indexes a list.
 
     >>> override({"training": {"epochs": 9}}, "training.epochs=5")
     {'training': {'epochs': 5}}
@@ -143,12 +143,12 @@ def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
 
 
 def require_sound_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values that overrides set, of a config that is not there yet.
+    """Return the values that overrides set, before the config exists.
 
     Raises
     ------
     ConfigError
-        If one sets an unknown key, or a value that its key never takes.
+        If an override sets an unknown key, or a value that its key never accepts.
     """
     values: dict[str, Any] = {}
     for assignment in overrides:
@@ -158,7 +158,7 @@ def require_sound_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def path_override(key: str, path: str | Path) -> str:
-    """Return the override that sets ``key`` to a path, whatever YAML would take its text for.
+    """Return the override that sets ``key`` to a path, quoted so that YAML reads a string.
 
     >>> path_override("output", Path("2024-05-01"))
     'output="2024-05-01"'
@@ -166,17 +166,17 @@ def path_override(key: str, path: str | Path) -> str:
     Raises
     ------
     ConfigError
-        For a name that is no text in the locale's encoding: the config of a run could not hold it.
+        If the path is no text in the locale's encoding, since a config cannot store it.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
         raise ConfigError(
             f"{key} {str(path)!r} is no text in the encoding of this locale; set LC_ALL=C.UTF-8, or choose another name"
         )
-    return f"{key}={json.dumps(str(path), ensure_ascii=False)}"  # a JSON text is a YAML text
+    return f"{key}={json.dumps(str(path), ensure_ascii=False)}"  # a JSON string is a YAML string
 
 
 def _assigned(node: Any, keys: Sequence[str], value: Any, assignment: str) -> Any:
-    """Return a copy of ``node`` in which the entry at ``keys`` is ``value``."""
+    """Return a copy of ``node`` with ``value`` at ``keys``."""
     if not keys:
         return value
     key, *rest = keys
@@ -192,7 +192,7 @@ def _assigned(node: Any, keys: Sequence[str], value: Any, assignment: str) -> An
 
 
 def dump_config(config: ExperimentConfig, path: str | Path) -> Path:
-    """Write every value of ``config``, defaults too, atomically; `load_config` reads the same config back."""
+    """Write every value of ``config``, including defaults, atomically; `load_config` reads the same config."""
     path = Path(path)
     with replacing(path) as partial:
         partial.write_text(format_config(config), encoding="utf-8")
@@ -200,12 +200,12 @@ def dump_config(config: ExperimentConfig, path: str | Path) -> Path:
 
 
 def format_config(config: ExperimentConfig) -> str:
-    """Return every value of ``config``, defaults too, as YAML."""
+    """Return every value of ``config``, including defaults, as YAML."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
 def differences(one: ExperimentConfig, other: ExperimentConfig) -> list[str]:
-    """Return the dotted keys in which two configs differ, with both values.
+    """Return each dotted key in which two configs differ, with both values.
 
     >>> from volseg.config.schema import PatchConfig, DataConfig
     >>> config = ExperimentConfig(

@@ -1,4 +1,4 @@
-"""Name what a reader of a config probably meant."""
+"""Suggest known names and paths similar to an unknown one."""
 
 import os
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ __all__ = ["did_you_mean", "find_near_path", "suggest_path"]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the known names nearest to ``name``, or all of them where none is near.
+    """Return a sentence with the known names nearest to ``name``, or with all names if none is near.
 
     >>> did_you_mean("lerning_rate", ["learning_rate", "momentum"])
     "did you mean 'learning_rate'?"
@@ -23,9 +23,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def find_near_path(path: Path, *, is_folder: bool = False) -> Path | None:
-    """Return what a path that does not exist may mean.
+    """Return an existing path that a missing path probably means, or None.
 
-    nnU-Net's data set of that name or number; or the file or folder, or only the folder, beside it with a similar name.
+    First nnU-Net's data set of the name or number, then a file or folder of a similar name in the same folder.
     """
     raw = Path(os.environ.get("nnUNet_raw", "nowhere"))  # noqa: SIM112 - nnU-Net calls it so
     named = raw.glob(f"Dataset{int(path.name):03d}_*") if path.name.isdecimal() else [raw / path.name]
@@ -39,6 +39,6 @@ def find_near_path(path: Path, *, is_folder: bool = False) -> Path | None:
 
 
 def suggest_path(path: Path) -> str:
-    """Return the end of a message on a path that does not exist: what it may mean."""
+    """Return the end of an error message on a missing path, with a similar path if there is one."""
     near = None if path.exists() else find_near_path(path)
     return "" if near is None else f"; did you mean {str(near)!r}?"

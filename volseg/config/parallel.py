@@ -1,7 +1,7 @@
-"""On how many devices a network trains, and who of them does what: planned here, on numbers alone.
+"""Configure and plan the processes and devices of a training, from numbers only.
 
-What is trained is said by the rest of the config: ``patch.batch`` is the batch of one optimizer step on however many
-GPUs. Hence the same run may go on elsewhere.
+The rest of the config does not depend on the devices: ``patch.batch`` is the batch of one optimizer step on any number
+of GPUs. So a run can resume on other devices.
 """
 
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ __all__ = ["MeshPlan", "ParallelConfig", "choose_num_processes", "plan_mesh"]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """Which processes a training has, and what each of them computes."""
+    """Processes of a training, and their shares of the computation."""
 
     data: int = 1
     """Replicas of the network; each computes its share of every batch."""
     spatial: int = 1
     """Slabs of each volume."""
     pipeline: int = 1
-    """Devices of each process, over which the layers lie."""
+    """Devices of each process, over which the layers are distributed."""
     data_processes: int = 1
-    """Processes along ``data``; fewer than replicas where one computes several of them, one after the other."""
+    """Processes along ``data``; fewer than replicas if each process computes several replicas in turn."""
     spatial_processes: int = 1
-    """Processes along ``spatial``; as many as slabs, or one that holds all of them."""
+    """Processes along ``spatial``: one per slab, or one for all slabs."""
     is_open: bool = False
-    """Whether the config leaves the choice open, so that a sample that fits no GPU is to be cut instead."""
+    """Whether the config allows either replicas or slabs, so that samples too large for a GPU may be cut."""
 
     @property
     def num_processes(self) -> int:
@@ -40,49 +40,49 @@ class MeshPlan:
 
     @property
     def is_cut_in_process(self) -> bool:
-        """Whether one process holds several slabs of a volume on its device, as others would hold one each."""
+        """Whether one process holds all slabs of a volume on its device."""
         return self.spatial > self.spatial_processes
 
 
 class ParallelConfig(ConfigModel):
-    """How one training uses several devices; of one, ``training.kernels`` says how.
+    """Use of several devices by one training; for one device see ``training.kernels``.
 
-    ``data`` and ``spatial`` count processes, one GPU each, and ``pipeline`` the GPUs of each process. What is left out
-    is chosen by the number of processes.
+    ``data`` and ``spatial`` count processes with one GPU each, ``pipeline`` counts GPUs per process. The number of
+    processes determines the values that are left out.
     """
 
     words: ClassVar[Sequence[str]] = ("auto",)
 
     data: Count | None = None
-    """Replicas of the network, which share the samples of every batch."""
+    """Replicas of the network; they share the samples of every batch."""
     spatial: Count | None = None
-    """Slabs into which every volume is cut."""
+    """Slabs per volume."""
     pipeline: Count | None = None
-    """Stages of the network, each on a GPU."""
+    """Stages of the network, one GPU each."""
     strategy: Literal["none", "auto", "spatial", "pipeline"] = "none"
-    """How a model is laid over devices where the numbers above do not say it: ``spatial`` cuts over all processes;
-    ``auto`` (or ``parallel: auto``) takes what is forecast to be fastest on the GPUs, replicas among it."""
+    """How to distribute a model if the numbers above leave it open: ``spatial`` cuts volumes over all processes;
+    ``auto`` (or ``parallel: auto``) takes the way estimated to be fastest on the GPUs, replicas included."""
     devices: Count | tuple[str, ...] | None = None
-    """GPUs of one process, or their names (``cpu`` may be named several times); null takes every visible one."""
+    """Number or names of one process's GPUs (``cpu`` may be repeated); null takes all visible GPUs."""
     split_size: Count | Literal["auto"] | None = None
     """Samples per micro-batch of a pipeline."""
     on_unsupported: Literal["raise", "gather"] = "raise"
-    """What happens at an operator without a sharded form."""
+    """Action at an operator without a sharded form: raise an error, or gather the shards."""
     checkpoint: Literal["all", "tiled"] | Count | None = None
-    """Activations of the spatial strategy to recompute instead of keep: all, or those of that many finest levels;
-    ``tiled`` recomputes all, and the inputs of large convolutions tile by tile, which takes least memory."""
+    """Activations of the spatial strategy to recompute instead of storing: all, or a number of finest levels; ``tiled``
+    recomputes all, and inputs of large convolutions tile by tile, with the least memory."""
     chosen_for: Count | None = None
-    """GPUs for which ``parallel: auto`` chose the rest, written by ``volseg train`` into the run folder: fewer may be
-    the fastest. ``--resume`` on as many goes on as the run was begun."""
+    """GPUs that ``parallel: auto`` could choose from; it may use fewer. ``volseg train`` writes the number into the run
+    folder, and ``--resume`` on as many GPUs keeps the choice."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds after which processes no longer wait for one that does not answer."""
+    """Seconds that processes wait for a process that does not respond."""
     on_oom: Literal["raise", "replan"] = "raise"
-    """What follows a training step that is out of memory: ``raise`` ends the run and says what would fit; ``replan``
-    goes on from the last checkpoint in the next way that fits the same devices, once in a run."""
+    """Action when a training step runs out of memory: ``raise`` ends the run and names settings that fit; ``replan``
+    continues from the last checkpoint with the next settings that fit the devices, once per run."""
 
     @property
     def model_strategy(self) -> Literal["none", "auto", "spatial", "pipeline"]:
-        """How one replica of the network is laid over devices."""
+        """Strategy that distributes one replica of the network."""
         if (self.pipeline or 1) > 1:
             return "pipeline"
         return "spatial" if (self.spatial or 1) > 1 else self.strategy
@@ -94,26 +94,26 @@ class ParallelConfig(ConfigModel):
 
     @property
     def may_cut(self) -> bool:
-        """Whether volumes or the network are cut, or may be, by what is found out or by the number of processes."""
+        """Whether volumes or the network are cut, or may be after an estimate or for a number of processes."""
         if self.model_strategy == "spatial" and (self.spatial or 1) == 1:
             return not (self.is_on_one_device or self.spatial == 1)
         return self.model_strategy != "none"
 
     @property
     def only_chooses_kernels(self) -> bool:
-        """Whether one process would cut nothing and recompute nothing: what ``training.kernels`` is for."""
+        """Whether one process would neither cut nor recompute; ``training.kernels`` covers this case."""
         plain = self.checkpoint is None and self.on_unsupported == "raise"
         return self.strategy == "spatial" and self.num_gpus == 1 and self.is_on_one_device and plain
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that the mesh asks for; 1 where it asks for none."""
+        """GPUs of the configured mesh; 1 by default."""
         return (self.data or 1) * (self.spatial or 1) * (self.pipeline or 1)
 
     @model_validator(mode="before")
     @classmethod
     def _take_auto_for_its_strategy(cls, values: Any) -> Any:
-        """Take ``parallel: auto`` for a section that leaves all else open."""
+        """Read ``parallel: auto`` as ``strategy: auto`` with defaults."""
         return {"strategy": "auto"} if values == "auto" else values
 
     @model_validator(mode="after")
@@ -146,26 +146,26 @@ class ParallelConfig(ConfigModel):
 def plan_mesh(
     parallel: ParallelConfig, num_processes: int, *, batch_size: int, fixed_order: bool, fits: bool = True
 ) -> MeshPlan:
-    """Return who does what in a training of ``num_processes``.
+    """Return the mesh of a training on ``num_processes``.
 
     Parameters
     ----------
     parallel : ParallelConfig
-        What is asked for.
+        Configured strategy and numbers.
     num_processes : int
-        That were started.
+        Number of started processes.
     batch_size : int
-        Samples of a batch, which the replicas share.
+        Samples of a batch, shared by the replicas.
     fixed_order : bool
-        Whether everything is summed in one order (``training.deterministic``); then fewer processes may compute what
-        more would, to the same bits.
+        Whether every sum has a fixed order (``training.deterministic``); then fewer processes can compute the same
+        bits.
     fits : bool
-        Whether a GPU can train on its samples whole; where the config leaves it open, volumes are cut otherwise.
+        Whether a GPU can train on whole samples; otherwise volumes are cut, if the config leaves the choice open.
 
     Raises
     ------
     ConfigError
-        If so many processes cannot do it.
+        If the configured mesh does not fit the number of processes.
     """
     if num_processes > 1 and parallel.devices not in (None, 1):
         raise ConfigError(
@@ -208,23 +208,23 @@ def plan_mesh(
 def choose_num_processes(
     parallel: ParallelConfig, num_gpus: int | None, visible: int | None, *, batch_size: int, fixed_order: bool
 ) -> int:
-    """Return how many processes ``volseg train`` starts.
+    """Return the number of processes that ``volseg train`` starts.
 
     Parameters
     ----------
     parallel : ParallelConfig
-        What is asked for.
+        Configured strategy and numbers.
     num_gpus : int or None
-        ``--gpus``: in all, of this machine; None for as many as the mesh has.
+        ``--gpus``: total number of this machine's GPUs to use; None: the size of the mesh.
     visible : int or None
-        GPUs that there are; None where the processes are to share the CPU.
+        Number of visible GPUs; None if the processes share the CPU.
     batch_size, fixed_order
         See `plan_mesh`.
 
     Raises
     ------
     ConfigError
-        If there are fewer.
+        If too few GPUs are visible, or their number does not fit the mesh.
     """
     wanted, per_process = num_gpus or parallel.num_gpus, parallel.pipeline or 1
     if visible is not None and visible < wanted and (num_gpus is not None or wanted > 1):
@@ -259,7 +259,7 @@ def _describe(parallel: ParallelConfig) -> str:
 
 
 def _fill(parallel: ParallelConfig, num_processes: int, batch_size: int, fits: bool) -> tuple[int, int, bool]:
-    """Return replicas, slabs, and whether the choice between them was open."""
+    """Return the numbers of replicas and slabs, and whether the choice between the two was open."""
     data, spatial = parallel.data, parallel.spatial
     if num_processes == 1 or (data is not None and spatial is not None):
         return data or 1, spatial or 1, False
@@ -274,7 +274,7 @@ def _fill(parallel: ParallelConfig, num_processes: int, batch_size: int, fits: b
     given, filled = ("data", data) if data is not None else ("spatial", spatial)
     assert filled is not None
     if num_processes % filled:
-        # A mesh that is computed by fewer processes is given whole.
+        # The mesh is complete in the config; fewer processes may compute it.
         return data or 1, spatial or 1, False
     rest = num_processes // filled
     if given == "data":
@@ -291,7 +291,7 @@ def _may_spread(data: int, spatial: int, num_processes: int) -> bool:
 
 
 def _spread(data: int, spatial: int, num_processes: int, fixed_order: bool) -> tuple[int, int]:
-    """Return the processes along data and along spatial."""
+    """Return the numbers of processes along data and along spatial."""
     if data * spatial == num_processes:
         return data, spatial
     if fixed_order:
@@ -312,6 +312,6 @@ def _spread(data: int, spatial: int, num_processes: int, fixed_order: bool) -> t
 
 
 def _halves_to(replicas: int, processes: int) -> bool:
-    """Tell whether ``processes`` can sum over ``replicas`` as that many would: by one tree."""
+    """Return whether ``processes`` can sum over ``replicas`` in the tree order of one process per replica."""
     rounds, left = divmod(replicas, processes)
     return processes == 1 or (not left and rounds.bit_count() == 1)

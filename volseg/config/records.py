@@ -1,4 +1,4 @@
-"""Where a component of the user's own came from, and dataclasses that were written down as JSON, read back."""
+"""Record the origin of custom components, and read dataclasses from JSON with strict types."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,9 +10,7 @@ from volseg.errors import DataError
 
 __all__ = ["EXECUTED", "Source", "read_record"]
 
-# Dataclasses that were written down as JSON, read back: every field of its own type, and none that is not known.
-#
-# A plain `TypeAdapter` of a dataclass takes ``"3"`` for a number, and passes over fields that it does not know.
+# A plain `TypeAdapter` of a dataclass accepts ``"3"`` as a number, and ignores unknown fields.
 
 
 Record = TypeVar("Record")
@@ -21,12 +19,12 @@ EXACT = ConfigDict(extra="forbid", strict=True)
 
 
 def read_record(kind: type[Record], content: Any) -> Record:
-    """Return the dataclass whose fields, and those of the dataclasses in it, ``content`` has as JSON has them.
+    """Return a dataclass built from parsed JSON, nested dataclasses included.
 
     Raises
     ------
     ValueError
-        In one line, if ``content`` is something else.
+        If ``content`` does not fit; the message has one line.
 
     Examples
     --------
@@ -41,8 +39,8 @@ def read_record(kind: type[Record], content: Any) -> Record:
     ...
     ValueError: size.1: Input should be a valid integer, got '32'
     """
-    # A dataclass takes the settings of what it lies in, and cannot be given any itself. Only of JSON's text are a
-    # list for a tuple, and an object for a dataclass, exact.
+    # A dataclass inherits the settings of the type around it; pydantic refuses settings for the dataclass itself.
+    # Strict mode accepts a list for a tuple, and an object for a dataclass, only in JSON text.
     known = TypeAdapter(tuple[kind], config=EXACT)  # type: ignore[valid-type]
     try:
         (found,) = known.validate_json(json.dumps([content]))
@@ -55,23 +53,23 @@ def read_record(kind: type[Record], content: Any) -> Record:
 
 
 EXECUTED = "__volseg_executed__"
-"""Attribute of a module that was run from bytes: these bytes, whatever its file holds by now."""
+"""Attribute of a module that was executed from bytes: these bytes, since the file may change later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """An installed package, a file that the command line named, or a plain call in somebody's program."""
+    """Origin of a component: an installed package, a file of ``--components``, or a call of ``volseg.register``."""
 
     package: str | None = None
-    """Name of the distribution whose entry point it is."""
+    """Name of the distribution that has the entry point."""
     version: str | None = None
-    """Of the package."""
+    """Version of the package."""
     file: str | None = None
-    """Path of the file that was named by ``--components``."""
+    """Path of the file of ``--components``."""
     sha256: str | None = None
-    """Of the file's bytes, when it was run."""
+    """SHA-256 of the file's bytes when it was executed."""
     module: str | None = None
-    """Module of the program that registered it."""
+    """Module of the program that registered the component."""
 
     def __str__(self) -> str:
         if self.package is not None:
@@ -81,17 +79,17 @@ class Source:
         return f"a call of volseg.register in {self.module}"
 
     def as_json(self) -> dict[str, str]:
-        """Return what is known as plain values."""
+        """Return the known fields as plain values."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_json(cls, content: Any, file: object) -> "Source":
-        """Read what `as_json` gave.
+        """Return the source that `as_json` wrote.
 
         Raises
         ------
         DataError
-            Names ``file`` if it holds something else.
+            If ``content`` is something else; names ``file``.
         """
         try:
             return read_record(cls, content)

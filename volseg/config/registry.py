@@ -1,9 +1,9 @@
-"""Components by name: what a config may call, and nothing else.
+"""Look up components by name; a config can use only these.
 
-A component in a config is ``{name: VNet, dropout_prob: 0.1}``: a name looked up in a table, and parameters checked
-against the component's own signature. A dotted path is never imported and no text is ever evaluated, so a config from
-a stranger can at most build what these tables hold: what is built in, what the program registered, and what installed
-packages offer by entry points. Of these the one that is asked for is imported, and no other.
+A component in a config is ``{name: VNet, dropout_prob: 0.1}``: a name for a table lookup, and parameters that are
+checked against the component's signature. Dotted paths are never imported, and no text is evaluated. So a config from
+an untrusted source can build only built-in components, those that the program registered, and those of installed
+packages' entry points. Only the requested entry point is imported.
 """
 
 import inspect
@@ -28,13 +28,13 @@ class Registry(Mapping[str, Callable[..., Any]]):
     Parameters
     ----------
     kind : str
-        What the components are, for messages: ``"network"``, ``"loss"``.
+        Noun for messages: ``"network"``, ``"loss"``.
     components : mapping, optional
         Name to class or function.
     group : str, optional
-        Group of the entry points by which installed packages offer more: ``"volseg.networks"``.
+        Group of the entry points of installed packages: ``"volseg.networks"``.
     explain : callable, optional
-        Says why a name that one might expect is not among them; ``""`` for others.
+        Returns why the table lacks a name that users may expect; ``""`` for other names.
 
     Examples
     --------
@@ -81,7 +81,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         return name in self._components or name in self._points()
 
     def register(self, name: str, component: Callable[..., Any], source: Source | None = None) -> None:
-        """Add a component of the user's own; a name is given once."""
+        """Add a custom component under an unused name."""
         if not (isinstance(name, str) and name and callable(component)):
             raise ConfigError(f"a {self.kind} is registered as a name and a class or function, got {name!r}")
         if name in self:
@@ -98,19 +98,19 @@ class Registry(Mapping[str, Callable[..., Any]]):
         return frozenset(self._sources)
 
     def forget(self, name: str) -> None:
-        """Take back a component that was registered."""
+        """Remove a registered component."""
         del self._sources[name]
         del self._components[name]
 
     def get_source(self, name: str) -> Source | None:
-        """Return where a component of the user's own came from; None for what is built in."""
+        """Return the origin of a custom component; None for a built-in component."""
         if name in self._components:
             return self._sources.get(name)
         points = self._points().get(name)
         return _source_of(points[0]) if points else None
 
     def describe_clash(self, name: str) -> str | None:
-        """Return why ``name`` means no one component, or None where it does."""
+        """Return a message if several components have ``name``, or None."""
         points = self._points().get(name, ())
         offers = [f"the {_source_of(point)}" for point in points]
         if name in self._components and offers:
@@ -123,7 +123,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         return {} if self.group is None else _find_entry_points(self.group, tuple(sys.path))
 
     def _find_point(self, name: str) -> EntryPoint | None:
-        """Return the entry point that ``name`` means; none where it means a component that is here."""
+        """Return the entry point called ``name``, or None; raise if several components have the name."""
         if (clash := self.describe_clash(name)) is not None:
             raise ConfigError(clash)
         return next(iter(self._points().get(name, ())), None)
@@ -135,7 +135,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         remedy = f"its entry point in {self.group} is {point.value}: fix or update the package, or choose another"
         try:
             component = point.load()
-        except Exception as fault:  # whatever the package's own code raises
+        except Exception as fault:  # the package's code may raise anything
             raise ConfigError(f"{told} ({type(fault).__name__}: {fault}); {remedy}") from fault
         if not callable(component):
             raise ConfigError(f"{told} (it is a {type(component).__name__}, no class or function); {remedy}")
@@ -147,17 +147,17 @@ class Registry(Mapping[str, Callable[..., Any]]):
         return "" if self.group is None else f" (one of your own comes by {ways})"
 
     def accepts(self, name: str, parameter: str) -> bool:
-        """Tell whether component ``name`` takes ``parameter`` by keyword."""
+        """Return whether component ``name`` accepts ``parameter`` as a keyword."""
         names, open_ended = _keywords(self[name])
         return open_ended or parameter in names
 
     def check(self, spec: Mapping[str, Any]) -> None:
-        """Raise unless ``spec`` names a component and parameters that it takes.
+        """Raise if ``spec`` names an unknown component or parameter.
 
         Raises
         ------
         ConfigError
-            With the nearest known names.
+            Names the nearest known names.
         """
         if "name" not in spec:
             raise ConfigError(f"a {self.kind} needs a name, got {dict(spec)!r}; known: {', '.join(self)}")
@@ -168,19 +168,19 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 raise ConfigError(f"{self.kind} {spec['name']} has no parameter {parameter!r}; {hint}")
 
     def build(self, spec: Mapping[str, Any], *args: Any, **fixed: Any) -> Any:
-        """Call the component that ``spec`` names with its parameters.
+        """Call the component of ``spec`` with its parameters, and return the result.
 
         Parameters
         ----------
         spec : mapping
             ``name`` and the component's own parameters.
         *args, **fixed
-            What the program supplies; a spec that sets one of ``fixed`` is refused.
+            Arguments from the program; a spec must not set any of ``fixed``.
 
         Raises
         ------
         ConfigError
-            For an unknown name or parameter, or parameters that the component refuses.
+            If a name or parameter is unknown, or the component refuses the parameters.
         """
         self.check(spec)
         parameters = {key: value for key, value in spec.items() if key != "name"}
@@ -188,33 +188,33 @@ class Registry(Mapping[str, Callable[..., Any]]):
             raise ConfigError(f"{self.kind} {spec['name']}: {clash} follow from the data and cannot be set")
         try:
             return self[spec["name"]](*args, **parameters, **fixed)
-        except ImportError as fault:  # of what only this component needs
+        except ImportError as fault:  # of a package that only this component needs
             raise ConfigError(f"{self.kind} {spec['name']} {explain_import(fault)}") from fault
-        except Exception as fault:  # whatever the component's own code raises
+        except Exception as fault:  # the component's code may raise anything
             if isinstance(fault, VolsegError) and not isinstance(fault, ValueError):
                 raise
             refused = f" refused {parameters}" if parameters else ""
             raise ConfigError(f"{self.kind} {spec['name']}{refused}: {fault}") from fault
 
     def bind(self, spec: Mapping[str, Any]) -> Callable[..., Any]:
-        """Return the component with the spec's parameters bound, to be called later."""
+        """Return the component with the spec's parameters bound."""
         self.check(spec)
         parameters = {key: value for key, value in spec.items() if key != "name"}
         return partial(self[spec["name"]], **parameters)
 
 
 def explain_import(fault: ImportError) -> str:
-    """Return what to install, where a component needs a package that is not there."""
-    # MONAI's optional imports carry the name in their message alone: "import einops (No module named 'einops')."
+    """Return the end of an error message on a failed import: the missing package and how to install it."""
+    # MONAI's optional imports have the name only in their message: "import einops (No module named 'einops')."
     named = re.search(r"No module named '([\w.]+)'", str(fault))
     module = fault.name or (named.group(1) if named else None)
     remedy = f"install it, as by: pip install {module.partition('.')[0]}" if module else "install what it names"
     return f"needs a package that cannot be imported ({str(fault).strip().partition(chr(10))[0]}); {remedy}"
 
 
-@lru_cache(maxsize=32)  # a look at every installed package takes milliseconds
+@lru_cache(maxsize=32)  # a scan of all installed packages takes milliseconds
 def _find_entry_points(group: str, path: tuple[str, ...]) -> Mapping[str, Sequence[EntryPoint]]:
-    """Return the entry points of a group by name, of the packages on ``path``; none is loaded."""
+    """Return the entry points of a group by name, for packages on ``path``, without loading them."""
     del path
     found: dict[str, list[EntryPoint]] = defaultdict(list)
     for point in entry_points(group=group):
@@ -223,13 +223,13 @@ def _find_entry_points(group: str, path: tuple[str, ...]) -> Mapping[str, Sequen
 
 
 def _source_of(point: EntryPoint) -> Source:
-    # A package without metadata of its own has no entry points.
+    # A package without metadata has no entry points.
     assert point.dist is not None
     return Source(package=point.dist.name, version=point.dist.version)
 
 
 def _keywords(component: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Return the keywords a component takes, and whether it takes any other."""
+    """Return the keywords of a component, and whether it accepts any other keyword."""
     try:
         parameters = inspect.signature(component).parameters.values()
     except ValueError:  # some builtins have no signature

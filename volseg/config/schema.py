@@ -1,7 +1,7 @@
-"""The whole of an experiment, typed.
+"""Define the typed config of an experiment, with all its sections.
 
-Every section is frozen and refuses unknown keys (`ConfigModel`); a component is a name and its own parameters. What
-follows from the data (channels, classes) is not written here.
+Every section is frozen and refuses unknown keys (`ConfigModel`); a component is a name and its own parameters. Values
+that follow from the data (channels, classes) are no part of a config.
 """
 
 import os
@@ -50,57 +50,56 @@ __all__ = [
 
 
 class InferenceConfig(ConfigModel):
-    """How a whole volume is predicted."""
+    """Prediction of whole volumes."""
 
     window: Sides | None = None
-    """Sides of the sliding window in voxels; null predicts the whole volume at once."""
+    """Sides of the sliding window along D, H, W in voxels; null predicts the whole volume at once."""
     overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """Fraction of a window that its neighbour covers too."""
+    """Fraction of a window that overlaps its neighbour."""
     mirror: bool = False
     """Average the predictions over the eight mirrorings, after the training and in `volseg predict`."""
     batch: Count = 1
-    """Volumes of equal size that go through the network together, or without ``window`` mirrorings of one."""
+    """Volumes of equal size, or without ``window`` mirrorings of one volume, per pass of the network."""
     windows: Count | None = None
-    """Windows that go through the network together; null: as many as keep the GPU busy and fit its memory, one on a
-    CPU."""
+    """Windows per pass of the network; null: as many as keep the GPU busy and fit its memory, one on a CPU."""
     record: bool = True
     """Record the pass of a batch of windows as a CUDA graph and replay it, after the training and in `volseg predict`;
-    with it ``training.kernels: auto`` takes the fast ones there too."""
+    ``training.kernels: auto`` can then take the fast kernels there too."""
     skip_background: bool = False
-    """Take windows in which the preprocessed image has one value, such as clipped air, for background unseen; not for
-    structures that look like that."""
+    """Count windows in which the preprocessed image has one value, such as clipped air, as background, without a pass
+    of the network. Not for structures of uniform intensity."""
     keep_largest: tuple[str, ...] = ()
-    """Labels or regions of which a label map keeps only the largest component, in validations too. What
-    `volseg postprocess` measures comes after it."""
+    """Labels or regions that keep only their largest component in each label map, also in validations. The steps of
+    `volseg postprocess` follow it."""
 
 
 class EvaluationConfig(ConfigModel):
-    """What a validation measures of each case and label beside Dice, IoU, counts and volumes."""
+    """Measurements per case and label in a validation, besides Dice, IoU, counts and volumes."""
 
     distances: bool = True
-    """HD95, HD and ASSD in mm, and NSD where there is a tolerance."""
+    """Measure HD95, HD and ASSD in mm, and NSD if it has a tolerance."""
     tolerance: Tolerance | dict[str, Tolerance] | None = None
-    """Of NSD in mm, or that of each label by name; null takes what the task's manifest says, if it has one."""
+    """Tolerance of NSD in mm, one for all labels or one per label name; null takes the task manifest's, if any."""
     lesions: tuple[str, ...] = ()
-    """Labels that are lesions, of which is asked how many were found."""
+    """Labels that mark lesions; the validation counts the lesions found."""
     lesion_overlap: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Intersection over union from which on a predicted lesion is a true one."""
+    """Smallest intersection over union (IoU) at which a predicted lesion counts as true."""
 
 
 class LoggingConfig(ConfigModel):
-    """Where the numbers of a training go; ``history.jsonl``, ``status.json`` and ``times.json`` are always written."""
+    """Loggers of a training's metrics; ``history.jsonl``, ``status.json`` and ``times.json`` are always written."""
 
     loggers: tuple[ComponentConfig, ...] = (ComponentConfig(name="tensorboard"),)
-    """``tensorboard``, ``wandb`` (pip install wandb), ``mlflow`` (pip install mlflow-skinny) or loggers of
-    your own; names, or names with parameters: ``[tensorboard, {name: wandb, mode: offline}]``. ``[]`` for none."""
+    """``tensorboard``, ``wandb`` (pip install wandb), ``mlflow`` (pip install mlflow-skinny) or custom loggers, as
+    names or names with parameters: ``[tensorboard, {name: wandb, mode: offline}]``. ``[]`` for none."""
     channel: NonNegative | str = 0
-    """Channel of the images that pictures show, in loggers and in the report: its number from 0 on, or its name in the
-    data set, such as ``T2``."""
+    """Image channel in the pictures of loggers and report: a number from 0, or a name in the data set, such as
+    ``T2``."""
 
     @field_validator("loggers", mode="before")
     @classmethod
     def _take_names(cls, loggers: Any) -> Any:
-        """Take a name alone for a logger without parameters."""
+        """Accept a plain name for a logger without parameters."""
         if not isinstance(loggers, Sequence) or isinstance(loggers, str):
             return loggers
         return [{"name": logger} if isinstance(logger, str) else logger for logger in loggers]
@@ -110,48 +109,48 @@ class ExperimentConfig(ConfigModel):
     """One training: from a folder of cases to a validated network."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Of the experiment; names the run folder."""
+    """Name of the experiment and of its run folder."""
     output: Path | None = None
     """Run folder; null means ``runs/NAME``."""
     seed: Seed = 12345
-    """Everything random follows from it."""
+    """Seed of all random numbers except the folds (``split.seed``)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; ``auto`` takes GPUs where there are any."""
+    """Device of the computation; ``auto`` takes GPUs if there are any."""
     data: DataConfig
-    """Where the cases are and how they are kept."""
+    """Location and storage of the cases."""
     split: SplitConfig = SplitConfig()
-    """Which cases train and which validate."""
+    """Split of the cases into training and validation."""
     preprocessing: tuple[ComponentConfig, ...] = (
         ComponentConfig(name="Orientation"),
         ComponentConfig(name="ZScore"),
     )
-    """What is done to every image before it is cut into patches, in this order."""
+    """Preprocessing of every image before patches are drawn, in order."""
     patch: PatchConfig
     """Training patches."""
     augmentation: AugmentationConfig = AugmentationConfig()
-    """Random changes to training batches, in the order in which they are applied."""
+    """Random augmentation of training batches, in the order of application."""
     network: NetworkConfig
     """The network, and its own parameters; channels and classes follow from the data."""
     losses: Annotated[tuple[LossConfig, ...], Field(min_length=1)] = (LossConfig(name="DiceCELoss"),)
-    """Terms of the objective, which are added up."""
+    """Terms of the objective, which is their sum."""
     metrics: tuple[MetricConfig, ...] = ()
-    """Further metrics of the validation, beside Dice."""
+    """Further metrics of the validation, besides Dice."""
     optimizer: OptimizerConfig
     """The optimizer, and its own parameters, such as ``lr``."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """Learning rate over the training."""
+    """Learning rate over the course of the training."""
     training: TrainingConfig = TrainingConfig()
-    """The loop."""
+    """The training loop."""
     hooks: tuple[ComponentConfig, ...] = ()
-    """Of the user's own, called after the framework's."""
+    """Custom hooks, called after the framework's."""
     inference: InferenceConfig = InferenceConfig()
-    """How a whole volume is predicted."""
+    """Prediction of whole volumes."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """What a validation measures of each case and label."""
+    """Measurements per case and label in a validation."""
     logging: LoggingConfig = LoggingConfig()
-    """Where a training's numbers and pictures go, besides its run folder."""
+    """Loggers of a training's metrics and pictures, besides the run folder."""
     parallel: ParallelConfig = ParallelConfig()
-    """How one training uses several devices; ``auto`` chooses."""
+    """Use of several devices by one training; ``auto`` chooses."""
 
     @model_validator(mode="after")
     def _stage_is_whole(self) -> "ExperimentConfig":
@@ -204,42 +203,42 @@ class ExperimentConfig(ConfigModel):
         return self
 
     def with_values(self, **sections: Mapping[str, Any]) -> "ExperimentConfig":
-        """Return the config with other values in some sections, which are not checked: ``patch={"batch": 1}``."""
+        """Return the config with unchecked new values in some sections, such as ``patch={"batch": 1}``."""
         changed = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
         return self.model_copy(update=changed)
 
     def on_one_device(self, num_processes: int = 1) -> "ExperimentConfig":
-        """Return the config for one device of each of ``num_processes``; nothing is cut where that is one process."""
+        """Return the config for ``num_processes`` with one device each; a single process does not cut volumes."""
         parallel = self.parallel.model_copy(update={"devices": 1})
         cuts_nothing = num_processes == 1 and parallel.only_chooses_kernels
         return self.model_copy(update={"parallel": ParallelConfig() if cuts_nothing else parallel})
 
     def count_processes(self, num_gpus: int | None, visible: int | None) -> int:
-        """Return how many processes train on ``num_gpus`` of the ``visible`` GPUs; see `choose_num_processes`."""
+        """Return the number of processes on ``num_gpus`` of the ``visible`` GPUs; see `choose_num_processes`."""
         fixed_order = self.training.deterministic
         return choose_num_processes(
             self.parallel, num_gpus, visible, batch_size=self.patch.batch, fixed_order=fixed_order
         )
 
     def mesh(self, num_processes: int, *, fits: bool = True) -> MeshPlan:
-        """Return who does what in a training of ``num_processes``; see `plan_mesh`."""
+        """Return the mesh of a training on ``num_processes``; see `plan_mesh`."""
         fixed_order = self.training.deterministic
         return plan_mesh(self.parallel, num_processes, batch_size=self.patch.batch, fixed_order=fixed_order, fits=fits)
 
     def with_mesh(self, plan: MeshPlan) -> "ExperimentConfig":
-        """Return the config with what it left open about replicas and slabs.
+        """Return the config with the numbers of replicas and slabs of a plan.
 
         Raises
         ------
         ConfigError
-            If its other values do not go with that.
+            If other values of the config exclude these numbers.
         """
         parallel = {**self.parallel.model_dump(), "data": plan.data, "spatial": plan.spatial}
         source = f"parallel.data: {plan.data} and parallel.spatial: {plan.spatial}, which the processes come to,"
         return validated(ExperimentConfig, {**self.model_dump(), "parallel": parallel}, source)
 
     def located(self) -> "ExperimentConfig":
-        """Return the config with absolute paths to what it reads, from any working directory."""
+        """Return the config with absolute paths to its input files and cache."""
         stage = self.data.previous_stage
         cache, file, start = self.data.cache, self.split.file, self.training.start_from
         return self.with_values(
@@ -254,7 +253,7 @@ class ExperimentConfig(ConfigModel):
 
     @property
     def stage_labels(self) -> tuple[int, ...]:
-        """Values of the previous stage's label maps, each a further channel of the images."""
+        """Values of the previous stage's label maps; each becomes a further channel of the images."""
         steps = [step.spec() for step in self.preprocessing]
         return tuple(steps[-1].get("labels", ())) if steps and steps[-1]["name"] == PREVIOUS_STAGE else ()
 
@@ -265,5 +264,5 @@ class ExperimentConfig(ConfigModel):
 
 
 def _absolute(path: Path) -> Path:
-    # Not resolved: a link may be pointed to another disk later.
+    # Links are not resolved, since they may point to another disk later.
     return Path(os.path.abspath(path))

@@ -1,4 +1,4 @@
-"""Which values a search may try: for each key of a config a range of numbers, or a list of choices.
+"""Read the search space of a hyperparameter search: for each key a range of numbers, or a list of choices.
 
 ::
 
@@ -25,20 +25,20 @@ __all__ = ["RangeConfig", "Space", "list_samples", "read_space"]
 EXAMPLE = "optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}"
 
 FIXED = {"output": "each trial has a folder of its own", "name": "it names the search"}
-"""Keys that no search sets."""
+"""Keys that a search cannot set."""
 
 
 class RangeConfig(ConfigModel):
-    """Numbers that a key may have; whole numbers if ``low``, ``high`` and ``step`` are whole."""
+    """Range of a key's values; whole numbers if ``low``, ``high`` and ``step`` are whole."""
 
     low: int | Finite
     """Smallest value."""
     high: int | Finite
     """Largest value."""
     log: bool = False
-    """Draw the logarithm evenly, not the value."""
+    """Draw uniformly on a logarithmic scale."""
     step: int | Finite | None = None
-    """Distance between two values, counted from ``low``."""
+    """Distance between values, starting at ``low``."""
 
     @model_validator(mode="after")
     def _holds_numbers(self) -> Self:
@@ -61,22 +61,22 @@ class RangeConfig(ConfigModel):
 
     @property
     def samples(self) -> tuple[int | float, ...]:
-        """Both ends, and a value between them: ends such as 2.0 may be whole where the others are not."""
+        """Both ends and a value between them, since ends such as 2.0 may be whole when other values are not."""
         distance = 1 if self.is_whole else (self.high - self.low) / math.e
         return self.low, self.low + (self.step or distance), self.high
 
 
 Space = dict[str, RangeConfig | tuple[str, ...]]
-"""Keys with their ranges, or their choices as ``--set`` takes them; a section comes before the keys below it."""
+"""Keys with ranges, or with choices in the form of ``--set``; a section precedes its keys."""
 
 
 def read_space(path: str | Path) -> Space:
-    """Read the file of ``volseg search --over``; whether a config has the keys is checked later.
+    """Read the file of ``volseg search --over``, without a check that a config has its keys.
 
     Raises
     ------
     ConfigError
-        If the file is absent or no YAML, or a key has neither a range nor choices.
+        If the file is absent or not YAML, or a key has neither a range nor choices.
     """
     try:
         values = read_yaml(Path(path), str(path))
@@ -89,7 +89,7 @@ def read_space(path: str | Path) -> Space:
 
 
 def list_samples(space: Space) -> Iterator[str]:
-    """Yield an override for each choice, and for some values of each range."""
+    """Yield an override for each choice, and for three values of each range."""
     for key, values in space.items():
         for value in values.samples if isinstance(values, RangeConfig) else values:
             yield f"{key}={value}"

@@ -1,4 +1,4 @@
-"""The configs that come with volseg, whether it is installed or runs from its source tree."""
+"""Find the configs that come with volseg, in an installation or a source tree."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ __all__ = ["list_shipped", "shipped_config_path"]
 
 
 def list_shipped() -> dict[str, Path]:
-    """Return the file of each config by its name: ``quickstart``, ``task04_cpu``, ``msd/task09_spleen`` ..."""
+    """Return the file of each config by name: ``quickstart``, ``task04_cpu``, ``msd/task09_spleen`` ..."""
     installed = Path(__file__).parents[1] / "configs"
     folder = installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
@@ -21,7 +21,7 @@ def shipped_config_path(name: str) -> Path:
     Raises
     ------
     ConfigError
-        If there is none of that name.
+        If no config has the name.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The loop of a training, its patches, and the kernels that it runs."""
+"""Config sections of the training loop, its patches and its kernels."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -12,12 +12,12 @@ __all__ = ["KERNELS_OF", "UNSETTLED_KERNELS", "GrowthConfig", "PatchConfig", "Tr
 
 
 class GrowthConfig(ConfigModel):
-    """A first part of the training, on smaller patches."""
+    """An early part of the training, on smaller patches."""
 
     until: Annotated[float, Field(gt=0, lt=1)]
-    """Fraction of the epochs after which the next size is taken, or that of ``patch.size``."""
+    """Fraction of the epochs after which the next size, or ``patch.size``, applies."""
     size: Sides
-    """Extent along D, H, W until then."""
+    """Extent along D, H, W until then (voxels)."""
 
 
 class PatchConfig(ConfigModel):
@@ -28,10 +28,10 @@ class PatchConfig(ConfigModel):
     batch: Count = 2
     """Patches per batch."""
     foreground: Fraction = 0.33
-    """Fraction of a batch's patches that surely hold foreground."""
+    """Fraction of a batch's patches that are drawn to contain foreground."""
     growth: tuple[GrowthConfig, ...] = ()
-    """Smaller patches to begin with, in whose steps less is computed: ``[{until: 0.5, size: [24, 32, 24]}]``. A size
-    changes between two epochs, and its step is recorded anew. Not where volumes or networks are cut over GPUs."""
+    """Smaller patches, with faster steps, at the start: ``[{until: 0.5, size: [24, 32, 24]}]``. The size changes
+    between epochs, and the step is then recorded again. Excludes volumes or networks cut over GPUs."""
 
     @model_validator(mode="after")
     def _grows(self) -> "PatchConfig":
@@ -47,79 +47,78 @@ class PatchConfig(ConfigModel):
 
     @property
     def sizes(self) -> tuple[Sides, ...]:
-        """Every size of a training's patches, in their order."""
+        """All patch sizes of a training, in order."""
         return (*(stage.size for stage in self.growth), self.size)
 
     def size_in(self, epoch: int, epochs: int) -> Sides:
-        """Return the size of an epoch's patches, the epochs being counted from 0.
+        """Return the patch size of an epoch, counted from 0.
 
         >>> patch = PatchConfig(size=(8, 8, 8), growth=[{"until": 0.5, "size": (4, 4, 4)}])
         >>> [patch.size_in(epoch, 3)[0] for epoch in range(3)]
         [4, 4, 8]
         """
-        # Divided, as round-off makes 0.55 * 100 more than 55, and the quotient is the number that was written.
+        # A product would be wrong: 0.55 * 100 rounds to more than 55, whereas 55 / 100 is exactly the written 0.55.
         return next((stage.size for stage in self.growth if epoch / epochs < stage.until), self.size)
 
     def first_whole(self, epochs: int) -> int:
-        """Return the first epoch whose patches have the size that is trained up to; ``epochs`` if none has."""
+        """Return the first epoch with patches of the final size; ``epochs`` if there is no such epoch."""
         return next((epoch for epoch in range(epochs) if self.size_in(epoch, epochs) == self.size), epochs)
 
 
 class TrainingConfig(ConfigModel):
-    """The loop."""
+    """The training loop."""
 
     epochs: Count = 100
-    """Epochs of the training."""
+    """Number of epochs."""
     iterations: Count = 250
     """Batches per epoch."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of activations and gradients; ``auto`` takes bf16 on GPUs from compute capability 8.0 on, fp16 on older ones, and
-    fp32 on a CPU. Weights are float32 in any case."""
+    """Precision of activations and gradients; ``auto`` takes bf16 on GPUs of compute capability 8.0 or higher, fp16 on
+    older GPUs, and fp32 on a CPU. Weights are always float32."""
     clip: Positive | None = 12.0
-    """Largest norm of the gradient."""
+    """Largest norm of the gradient; null does not clip."""
     accumulate: Count = 1
     """Batches per optimizer step."""
     ema: Decay | None = None
-    """Decay of an exponential moving average of the weights, which is then what is validated and predicted with."""
+    """Decay of an exponential moving average of the weights; validation and prediction then use the average."""
     validate_every: Count | None = 10
-    """Epochs between validations; the last epoch is always validated. null: no epoch is, only the trained network, at
-    the end; then there is no best checkpoint but the last."""
+    """Epochs between validations; the last epoch is always validated. null: only the trained network is validated, at
+    the end, and the best checkpoint is the last."""
     patience: Count | None = None
-    """Validations without a better Dice after which the training stops."""
+    """Validations without a better Dice before the training stops; null: never."""
     kernels: Literal["auto", "fast", "torch", "compiled", "measured"] = "auto"
-    """Kernels of a network on one GPU: ``fast`` are this package's, which ``parallel.strategy: spatial`` runs on every
-    GPU too; ``torch`` are torch's and cuDNN's; ``compiled`` are what torch.compile makes of the network's training pass
-    (evaluation runs torch's), and its step is recorded all the same. All compute the same up to round-off, and runs of
-    any are resumed, validated and predicted with by the others. ``auto`` takes the fast ones where they pay: on a GPU
-    that has them, in a training whose step is recorded and computed in bfloat16, for a network whose functions all have
-    a form among them; elsewhere torch's, and says why. ``fast`` and ``compiled`` are refused where they cannot be had.
-    ``measured`` times some steps of each at the start of a training, takes the fastest, and keeps to it when the run is
-    resumed."""
+    """Kernels of a network on one GPU. ``fast``: volseg's, which ``parallel.strategy: spatial`` also runs on every GPU.
+    ``torch``: torch's and cuDNN's. ``compiled``: torch.compile's for the training pass and torch's for evaluation; the
+    step is still recorded. All compute the same up to round-off, and a run can be resumed, validated and used for
+    prediction with any of them. ``auto`` takes the fast kernels where they pay: on a GPU that has them, if the step is
+    recorded and computed in bfloat16 and all functions of the network have a fast kernel; else torch's, with the reason
+    in the log. ``fast`` and ``compiled`` are refused if unavailable. ``measured`` times some steps with each at the
+    start of a training, takes the fastest, and keeps it when the run is resumed."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Layout of weights and activations on a GPU; auto measures which is faster for this network and patch, or takes
-    contiguous in deterministic mode. The fast kernels have a layout of their own, channels last, whatever this says."""
+    contiguous in deterministic mode. The fast kernels always use channels last."""
     record: bool = True
-    """Record the training step as a CUDA graph where it can be."""
+    """Record the training step as a CUDA graph if possible."""
     deterministic: bool = False
-    """The same seed on the same GPU gives the same bits; an operator that cannot is refused. Costs time, but not with
-    the fast kernels, which sum in one order anyway."""
+    """Compute the same bits from the same seed on the same GPU; operators without a deterministic form are refused.
+    Slower, except with the fast kernels, which always sum in a fixed order."""
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 5.0
-    """Time between two writings of the latest checkpoint, in the middle of an epoch too: what a crash can cost."""
+    """Minutes between writes of the latest checkpoint, also within an epoch: the time that a crash can cost."""
     start_from: Path | None = None
-    """Initial weights: whatever ``volseg predict`` takes (of several networks, one fold), or weights only: a
-    ``.safetensors`` file, a ``state_dict``, a MONAI bundle. Averaged weights are taken if there are any. Heads for
-    other labels are made anew and a first convolution of other channels is adapted."""
+    """Initial weights: any model for ``volseg predict`` (of several folds, name one), or only weights: a
+    ``.safetensors`` file, a ``state_dict``, a MONAI bundle. Averaged weights take precedence. Heads for other labels
+    are initialized anew, and a first convolution for other channels is adapted."""
     start_strict: bool = True
-    """Refuse weights of which others are missing, left over or of another shape. false begins with what fits."""
+    """Refuse initial weights if any are missing, unused or of another shape; false loads the weights that fit."""
     frozen: tuple[str, ...] = ()
-    """Parameters that stay as they are, by patterns of their names, such as ``encoder.*``."""
+    """Parameters that are not trained, as patterns of names, such as ``encoder.*``."""
     spot: Literal["none", "aws"] = "none"
-    """Whose notices that the machine will be taken away are heeded: ``aws`` asks the instance's metadata service every
-    5 s, and saves and ends with status 143 when it says so."""
+    """Provider whose notices of a spot interruption end the run: ``aws`` queries the instance's metadata service every
+    5 s; after a notice the run saves a checkpoint and exits with status 143."""
 
     @property
     def can_be_followed(self) -> bool:
-        """Whether a step can be run on tensors without values: what torch.compile makes of a network cannot."""
+        """Whether a step can run on fake tensors; a network compiled by torch.compile cannot."""
         return self.kernels != "compiled"
 
 
@@ -129,7 +128,7 @@ KERNELS_OF = {
     "pipeline": ("auto", "torch"),
     "auto": ("auto",),
 }
-"""Which ``training.kernels`` each ``parallel.strategy`` can run; only without one is there a choice."""
+"""Choices of ``training.kernels`` by ``parallel.strategy``."""
 
 UNSETTLED_KERNELS = ("compiled", "measured")
-"""Kinds of ``training.kernels`` whose kernels are chosen by how long they take, and may be others the next time."""
+"""Choices of ``training.kernels`` that pick kernels by measured time, so that repeated runs may use different ones."""

@@ -1,8 +1,8 @@
-"""Read and write plain values by the core schema of YAML 1.2.
+"""Read and write plain values in the core schema of YAML 1.2.
 
-PyYAML follows YAML 1.1: ``1e-3`` is a text, ``010`` is 8, ``1:30`` is 90, ``no`` is false, and the last of two equal
-keys silently wins. So PyYAML only parses here, and this module builds the values from the parser's events. It refuses
-anchors, aliases, merge keys and tags: 500 bytes of nested aliases can stand for 9**9 values.
+PyYAML follows YAML 1.1: ``1e-3`` is a string, ``010`` is 8, ``1:30`` is 90, ``no`` is false, and the last of two equal
+keys silently wins. So PyYAML only parses, and this module builds the values from the parser's events. It refuses
+anchors, aliases, merge keys and tags: 500 bytes of nested aliases can expand to 9**9 values.
 """
 
 import re
@@ -18,17 +18,17 @@ from volseg.files import decode_text, read_bytes
 __all__ = ["DEEPEST", "dump_yaml", "parse_yaml", "read_yaml"]
 
 DEEPEST = 50
-"""Nested levels of lists and sections."""
+"""Most nested levels of lists and sections."""
 
 MOST_CHARACTERS = 1 << 24
 MOST_VALUES = 1_000_000
-"""The ``task.yaml`` of 100,000 cases holds half as many."""
+"""Limit on values; the ``task.yaml`` of 100,000 cases has half as many."""
 
 MOST_DIGITS = 300
 """Larger integers do not fit into a float."""
 
 PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The parser of libyaml, where PyYAML was built with it; it is faster."""
+"""The faster parser of libyaml, if PyYAML was built with it."""
 
 WORDS = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
@@ -41,7 +41,7 @@ FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write a shared value in each place, and quote a text that YAML 1.1 or YAML 1.2 takes for another value."""
+    """Write a shared value in each place, and quote strings that YAML 1.1 or 1.2 would read as other values."""
 
     def ignore_aliases(self, _: Any) -> bool:
         """Return True."""
@@ -66,7 +66,7 @@ def read_yaml(path: Path, source: str) -> Any:
     Raises
     ------
     ConfigError
-        If it is not plain YAML; the message names ``source`` and the line.
+        If the file is not plain YAML; the message names ``source`` and the line.
     OSError
         If the file cannot be read.
     """
@@ -80,7 +80,7 @@ def read_yaml(path: Path, source: str) -> Any:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Return the plain values that ``text`` holds.
+    """Return the plain values in ``text``.
 
     Raises
     ------
@@ -121,7 +121,7 @@ class _Builder:
         self._num_values = 0
 
     def build(self) -> Any:
-        """Return the value of the document; None for an empty text."""
+        """Return the value of the document; None for an empty document."""
         next(self._events)  # the stream's start
         start = next(self._events)
         if isinstance(start, yaml.StreamEndEvent):
@@ -136,7 +136,7 @@ class _Builder:
         return value
 
     def _build(self, event: Any, depth: int) -> Any:
-        """Return the value that starts at an event."""
+        """Return the value that begins with an event."""
         self._num_values += 1
         if self._num_values > MOST_VALUES:
             _refuse(event, f"it holds more than {MOST_VALUES} values")
@@ -174,7 +174,7 @@ class _Builder:
 
 
 def _parse_scalar(event: yaml.ScalarEvent) -> Any:
-    """Return the value of a scalar: a text if it is quoted, else as the core schema says."""
+    """Return the value of a scalar: a string if quoted, else by the core schema."""
     text: str = event.value
     if event.implicit[0]:  # not quoted
         if text in WORDS:

@@ -1,7 +1,7 @@
 """Measure peaks of GPU memory in the first steps of a training, and compare them with a plan's estimate.
 
-torch's counters are read without waiting for a GPU: after the second optimizer step, when the optimizer's state and
-averages exist, and again after a step has been recorded, as its memory stays allocated.
+Reading torch's counters does not wait for a GPU. They are read after the second optimizer step, when the optimizer's
+state and averages exist, and again after a step has been recorded, since its memory stays allocated.
 """
 
 import json
@@ -26,7 +26,7 @@ FIRST = 2
 """Optimizer steps before the first reading."""
 
 RECORDED = 8
-"""Optimizer steps before the second reading: a step is recorded as the fourth, with some strategies a few later."""
+"""Optimizer steps before the second reading: the fourth step is recorded, with some strategies a later one."""
 
 GIB = 2**30
 
@@ -45,7 +45,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReading:
-    """The peaks of all devices of all processes after some steps."""
+    """Peaks of all devices of all processes after some steps."""
 
     steps: int
     devices: tuple[DeviceMemory, ...]
@@ -62,15 +62,15 @@ class FirstSteps(Hook):
     Parameters
     ----------
     meter : GpuMeter
-        Of this process's devices.
+        Meter of this process's devices.
     estimate : MemoryUse, optional
-        Of a step, on the device that needs most, where a plan was made.
+        Estimate of a step on the device with the highest need; None without a plan.
     beside : int
-        Bytes of each device that something else than the step holds: the cases that lie there.
+        Bytes per device that hold cases, which the estimate does not include.
     write : callable
-        Gets the result as plain values, after each reading.
+        Called with the result as plain values after each reading.
     first_epoch : int
-        Whose steps are those that were estimated; patches may be smaller before.
+        First epoch of the estimated steps; earlier epochs may have smaller patches.
     """
 
     def __init__(
@@ -88,24 +88,24 @@ class FirstSteps(Hook):
         self.readings: list[MemoryReading] = []
 
     def on_training_begin(self, training: Training) -> None:
-        """Count steps from the start of this process: peaks of an earlier process do not count."""
+        """Count steps and peaks from the start of this process."""
         self._batches, self._first_epoch = 0, max(training.epoch, self._full_from)
         self.readings = []
         self._meter.begin()
 
     def on_epoch_begin(self, training: Training) -> None:
-        """Reset the peaks of steps on smaller patches, and of validations between them."""
+        """Reset the peaks that steps on smaller patches and their validations caused."""
         if training.epoch == self._first_epoch == self._full_from > 0 and training.position == 0:
             self._meter.begin()
 
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
-        """Read after the steps that tell; all processes at the same ones."""
+        """Read the peaks after `FIRST` and `RECORDED` steps, or a shorter epoch, in all processes at the same steps."""
         del fields
         if training.epoch < self._first_epoch:
             return
         self._batches += 1
         steps, rest = divmod(self._batches, training.accumulate)
-        # A validation takes memory of its own: what is to be read is read before the first one.
+        # A validation takes memory too, so the last reading is before the first validation.
         is_last = steps < RECORDED and training.position == training.num_batches
         if rest or not (steps in (FIRST, RECORDED) or is_last) or training.epoch != self._first_epoch:
             return
@@ -119,7 +119,7 @@ class FirstSteps(Hook):
             logger.info("%s", self.describe())
 
     def scalars(self) -> dict[str, float]:
-        """Return what TensorBoard shows: GiB of the fullest device, and of the estimate."""
+        """Return values for TensorBoard: GiB of the fullest device and of the estimate, and the error in percent."""
         if not self.readings:
             return {}
         fullest = self.readings[-1].fullest
@@ -136,13 +136,13 @@ class FirstSteps(Hook):
         return shown
 
     def compute_memory_error(self) -> float | None:
-        """Return the estimate's error as a share of the measured memory; None if one of the two is missing."""
+        """Return the estimate's error relative to the measured memory; None if either is missing."""
         if self.estimate is None or not self.readings:
             return None
         return self.estimate.reserved / max(self.readings[-1].fullest.reserved - self._beside, 1) - 1
 
     def describe(self) -> str | None:
-        """Return measurement and estimate as a sentence; None before the first measurement."""
+        """Return measurement and estimate as a sentence; None before the first reading."""
         if not self.readings:
             return None
         reading = self.readings[-1]
@@ -171,17 +171,17 @@ class FirstSteps(Hook):
 
 
 class GpuMeter:
-    """Read the counters of torch's allocator on this process's GPUs, without waiting for a GPU."""
+    """Read the counters of torch's allocator for this process's GPUs, without waiting for a GPU."""
 
     def begin(self) -> None:
-        """Count peaks from here on: what was tried before, to choose kernels or a layout, is given back."""
+        """Free the cached memory of earlier trials, such as of kernels or layouts, and reset the peaks."""
         if uses_gpus():
             torch.cuda.empty_cache()
         for gpu in self._read_counters():
             torch.cuda.reset_peak_memory_stats(gpu)
 
     def read(self) -> list[DeviceMemory]:
-        """Return the peaks."""
+        """Return the peaks of each GPU."""
         return [
             DeviceMemory(
                 device=str(gpu),
@@ -193,15 +193,15 @@ class GpuMeter:
         ]
 
     def count(self) -> int:
-        """Return the bytes that are given out now, of the GPU on which most are."""
+        """Return the bytes now allocated on the GPU with the most allocated bytes."""
         counts = (counters["allocated_bytes"]["all"]["current"] for counters in self._read_counters().values())
         return max(counts, default=0)
 
     @staticmethod
     def _read_counters() -> dict[torch.device, dict[str, Any]]:
-        """Return the counters of each GPU that is used, by one call for each.
+        """Return the counters of each GPU in use, with one call per GPU.
 
-        ``torch.cuda.max_memory_allocated`` and its like read all counters, flatten and sort them, for one number.
+        ``torch.cuda.max_memory_allocated`` and similar functions read, flatten and sort all counters for one number.
         """
         if not uses_gpus():
             return {}
@@ -214,6 +214,6 @@ class GpuMeter:
 
 
 def gather_memory(meter: GpuMeter) -> list[DeviceMemory]:
-    """Return the peaks of all processes' GPUs; all of them call this."""
+    """Return the peaks of all processes' GPUs; every process must call this function."""
     own = [json.dumps(asdict(device)) for device in meter.read()]
     return [DeviceMemory(**json.loads(told)) for told in gather_over_processes(own)]

@@ -1,8 +1,8 @@
-"""Slices of a case as a picture: the image, with lines around what was labelled and what was predicted.
+"""Draw slices of a case as a picture: the image, with outlines of label and prediction.
 
-A line hides little of the image, which a coloured area does. A label has a coloured line and a faint tint within it, a
-prediction a pale line of the same hue: where both agree the lines lie on each other, what was missed has a tint without
-a pale line, what was made up a pale line without a tint.
+Outlines hide less of the image than coloured areas. A label has a coloured outline and a faint tint inside it, a
+prediction a pale outline of the same hue. The outlines coincide where both agree. Missed structures have a tint without
+a pale outline, false structures a pale outline without a tint.
 """
 
 import math
@@ -24,29 +24,29 @@ __all__ = ["PALETTE", "draw_example", "draw_patches", "draw_slices", "face_patie
 PALETTE = torch.tensor(LABEL_COLOURS, dtype=torch.float32)
 
 PLANES = ("sagittal", "coronal", "axial")
-"""What is seen along each axis of a volume that faces the patient."""
+"""Plane across each axis of a volume from `face_patient`."""
 
 SIDES = (("A", "P"), ("R", "L"), ("R", "L"))
-"""Of the patient, left and right in the picture of each plane: as if seen from the feet, as radiologists do."""
+"""Patient's sides at the left and right of each plane: seen from the feet, as in radiology."""
 
 TINT = 0.18
 PALE = 0.6
-"""How white a prediction's line is."""
+"""Share of white in the outline of a prediction."""
 
 DARK = 0.05
-"""Of the range of intensities: planes at the border that are darker, and hold no label, are cut off."""
+"""Fraction of the intensity range; planes at the border that are darker, without labels, are cropped."""
 
 TEXT = (205, 205, 205)
 GAP = 6
 SAMPLES = 4
-"""Of a batch, that are drawn."""
+"""Number of samples of a batch to draw."""
 
 LONGEST = 4
-"""Times ``min_side``: what is very long and thin is not drawn any larger."""
+"""Longest side of a picture of a long, thin volume, in multiples of ``min_side``."""
 
 
 def draw_example(example: Example, *, channel: int = 0, min_side: int = 512) -> Tensor:
-    """Return the slices of a validated case, turned to face the patient; see `draw_slices`."""
+    """Return a picture of a validated case, oriented by `face_patient`; see `draw_slices`."""
     affine = example.affine
     image, label, prediction = (
         face_patient(volume, affine) for volume in (example.image, example.label, example.prediction)
@@ -56,14 +56,14 @@ def draw_example(example: Example, *, channel: int = 0, min_side: int = 512) -> 
 
 
 def draw_patches(images: Tensor, labels: Tensor, *, channel: int = 0) -> Tensor:
-    """Return the slices of a batch's first samples below each other; see `draw_slices`.
+    """Return a picture of a batch's first samples, one below the other; see `draw_slices`.
 
     Parameters
     ----------
     images, labels : Tensor
         ``(B, C, D, H, W)`` and ``(B, D, H, W)`` or ``(B, 1, D, H, W)``, on any device.
     channel : int
-        Of the images.
+        Channel of the images to draw.
     """
     chosen = images[:SAMPLES].detach().cpu(), labels[:SAMPLES].flatten(1).unflatten(1, (-1, *labels.shape[-3:])).cpu()
     samples = zip(*chosen, strict=True)
@@ -73,12 +73,12 @@ def draw_patches(images: Tensor, labels: Tensor, *, channel: int = 0) -> Tensor:
 
 
 def face_patient(volume: Tensor, affine: Tensor) -> Tensor:
-    """Return a volume ``(..., D, H, W)`` with its axes to the patient's right, front and head, as nearly as they lie.
+    """Return a volume ``(..., D, H, W)`` with axes permuted and flipped towards the patient's right, front and head.
 
     Parameters
     ----------
     volume : Tensor
-        Voxels as a file has them.
+        Voxels in the order of the file.
     affine : Tensor
         4 x 4, voxel index to RAS+ position in mm.
     """
@@ -97,25 +97,25 @@ def draw_slices(
     channel: int = 0,
     min_side: int = 512,
 ) -> Tensor:
-    """Return a picture ``(3, height, width)`` of uint8: the slice along each axis that holds most label voxels.
+    """Return a uint8 picture ``(3, height, width)`` of the slice with the most label voxels along each axis.
 
     Parameters
     ----------
     image : Tensor
-        ``(D, H, W)`` or ``(C, D, H, W)`` of any intensities, also of such that are no numbers; to be seen as a patient,
-        its axes point right, to the front and to the head (`face_patient`).
+        ``(D, H, W)`` or ``(C, D, H, W)`` with any intensities, NaN included. The titles and sides are right if its axes
+        point to the right, the front and the head (`face_patient`).
     label : Tensor
         ``(D, H, W)``, integers; 0 is not drawn.
     prediction : Tensor, optional
-        As ``label``. Where there is no label, the slices are those that hold most of the prediction.
+        As ``label``. If the label is empty, the prediction determines the slices.
     spacing : sequence of float
-        Sides of a voxel along D, H and W in mm: voxels are drawn in their true proportion.
+        Sides of a voxel along D, H and W in mm, which set the proportions of the picture.
     channel : int
-        Of the image, which is drawn.
+        Channel of the image to draw.
     min_side : int
-        Pixels that the picture has at least in height and in width.
+        Smallest height and width of the picture in pixels.
     """
-    image, label = image.as_subclass(Tensor), label.as_subclass(Tensor)  # a MetaTensor carries its affine along
+    image, label = image.as_subclass(Tensor), label.as_subclass(Tensor)  # without the metadata of a MetaTensor
     prediction = None if prediction is None else prediction.as_subclass(Tensor)
     volume = image if image.ndim == 3 else image[channel]
     grey = _scale_intensities(volume)
@@ -124,7 +124,7 @@ def draw_slices(
     box = _find_content(volumes)
     extents = [(part.stop - part.start) * side for part, side in zip(box, spacing, strict=True)]
     is_stacked, pixels = _choose_layout(extents, spacing, min_side)
-    # Pages show each picture as wide as the others, so text and lines grow with the width of a row.
+    # Pages show all pictures at the same width, so text and lines grow with the width of a row.
     width = min_side if is_stacked else max(min_side, round((2 * extents[0] + extents[1]) * pixels))
     panels = []
     for axis in range(3):
@@ -132,7 +132,7 @@ def draw_slices(
         across, upward = (dim for dim in range(3) if dim != axis)
         size = (max(round(extents[upward] * pixels), 1), max(round(extents[across] * pixels), 1))
         planes = (each.select(axis, index)[box[across], box[upward]] for each in volumes)
-        cut = [plane.mT.flip(-2, -1) for plane in planes]  # upward; right and front of the patient to the left
+        cut = [plane.mT.flip(-2, -1) for plane in planes]  # head up; the patient's right or front to the left
         panel = _paint(cut, size, line=max(round(width / 256), 1))
         title = f"{PLANES[axis]} {index + 1} / {volume.shape[axis]}"
         panels.append(_frame(panel, title, SIDES[axis], width // 4))
@@ -142,16 +142,16 @@ def draw_slices(
 
 
 def _find_axes(affine: Tensor) -> tuple[list[int], list[bool]]:
-    """Return which axis of the file points right, to the front and to the head, and whether the other way round."""
+    """Return the file's axes towards right, front and head, and whether each points the opposite way."""
     found = io_orientation(affine.numpy(force=True))
     order = np.argsort(found[:, 0]).tolist()
     return order, [bool(found[source, 1] < 0) for source in order]
 
 
 def _scale_intensities(volume: Tensor) -> Tensor:
-    """Return intensities in [0, 1], from the 0.5 to the 99.5 percentile; 0 for what is no finite number."""
+    """Return intensities scaled from their 0.5 and 99.5 percentiles to [0, 1]; NaN becomes 0."""
     volume = volume.float()
-    # Every n-th voxel will do, and torch.quantile takes no more than 2^24.
+    # Every n-th voxel suffices, and torch.quantile takes at most 2^24 values.
     known = volume.flatten()[:: max(volume.numel() // 2**20, 1)]
     known = known[known.isfinite()]
     low, high = known.quantile(torch.tensor([0.005, 0.995])).tolist() if known.numel() else (0.0, 1.0)
@@ -159,13 +159,13 @@ def _scale_intensities(volume: Tensor) -> Tensor:
 
 
 def _find_fullest(label: Tensor, axis: int) -> int:
-    """Return the slice with most label voxels, the middle one where there is none."""
+    """Return the index of the slice with the most label voxels, or of the middle slice if there are none."""
     held = (label > 0).sum([dim for dim in range(3) if dim != axis])
     return int(held.argmax()) if bool(held.any()) else label.shape[axis] // 2
 
 
 def _find_content(volumes: Sequence[Tensor]) -> list[slice]:
-    """Return the box around what is not dark in the image, label and prediction; all of an image that is dark."""
+    """Return the box around bright voxels, label and prediction; the whole volume if the image is dark."""
     grey, *labels = volumes
     seen = grey > DARK
     seen = reduce(torch.logical_or, labels, seen) if bool(seen.any()) else torch.ones_like(seen)
@@ -174,9 +174,9 @@ def _find_content(volumes: Sequence[Tensor]) -> list[slice]:
 
 
 def _choose_layout(extents: Sequence[float], spacing: Sequence[float], min_side: int) -> tuple[bool, float]:
-    """Return whether the coronal slice is below the sagittal one, where less stays empty, and pixels per mm.
+    """Return whether the coronal slice goes below the sagittal one, to leave less space empty, and the pixels per mm.
 
-    The picture is ``min_side`` high, and no voxel is smaller than a pixel, within bounds.
+    The picture is at least ``min_side`` high, and a voxel at least one pixel, unless the picture exceeds `LONGEST`.
     """
     across, along, upward = extents
     row = along + 2 * across, max(upward, along)
@@ -187,7 +187,7 @@ def _choose_layout(extents: Sequence[float], spacing: Sequence[float], min_side:
 
 
 def _paint(cut: Sequence[Tensor], size: tuple[int, int], line: int) -> Tensor:
-    """Return a plane of image, label and perhaps prediction with tints and lines, ``(3, *size)`` in [0, 1]."""
+    """Return a plane of the image with tints and outlines of its labels, ``(3, *size)`` in [0, 1]."""
     plane, *labels = cut
     grey = functional.interpolate(plane[None, None], size, mode="bilinear", antialias=True)[0].clamp(0, 1)
     truth, *predicted = (_enlarge(each, size) for each in labels)
@@ -208,21 +208,21 @@ def _colour(labels: Tensor) -> Tensor:
 
 
 def _find_border(labels: Tensor, width: int) -> Tensor:
-    """Return the pixels of structures within ``width`` of something else, or of the picture's edge."""
+    """Return the pixels of structures within ``width`` of another value, or of the picture's edge."""
     high = low = functional.pad(labels.int(), (width,) * 4)
-    for dim in (0, 1):  # by shifted copies: max_pool2d takes four times as long on a CPU
+    for dim in (0, 1):  # shifted copies, since max_pool2d takes four times as long on a CPU
         high, low = (_join(torch.maximum, high, width, dim), _join(torch.minimum, low, width, dim))
     return (labels > 0) & (high != low)
 
 
 def _join(extreme: Callable[[Tensor, Tensor], Tensor], ringed: Tensor, width: int, dim: int) -> Tensor:
-    """Return the extreme of all values within ``width`` along a dim, without the ring of that width."""
+    """Return the extreme of the values within ``width`` along a dim, without the padding of that width."""
     size = ringed.shape[dim] - 2 * width
     return reduce(extreme, (ringed.narrow(dim, begin, size) for begin in range(2 * width + 1)))
 
 
 def _frame(panel: Tensor, title: str, sides: tuple[str, str], min_width: int) -> Tensor:
-    """Return a panel as uint8 with its title above it, and the patient's sides in it."""
+    """Return a panel as uint8 with its title above, and the letters of the patient's sides inside."""
     size = max(round(min_width / 6.5), 10)
     font = ImageFont.load_default(size)
     margin = round(1.6 * size)
@@ -238,7 +238,7 @@ def _frame(panel: Tensor, title: str, sides: tuple[str, str], min_width: int) ->
 
 
 def _put_together(panels: Sequence[Tensor], dim: int) -> Tensor:
-    """Return panels beside each other (``dim`` -1), or below each other (-2), with gaps."""
+    """Return panels side by side (``dim`` -1) or stacked (-2), with gaps."""
     height, width = (max(panel.shape[axis] for panel in panels) for axis in (-2, -1))
     padded = []
     for panel in panels:
@@ -249,5 +249,5 @@ def _put_together(panels: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _centre(size: int, wanted: int) -> tuple[int, int]:
-    """Return what is to be added before and after."""
+    """Return the padding before and after that centres ``size`` in ``wanted``."""
     return (wanted - size) // 2, wanted - size - (wanted - size) // 2

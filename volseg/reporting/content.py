@@ -1,4 +1,4 @@
-"""What a report says, apart from how it is written."""
+"""Define the content of a report, independent of its file format."""
 
 import math
 import time
@@ -64,7 +64,7 @@ class TextTable:
     rows: Sequence[Sequence[str]]
     sortable: bool = False
     bold: frozenset[int] = frozenset()
-    """Rows that stand out."""
+    """Indices of the rows in bold."""
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -74,54 +74,54 @@ class TextTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A line of a chart, with NaN where it has gaps."""
+    """A line of a chart; NaN makes a gap."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     colour: int = 0
-    """Number in the palette."""
+    """Index of the colour in the palette."""
     dots: bool = False
-    """Whether its points are drawn and not joined."""
+    """Whether to draw points instead of a line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Lines over the epochs, or over something else."""
+    """A chart of lines over the epochs, or over another quantity."""
 
     title: str
     lines: Sequence[Line]
     unit: str = ""
     over: str = "the epochs"
     counts: bool = True
-    """Whether the horizontal axis counts something."""
+    """Whether the horizontal axis has whole numbers."""
     log: bool = False
     """Whether the horizontal axis is logarithmic."""
 
     @property
     def series(self) -> list[Sequence[float]]:
-        """The values of each line."""
+        """Values of each line."""
         return [line.ys for line in self.lines]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boxes:
-    """How a metric spreads over cases or trials, a box for each label or choice."""
+    """A box plot of a metric over cases or trials, with one box per label or choice."""
 
     title: str
     groups: Sequence[tuple[str, Sequence[tuple[str, float]]]]
-    """Name of the label or choice; case or trial, and value. Values that are no finite number are counted apart."""
+    """Name of the label or choice, and pairs of case or trial and value. Values that are not finite get a count."""
     unit: str = ""
 
     @property
     def series(self) -> list[Sequence[float]]:
-        """The values of each group."""
+        """Values of each group."""
         return [[value for _, value in cases] for _, cases in self.groups]
 
 
 @dataclass(frozen=True, slots=True)
 class Charts:
-    """Small drawings beside each other."""
+    """Small charts side by side."""
 
     charts: Sequence[Chart | Boxes]
 
@@ -145,7 +145,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pictures:
-    """Pictures below each other, and the colours of what is drawn in them."""
+    """Pictures, one below the other, with a legend of their colours."""
 
     title: str
     pictures: Sequence[Picture]
@@ -154,7 +154,7 @@ class Pictures:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Text as it stands in a file."""
+    """Text of a file, verbatim."""
 
     title: str
     text: str
@@ -162,7 +162,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """What may be typed, with what it does."""
+    """Pairs of a purpose and a command line."""
 
     commands: Sequence[tuple[str, str]]
 
@@ -172,62 +172,62 @@ Block = Text | Items | NamedValues | TextTable | Charts | Shares | Pictures | Co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A heading and what stands below it."""
+    """A heading and the blocks below it."""
 
     title: str
     blocks: Sequence[Block]
     brief: bool = False
-    """Whether the short form has it too."""
+    """Whether the short form includes the section."""
     only_brief: bool = False
-    """Whether the page leaves it out, as it shows the same otherwise."""
+    """Whether only the short form includes the section; the page shows the same in another way."""
     warns: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportContent:
-    """Everything that is said of a run or of a cross-validation."""
+    """Content of the report of a run, a cross-validation or a search."""
 
     title: str
     subtitle: str
     state: str
     headline: Sequence[tuple[str, str]]
-    """What, and how much; the first is the most important."""
+    """Names and values; the first is the most important."""
     sections: Sequence[Section]
     written: str
-    """When, and by which version."""
+    """Time and version of volseg that wrote the report."""
 
 
 def select_charts(charts: Sequence[Chart | Boxes], caption: str) -> list[Block]:
-    """Return the charts that show different values below a caption; nothing where there is no such chart."""
+    """Return a caption and the charts whose values vary; an empty list if no chart has such values."""
     shown = [chart for chart in charts if any(len({*filter(math.isfinite, values)}) > 1 for values in chart.series)]
     return [Text(caption), Charts(shown)] if shown else []
 
 
 def list_sections(sections: Sequence[Section]) -> list[Section]:
-    """Return the sections that have something to say."""
+    """Return the sections that have blocks."""
     return [section for section in sections if section.blocks]
 
 
 Part = TypeVar("Part")
 
 FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What Python raises where a value is of another kind, or of another size, than the one that volseg writes."""
+"""Exceptions of Python for values whose type or size differs from what volseg writes."""
 
 
 class Composer:
-    """Makes parts; one that the files do not give is left out, with its reason.
+    """Make the parts of a report; leave out a part if its files are faulty, and record the reason.
 
     Parameters
     ----------
     missing : list of str
-        Takes a sentence for each part that is left out.
+        Gets a sentence for each part left out.
     """
 
     def __init__(self, missing: list[str]) -> None:
         self._missing = missing
 
     def attempt(self, what: str, make: Callable[[], Part], otherwise: Part) -> Part:
-        """Return what is made, or ``otherwise``."""
+        """Return the result of ``make``, or ``otherwise`` if it raises one of `FAULTS`."""
         try:
             return make()
         except FAULTS as fault:
@@ -238,7 +238,7 @@ class Composer:
             return otherwise
 
     def section(self, title: str, make: Callable[[], Sequence[Block]], **kind: bool) -> Section:
-        """Return a `Section` of a kind, without a block where it has nothing to say."""
+        """Return a `Section` with the blocks of ``make``; without blocks if it fails."""
         nothing: Sequence[Block] = ()
         blocks = self.attempt(f"The section '{title}'", make, nothing)
         return Section(title=title, blocks=blocks, **kind)
@@ -246,14 +246,14 @@ class Composer:
     def finish(
         self, folder: Path, *, sections: Sequence[Section], commands: Sequence[tuple[str, str]], **told: Any
     ) -> ReportContent:
-        """Return the report of a folder: behind the sections what is left out, and what to do next.
+        """Return the report of a folder; the last sections list parts left out and next commands.
 
         Parameters
         ----------
         folder, sections, **told
             See `ReportContent`.
         commands
-            What each does, and its line.
+            Purpose and command line of each command.
         """
         last = [
             Section(title="Not shown", blocks=[Items(self._missing)] if self._missing else []),

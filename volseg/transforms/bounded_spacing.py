@@ -1,10 +1,9 @@
 """Resample to a spacing like MONAI, with bounded memory, only if needed, and within planes on request.
 
-Where a volume has the orientation or the spacing already, no voxel moves. MONAI finds that out by the way it would take
-otherwise, and carries the metadata along in a millisecond or two for each volume; small volumes are read in less. Here
-the columns of the affine answer, and the volume comes back as MONAI leaves it: the same voxels, metadata and trace,
-which ``Invertd`` takes back. What the columns do not answer plainly (a sheared affine, axes between two directions,
-operations that wait) is left to MONAI.
+If a volume already has the orientation or the spacing, no voxel moves. MONAI still runs its usual path and copies the
+metadata, in one or two milliseconds per volume; reading a small volume takes less. Here the columns of the affine
+decide, and the result equals MONAI's: the same voxels, metadata and trace, which ``Invertd`` can invert. If the
+columns do not decide clearly (a sheared affine, axes between two directions, pending operations), MONAI computes.
 """
 
 import math
@@ -29,19 +28,19 @@ from volseg.transforms.resampling import SlabResample
 __all__ = ["BoundedSpacing", "KeptOrientation", "PlaneSpacing", "keep_spaced"]
 
 RESAMPLING_BYTES = 24
-"""Of each new voxel while MONAI resamples: its three coordinates in float64; each channel takes 8 more."""
+"""Bytes per new voxel while MONAI resamples: three coordinates in float64; each channel takes 8 more."""
 
 MOST_VOXELS = 2**31 - 1
-"""Of a resampled volume; torch's kernels count voxels in 32 bits."""
+"""Most voxels of a resampled volume, since torch's kernels count voxels in 32 bits."""
 
 ALWAYS_FITS = 1 << 28
-"""Bytes for which the system is not asked how many are free."""
+"""Bytes up to which the free memory is not checked."""
 
 
 class BoundedSpacing(Spacingd):
-    """MONAI's, a slab at a time, which refuses before it resamples what no memory could hold.
+    """MONAI's ``Spacingd``, computed slab by slab; a volume that would not fit the memory is refused first.
 
-    A case that has the spacing is returned at once, as MONAI leaves it.
+    A case that already has the spacing is returned at once, equal to MONAI's result.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class BoundedSpacing(Spacingd):
         Raises
         ------
         GridError
-            If a volume would have more voxels, or take more memory, than there may be.
+            If a resampled volume would exceed `MOST_VOXELS` or the available memory.
         """
         target = [float(side) for side in self.spacing_transform.pixdim]
         if not (self.lazy if lazy is None else lazy):
@@ -89,10 +88,10 @@ class BoundedSpacing(Spacingd):
 
 
 class PlaneSpacing(BoundedSpacing):
-    """Resamples thick slices within their planes only, and takes the nearest of them."""
+    """Resample thick slices only within their planes, and take the nearest plane along the coarse axis."""
 
     def __call__(self, data: Mapping[str, Any], lazy: bool | None = None) -> Case:
-        """Return the case at the spacing; one without thick slices as `BoundedSpacing` does."""
+        """Return the case at the spacing; without thick slices as `BoundedSpacing` does."""
         target = [float(side) for side in self.spacing_transform.pixdim]
         fields = list(self.key_iterator(data))
         sides = Grid.of(data[fields[0]]).affine[:3, :3].norm(dim=0).tolist()
@@ -106,28 +105,28 @@ class PlaneSpacing(BoundedSpacing):
 
 
 PLAIN_SHEAR = 1e-4
-"""Largest cosine between two axes of a volume whose orientation is told by its affine's columns."""
+"""Largest cosine between two axes up to which the affine's columns determine the orientation."""
 
 PLAIN_LEAD = 1e-2
-"""By which the largest cosine of an axis with the body's axes leads before the next."""
+"""Smallest difference between the two largest cosines of an axis with the body's axes."""
 
 PLAIN_SHIFT = 1e-4
-"""By which shear may move a corner (mm): a tenth of `AFFINE_TOL`, within which MONAI takes two affines for one."""
+"""Largest shift of a corner by shear (mm): a tenth of `AFFINE_TOL`, MONAI's tolerance for equal affines."""
 
 
 class _Axes(NamedTuple):
     """The columns of an affine."""
 
     sides: np.ndarray
-    """Of a voxel, in mm."""
+    """Sides of a voxel, in mm."""
     cosines: np.ndarray
-    """Directions of the axes, a column each."""
+    """Directions of the axes, one per column."""
     shear: float
-    """Largest cosine between two of them; NaN where there is none."""
+    """Largest cosine between two axes; NaN if an axis has length 0."""
 
 
 class KeptOrientation(Orientationd):
-    """MONAI's, which returns at once a volume that points there already."""
+    """MONAI's ``Orientationd``, which returns a volume of the wanted orientation at once."""
 
     def __init__(
         self,
@@ -140,7 +139,7 @@ class KeptOrientation(Orientationd):
         self._wanted = axcodes2ornt(axcodes, labels)
 
     def __call__(self, data: Mapping[str, Any], lazy: bool | None = None) -> Case:
-        """Return the case with its volumes turned to the axes' codes."""
+        """Return the case with its volumes reoriented to the axis codes."""
         waits = self.lazy if lazy is None else lazy
         case = dict(data)
         for field in self.key_iterator(case):
@@ -156,7 +155,7 @@ class KeptOrientation(Orientationd):
         if not _points(_read_axes(affine.numpy()), self._wanted):
             return None
         kept = _copy_of(volume, volume.as_tensor())
-        kept.meta[MetaKeys.AFFINE] = affine @ torch.eye(4, dtype=torch.float64)  # MONAI's product: no -0 is left
+        kept.meta[MetaKeys.AFFINE] = affine @ torch.eye(4, dtype=torch.float64)  # as MONAI: turns -0 into 0
         _note(kept, trace, {"original_affine": affine.numpy().copy()})
         return kept
 
@@ -164,20 +163,20 @@ class KeptOrientation(Orientationd):
 def keep_spaced(
     case: Mapping[str, Any], modes: Mapping[str, str], target: Sequence[float], padding_mode: str, step: SpatialResample
 ) -> Case | None:
-    """Return a case whose volumes all have a spacing already, as `Spacingd` leaves it; None where one may not.
+    """Return the result of `Spacingd` for a case that already has the spacing; None otherwise or in doubt.
 
     Parameters
     ----------
     case : mapping
-        With volumes (C, D, H, W).
+        Case with volumes (C, D, H, W).
     modes : mapping of str to str
-        The fields to look at, and how MONAI would interpolate each, in float64.
+        Fields to compare, with MONAI's interpolation of each, in float64.
     target : sequence of float
         The spacing (mm) along D, H, W.
     padding_mode : str
-        What MONAI would take from outside.
+        MONAI's values outside of the volume.
     step : SpatialResample
-        Whose trace is left.
+        Transform to record in the trace.
     """
     trace = step.get_transform_info()
     others = any(str(name).startswith(tuple(f"{field}_" for field in modes)) for name in case)  # MONAI updates these
@@ -195,7 +194,7 @@ def keep_spaced(
 
 
 def _is_plain(volume: object) -> bool:
-    """Whether a volume is what readers and steps make: nothing waits for it, and its metadata are kept."""
+    """Return whether a volume has tracked metadata, a float64 affine and no pending operations."""
     return (
         isinstance(volume, MetaTensor)
         and get_track_meta()
@@ -211,7 +210,7 @@ def _is_plain(volume: object) -> bool:
 
 def _read_axes(affine: np.ndarray) -> _Axes:
     columns = affine[:3, :3]
-    sides = np.sqrt(np.sum(columns * columns, axis=0))  # MONAI's way, to its last bit
+    sides = np.sqrt(np.sum(columns * columns, axis=0))  # the same bits as MONAI
     with np.errstate(divide="ignore", invalid="ignore"):
         cosines = columns / sides
     shear = np.abs(cosines.T @ cosines)[(0, 0, 1), (1, 2, 2)]
@@ -219,7 +218,7 @@ def _read_axes(affine: np.ndarray) -> _Axes:
 
 
 def _points(axes: _Axes, wanted: np.ndarray) -> bool:
-    """Whether each axis points plainly to where it is wanted; ``wanted`` as nibabel has orientations."""
+    """Return whether each axis clearly points in its wanted direction; ``wanted`` is a nibabel orientation."""
     if not axes.shear <= PLAIN_SHEAR:
         return False
     sizes = np.abs(axes.cosines)
@@ -232,10 +231,10 @@ def _points(axes: _Axes, wanted: np.ndarray) -> bool:
 
 
 def _is_spaced(volume: MetaTensor, target: Sequence[float]) -> bool:
-    """Whether MONAI leaves a volume as it is: its sides are the target's, within `AFFINE_TOL`, and it is not sheared.
+    """Return whether MONAI would not change a volume: it has the target's sides within `AFFINE_TOL`, and no shear.
 
-    MONAI takes out shear. As little as there is in a header of float32 moves no corner by `AFFINE_TOL`, which it asks,
-    and the number of voxels is the same.
+    MONAI removes shear. The shear of a float32 header moves no corner by `AFFINE_TOL`, MONAI's tolerance, and does not
+    change the number of voxels.
     """
     axes, wanted = _read_axes(volume.affine.numpy()), np.asarray(target, dtype=np.float64)
     if not ((wanted - AFFINE_TOL <= axes.sides) & (axes.sides <= wanted + AFFINE_TOL)).all():
@@ -245,14 +244,14 @@ def _is_spaced(volume: MetaTensor, target: Sequence[float]) -> bool:
 
 
 def _copy_of(volume: MetaTensor, voxels: torch.Tensor) -> MetaTensor:
-    """Return voxels with the metadata of a volume, a dictionary and a list of their own."""
+    """Return voxels with a copy of a volume's metadata: its dictionary and its list of operations."""
     kept = voxels.as_subclass(MetaTensor)
-    MetaObj.__init__(kept)  # of the tensor's own `__init__` nothing is wanted but this
+    MetaObj.__init__(kept)  # the only part of `MetaTensor.__init__` that is needed
     return kept.copy_meta_from(volume)
 
 
 def _note(volume: MetaTensor, trace: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-    """Add a step to the trace, in MONAI's form."""
+    """Append a step to the volume's trace, in MONAI's form."""
     shape = tuple(int(side) for side in volume.as_tensor().shape[1:])
     noted = {TraceKeys.ORIG_SIZE: shape, TraceKeys.LAZY: False, TraceKeys.EXTRA_INFO: dict(extra)}
     volume.push_applied_operation({**trace, **noted})

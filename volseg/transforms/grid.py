@@ -1,8 +1,8 @@
 """Define a grid of voxels and the map that places it in the patient.
 
-Going back to the image's own grid uses the two grids' affines and nothing else. MONAI's ``Invertd`` would replay its
-trace instead, which ties the prediction to the very transform objects that preprocessed the case (``id(self)`` is
-compared), so it fails for a case that comes from a cache or another process, and interpolates once per transform.
+The way back to the image's original grid needs only the affines of the two grids. MONAI's ``Invertd`` would invert its
+trace instead. It compares ``id(self)``, so the prediction depends on the same transform objects that preprocessed the
+case. Hence it fails for cases from a cache or another process. It also interpolates once per transform.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,12 @@ from volseg.errors import GridError
 __all__ = ["ANISOTROPY", "MISPLACED_VOXELS", "Grid", "find_coarse_axis"]
 
 ANISOTROPY = 3.0
-"""From how many times the finest spacing on an axis is one of thick slices; nnU-Net's number."""
+"""Ratio to the finest spacing above which an axis has thick slices; nnU-Net's number."""
 
 MISPLACED_VOXELS = 0.1
-"""How far two grids' corner voxels may lie apart and count as one grid, in voxels (shortest side).
+"""Largest distance between corner voxels of two grids that count as equal, in voxels (shortest side).
 
-Affines rounded by their file formats differ by a hundredth of a voxel over a long axis; the usual mistake, a shift by
-half a voxel, by 0.5.
+Affines rounded by file formats differ by 0.01 voxel over a long axis; the usual mistake is a shift by 0.5 voxel.
 """
 
 
@@ -46,15 +45,15 @@ class Grid:
 
     @classmethod
     def of(cls, volume: MetaTensor) -> "Grid":
-        """Return the grid on which ``volume`` ``(C, D, H, W)`` lies now."""
+        """Return the present grid of ``volume`` ``(C, D, H, W)``."""
         return cls._from(volume.shape[-3:], volume.affine)
 
     @classmethod
     def original(cls, volume: MetaTensor) -> "Grid":
         """Return the grid that ``volume`` had in its file, before preprocessing.
 
-        ``meta["spatial_shape"]`` and ``meta["original_affine"]`` remember it, as in MONAI's readers; a volume without
-        them has not been preprocessed.
+        ``meta["spatial_shape"]`` and ``meta["original_affine"]`` hold it, as in MONAI's readers; a volume without them
+        has not been preprocessed.
         """
         shape = volume.meta.get("spatial_shape", volume.shape[-3:])
         return cls._from(shape, volume.meta.get("original_affine", volume.affine))
@@ -71,7 +70,7 @@ class Grid:
         return cls((depth, height, width), matrix)
 
     def index_map(self, other: "Grid") -> Tensor:
-        """Return the ``(4, 4)`` matrix from voxel indices of this grid to those of ``other``."""
+        """Return the ``(4, 4)`` matrix from voxel indices of this grid to voxel indices of ``other``."""
         return torch.linalg.solve(other.affine, self.affine)
 
     def crop(self, start: Sequence[int], shape: Sequence[int]) -> "Grid":
@@ -81,7 +80,7 @@ class Grid:
         return self._from(shape, self.affine @ shift)
 
     def distance(self, other: "Grid") -> float:
-        """Return how far (mm) corresponding corner voxels of two grids lie apart at most; inf if shapes differ."""
+        """Return the largest distance (mm) between corresponding corner voxels; inf if the shapes differ."""
         if self.shape != other.shape:
             return float("inf")
         corners = self.corners()
@@ -89,14 +88,14 @@ class Grid:
         return float(apart[:3].norm(dim=0).max())
 
     def require_same(self, other: "Grid", name: str, other_name: str) -> None:
-        """Raise `GridError` unless both grids have the same voxels, within `MISPLACED_VOXELS`."""
+        """Raise `GridError` if the grids differ by more than `MISPLACED_VOXELS`."""
         if fault := self.fault_of(other, name):
             raise GridError(f"{other_name} {fault}")
 
     def fault_of(self, other: "Grid", name: str) -> str | None:
-        """Say what keeps ``other`` from having this grid's voxels, within `MISPLACED_VOXELS`; None if nothing does.
+        """Return the difference of ``other`` from this grid as a predicate, or None within `MISPLACED_VOXELS`.
 
-        ``name`` is what lies on this grid, such as ``image``; the sentence needs a subject, which lies on ``other``.
+        ``name`` is the volume on this grid, such as ``image``; the caller adds the volume on ``other`` as subject.
         """
         if self.find_axis_order(other) is not None:
             return (
@@ -116,17 +115,17 @@ class Grid:
 
     @property
     def axes(self) -> str:
-        """Where the voxel axes point, such as ``RAS``."""
+        """Directions of the voxel axes, such as ``RAS``."""
         return "".join(nibabel.orientations.aff2axcodes(self.affine.numpy()))
 
     def find_axis_order(self, other: "Grid") -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return how the voxels of ``other`` become those of this grid where both are the same voxels in another order.
+        """Return the reordering that turns ``other`` into this grid, if both have the same voxels in another order.
 
         Returns
         -------
         tuple, optional
-            The dims of ``other`` in this grid's order, and the dims to flip after that. None for the same order, and
-            for grids that are other places, within `MISPLACED_VOXELS`.
+            The dims of ``other`` in this grid's order, and the dims to flip after that. None if the order is the same,
+            or the positions differ by more than `MISPLACED_VOXELS`.
         """
         turn = self.index_map(other)[:3, :3].round()
         if not torch.equal(turn.abs().sum(0), torch.ones(3)) or not torch.equal(turn.abs().sum(1), torch.ones(3)):
@@ -139,7 +138,7 @@ class Grid:
         return None if is_same or self.distance(reordered) > allowed else (dims, flipped)
 
     def reorder(self, dims: Sequence[int], flipped: Sequence[int]) -> "Grid":
-        """Return the grid of the same voxels with its dims in another order, and some of them flipped after that."""
+        """Return the grid of the same voxels with permuted dims; ``flipped`` dims are flipped after that."""
         shape = [self.shape[dim] for dim in dims]
         turn = torch.zeros(4, 4, dtype=torch.float64)
         turn[3, 3] = 1
@@ -156,9 +155,9 @@ class Grid:
 
 
 def find_coarse_axis(spacing: Sequence[float]) -> int | None:
-    """Return the one axis of thick slices, of more than three times the finest spacing; None where there is none.
+    """Return the axis of thick slices, with more than three times the finest spacing, or None.
 
-    Two axes that are equally coarse are none, as in nnU-Net: such a volume is fine along one axis only.
+    Two equally coarse axes give None, as in nnU-Net, since such a volume is fine along one axis only.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Normalise the intensities of images between cases; label maps stay unchanged."""
+"""Normalise image intensities to a common scale; label maps stay unchanged."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ SLAB_PLANES = 8
 
 
 def _choose_channels(volume: Tensor, channels: Sequence[int] | None, field: str) -> list[int]:
-    """Return the channels to work on, all of them by default."""
+    """Return the channels to normalise; None means all."""
     chosen = list(range(len(volume)) if channels is None else channels)
     if absent := [channel for channel in chosen if not 0 <= channel < len(volume)]:
         raise DataError(f"{field} has {len(volume)} channel(s) and no channel {absent[0]}; they count from 0")
@@ -32,9 +32,9 @@ class ZScore(MapTransform):
     Parameters
     ----------
     nonzero : bool, optional
-        Take the moments over the voxels that are not 0 and leave the others at 0: for skull-stripped images.
+        Compute the moments over nonzero voxels and leave the others at 0, for skull-stripped images.
     channels : sequence of int, optional
-        Leave the other channels as they are.
+        Channels to normalise; None: all.
     """
 
     def __init__(self, fields: Sequence[str], *, nonzero: bool = False, channels: Sequence[int] | None = None) -> None:
@@ -42,10 +42,10 @@ class ZScore(MapTransform):
         self.nonzero, self.channels = nonzero, channels
 
     def __call__(self, data: Mapping[str, Any]) -> Case:
-        """Return the case with its images normalised, its label maps as they were."""
+        """Return the case with normalised images and unchanged label maps."""
         case = dict(data)
         for field in self.key_iterator(case):
-            # MONAI's NormalizeIntensity to its last bit, without its way of a tensor with metadata for each small step.
+            # The same bits as MONAI's NormalizeIntensity, without a MetaTensor for each small step.
             voxels = case[field].as_tensor().to(torch.float32, copy=True)
             chosen = _choose_channels(voxels, self.channels, field)
             is_whole = len(chosen) == len(voxels)
@@ -60,7 +60,7 @@ class ZScore(MapTransform):
         return case
 
     def _normalise(self, channel: Tensor) -> None:
-        """Write into a channel."""
+        """Normalise a channel in place."""
         if not self.nonzero:
             mean, divisor = channel.mean().item(), _divisor_of(channel)
             channel.sub_(mean).div_(divisor)
@@ -72,23 +72,23 @@ class ZScore(MapTransform):
 
 
 def _divisor_of(voxels: Tensor) -> float:
-    """Return the standard deviation; 1 where that is 0."""
+    """Return the standard deviation, or 1 if it is 0."""
     return voxels.std(correction=0).item() or 1.0
 
 
 class ClipZScore(MapTransform):
-    """Clip intensities, then subtract a mean and divide by a standard deviation: for CT.
+    """Clip intensities, then subtract a mean and divide by a standard deviation, for CT.
 
     Parameters
     ----------
     lower, upper : float, optional
-        Where to clip, in the image's unit (HU). nnU-Net: percentiles 0.5 and 99.5 of the foreground of the data set.
+        Limits of the clipping in the image's unit (HU). nnU-Net: percentiles 0.5 and 99.5 of the data set's foreground.
     percentiles : (float, float), optional
-        Clip each channel at these percentiles of its own voxels, in place of ``lower`` and ``upper``.
+        Percentiles of each channel's voxels to clip at, in place of ``lower`` and ``upper``.
     mean, std : float, optional
-        Of the foreground of the data set. Without them each channel's own moments after clipping are used.
+        Moments of the data set's foreground. None: each channel's own moments after clipping.
     channels : sequence of int, optional
-        Leave the other channels as they are.
+        Channels to normalise; None: all.
     """
 
     def __init__(
@@ -115,29 +115,29 @@ class ClipZScore(MapTransform):
 
     @property
     def is_voxelwise(self) -> bool:
-        """Whether no voxel depends on another: then a GPU computes the same bits."""
+        """Whether no voxel depends on another, so that a GPU computes the same bits."""
         return self.percentiles is None and self.mean is not None
 
     def __call__(self, data: Mapping[str, Any]) -> Case:
-        """Return the case with its images normalised, its label maps as they were."""
+        """Return the case with normalised images and unchanged label maps."""
         case = dict(data)
         for field in self.key_iterator(case):
             chosen = _choose_channels(case[field], self.channels, field)
-            voxels = case[field].as_tensor().to(torch.float32, copy=True)  # as it lies: a sum's order follows
+            voxels = case[field].as_tensor().to(torch.float32, copy=True)  # keeps the strides: the order of sums
             for number in chosen:
                 self._normalise(voxels[number])
             case[field] = MetaTensor(voxels.contiguous()).copy_meta_from(case[field])
         return case
 
     def _normalise(self, channel: torch.Tensor) -> None:
-        """Write into a channel: a CT is large, and a copy for each step takes longer than the step."""
+        """Normalise a channel in place; a copy of a large CT takes longer than a step."""
         lower, upper = self.lower, self.upper
         if self.percentiles is not None:  # numpy: torch.quantile takes 2**24 voxels at most
             lower, upper = np.percentile(channel.numpy(force=True), self.percentiles).tolist()
         if self.mean is not None and self.std is not None:
             mean, deviation = self.mean, self.std
             if channel.device.type != "cpu":
-                # By a tensor: by a number a GPU would multiply by its reciprocal, and round otherwise.
+                # A tensor, since a GPU divides by a number as a product with its reciprocal, which rounds differently.
                 divisor = torch.full((), deviation, device=channel.device)
                 channel.clamp_(lower, upper).sub_(mean).div_(divisor)
                 return

@@ -1,8 +1,8 @@
 """Preprocess a case for the network: orientation, spacing, intensities, crop, padding.
 
-MONAI's dictionary transforms do the work. This module gives each a short name for the config, passes the settings that
-keep image and label on one grid, and refuses what would make the geometry silently wrong: a volume without an affine
-(MONAI assumes the identity, MONAI#8399), or an image and a label that do not lie on the same voxels.
+MONAI's dictionary transforms do the work. This module gives each a short name for the config, and passes the settings
+that keep image and label on one grid. It refuses a volume without an affine (MONAI assumes the identity, MONAI#8399),
+and an image and a label on different grids, since both would silently make the geometry wrong.
 """
 
 import math
@@ -44,15 +44,15 @@ def build_preprocessing(
     Parameters
     ----------
     components : sequence of mapping
-        ``{"name": "Spacing", "spacing": [1, 1, 1]}``, in the order in which they apply. Names: `PREPROCESSING`.
+        ``{"name": "Spacing", "spacing": [1, 1, 1]}``, in order of application. Names: `PREPROCESSING`.
     fields : sequence of str, optional
-        Fields of a case to transform. The first is the image that crops follow; a field of `LABEL_FIELDS` may be
-        absent from a case, since a case to predict has no label.
+        Fields of a case to transform. The first is the image that determines crops. Fields of `LABEL_FIELDS` are
+        optional, since a case to predict has no label.
 
     Raises
     ------
     ConfigError
-        For an unknown component or parameter, with the nearest known ones, or an order that cannot be inverted.
+        If a component or parameter is unknown (names the nearest known ones), or the order cannot be inverted.
     """
     if not fields or fields[0] in LABEL_FIELDS:
         raise ConfigError(f"preprocessing needs fields that begin with an image, got {list(fields)}")
@@ -79,25 +79,25 @@ class CheckedStep:
     Parameters
     ----------
     step : callable
-        From a case to a case.
+        Function from a case to a case.
     name : str
-        By which the config calls it.
+        Name of the step in the config.
     fields : sequence of str
-        That lie on one grid, the image first.
+        Fields that share one grid, the image first.
     """
 
     def __init__(self, step: Callable[[Case], Case], name: str, fields: Sequence[str]) -> None:
-        self.func = step  # as functools.partial calls it: whoever asks whose code prepares cases looks there
+        self.func = step  # named as in functools.partial, where the search for the code's owner looks
         self.name = name
         self.fields = fields
 
     def __call__(self, case: Case) -> Case:
-        """Return the case that the step made.
+        """Return the case from the step.
 
         Raises
         ------
         GridError
-            If a volume has lost its place in the patient, or image and label no longer lie on one grid.
+            If a volume has lost its position in the patient, or fields are no longer on the image's grid.
         """
         made = self.func(case)
         for field in (field for field in self.fields if field in case):
@@ -113,15 +113,15 @@ class CheckedStep:
 
 
 class Preprocessing(Compose):
-    """Transforms applied one after another; an error names the case and the step.
+    """Apply transforms in sequence; an error names the case and the step.
 
     A case is ``{"case": str, "image": MetaTensor (C, D, H, W), "label": MetaTensor (1, D, H, W)}``. The result has a
-    float32 image and an integer label (uint8 where it fits) on one grid. Voxels of the input are never written to.
+    float32 image and an integer label (uint8 if it fits) on one grid. The voxels of the input are never modified.
 
     Attributes
     ----------
     components : sequence of mapping or None
-        What `build_preprocessing` built it from; None if that was not it.
+        Components of `build_preprocessing`; None if it was built otherwise.
     """
 
     components: Sequence[Mapping[str, Any]] | None = None
@@ -133,25 +133,25 @@ class Preprocessing(Compose):
         Raises
         ------
         VolsegError
-            `DataError` or `GridError`, with the case and the step that failed.
+            `DataError` or `GridError`; names the case, and the step if it raised another error.
         """
         return self._apply(dict(input_), self.transforms[start:end])
 
     def consume(self, read: dict[str, Any]) -> Case:
-        """Return the preprocessed case, and empty the one that came: what was read is forgotten once it is resampled.
+        """Return the preprocessed case, and empty ``read``, so that its memory is free once it is resampled.
 
         Raises
         ------
         VolsegError
-            As a call does.
+            As `__call__`.
         """
         handed = [dict(read)]
         read.clear()
-        return self._apply(handed.pop(), self.transforms)  # a name here would hold on to what was read
+        return self._apply(handed.pop(), self.transforms)  # a variable here would keep the input alive
 
     @property
     def suits_devices(self) -> bool:
-        """Whether a GPU computes the same, but for the last bit of a resampled voxel."""
+        """Whether a GPU computes the same, except for the last bit of resampled voxels."""
         kinds = (RememberGrid, KeptOrientation, Pad, StoreVoxels)
         return all(
             isinstance(step, kinds)
@@ -167,7 +167,7 @@ class Preprocessing(Compose):
                 case = step(case)
             except VolsegError as fault:
                 raise type(fault)(f"case {name}: {fault}") from fault
-            except torch.OutOfMemoryError:  # of a GPU: the CPU may have room
+            except torch.OutOfMemoryError:  # on a GPU: the CPU may have memory
                 raise
             except (ValueError, RuntimeError, TypeError, np.linalg.LinAlgError) as fault:
                 raise DataError(f"case {name}: {type(step).__name__} failed: {fault}") from fault
@@ -175,10 +175,10 @@ class Preprocessing(Compose):
 
 
 class RememberGrid(MapTransform):
-    """Check the geometry of a case and remember, in ``meta``, the grid on which it came.
+    """Check the geometry of a case, and store its original grid in ``meta``.
 
-    ``original_affine`` and ``spatial_shape`` stay with the volume through every later step; they are how a prediction
-    finds back to the image's own grid.
+    ``original_affine`` and ``spatial_shape`` stay in ``meta`` through every later step, so that a prediction can be
+    resampled onto the original grid.
     """
 
     def __init__(self, fields: Sequence[str]) -> None:
@@ -193,7 +193,7 @@ class RememberGrid(MapTransform):
         grid = _require_grid(case, self.image)
         for field in self.key_iterator(case):
             grid.require_same(_require_grid(case, field), self.image, field)
-            # One affine for all: a difference of 1e-6 may round to a side of one voxel more in Spacing.
+            # One affine for all fields, since Spacing may round a difference of 1e-6 to one more voxel.
             volume = MetaTensor(case[field].as_tensor()).copy_meta_from(case[field])
             volume.affine = grid.affine.clone()
             volume.meta.setdefault("original_affine", grid.affine.clone())
@@ -219,7 +219,7 @@ def _require_grid(case: Mapping[str, Any], field: str) -> Grid:
 
 
 class StoreVoxels(MapTransform):
-    """Make images float32 and label maps integer, contiguous in memory."""
+    """Convert images to float32 and label maps to integers, contiguous in memory."""
 
     def __init__(self, fields: Sequence[str]) -> None:
         super().__init__(fields, allow_missing_keys=True)
@@ -233,12 +233,12 @@ class StoreVoxels(MapTransform):
 
 
 def choose_label_dtype(label: MetaTensor, field: str = "label") -> torch.dtype:
-    """Return the type in which a label map is kept: uint8 where its values fit, else int32.
+    """Return the dtype for storing a label map: uint8 if its values fit, else int32.
 
     Raises
     ------
     DataError
-        If it holds fractions.
+        If the label map contains fractions.
     """
     voxels = label.as_tensor()
     if voxels.is_floating_point() and not torch.equal(voxels, voxels.round()):
@@ -252,7 +252,7 @@ def orientation(fields: Sequence[str], *, axcodes: str = "RAS") -> KeptOrientati
     """Permute and flip the voxel axes to point to ``axcodes``; no voxel moves in the patient."""
     if sorted(axcodes.translate(str.maketrans("LPI", "RAS"))) != ["A", "R", "S"]:
         raise ValueError(f"axcodes must name each body axis once, as RAS or LPI do, got {axcodes!r}")
-    labels = (("L", "R"), ("P", "A"), ("I", "S"))  # affines here are RAS+, whatever a file format used
+    labels = (("L", "R"), ("P", "A"), ("I", "S"))  # affines here are always RAS+
     return KeptOrientation(fields, axcodes=axcodes, labels=labels, allow_missing_keys=True)
 
 
@@ -261,11 +261,11 @@ def spacing(
 ) -> BoundedSpacing:
     """Resample to ``spacing`` (mm along D, H, W): images trilinearly, label maps to the nearest voxel.
 
-    An axis within 0.001 mm of its target is left as it is, so 1 mm data pass a target of 1 mm untouched.
+    An axis within 0.001 mm of its target is not resampled, so 1 mm data remain unchanged at a target of 1 mm.
 
-    With ``thick_slices: nearest``, a case of which one axis is more than three times coarser than the finest, before
-    or after, is resampled within its planes and takes the nearest plane along that axis: what lies between two thick
-    slices is unknown, and a mean of both shows an anatomy that neither has. That is nnU-Net's rule.
+    ``thick_slices: nearest`` applies to a case with one axis more than three times coarser than the finest, before or
+    after resampling. It is resampled within its planes, and takes the nearest plane along that axis, since the mean of
+    two thick slices shows an anatomy that neither has. This is nnU-Net's rule.
     """
     if thick_slices not in ("linear", "nearest"):
         raise ValueError(f"thick_slices must be linear or nearest, got {thick_slices!r}")
@@ -279,9 +279,9 @@ def spacing(
 def crop_foreground(
     fields: Sequence[str], *, above: float | None = None, margin: int | Sequence[int] = 0
 ) -> CropForegroundd:
-    """Crop to the box of the voxels that are not 0 in some channel, or exceed ``above``, plus ``margin`` voxels.
+    """Crop to the box of voxels that are not 0 in some channel, or exceed ``above``, plus ``margin`` voxels.
 
-    The box stays inside the image. Put it before `ZScore`, which moves the zero.
+    The box stays inside the image. Put this step before `ZScore`, which shifts the zero.
     """
     return CropForegroundd(
         fields,
@@ -295,7 +295,7 @@ def crop_foreground(
 
 @dataclass(frozen=True, slots=True)
 class Foreground:
-    """Voxels that are not 0, or exceed ``above``. A class, for a closure cannot be sent to a loader's process."""
+    """Select voxels that are not 0, or exceed ``above``. A class, since a loader process cannot receive a closure."""
 
     above: float | None
 
@@ -310,9 +310,9 @@ class Foreground:
 class Pad(Padd):  # codespell:ignore padd
     """Pad with 0 on both ends: each side to at least ``size`` voxels, or up to a multiple of ``multiple``.
 
-    Nothing but intensities may follow: ``meta["padding"]`` remembers the voxels before and after each axis, so that
-    what a network finds in the padding is not taken for what lay there before a crop. Put it after the normalisation,
-    where 0 is the mean. A network that needs a multiple pads by itself.
+    Only intensity steps may follow. ``meta["padding"]`` holds the voxels before and after each axis, so that a
+    prediction in the padding does not count for voxels that a crop removed. Put this step after the normalisation, so
+    that 0 is the mean. A network that needs a multiple pads by itself.
     """
 
     def __init__(
@@ -337,9 +337,9 @@ class Pad(Padd):  # codespell:ignore padd
 
 
 class PreviousStage:
-    """Join a mask per label of the field ``stage``, the label map of a previous stage, to the image as channels.
+    """Append a mask per label of the field ``stage``, the previous stage's label map, to the image as channels.
 
-    Each voxel takes the nearest one of the label map; outside of that there is background.
+    Each voxel takes the nearest voxel of the label map; voxels outside of the label map are background.
     """
 
     def __init__(self, fields: Sequence[str], *, labels: Sequence[int]) -> None:
@@ -353,7 +353,7 @@ class PreviousStage:
         if not isinstance(stage, MetaTensor):
             raise DataError("the case has no label map of the previous stage")
         to_stage = Grid.of(image).index_map(Grid.of(stage))
-        axes = to_stage[:3, :3].abs().argmax(1).tolist()  # of the image, along the axes of the label map
+        axes = to_stage[:3, :3].abs().argmax(1).tolist()  # axes of the image along the axes of the label map
         voxels = stage.as_tensor()[0]
         for axis, along in enumerate(axes):
             place = (to_stage[axis, along] * torch.arange(image.shape[1 + along]) + to_stage[axis, 3]).round().long()
@@ -376,4 +376,4 @@ _COMPONENTS: dict[str, Callable[..., Any]] = {
     "ZScore": ZScore,
 }
 PREPROCESSING = Registry("preprocessing component", _COMPONENTS, group="volseg.transforms")
-"""What ``preprocessing`` in a config may name. Each takes the case's fields and its own parameters."""
+"""Components for ``preprocessing`` in a config. Each takes the case's fields and its own parameters."""

@@ -1,12 +1,11 @@
 """Resample onto another grid like MONAI, a few planes at a time.
 
-MONAI writes down the three coordinates of every new voxel in float64, by way of a fourth number, before it looks at the
-first: a CT of 512 x 512 x 160 takes gigabytes of fresh memory, and most of the time goes into its pages. A slab of some
-planes stays in the cache. The arithmetic is MONAI's, number by number and in its order, so that a voxel halfway between
-two others goes to the same one.
+MONAI computes the homogeneous float64 coordinates of all new voxels before it interpolates. A CT of 512 x 512 x 160
+takes gigabytes of fresh memory, and page faults take most of the time. A slab of a few planes stays in the cache.
+The arithmetic is MONAI's, in the same order, so that a voxel halfway between two others rounds to the same one.
 
-A volume on a GPU is interpolated there, likewise in float64: a GPU rounds a product and a sum at once, by which a voxel
-in float32 may differ in its last bit. What takes the nearest voxel is taken on the CPU, for that could be another one.
+A volume on a GPU is interpolated there, also in float64. A GPU rounds a product and a sum at once, so that a voxel in
+float32 may differ in its last bit. Nearest voxels are selected on the CPU, since a GPU could select others.
 """
 
 import math
@@ -31,17 +30,17 @@ SLAB_VOXELS = 1 << 17
 """New voxels at a time; their coordinates take 7 MB."""
 
 CONVERTED_PLANES = 16
-"""Planes that a thread makes float64 at a time."""
+"""Planes that a thread converts to float64 at a time."""
 
 DEVICE_VOXELS = 1 << 23
-"""New voxels at a time on a GPU; their coordinates take half a gigabyte on the way."""
+"""New voxels at a time on a GPU; their coordinates temporarily take half a gigabyte."""
 
 TOGETHER_VOXELS = 1 << 24
-"""New voxels between which the source's planes are made float64 that they need, and others are forgotten."""
+"""New voxels per update of the source's float64 planes: convert the needed planes, release the others."""
 
 
 class SlabResample(SpatialResample):
-    """`SpatialResample` for volumes that are resampled at once, in float64, by ``grid_sample``'s rule."""
+    """`SpatialResample` with bounded memory for eager resampling in float64 by ``grid_sample``."""
 
     def __call__(
         self,
@@ -69,9 +68,9 @@ class SlabResample(SpatialResample):
         assert isinstance(spatial_size, Sequence)
         shape = [int(side) for side in spatial_size]
         before, after = img.affine.to(torch.float64), dst_affine.to(torch.float64)
-        moved = torch.from_numpy(np.linalg.solve(before.numpy(), after.numpy()))  # to MONAI's last bit
+        moved = torch.from_numpy(np.linalg.solve(before.numpy(), after.numpy()))  # the same bits as MONAI
         if shape == list(img.shape[1:]) and (_is_close(before, after) or _is_close(moved, torch.eye(4))):
-            return as_monai()  # which leaves it as it is
+            return as_monai()  # MONAI returns the volume unchanged
         volume, how = img.as_tensor(), (moved, shape, str(mode), str(padding_mode))
         if img.device.type == "cpu":
             voxels = _resample(volume, *how)
@@ -79,7 +78,7 @@ class SlabResample(SpatialResample):
             voxels = resample_on_device(volume, *how)
         else:
             voxels = _resample(volume.cpu(), *how).to(volume.device)
-        tracked = self.track_transform_meta(  # moves the affine, and notes what `Invertd` takes back
+        tracked = self.track_transform_meta(  # updates the affine, and records the step for `Invertd`
             img,
             sp_size=torch.tensor(shape),
             affine=moved,
@@ -101,7 +100,7 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, padding_mode: str) -> Tensor:
-    """Return the values of ``volume`` at the new voxels, whose indices ``moved`` maps to old ones."""
+    """Return the values of ``volume`` at the new voxels; ``moved`` maps their indices to old indices."""
     _, height, width = shape
     resampled = torch.empty(len(volume), *shape)
     source = _ExactPlanes(volume)
@@ -116,7 +115,7 @@ def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, pa
 
 
 def resample_on_device(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, padding_mode: str) -> Tensor:
-    """Return the values at the new voxels where the volume lies, all of which is made float64."""
+    """Return the values at the new voxels, computed on the volume's device from a complete float64 copy."""
     resampled = torch.empty(len(volume), *shape, device=volume.device)
     fill = _make_fill(volume.double(), resampled, moved, mode, padding_mode)
     planes = max(1, DEVICE_VOXELS // (shape[1] * shape[2]))
@@ -128,7 +127,7 @@ def resample_on_device(volume: Tensor, moved: Tensor, shape: Sequence[int], mode
 def _make_fill(
     exact: Tensor, resampled: Tensor, moved: Tensor, mode: str, padding_mode: str
 ) -> Callable[[slice], object]:
-    """Return what writes planes of the resampled volume ``(C, D, H, W)``, of the exact one's values."""
+    """Return a function that writes planes of ``resampled`` ``(C, D, H, W)``, interpolated from ``exact``."""
     shape, device = resampled.shape[1:], exact.device
     _, height, width = shape
     theta = to_norm_affine(moved[None], exact.shape[1:], shape, align_corners=False)[0]
@@ -149,29 +148,29 @@ def _make_fill(
 
 
 def _reach(moved: Tensor, box: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return between which planes of the source, the second not included, the new voxels of a box are interpolated."""
+    """Return the range of source planes, end excluded, that the new voxels of a box need."""
     ends = [sorted(float(moved[0, axis]) * end for end in ends) for axis, ends in enumerate(box)]
     low, high = (float(moved[0, 3]) + sum(end[side] for end in ends) for side in (0, 1))
-    return math.floor(low) - 2, math.ceil(high) + 3  # two more: where a coordinate is rounded, and its neighbour
+    return math.floor(low) - 2, math.ceil(high) + 3  # 2 more: for rounding, and the neighbour
 
 
 class _ExactPlanes:
-    """A volume (C, D, H, W) of which those planes are there in float64 that are in use.
+    """A float64 copy of a volume (C, D, H, W) that holds only the planes in use.
 
-    ``grid_sample`` counts positions in the whole volume, and a part of it would round them otherwise. So it gets the
-    whole, of which memory holds only the pages of planes that were written and not given back.
+    ``grid_sample`` takes positions relative to the whole volume; relative to a part they would round differently. So it
+    gets the whole volume, but only pages of planes that were written and not yet released take memory.
     """
 
     def __init__(self, volume: Tensor) -> None:
         self.volume = volume
-        # Pages of our own: those that could be shared with other processes are not given back. Windows knows no flags.
+        # Private pages, since shared pages are not released. Windows has no such flags.
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MADV_DONTNEED") else {}
         self.memory = mmap.mmap(-1, 8 * volume.numel(), **flags)
         self.exact = torch.frombuffer(self.memory, dtype=torch.float64).view(volume.shape)
         self.held = range(0)
 
     def hold(self, start: int, stop: int) -> None:
-        """Make planes float64, from ``start`` to before ``stop``, clipped to the volume, and forget others."""
+        """Convert the planes in ``[start, stop)``, clipped to the volume, to float64, and release the others."""
         channels, depth, height, width = self.volume.shape
         start, stop = min(max(start, 0), depth - 1), max(min(stop, depth), 1)
         for forgotten in (
@@ -194,13 +193,13 @@ class _ExactPlanes:
         self.exact[:, planes] = self.volume[:, planes]
 
     def _release(self, begin: int, end: int) -> None:
-        if hasattr(mmap, "MADV_DONTNEED"):  # elsewhere the planes stay
+        if hasattr(mmap, "MADV_DONTNEED"):  # elsewhere the planes stay in memory
             begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
             if begin < end:
                 self.memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def _place_voxels(side: int) -> Tensor:
-    """Return the centres of the voxels along an axis whose outer borders lie at -1 and 1."""
+    """Return the centres of the voxels along an axis whose outer borders are at -1 and 1."""
     places = torch.linspace(-1, 1, side, dtype=torch.float64) if side > 1 else torch.zeros(1, dtype=torch.float64)
     return places * (side - 1) / side  # in this order, as affine_grid does

@@ -10,15 +10,15 @@ import torch
 __all__ = ["run_over_slabs"]
 
 ALONE_VOXELS = 2**22
-"""Volumes up to this size take little time, and are mostly one of many that are prepared at once."""
+"""Volumes up to this size run in one thread: they take little time, and mostly other cases run in parallel."""
 
 MOST_THREADS = 8
 
 
 def run_over_slabs(function: Callable[[slice], object], shape: Sequence[int], planes: int, start: int = 0) -> None:
-    """Call ``function`` with slices of ``planes`` planes that cover D planes of ``shape`` (D, H, W), from ``start`` on.
+    """Call ``function`` with slices of ``planes`` planes that cover D planes of ``shape`` (D, H, W) from ``start`` on.
 
-    In threads, of which each computes by itself, where the volume is large; an error of any of them is raised.
+    A large volume uses several threads, each with single-threaded torch; an error in any thread is raised.
     """
     depth, height, width = shape
     end = start + depth
@@ -34,4 +34,4 @@ def run_over_slabs(function: Callable[[slice], object], shape: Sequence[int], pl
             for future in [pool.submit(function, slab) for slab in slabs]:
                 future.result()
     finally:
-        torch.set_num_threads(before)  # it is also what threads begin with that are started later
+        torch.set_num_threads(before)  # threads started later inherit it

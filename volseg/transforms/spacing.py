@@ -1,4 +1,4 @@
-"""The voxel sides of a volume before and after a preprocessing, from the volume's affine only."""
+"""Compute the voxel sides of a volume before and after preprocessing, from the volume's affine only."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +12,8 @@ __all__ = ["Sides", "depends_on_case", "measure_sides", "spacing_after"]
 Sides = tuple[float, float, float]
 
 DIGITS = 6
-"""Significant digits of a side. NIfTI stores affines as float32, DICOM and MetaImage as decimals: the side of a turned
-axis of 2 mm comes out as 1.9999998 or 2.0000001 mm."""
+"""Significant digits of a side. NIfTI stores affines as float32, DICOM and MetaImage as decimals, so that a rotated
+axis of 2 mm has a side of 1.9999998 or 2.0000001 mm."""
 
 
 def measure_sides(affine: ArrayLike) -> Sides:
@@ -39,15 +39,15 @@ def measure_sides(affine: ArrayLike) -> Sides:
 def spacing_after(components: Sequence[Mapping[str, Any]], affine: np.ndarray) -> Sides:
     """Return the voxel sides along D, H, W in mm after the preprocessing that ``components`` list.
 
-    ``Orientation`` exchanges axes and ``Spacing`` sets their sides; no other component of ours changes them. One of
-    the user's own that does must be followed by ``Spacing``.
+    ``Orientation`` permutes axes and ``Spacing`` sets their sides; no other built-in component changes them. A custom
+    component that changes them must be followed by ``Spacing``.
 
     Parameters
     ----------
     components : sequence of mapping
-        As for `build_preprocessing`.
+        Components for `build_preprocessing`.
     affine : ndarray
-        4 x 4, voxel index to RAS+ position in mm, as the case was read.
+        4 x 4, voxel index to RAS+ position in mm, of the case as read from its file.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def spacing_after(components: Sequence[Mapping[str, Any]], affine: np.ndarray) -
 
 
 def depends_on_case(components: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether cases may get different voxel sides: none is resampled, or axes are exchanged after it.
+    """Return whether cases may get different voxel sides: without ``Spacing``, or with ``Orientation`` after it.
 
     >>> depends_on_case([{"name": "Orientation"}, {"name": "Spacing", "spacing": [1, 1, 3]}])
     False
