@@ -69,7 +69,7 @@ def interpolate(func: Callable, settings: Any) -> Any:
     unchanged = [same[i] and (exact[i] or (copies[i] and mode not in NEAREST)) for i in range(count)]
     uncut = [i for i in range(count) if i not in cut]
     if mode not in NEAREST and all(same[i] for i in uncut) and not all(unchanged[i] for i in uncut):
-        refuse("along the dims that are not cut, the factor moves planes whose number stays")  # alone, torch copies them
+        refuse("along the dims that are not cut, the factor moves planes whose number stays")  # alone, they are copied
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         for dim, plan, window in zip(volume.dims, plans, windows, strict=True):
