@@ -199,7 +199,7 @@ class WaitingNorm(WaitingTerms):
 
 
 def find_norm(first: Any, second: Any) -> WaitingNorm | None:
-    """Return the first volume's waiting norm if a sum with the second, cut in the same way, can include it; else None."""
+    """Return the first volume's waiting norm if a sum with the second, of the same cut, can include it; else None."""
     if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or not fusions.is_on("sums"):
         return None
     norm, alike = first.pending, first.context is second.context and first is not second
