@@ -55,7 +55,7 @@ class WaitingSum(WaitingTerms):
             self.moment, self.unchanged = norm.moment, norm.unchanged.joined(Unchanged(other))
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "WaitingSum | None":
-        """Return the sum with an activation, or None: the sum has one, or this one has a slope or another history.
+        """Return the sum with an activation; None if it has one, the activation has a slope, or the modes changed.
 
         Parameters
         ----------

@@ -119,9 +119,9 @@ def may_wait(bias: Tensor | None, weight: Tensor, slab: Tensor, channels: int) -
     Parameters
     ----------
     bias, weight
-        Parameters of the convolution; torch handles a bias that it would refuse.
+        Parameters of the convolution; a bias that torch would refuse is left to torch.
     slab
-        Its input; torch handles an input without a batch.
+        Its input; an input without a batch is left to torch.
     channels
         Channels of its result.
     """

@@ -43,7 +43,7 @@ def settle_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
     """Return a norm's result, written if the network's own code checkpoints here, and waiting otherwise.
 
     A waiting norm at the end of a checkpointed block would be computed after the block. The recomputation stops at the
-    last tensor saved in the block: it would stop earlier than torch's, before the buffers that torch's changes.
+    last tensor saved in the block: earlier than torch's, and without an update of the buffers that torch's updates.
     """
     waiting = volume.pending
     if isinstance(waiting, WaitingNorm) and waiting.moment.hooks not in (None, volume.context.hooks):
@@ -174,7 +174,7 @@ class WaitingNorm(WaitingTerms):
         return taken
 
     def outline(self) -> Outline | None:
-        """Return the slabs without memory, for the backward pass; None if the transport is not direct."""
+        """Return the slabs without memory, for the backward pass; None if the communicator is not direct."""
         if not self.context.communicator.is_direct:
             return None
         terms: Sequence[Terms] = ()

@@ -56,7 +56,7 @@ def _find(first: Any, second: Any, tiles: int) -> "TiledSum | None":
 
 
 def has_fewer_digits(first: torch.dtype, second: torch.dtype) -> bool:
-    """Return whether a norm of the first type takes less memory than its sum with the second type."""
+    """Return whether a norm's input of the first type takes less memory than its sum with the second type (half)."""
     return first.is_floating_point and second.is_floating_point and first.itemsize < second.itemsize
 
 
@@ -132,7 +132,7 @@ class TiledSum(WaitingRecipe):
         self.stand_ins = [outline_slab(slab.shape, dtype, slab.device) for slab in norm.stand_ins]
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "TiledSum | None":
-        """Return the sum with an activation, or None: the sum has one, or this one has a slope or another history.
+        """Return the sum with an activation; None if it has one, the activation has a slope, or the modes changed.
 
         Parameters
         ----------

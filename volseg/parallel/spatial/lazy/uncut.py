@@ -225,7 +225,7 @@ def cut_later(context: Context) -> AbstractContextManager[Any]:
 class _Waits(TorchFunctionMode):
     """Looks for differences that are much larger than their operands.
 
-    It skips blocks that the network itself checkpoints: they are recomputed outside of this mode, and must not change.
+    It skips blocks that the network itself checkpoints: they are recomputed outside of it, and must not change.
     """
 
     def __init__(self, context: Context) -> None:

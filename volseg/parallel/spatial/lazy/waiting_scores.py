@@ -36,7 +36,7 @@ __all__ = [
 
 
 def is_cut_once(volume: Any) -> bool:
-    """Return whether a value is a volume with one cut dim, which on a single shard is not merged."""
+    """Return whether a value is a volume with one cut dim, and not merged if on a single shard."""
     if not isinstance(volume, ShardedVolume) or len(volume.dims) != 1:
         return False
     return volume.context.communicator.num_shards > 1 or volume.merged is None

@@ -103,7 +103,7 @@ def _takes(volume: ShardedVolume) -> bool:
 
 
 def _double_in_own_type(volume: ShardedVolume, mode: str) -> Any:
-    """Return the doubled volume; if the network returns it, ``widen`` computes its float32 voxels."""
+    """Return the doubled volume; ``widen`` computes its float32 voxels, for example if the network returns it."""
     result = _double(volume, mode)
     if _is_widened(volume) and isinstance(result, ShardedVolume):
         moment, unchanged = Moment(), Unchanged(list(volume._slabs))
