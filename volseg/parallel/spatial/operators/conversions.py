@@ -153,7 +153,7 @@ def _is_nobodys(tensor: Tensor) -> bool:
 
 
 class WrittenInto(Tensor):
-    """An ordinary tensor that a volume was scattered into: the result is on the slabs, and this tensor unreadable."""
+    """A tensor that a volume was scattered into: the result is on the slabs, and this tensor is unreadable."""
 
     @classmethod
     def __torch_function__(

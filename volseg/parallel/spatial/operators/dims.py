@@ -201,7 +201,7 @@ def _merged_or_split(
         return ShardedVolume([volume.slabs[0].reshape(target)], [dim], target, context)
     result = _with_slabs(volume, target, [dim], [cut], layout)
     entries = target[dim] // outer
-    if spans(entries, shards, layout.unit) == spans(entries, shards):  # equal layouts get equal names
+    if spans(entries, shards, layout.unit) == spans(entries, shards):  # layouts with equal spans get one representation
         result.merged = None if outer == 1 else Merged(outer, 1)
     return result
 

@@ -79,7 +79,7 @@ def _tensors(index: tuple, volume: ShardedVolume) -> tuple:
 
 
 def _picks(entries: Sequence[Any]) -> list[Picks]:
-    """Return the picks of tensors and masks; their dims count inserted dims, and no dim of an integer."""
+    """Return the picks of tensors and masks; their dims are those after all basic indices were applied."""
     picks, dim = [], 0
     for entry in entries:
         if isinstance(entry, Tensor):

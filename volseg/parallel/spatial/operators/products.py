@@ -46,7 +46,7 @@ def contract(
     if set(cut) <= set(output):
         return wrap(like, results, [list(output).index(letter) for letter in cut])
     refuse_if(set(cut) & set(output), "one cut dim is summed over, and the other one is not")
-    # Partial sums are added in float32 and rounded once, as on one device.
+    # Partial sums of 16-bit results are added in float32 and rounded once, as on one device.
     dtype = results[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     return like.context.communicator.collect([result.to(wide) for result in results]).sum(0, dtype=wide).to(dtype)

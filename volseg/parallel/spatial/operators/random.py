@@ -1,4 +1,4 @@
-"""Random voxels and dropout: each shard draws its voxels independently from one seed; all shards drop equal channels.
+"""Random voxels and dropout: shards draw voxels independently from one seed, and drop the same whole channels.
 
 The seed comes from the CPU's default generator, which has the same state in all processes of a group during a forward
 pass (see ``strategy``); outside of a pass the processes agree on a seed. So one seed repeats a run, and a recomputation

@@ -1,6 +1,6 @@
 """Volumes cut along dim 0: slices of one volume as samples of a batch, for networks of 2D convolutions.
 
-``x.transpose(1, 2).reshape(B * D, C, H, W)`` makes a batch of the slices, cut between them. Functions of
+``x.transpose(1, 2).reshape(B * D, C, H, W)`` makes a batch of the slices, cut between them. Functions that treat
 each sample by itself run on each shard unchanged; batch norm combines the shards' statistics.
 """
 
