@@ -236,7 +236,7 @@ class _Add(torch.autograd.Function):
         known = [tuple(islice(saved, 4)) for _ in ctx.plans]
         weights, rest = list(islice(saved, number)), [*saved]
         if not ctx.keeps_all:
-            rest += gradients  # in place of a tensor that is not used again
+            rest += gradients  # in place of tensors that are not used
         rows = _list_terms(ctx, known, rest)
         pairs_of_terms = zip(gradients, rows, strict=True)
         sums = [addition.add_sums(own, first, second, ctx.activation) for own, (first, second) in pairs_of_terms]

@@ -100,7 +100,7 @@ class Join:
             write(own, out.narrow(1, first, count), start)
 
     def parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Write, Sequence[Tensor], tuple[int, int]]]:
-        """Yield how to write each part, its tensors, and its first channel and number of channels."""
+        """Yield each part's ``write``, its tensors, and its first channel and number of channels."""
         first = used = 0
         for write, number, count in zip(self.writes, self.counts, self.channels, strict=True):
             yield write, tensors[used : used + number], (first, count)
