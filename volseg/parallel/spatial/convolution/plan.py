@@ -105,7 +105,7 @@ def plan_convolution(
     context = volume.context
     communicator = context.communicator
     if len(volume.dims) != 1 or not communicator.is_direct or volume.ndim != len(whole.stride) + 2:
-        return None  # one volume without a batch, among others
+        return None  # for example a volume without a batch
     (size,) = volume.sizes
     tiles = _count_tiles(volume, whole, outputs, reach) if context.tiled else 1
     if communicator.num_shards == 1:

@@ -137,7 +137,7 @@ class _Convolve(torch.autograd.Function):
             if borders is None:
                 sizes = [halo.own for halo in halos] or [(0, 0)] * count  # planes before and behind each slab
                 borders = [kept_halo.copy_planes(*pair) for pair in zip(buffers, sizes, strict=True)]
-            # Of each slab: copies of its halo, then what it is written from.
+            # For each slab: copies of its halo, then the recipe's tensors.
             kept = list(chain.from_iterable(zip(borders, recipe.rows, strict=True)))
             ctx.sizes = [len(own) for own in kept]
             ctx.save_for_backward(*weights, *chain.from_iterable(kept))
@@ -158,8 +158,8 @@ class _Convolve(torch.autograd.Function):
         if ctx.plan.in_parts and _can_derive_in_parts(ctx):
             found = _derive_in_parts(ctx, laid, weights, pairs_kept, asked._replace(input=True))
         else:
-            # Planes travel while the input is computed again, and are there before the weights' gradient begins: its
-            # blocks fill the GPU exactly once, and those that find a processor taken by the exchange crowd the others.
+            # Planes travel while the input is recomputed, and arrive before the weights' gradient begins: its blocks
+            # fill the GPU exactly once, and blocks that find a processor busy with the exchange crowd the others.
             derive = _Derivation(ctx, laid, asked.input)
             buffers = list(kept[: ctx.count])
             if ctx.write is not None:
@@ -226,7 +226,7 @@ class _Derivation:
             self.around = SurroundedGradients(plan.around, gradients, plan.channels_last)
 
     def __call__(self, buffers: Sequence[Tensor], weights: Sequence[Tensor], asked: Asked) -> list[Gradients]:
-        """Return the gradients of each slab that are wanted: of input, weight and bias."""
+        """Return the wanted gradients of each slab: of input, weight and bias."""
         plan = self.ctx.plan
         derive = [
             partial(choice.differentiate, *row, self.ctx.bias_sizes, plan.settings, plan.channels_last)
@@ -258,7 +258,7 @@ def _can_derive_in_parts(ctx: Any) -> bool:
 
 
 Kept = Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]
-"""Of each slab: copies of its halo, and the tensors from which the slab is written."""
+"""For each slab: copies of its halo, and the tensors from which the slab is written."""
 
 
 def _derive_in_parts(

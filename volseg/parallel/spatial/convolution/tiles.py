@@ -105,7 +105,7 @@ class _Surrounded:
         return self.row[0].narrow(DIM, start, stop - start) if inside else self.cut(start, stop)
 
     def _fill(self, out: Tensor, side: int, start: int) -> None:
-        """Write planes in front of the slab, counted from the last of them, or behind it, from the given one on."""
+        """Write planes in front of the slab, from ``start`` (negative) on, or the first planes behind it."""
         if not out.shape[DIM]:
             return
         if self.borders:
@@ -241,13 +241,13 @@ def _hand_out(tile: Tensor, parts: Sequence[Tensor | None], start: int) -> None:
 def _differentiate_tile(
     plan: ConvolutionPlan, tile: Span, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, asked: Asked
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of the input's planes in a tile, and the parts of its output in those of weight and bias."""
+    """Return the gradients of a tile's input planes, and the tile's share of the gradients of weight and bias."""
     start, stop = tile
     pad, last = _find_pad(plan), plan.channels_last
     bias_sizes = [weight.shape[0]] if asked.bias else None
     own = gradient.row[0].narrow(DIM, start, stop - start)
     given = slab.cut(start - pad, stop + pad)
-    # One pass may compute all of it where a voxel reaches no other plane.
+    # If a voxel reaches no other plane, one pass may compute all gradients.
     at_once = asked._replace(input=asked.input and not pad)
     found = list(choice.differentiate(own, given, weight, bias_sizes, _pad_by(plan.settings, 0), last, at_once))
     if asked.input and pad:

@@ -1,1 +1,1 @@
-"""Operators that wait for the one behind them."""
+"""Operators that wait until the next operator is known."""

@@ -1,7 +1,7 @@
-"""A sum that takes the norms in front of it along, and an activation behind it: residual blocks.
+"""A sum that includes the norms in front of it and the activation behind it, as in residual blocks.
 
-``act(norm(x) + y)`` and ``act(norm(x) + norm(y))`` are one pass over memory forward and two backward, as a norm alone.
-What is added to a norm that waits need not be written in between, nor its gradient.
+``act(norm(x) + y)`` and ``act(norm(x) + norm(y))`` are one pass over memory forward and two backward, like a single
+norm. The norms in the sum are not written in between, nor are their gradients.
 """
 
 from copy import copy
@@ -26,14 +26,14 @@ __all__ = ["WaitingSum", "add_in_place", "add_waiting", "add_with_room"]
 
 
 class WaitingSum(WaitingTerms):
-    """A norm, perhaps with its activation, plus another one or slabs as they are, and perhaps an activation.
+    """A norm with its activation, if any, plus another norm or plain slabs, and an activation of the sum, if any.
 
     Parameters
     ----------
     norm
-        The first.
+        The first term.
     other
-        The second.
+        The second term.
     """
 
     def __init__(self, norm: WaitingNorm, other: WaitingNorm | list[Tensor]) -> None:
@@ -47,7 +47,7 @@ class WaitingSum(WaitingTerms):
             dtype = torch.promote_types(*dtypes)
             self.stand_ins = [outline_slab(slab.shape, dtype, slab.device) for slab in norm.stand_ins]
         # With room around each of several samples the volume is not contiguous, and a reader without a halo would copy
-        # it. The convolution behind casts sums of two types, and leaves the room itself.
+        # it. A sum of two types gets its room from the convolution behind, which casts the sum.
         self.room = 0 if is_mixed or len(norm.stand_ins[0]) > 1 else norm.room
         if isinstance(other, WaitingNorm):
             self.moment, self.unchanged = norm.moment.joined(other.moment), norm.unchanged.joined(other.unchanged)
@@ -55,7 +55,7 @@ class WaitingSum(WaitingTerms):
             self.moment, self.unchanged = norm.moment, norm.unchanged.joined(Unchanged(other))
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "WaitingSum | None":
-        """Return this with an activation behind; None where there is one already, or it has a slope or another history.
+        """Return the sum with an activation; None if it has one, the activation has a slope, or the modes changed.
 
         Parameters
         ----------
@@ -69,11 +69,11 @@ class WaitingSum(WaitingTerms):
         return taken
 
     def end_block(self, volume: ShardedVolume) -> None:
-        """Write it: two slabs would be kept for one."""
+        """Write the sum: while it waits, two slabs are kept instead of one."""
         self.settle(volume)
 
     def settle_apart(self, volume: ShardedVolume) -> None:
-        """Write norm, sum and activation one after another: behind an activation ``write`` keeps what is added."""
+        """Write norm, sum and activation one after another: with an activation, ``write`` keeps the added slabs."""
         if self.outer == IDENTITY or isinstance(self.other, WaitingNorm):
             self.settle(volume)
             return
@@ -86,12 +86,12 @@ class WaitingSum(WaitingTerms):
 
 
 def add_waiting(first: Any, second: Any) -> ShardedVolume | None:
-    """Return the sum, which takes along a norm that waits; None where none does, or the two are not alike.
+    """Return a waiting sum that includes a waiting norm; None if neither term waits, or the terms differ in form.
 
     Parameters
     ----------
     first, second
-        What is added.
+        The terms.
     """
     waiting = _find_sum(first, second) or _find_sum(second, first)
     if waiting is None:
@@ -102,18 +102,18 @@ def add_waiting(first: Any, second: Any) -> ShardedVolume | None:
 
 
 def add_in_place(first: Any, second: Any) -> bool:
-    """Add to a norm that waits, and which nobody has seen; say whether that was done.
+    """Add to a waiting norm in place, and return whether this was possible.
 
     Parameters
     ----------
     first
-        The one that is changed.
+        The volume to change; no code has read it if its norm still waits.
     second
-        What is added.
+        The term to add.
     """
     waiting = None
     are_volumes = isinstance(first, ShardedVolume) and isinstance(second, ShardedVolume)
-    # A sum of two types might have another one than what is changed.
+    # A sum of two types might not have the type of the changed volume.
     if are_volumes and first.dtype == second.dtype and first.hooks is None and first.origin is None:
         waiting = _find_sum(first, second)
     if waiting is None:
@@ -126,7 +126,7 @@ def add_in_place(first: Any, second: Any) -> bool:
 
 
 def _find_sum(first: Any, second: Any) -> WaitingSum | None:
-    """Return the sum of a norm that waits and another volume, if they are alike."""
+    """Return the sum of a waiting norm and another volume, or None if they differ in form."""
     norm = find_norm(first, second)
     if norm is None or not _adds_up(first.dtype, second.dtype):
         return None
@@ -137,30 +137,30 @@ def _find_sum(first: Any, second: Any) -> WaitingSum | None:
 
 
 def _read_slabs(volume: ShardedVolume) -> list[Tensor]:
-    """Return a volume's slabs; those of an image that is repeated in the memory of one channel."""
+    """Return a volume's slabs; the slabs of a repeated image take the memory of one channel."""
     expanded = volume.pending.expand() if isinstance(volume.pending, WaitingRepeat) else None
     return volume.slabs if expanded is None else expanded
 
 
 def _adds_up(first: torch.dtype, second: torch.dtype) -> bool:
-    """Say whether a norm and what is added are of one type, or of two whose sum is float32, as the kernels count."""
+    """Return whether both terms have one type, or two types whose sum is float32, as in the kernels."""
     return first == second or {first, second} <= {torch.float16, torch.bfloat16, torch.float32}
 
 
 def add_with_room(first: Any, second: Any) -> ShardedVolume | None:
     """Return the sum of two ordinary volumes, with room around it; None if they differ in form or no room is needed.
 
-    A convolution behind receives its halo there, and copies nothing: in residual blocks with no norm before their sum.
+    A convolution behind receives its halo there without a copy, in residual blocks with no norm before their sum.
 
     Parameters
     ----------
     first, second
-        What is added.
+        The terms.
     """
     if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume):
         return None
     context = first.context
-    # Outside of the network second derivatives may be asked for.
+    # Outside of the network second derivatives may be requested.
     wanted = context.room > 0 and context.in_network and context.communicator.is_direct
     if not wanted or context.communicator.num_shards == 1 or first.dims != (DIM,) or first.ndim != 5:
         return None

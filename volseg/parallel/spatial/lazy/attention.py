@@ -1,7 +1,7 @@
-"""The product of attention's weights with values, with all that the weights follow from in one kernel.
+"""Compute the product of attention weights and values, with all steps that lead to the weights, in one kernel.
 
-``scores`` has the steps, which wait; ``device.attention`` the kernels. A step that was taken along still waits: whoever
-reads it gets it as torch computes it, and its gradient goes another way.
+``scores`` has the steps, which wait, and ``device.attention`` has the kernels. A step that the kernel included still
+waits: a reader gets the values that torch computes, and the gradient bypasses the step.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ __all__ = ["attend"]
 
 
 def attend(weights: Any, values: Any) -> ShardedVolume | None:
-    """Return the product of weights that wait and of values; None where it is to be computed as any other.
+    """Return the product of waiting weights and values, or None if it must be computed like any other product.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
     """
     if not waits(weights) or not is_cut_once(values):
         return None
-    given = values.slabs  # before anything else: they may be of the steps, which are written for them then
+    given = values.slabs  # first: if the values are made of the steps, this writes the steps
     waiting = take_up(weights)
     if waiting is None or not waiting.steps.is_softened:
         return None
@@ -85,30 +85,30 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
 
 
 def _is_as_computed(weights: ShardedVolume, steps: Steps) -> bool:
-    """Say whether the weights have the shape of the product of queries and keys, and its cut."""
-    alone = weights.context.communicator.num_shards == 1  # where a cut would be tells nothing
+    """Return whether the weights have the shape and the cut of the product of queries and keys."""
+    alone = weights.context.communicator.num_shards == 1  # the dim of a cut does not matter then
     cut_alike = alone or (weights.dims, weights.merged) == ((steps.cut.dim,), steps.cut.merged)
     return cut_alike and weights.shape[:-2] == steps.sizes
 
 
 @dataclass(slots=True, eq=False)
 class KeptResult(Written):
-    """What was attended to, which its gradient is computed from: torch's is not, and may be changed in place.
+    """Result of attention that the backward pass reads; torch's backward pass does not, and allows in-place changes.
 
-    So a copy is changed, unless somebody has seen the slabs, and may hold a view of them.
+    So an in-place operator changes a copy, unless other code has read the slabs and may hold a view of them.
     """
 
     moment: Moment = field(default_factory=Moment)
 
     def settle_apart(self, volume: ShardedVolume) -> None:
-        """Leave the slabs to autograd."""
+        """Copy the slabs, and leave the originals to autograd."""
         with self.moment.restored():
             volume._slabs = [slab.clone() for slab in volume._slabs]
         volume.pending = PLAIN
 
 
 Places = tuple[AddendPlace, ...]
-"""Of each term."""
+"""The place of each term."""
 
 
 class _Attend(torch.autograd.Function):
@@ -133,7 +133,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _place(terms: Sequence[Tensor], places: Sequence[AddendPlace], query: Tensor, key: Tensor) -> list[Addend]:
-    """Return the terms as the kernels take them."""
+    """Return the terms in the form that the kernels take."""
     sides = query.shape[-2], key.shape[-2]
     return [
         Addend(term.detach().reshape(own.count, *own.sides).expand(own.count, *sides), own.every, own.count)
@@ -142,7 +142,7 @@ def _place(terms: Sequence[Tensor], places: Sequence[AddendPlace], query: Tensor
 
 
 def _gather(slope: Tensor, term: Tensor, place: AddendPlace) -> Tensor:
-    """Return the gradient of a term as the network has it, from that of its matrices."""
+    """Return the gradient of a network's term from the gradient of its matrices."""
     for dim, size in zip((-2, -1), place.sides, strict=True):
         if size == 1:
             slope = slope.sum(dim, keepdim=True)

@@ -1,12 +1,12 @@
-"""A convolution's bias that waits: a norm behind takes it away again, and a pass over memory is spared.
+"""A convolution's bias that waits: a norm behind would subtract it again, so a pass over memory is saved.
 
-What is added to a channel everywhere changes neither a norm of instances nor one of batches, but the running mean of
-the latter, which is moved by it. Such a norm takes the slabs as the convolution left them. Whatever else comes behind
-gets them with the bias: added where they lie, or, once a norm keeps them, to copies.
+A constant that is added to a channel changes neither an instance norm nor a batch norm, except for the running mean of
+the batch norm, which moves by the constant. Such a norm takes the convolution's slabs without the bias. Any other
+reader gets slabs with the bias, which is added in place, or to copies once a norm keeps the slabs.
 
-The gradient of the bias does not wait: it is the convolution's, which sums its output's. In front of such a norm that
-sum is zero, and what torch adds up over the volume is round-off. The norm's backward pass says so of the gradient that
-it returns, and the convolution's need not read it once more.
+The gradient of the bias does not wait: the convolution's backward pass sums the gradient of its output. In front of
+such a norm this sum is zero, and torch's sum over the volume is round-off. The norm's backward pass marks its gradient
+as vanishing, and the convolution's backward pass does not read that gradient again.
 """
 
 from collections.abc import Sequence
@@ -40,45 +40,45 @@ __all__ = [
 
 
 def note_vanishing(gradient: Any, offset: Tensor) -> None:
-    """Say of a gradient, as it is now, that it sums to zero over the voxels of all samples, in each channel.
+    """Mark a gradient, in its current version: in each channel it sums to zero over the voxels of all samples.
 
     Parameters
     ----------
     gradient
-        Of a norm's input.
+        Gradient of a norm's input.
     offset
-        What its backward pass has added to every voxel, ``(B, C)``: no number where the gradient has some.
+        Constant that the backward pass added to every voxel, ``(B, C)``: not finite where the gradient is not.
     """
     gradient._vanishes = get_version(gradient), offset
 
 
 def forget_vanishing(gradient: Any) -> None:
-    """Say so no more: who has seen the gradient may change it where torch does not count, through ``.data``."""
+    """Remove the mark: a reader of the gradient may change it through ``.data``, which torch does not count."""
     gradient._vanishes = None
 
 
 def vanishes(gradient: Tensor) -> bool:
-    """Say whether that is known: not of a sum with another gradient, new or made in place."""
+    """Return whether a gradient is marked and unchanged; a sum with another gradient, even in place, is not."""
     known = getattr(gradient, "_vanishes", None)
     return known is not None and known[0] == get_version(gradient) and fusions.is_on("no bias gradients")
 
 
 def sum_vanishing(gradient: Any) -> Tensor:
-    """Return the sums of a gradient that vanishes, ``(C,)``: zeros, and no numbers where it holds some."""
+    """Return the channels' sums of a vanishing gradient, ``(C,)``: zeros, or NaN where it is not finite."""
     _, offset = gradient._vanishes
     total = offset[0] if len(offset) == 1 else offset.sum(0)  # one launch less
     return (total * 0).to(gradient.dtype)
 
 
 class WaitingBias(Waiting):
-    """What a convolution left, and a bias that is still to be added.
+    """A convolution's result, and a bias that is still to be added.
 
     Parameters
     ----------
     slabs
-        The convolution's, without the bias; nobody else has seen them.
+        The convolution's results without the bias; no other code has read them.
     biases
-        Of each slab, ``(C,)``.
+        The bias for each slab, ``(C,)``.
     """
 
     refusal = (
@@ -92,7 +92,7 @@ class WaitingBias(Waiting):
         self.is_kept = False
 
     def keep_slabs(self) -> list[Tensor]:
-        """Return the slabs without the bias to a norm, which keeps them: from now on nothing is added to them."""
+        """Return the slabs without the bias to a norm that keeps them: from now on the bias is added to copies."""
         self.check()
         self.is_kept = True
         return self.stand_ins
@@ -104,26 +104,26 @@ class WaitingBias(Waiting):
         with self.moment.restored():
             if self.is_kept:
                 return [_add_bias(*pair) for pair in pairs], None, None
-            with torch.no_grad():  # the convolution knows of it
+            with torch.no_grad():  # the convolution computes the bias's gradient
                 for slab, bias in pairs:
                     slab.add_(_over_voxels(bias, slab))
         return self.stand_ins, None, None
 
     def settle_apart(self, volume: ShardedVolume) -> None:
-        """Go on waiting: nobody has seen the slabs to change them, and once a norm keeps them writing takes copies."""
+        """Keep waiting: no code holds the slabs to change them, and once a norm keeps them, writing makes copies."""
 
 
 def may_wait(bias: Tensor | None, weight: Tensor, slab: Tensor, channels: int) -> bool:
-    """Say whether a convolution of a slab may leave its bias to what comes behind.
+    """Return whether a convolution of a slab may leave its bias to the next operator.
 
     Parameters
     ----------
     bias, weight
-        Of the convolution.
+        Parameters of the convolution; a bias that torch would refuse is left to torch.
     slab
-        Its input; without a batch, or with a bias that torch would refuse, it is torch's.
+        Its input; an input without a batch is left to torch.
     channels
-        Of its result.
+        Channels of its result.
     """
     if bias is None or bias.shape != (channels,) or bias.dtype != weight.dtype or slab.ndim != weight.ndim:
         return False
@@ -131,25 +131,25 @@ def may_wait(bias: Tensor | None, weight: Tensor, slab: Tensor, channels: int) -
 
 
 def torch_adds_apart(slab: Tensor) -> bool:
-    """Say whether torch adds a bias in a pass of its own: behind cuDNN's kernels, not in those of a CPU."""
+    """Return whether torch adds a bias in a separate pass: it does so after cuDNN's kernels, not on a CPU."""
     return on_gpu(slab)
 
 
 def add_bias_later(volume: ShardedVolume, biases: Sequence[Tensor]) -> ShardedVolume:
-    """Return a volume with a bias that waits.
+    """Return a volume with a waiting bias.
 
     Parameters
     ----------
     volume
-        What a convolution left without its bias, new, and seen by nobody; its gradient is the bias's, too.
+        A convolution's new result without its bias, unread; its backward pass also computes the bias's gradient.
     biases
-        Of each slab.
+        The bias for each slab.
     """
     return defer(WaitingBias(volume._slabs, biases), volume.dims, volume.shape, volume.context)
 
 
 def take_without_bias(volume: ShardedVolume) -> tuple[list[Tensor], Tensor | None]:
-    """Return a volume's slabs for a norm, and the bias ``(C,)`` that they lack, on the home device; None if none."""
+    """Return a volume's slabs for a norm, and the bias ``(C,)`` that they lack, on the home device, or None."""
     waiting = volume.pending
     if not isinstance(waiting, WaitingBias):
         return volume.slabs, None
@@ -159,7 +159,7 @@ def take_without_bias(volume: ShardedVolume) -> tuple[list[Tensor], Tensor | Non
 
 
 def with_gradient(volume: ShardedVolume, biases: Sequence[Tensor]) -> ShardedVolume:
-    """Return a volume whose gradient is the biases', too, though nothing is added to it."""
+    """Return a volume of the same values, whose backward pass also computes the biases' gradients."""
     slabs = [_WithGradient.apply(slab, bias) for slab, bias in zip(volume._slabs, biases, strict=True)]
     return ShardedVolume(slabs, volume.dims, volume.shape, volume.context)
 
@@ -175,12 +175,12 @@ def _add_bias(slab: Tensor, bias: Tensor) -> Tensor:
 
 
 class _WithGradient(torch.autograd.Function):
-    """A slab as it is, with a bias's gradient."""
+    """Return a slab unchanged; its backward pass also computes a bias's gradient."""
 
     @staticmethod
     def forward(ctx: Any, slab: Tensor, bias: Tensor) -> Tensor:
         ctx.dtype = bias.dtype
-        return slab.data  # no view of it: the bias may be added where it lies
+        return slab.data  # not a view: the bias may be added in place
 
     @staticmethod
     @first_order

@@ -3,9 +3,9 @@
 Instance, batch and group norm share one form: statistics of (sample, channel) pairs, averaged over groups of pairs,
 then one scale and one shift per pair. One autograd function does all three with the activation, and needs two small
 collectives (statistics forward, two sums backward). It keeps the norm's input and nothing else of that size. A sum may
-take along one norm, or two (see ``addition``): ``activation(norm + second)`` is the same function of one term more.
+include one norm, or two (see ``addition``): ``activation(norm + second)`` is the same function with one more term.
 
-The statistics are computed where the norm is called, with scale and shift left to wait (see ``pending``).
+The statistics are computed when the norm is called; scale and shift wait (see ``pending``).
 """
 
 from collections.abc import Callable, Sequence
@@ -36,14 +36,14 @@ from volseg.parallel.spatial.volume import ShardedVolume
 __all__ = ["WaitingNorm", "WaitingTerms", "find_norm", "settle_in_checkpoint", "sum_to_slope"]
 
 Terms = tuple[Term, Term | None]
-"""Of a slab: a norm, and what is added to it, if anything is."""
+"""Terms of a slab: a norm, and the term that is added to it, if any."""
 
 
 def settle_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
-    """Return a norm's result, written where the network's own code checkpoints; leave it waiting elsewhere.
+    """Return a norm's result, written if the network's own code checkpoints here, and waiting otherwise.
 
-    A norm at the end of a checkpointed block would be computed behind it. The recomputation ends with the last tensor
-    that was saved in the block: it would not come as far as torch's, and not change the buffers that torch's changes.
+    A waiting norm at the end of a checkpointed block would be computed after the block. The recomputation stops at the
+    last tensor saved in the block: earlier than torch's, and without an update of the buffers that torch's updates.
     """
     waiting = volume.pending
     if isinstance(waiting, WaitingNorm) and waiting.moment.hooks not in (None, volume.context.hooks):
@@ -52,20 +52,20 @@ def settle_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
 
 
 class WaitingTerms(Waiting):
-    """One norm, or a norm and what is added to it, and perhaps an activation of the sum.
+    """One norm, or the sum of a norm and another term, and an activation of the sum, if any.
 
     Attributes
     ----------
     context
-        Of the network.
+        Context of the network.
     norms
-        One or two.
+        One norm or two.
     columns
         The slabs of each term.
     outer
         Activation of the sum.
     moment
-        In which it is written.
+        Modes in which the slabs are written.
     """
 
     context: Context
@@ -75,7 +75,7 @@ class WaitingTerms(Waiting):
     moment: Moment
 
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Apply norms and activations, and add up."""
+        """Apply norms and activations, and add the terms."""
         wait: Wait | None = None
         written: Sequence[Terms] = ()
 
@@ -88,19 +88,19 @@ class WaitingTerms(Waiting):
         return slabs, self.describe(written), wait
 
     def describe(self, rows: Sequence[Terms]) -> Recipe | None:
-        """Return how to write it again; None of a sum, which keeps what is added."""
+        """Return the recipe of the slabs; None for a sum, which keeps its terms."""
         del rows
         return None
 
     def run(self, fill: Callable[[Sequence[Terms]], list[Tensor]]) -> list[Tensor]:
-        """Return the slabs that ``fill`` makes of the terms, with their history."""
+        """Return the slabs that ``fill`` computes from the terms, with their history."""
         with self.moment.restored():
             slopes = [[] if norm.slope is None else self.context.spread(norm.slope) for norm in self.norms]
             parameters = chain.from_iterable((norm.weight, norm.bias) for norm in self.norms)
             return list(_Add.apply(self, fill, *parameters, *chain.from_iterable((*slopes, *self.columns))))
 
     def _fill(self, rows: Sequence[Terms], halos: Sequence[Halo]) -> tuple[list[Tensor], Wait | None]:
-        """Return the slabs, with room where convolutions take a halo, and the wait for the halos."""
+        """Return the slabs, with room where convolutions receive a halo, and the wait for the halos."""
         room = compute_halo_room(self.room, halos)
         if not room:
             return [addition.add(*row, self.outer) for row in rows], None
@@ -121,18 +121,18 @@ class WaitingTerms(Waiting):
 
 
 class WaitingNorm(WaitingTerms):
-    """A norm, and perhaps an activation, that waits for the next operator.
+    """A norm, with its activation if any, that waits for the next operator.
 
     Parameters
     ----------
     volume, slabs
-        The norm's input, as ``found`` is of it.
+        The norm's input, which ``found`` describes.
     pooled
         Which (sample, channel) pairs share statistics.
     found
         The statistics.
     affine
-        Of the norm.
+        Weight, bias and eps of the norm.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class WaitingNorm(WaitingTerms):
         self.activation = IDENTITY
         self.slope: Tensor | None = None
         self.moment = Moment([tensor for tensor in (weight, bias) if tensor is not None])
-        # The backward pass, where there will be one, reads the weight.
+        # A backward pass reads the weight.
         read = slabs if weight is None or not self.moment.grad_enabled else [*slabs, weight]
         self.unchanged = Unchanged(read)
         communicator = self.context.communicator
@@ -154,11 +154,11 @@ class WaitingNorm(WaitingTerms):
 
     @property
     def norms(self) -> "Sequence[WaitingNorm]":  # type: ignore[override]
-        """Itself."""
+        """The norm itself, as the only one."""
         return [self]
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "WaitingNorm | None":
-        """Return this with an activation behind; None where there is one already, or now has another history.
+        """Return the norm with an activation, or None if it has one already, or the modes have changed.
 
         Parameters
         ----------
@@ -174,7 +174,7 @@ class WaitingNorm(WaitingTerms):
         return taken
 
     def outline(self) -> Outline | None:
-        """Note it for the backward pass."""
+        """Return the slabs without memory, for the backward pass; None if the communicator is not direct."""
         if not self.context.communicator.is_direct:
             return None
         terms: Sequence[Terms] = ()
@@ -188,7 +188,7 @@ class WaitingNorm(WaitingTerms):
         return None if recipe is None else Outline(slabs, recipe, layout_of(self.stand_ins[0]))
 
     def describe(self, rows: Sequence[Terms]) -> Recipe | None:
-        """Return how to write it again from the norm's input."""
+        """Return the recipe that writes the slabs from the norm's input."""
         if not self.context.communicator.is_direct:
             return None
         kept = [
@@ -199,7 +199,7 @@ class WaitingNorm(WaitingTerms):
 
 
 def find_norm(first: Any, second: Any) -> WaitingNorm | None:
-    """Return the norm that waits in the first of two volumes, if now it may take along the second, cut as it is."""
+    """Return the first volume's waiting norm if a sum with the second, of the same cut, can include it; else None."""
     if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or not fusions.is_on("sums"):
         return None
     norm, alike = first.pending, first.context is second.context and first is not second
@@ -210,7 +210,7 @@ def find_norm(first: Any, second: Any) -> WaitingNorm | None:
 
 
 class _Add(torch.autograd.Function):
-    """Gets weight and bias of each norm, then a slope for each slab of each that has one, then the slabs of all."""
+    """Takes weight and bias of each norm, a slope per slab of each norm that has one, then the slabs of all terms."""
 
     @staticmethod
     def forward(
@@ -221,7 +221,7 @@ class _Add(torch.autograd.Function):
         ctx.plans = [NormPlan.of(norm) for norm in norms]
         ctx.count, ctx.num_columns = len(waiting.columns[0]), len(waiting.columns)
         ctx.wants_both = len(norms) == 2 or (ctx.num_columns == 2 and any(ctx.needs_input_grad[-ctx.count :]))
-        # What is added as it is, with nothing behind the sum, has the sum's gradient: torch does not keep it either.
+        # Without an activation a plain term has the sum's gradient, and is not kept: torch does not keep it either.
         ctx.keeps_all = ctx.num_columns == len(norms) or waiting.outer != IDENTITY
         known = [(norm.found.mean, norm.found.rstd, norm.found.scale, norm.found.shift) for norm in norms]
         rest = tensors[2 * len(norms) :]
@@ -236,7 +236,7 @@ class _Add(torch.autograd.Function):
         known = [tuple(islice(saved, 4)) for _ in ctx.plans]
         weights, rest = list(islice(saved, number)), [*saved]
         if not ctx.keeps_all:
-            rest += gradients  # in place of a tensor that is not used again
+            rest += gradients  # in place of tensors that are not used
         rows = _list_terms(ctx, known, rest)
         pairs_of_terms = zip(gradients, rows, strict=True)
         sums = [addition.add_sums(own, first, second, ctx.activation) for own, (first, second) in pairs_of_terms]
@@ -261,7 +261,7 @@ class _Add(torch.autograd.Function):
 
 
 def _give_room(ctx: Any, *terms: Term | None) -> list[Tensor | None]:
-    """Return memory for the gradients of norms: the convolution in front wants neighbours' planes around it.
+    """Return memory for the gradients of norms: the convolution in front needs neighbours' planes around them.
 
     Several samples get no room: the volume would not be contiguous, and that convolution would copy it.
     """

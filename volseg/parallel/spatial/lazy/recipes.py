@@ -1,11 +1,11 @@
-"""How to compute a slab again from tensors that are kept anyway.
+"""Recipes that compute a slab again from tensors that are kept anyway.
 
-A convolution must keep its input for the gradient of its weights. Where that input is a norm and an activation
-applied to a convolution's output, which the norm keeps already, it keeps this *recipe* instead: one pass over memory
-in the backward pass for half of the activations.
+A convolution must keep its input for the gradient of its weights. If this input is a norm and an activation applied to
+a convolution's output, which the norm keeps already, the convolution keeps a *recipe* instead. It saves half of the
+activations for one pass over memory in the backward pass.
 
-What is written is apart from the tensors it is written from: autograd keeps the tensors, where hooks can see them
-(recomputation forgets them, offloading moves them), and the operator keeps ``write`` alone.
+A recipe separates its tensors from its function: autograd keeps the tensors, where hooks can see them (recomputation
+drops them, offloading moves them), and the operator keeps only ``write``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +54,7 @@ class Normalize:
     activation: Activation
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
-        """Apply them again."""
+        """Write planes of the slab."""
         slab, scale, shift, *slope = tensors
         planes = _view_planes(slab, start, out)
         choice.affine(planes, scale, shift, self.activation, out, slope=slope[0] if slope else None)
@@ -62,22 +62,22 @@ class Normalize:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A slab that somebody keeps as it is."""
+    """A copy of a slab that other code keeps."""
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
-        """Copy it."""
+        """Copy planes of the slab."""
         copy_into(_view_planes(tensors[0], start, out), out)
 
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """What ``write`` writes in a type of its own, in the type of whoever reads it."""
+    """Writes planes with ``write``, in ``dtype``, and converts them to the reader's type."""
 
     write: Write
     dtype: torch.dtype
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
-        """Write it, and convert it."""
+        """Write planes, and convert them to the type of ``out``."""
         if out.dtype == self.dtype:
             self.write(tensors, out, start)
             return
@@ -88,7 +88,7 @@ class Convert:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Channels of several slabs, one behind the other: each one's ``write``, its number of tensors and of channels."""
+    """Joins the channels of several slabs; each has its ``write``, its number of tensors and its number of channels."""
 
     writes: tuple[Write, ...]
     counts: tuple[int, ...]
@@ -100,7 +100,7 @@ class Join:
             write(own, out.narrow(1, first, count), start)
 
     def parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Write, Sequence[Tensor], tuple[int, int]]]:
-        """Yield how to write each part, its tensors, and its first channel and number of channels."""
+        """Yield each part's ``write``, its tensors, and its first channel and number of channels."""
         first = used = 0
         for write, number, count in zip(self.writes, self.counts, self.channels, strict=True):
             yield write, tensors[used : used + number], (first, count)
@@ -108,12 +108,12 @@ class Join:
 
 
 def recipe_of_kept(slabs: Sequence[Tensor]) -> Recipe:
-    """Return the recipe of slabs that somebody keeps."""
+    """Return the recipe of slabs that other code keeps."""
     return Recipe(tuple((slab,) for slab in slabs), Copy())
 
 
 def join_recipes(parts: Sequence[Recipe], channels: Sequence[int]) -> Recipe:
-    """Return the recipe of slabs side by side; parts that are joins themselves are taken apart."""
+    """Return the recipe of joined slabs; parts that are joins themselves are flattened."""
     writes: list[Write] = []
     counts: list[int] = []
     widths: list[int] = []
@@ -131,18 +131,18 @@ def join_recipes(parts: Sequence[Recipe], channels: Sequence[int]) -> Recipe:
 
 
 Record = Callable[[Callable[[], list[Tensor]]], list[Tensor]]
-"""Returns the slabs that a function makes, with their history."""
+"""Returns the slabs that a function computes, with their history."""
 
 
 class WaitingRecipe(Waiting):
-    """Slabs that wait, and whose recipe is known before they are written.
+    """Waiting slabs whose recipe is known before they are written.
 
     Parameters
     ----------
     recipe
-        How to write them.
+        Writes the slabs.
     likes
-        Shape, element type and layout of each, on the meta device.
+        Shape, element type and layout of each slab, on the meta device.
     record
         See ``Record``.
     unchanged, stand_ins
@@ -192,7 +192,7 @@ class WaitingRecipe(Waiting):
 def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> ShardedVolume:
     """Join volumes of one cut along the channels, in slabs with room for their halos.
 
-    The copy waits for the next operator, which can send the halo early. The result's recipe are the parts' recipes: a
+    The copy waits for the next operator, which can send the halo early. The result's recipe joins the parts' recipes: a
     convolution behind an encoder's skip keeps neither the join nor the activated skip.
 
     Parameters
@@ -200,12 +200,12 @@ def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> Sharde
     parts
         The volumes.
     later
-        Whether parts of several element types are joined when they are read, too.
+        Whether to wait even if the parts have several element types.
     """
     like = parts[0]
-    # Each has the state that the one before left: one volume may be several of the parts.
+    # In order: one volume may be several of the parts, and each call may change its state.
     recipes = [(part.pending.spare if part.context.tiled else part.pending.find_recipe)(part) for part in parts]
-    # Where there is a recipe, only the history of the slabs is used: they may have given their memory back.
+    # With a recipe only the history of the slabs is used: their memory may be released.
     columns = [part.slabs if recipe is None else part._slabs for part, recipe in zip(parts, recipes, strict=True)]
     channels = [column[0].shape[1] for column in columns]
     shape = list(like.shape)
@@ -240,7 +240,7 @@ def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> Sharde
     waiting.parts = columns if moment.grad_enabled else None
     joined = defer(waiting, like.dims, shape, like.context)
     if mixed:
-        waiting.spare(joined)  # what stands for it has the type of one part
+        waiting.spare(joined)  # its stand-in has the type of one part
     return joined
 
 
@@ -260,12 +260,12 @@ class _Join(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Writes the channels of a slab, so many times one after the other."""
+    """Writes the channels of a slab ``count`` times, one copy after the other."""
 
     count: int
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
-        """Copy them."""
+        """Copy the channels."""
         (slab,) = tensors
         planes = slab.narrow(DIM, start, out.shape[DIM])
         out.unflatten(1, (self.count, slab.shape[1])).copy_(planes.unsqueeze(1))
@@ -274,15 +274,15 @@ class Repeat:
 class WaitingRepeat(WaitingRecipe):
     """Slabs whose channels will be repeated; they need no gradient.
 
-    V-Net adds its image to each of sixteen channels. What waits has a copy of such an image, which nobody changes, and
-    a sum reads that without writing the channels (see ``addition``).
+    V-Net adds its image to each of sixteen channels. This state has its own copy of the image, and a sum reads the copy
+    without writing the channels (see ``addition``).
 
     Parameters
     ----------
     slabs
         ``(B, C, D, H, W)``, without history.
     count
-        How many times.
+        Number of copies.
     """
 
     def __init__(self, slabs: Sequence[Tensor], count: int) -> None:
@@ -303,35 +303,35 @@ class WaitingRepeat(WaitingRecipe):
         super().__init__(recipe, likes, record, Unchanged(slabs), stand_ins)
 
     def expand(self) -> list[Tensor] | None:
-        """Return views of the slabs that repeat them without memory; None where they have more than one channel."""
+        """Return views of the slabs that repeat them without memory; None if they have more than one channel."""
         if any(slab.shape[1] != 1 for slab in self.repeated):
             return None
         self.check()
         return [slab.expand(-1, self.count, -1, -1, -1) for slab in self.repeated]
 
     def hold(self, volume: ShardedVolume) -> Recipe | None:
-        """Leave it unwritten: it is larger than what it is written from."""
+        """Leave the slabs unwritten: they are larger than their sources."""
         return self.spare(volume)
 
 
 def repeat_later(volume: ShardedVolume, count: int, tiles: int) -> ShardedVolume | None:
-    """Return a volume with its channels repeated, unwritten; None where that saves nothing, or a gradient is needed.
+    """Return a waiting volume with repeated channels; None if waiting saves nothing, or a gradient is needed.
 
     Parameters
     ----------
     volume
-        Of five dims.
+        A volume of five dims.
     count
-        How many times.
+        Number of copies.
     tiles
-        In how many pieces the result would be written.
+        Number of pieces in which the result would be written.
     """
     if isinstance(volume.pending, Waiting) or any(slab.requires_grad for slab in volume._slabs):
         return None
     if volume.shape[1] == 1:
         slabs = [slab.detach().clone(memory_format=torch.contiguous_format) for slab in volume.slabs]
     elif tiles > 1:
-        slabs = [slab.detach() for slab in volume.slabs]  # who needs a gradient later needs none of what was repeated
+        slabs = [slab.detach() for slab in volume.slabs]  # a later requires_grad does not concern them
     else:
         return None
     shape = [volume.shape[0], count * volume.shape[1], *volume.shape[2:]]
@@ -339,7 +339,7 @@ def repeat_later(volume: ShardedVolume, count: int, tiles: int) -> ShardedVolume
 
 
 class RecomputedInput(WaitingRecipe):
-    """A recomputed block's input: written when an operator reads it, without history, and never where a join does.
+    """Input of a recomputed block: written without history when an operator reads it, but not when a join does.
 
     Parameters
     ----------
@@ -374,7 +374,7 @@ class RecomputedInput(WaitingRecipe):
         self.check()
 
     def find_recipe(self, volume: ShardedVolume) -> Recipe:
-        """Return the recipe, by which an operator writes the slabs elsewhere; leave them unwritten here."""
+        """Return the recipe, with which an operator writes the slabs elsewhere; they stay unwritten here."""
         del volume
         self.check()
         return self.recipe

@@ -1,14 +1,14 @@
-"""Scores of attention that a network writes out: they wait until it is known who reads them.
+"""Attention scores that a network computes step by step: they wait until their reader is known.
 
-``q @ k.mT``, a factor, biases and masks, a ``view`` that takes samples apart, ``softmax`` and a cast are steps, each a
-volume of its own that waits. A product with values takes all of them along (see ``attention``). Whoever else reads a
-step gets it as torch computes it, from the step before.
+``q @ k.mT``, a factor, biases and masks, a ``view`` that splits samples, ``softmax`` and a cast are steps, each a
+waiting volume. A product with values includes all of them (see ``attention``). Any other reader of a step gets the
+values that torch computes from the previous step.
 
-On several shards each has its own scores: of its windows or samples, where those are cut; of its own queries with all
-keys, which are gathered, where the tokens are.
+Each shard has its own scores: of its windows or samples if these are cut, or of its own queries with all keys, which
+are gathered, if the tokens are cut.
 
-What waits is told by sizes, types and modes alone, and by steps that were made in the same modes: a block that a
-checkpoint computes again is given what was written meanwhile, and has to decide as it did.
+Whether a step waits depends only on sizes, types and modes, and on previous steps in the same modes: a recomputed block
+may get steps that were written in the meantime, and must decide as in its first run.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ __all__ = ["add_term", "cast", "reshape_scores", "scale", "score", "soften", "ta
 Reshaped = Callable[[ShardedVolume], Any]
 
 MOST_TERMS = 2
-"""That the kernels take."""
+"""Number of terms that the kernels take."""
 
 ORDINARY = (*PLAIN_TENSORS, nn.Parameter, Uncut)
 
@@ -50,23 +50,23 @@ WIDTHS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def waits(volume: Any) -> bool:
-    """Say whether a value is a step of attention that waits."""
+    """Return whether a value is a waiting step of attention."""
     return isinstance(volume, ShardedVolume) and isinstance(volume.pending, WaitingScores)
 
 
 def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, turned: bool) -> ShardedVolume | None:
-    """Return the scores of queries and keys, which wait; None of any other product.
+    """Return the waiting scores of queries and keys; None for any other product.
 
     Parameters
     ----------
     compute
-        The product of slabs.
+        Computes the product of two slabs.
     query
         ``(..., N, F)``.
     key
         ``(..., F, M)``; with ``turned`` ``(..., M, F)``.
     turned
-        See above.
+        Whether the key is ``(..., M, F)``.
     """
     if not is_cut_once(query) or not is_cut_once(key) or query.context is not key.context:
         return None
@@ -80,7 +80,7 @@ def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, 
         return None
     queries, given = query.slabs, key.slabs
     if not all(map(_has_kernel, queries)) or any(slab.is_inference() for slab in (*queries, *given)):
-        return None  # torch does not count their changes in place
+        return None  # torch does not count their in-place changes
     lying = ShardedVolume(given, key.dims, key.shape, key.context, key.merged)
     turning = lying if turned else transpose_last(lying)
     shapes = [(*size[:-1], turning.shape[-2]) for size in list_shapes(query)]
@@ -102,16 +102,16 @@ def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, 
 
 
 def scale(func: Callable, volume: ShardedVolume, factor: Any, *, divides: bool) -> ShardedVolume | None:
-    """Return scores times, or by, a number; None where something was added before.
+    """Return waiting scores multiplied or divided by a number; None if a term was added before.
 
     Parameters
     ----------
     func
-        Of a slab and the number.
+        Multiplies or divides a slab by the number.
     volume, factor
-        What waits, and the number.
+        The waiting scores, and the number.
     divides
-        Whether it is divided.
+        Whether ``func`` divides.
     """
     waiting = take_up(volume)
     if waiting is None or not waiting.steps.is_bare or type(factor) not in (int, float) or (divides and factor == 0):
@@ -124,16 +124,16 @@ def scale(func: Callable, volume: ShardedVolume, factor: Any, *, divides: bool) 
 def add_term(
     func: Callable, volume: ShardedVolume, term: Any, given: Callable[[Tensor, ShardedVolume], list[Tensor]]
 ) -> ShardedVolume | None:
-    """Return scores plus an ordinary tensor; None where the kernels do not add such a one.
+    """Return waiting scores plus an ordinary tensor; None if the kernels cannot add this tensor.
 
     Parameters
     ----------
     func
-        Adds the second to the first.
+        Adds the term to a slab.
     volume, term
-        The two.
+        The waiting scores, and the tensor.
     given
-        Returns what each slab of a volume gets of a tensor.
+        Returns the part of a tensor for each slab of a volume.
     """
     waiting = take_up(volume)
     if waiting is None or type(term) not in ORDINARY or term.dtype not in WIDTHS or term.ndim == 0:
@@ -155,7 +155,7 @@ def add_term(
 
 
 def _find_place(shape: Sequence[int], term: Sequence[int]) -> AddendPlace | None:
-    """Return where a term is added; None where that is no regular choice of matrices, or the sum would be larger."""
+    """Return the matrices that a term is added to; None if they are not regularly spaced, or the sum is larger."""
     if len(term) > len(shape):
         return None
     *outer, rows, columns = shape
@@ -174,16 +174,16 @@ def _find_place(shape: Sequence[int], term: Sequence[int]) -> AddendPlace | None
 
 
 def reshape_scores(volume: ShardedVolume, target: Sequence[int], reshaped: Reshaped) -> ShardedVolume | None:
-    """Return scores whose dims in front of the last two are taken apart or together; None for any other shape.
+    """Return waiting scores whose dims in front of the last two are split or merged; None for any other shape.
 
     Parameters
     ----------
     volume
-        What waits.
+        The waiting scores.
     target
         Its new shape.
     reshaped
-        Reshapes a volume: it says where the cut dim goes, and returns None where planes would change shards.
+        Reshapes a volume, which shows the new cut dim; returns None if planes would change shards.
     """
     waiting = take_up(volume)
     if waiting is None or len(target) < 3 or list(target[-2:]) != list(volume.shape[-2:]):
@@ -201,16 +201,16 @@ def reshape_scores(volume: ShardedVolume, target: Sequence[int], reshaped: Resha
 
 
 def soften(func: Callable[[Tensor], Tensor], volume: ShardedVolume, dtype: torch.dtype | None) -> ShardedVolume | None:
-    """Return the softmax over the last dim; None of what is no scores any more.
+    """Return the waiting softmax over the last dim; None if a softmax was taken before.
 
     Parameters
     ----------
     func
-        Computes it of a slab.
+        Computes the softmax of a slab.
     volume
-        What waits.
+        The waiting scores.
     dtype
-        Of the result, if it was told.
+        Element type of the result, if given.
     """
     waiting = take_up(volume)
     if waiting is None or waiting.steps.is_softened or dtype not in (None, *WIDTHS):
@@ -222,7 +222,7 @@ def soften(func: Callable[[Tensor], Tensor], volume: ShardedVolume, dtype: torch
 
 
 def cast(volume: ShardedVolume, dtype: torch.dtype) -> ShardedVolume | None:
-    """Return the volume in another element type; None where a kernel does not compute in it."""
+    """Return the volume in another element type, still waiting; None if the kernels do not compute in it."""
     if dtype == volume.dtype:
         return volume
     waiting = take_up(volume)
@@ -236,7 +236,7 @@ def _has_kernel(slab: Tensor) -> bool:
 
 
 def take_up(volume: ShardedVolume) -> WaitingScores | None:
-    """Return a step for another one behind it, unless the modes are others now, or a step before was written."""
+    """Return a step that another can follow; None if the modes have changed, or a previous step was written."""
     waiting = volume.pending
     if not isinstance(waiting, WaitingScores) or not waiting.is_now():
         return None

@@ -1,4 +1,4 @@
-"""What a norm's slabs and replicas come to together: its statistics, and the sums of its backward pass."""
+"""Combine a norm's statistics, and the sums of its backward pass, over slabs and replicas."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,26 +35,26 @@ class Pooled:
 
     grouping: Grouping = ALONE
     replicas: "Replicas | None" = None
-    """Whose samples are one batch with the own ones, for statistics over it."""
+    """Replicas whose samples form one batch with those of this process."""
     given: bool = False
     """Whether the statistics are given, and do not come from the input."""
 
     @property
     def over_replicas(self) -> bool:
-        """Whether samples of other replicas count."""
+        """Whether the statistics include samples of other replicas."""
         return self.grouping.over_batch and self.replicas is not None
 
     def needed(self, batch: int, channels: int) -> Callable[[Tensor], Tensor] | None:
-        """Return the mean over the pairs of a group, for each of them; None where every pair is its own group."""
+        """Return a function that averages over each group of pairs; None if every pair is its own group."""
         return None if self.grouping.is_alone(batch, channels) else self.grouping.average
 
     def ignores_channels(self, batch: int, channels: int) -> bool:
-        """Say whether a number that is added to a channel changes nothing, so that its gradient is zero."""
+        """Return whether a constant that is added to a channel changes nothing, so that its gradient is zero."""
         return not self.given and (self.grouping.over_batch or self.grouping.is_alone(batch, channels))
 
 
 class Affine(NamedTuple):
-    """Weight and bias of the channels, None where a norm has none, and what it adds to the variance."""
+    """Weight and bias of the channels, None if a norm has none, and the constant added to the variance."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -63,9 +63,9 @@ class Affine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NormStatistics:
-    """What a norm computes from its input, ``(B, C)`` on the home device, and the number of voxels of a channel.
+    """Statistics of a norm's input, ``(B, C)`` on the home device, and the number of voxels of a channel.
 
-    These are the voxels of a sample, but a tensor of those of all samples where replicas have some.
+    ``voxels`` counts the voxels of one sample; with replicas it is a tensor, and counts those of all samples.
     """
 
     mean: Tensor
@@ -93,13 +93,13 @@ def compute_statistics(
     Parameters
     ----------
     volume, slabs
-        The norm's input; the slabs perhaps without a number that is added to a channel.
+        The norm's input; the slabs may lack a constant per channel.
     pooled
         Which pairs share their statistics.
     affine
-        Of the norm.
+        Weight, bias and eps of the norm.
     running
-        Of a norm over the batch, which are moved.
+        Running statistics of a norm over the batch, to be updated.
     """
     context = volume.context
     counts = count_slab_voxels(context.communicator.grid, volume.dims, volume.shape)
@@ -125,7 +125,7 @@ def compute_statistics(
                 found = choice.coefficients(stacked, shares, *affine, average)
         mean, variance, rstd, scale, shift = found.unbind(0)
         if running is not None:
-            # Samples that share their statistics have the same ones: no average of them is needed.
+            # Samples that share their statistics have equal ones: they need no average.
             running.update(mean[0], variance[0], len(mean) * voxels if number is None else number)
     return NormStatistics(mean, variance, rstd, scale, shift, voxels if number is None else number)
 
@@ -133,18 +133,18 @@ def compute_statistics(
 def _join_replicas(
     pooled: Pooled, stacked: Tensor, shares: Tensor, voxels: int, affine: Affine
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``reference.coefficients`` returns, over the samples of all replicas, and how many voxels these have.
+    """Return ``reference.coefficients`` over the samples of all replicas, and the number of their voxels.
 
     Parameters
     ----------
     pooled
-        Whose replicas.
+        Has the replicas.
     stacked, shares
         See ``reference.coefficients``.
     voxels
-        Of a channel in a sample, of all shards.
+        Voxels of a channel in a sample, over all shards.
     affine
-        Of the norm.
+        Weight, bias and eps of the norm.
     """
     assert pooled.replicas is not None
     means, variances = reference.join_moments(stacked, shares)
@@ -156,7 +156,7 @@ def _join_replicas(
 
 
 def take_statistics(volume: ShardedVolume, slabs: Sequence[Tensor], running: Running, affine: Affine) -> NormStatistics:
-    """Return the statistics of a norm in evaluation: the running ones.
+    """Return the statistics of a norm in evaluation mode: its running statistics.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def take_statistics(volume: ShardedVolume, slabs: Sequence[Tensor], running: Run
     running
         Mean and variance of each channel.
     affine
-        Of the norm.
+        Weight, bias and eps of the norm.
     """
     with torch.no_grad():
         home = volume.context.communicator.home
@@ -178,12 +178,12 @@ def take_statistics(volume: ShardedVolume, slabs: Sequence[Tensor], running: Run
 
 @dataclass(frozen=True, slots=True)
 class _OneKernel:
-    """How one kernel exchanges statistics and computes what follows from them."""
+    """A single kernel that exchanges statistics and computes the coefficients from them."""
 
     values: ValueExchange | None
-    """None where there is one slab."""
+    """None if there is one slab."""
     count: int
-    """Values that a slab sends."""
+    """Number of values that a slab sends."""
     replicas: int
 
     def run(self, calls: Sequence[Callable[[Any], Result]]) -> Result:
@@ -195,7 +195,7 @@ class _OneKernel:
 
 
 def _find_exchange(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> _OneKernel | None:
-    """Return how one kernel does it; None where several do. All processes decide alike, whichever rows they have."""
+    """Return the exchange by a single kernel, or None; all processes decide the same, whatever rows they hold."""
     batch, channels = slabs[0].shape[:2]
     if not choice.takes(slabs[0]):
         return None
@@ -213,7 +213,7 @@ def _find_exchange(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) ->
 
 @dataclass(frozen=True, slots=True)
 class NormPlan:
-    """What a norm's backward pass needs besides tensors."""
+    """Settings of a norm's backward pass, besides tensors."""
 
     context: Context
     pooled: Pooled
@@ -224,7 +224,7 @@ class NormPlan:
 
     @classmethod
     def of(cls, norm: Any) -> "NormPlan":
-        """Return that of a norm."""
+        """Return the plan of a norm."""
         has = norm.slope is not None, norm.bias is not None
         return cls(norm.context, norm.pooled, norm.found.voxels, norm.activation, *has)
 
@@ -236,7 +236,7 @@ class NormPlan:
         Parameters
         ----------
         sums
-            Of the parts of each slab of this process, ``(parts, 2 or 3, B, C)``.
+            Sums of the parts of each slab of this process, ``(parts, 2 or 3, B, C)``.
         mean, rstd, weight
             See ``reference.backward_coefficients``.
         slabs
@@ -269,7 +269,7 @@ class NormPlan:
     def note_vanishing(
         self, mean: Tensor, gradients: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
-        """Say of the gradients of the norm's input that they sum to zero, where they do."""
+        """Mark the gradients of the norm's input as vanishing if they sum to zero."""
         if self.pooled.ignores_channels(*mean.shape):
             for gradient, (_, offset) in zip(gradients, factors, strict=True):
                 note_vanishing(gradient, offset)
@@ -278,7 +278,7 @@ class NormPlan:
 def _combine_over_replicas(
     pooled: Pooled, stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, number: Tensor
 ) -> ExchangedGradients:
-    """Return what follows from the sums over the samples of all replicas."""
+    """Return factor, offset and parameters' gradients, from sums over the samples of all replicas."""
     assert pooled.replicas is not None
     of_bias, moment = stacked.sum(0).sum(1)
     of_weight = moment * rstd[0]

@@ -1,9 +1,9 @@
-"""A sum that is larger than what it follows from: written tile by tile, by whoever reads it.
+"""A sum that is larger than its terms: its reader writes it tile by tile.
 
-V-Net adds a norm in half precision to the image, repeated, in float32, and the sum is float32 as in the plain network:
-64 bytes per voxel that follow from 36. Where memory matters most (``checkpoint="tiled"``) such a sum keeps its recipe
-alone, ``act(norm(x) + y)`` with ``y`` from its own recipe, and the backward pass writes both terms again, some planes
-at a time. Nothing is rounded that is not rounded in a sum that lies there.
+V-Net adds a norm in half precision to the repeated image in float32, and the sum is float32 as in the plain network: 64
+bytes per voxel, computed from 36. Where memory matters most (``checkpoint="tiled"``) such a sum keeps only its recipe,
+``act(norm(x) + y)`` with ``y`` from its own recipe, and the backward pass writes both terms again, some planes at a
+time. The rounding is the same as in a sum that is stored.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ __all__ = ["add_later"]
 
 
 def add_later(first: Any, second: Any, tiles: int) -> ShardedVolume | None:
-    """Return the sum, unwritten; None where it is not of a norm that waits, in fewer digits, and what has a recipe.
+    """Return the waiting sum of a waiting norm and a volume with more digits and a recipe; None for other terms.
 
     Parameters
     ----------
     first, second
-        What is added.
+        The terms.
     tiles
-        In how many pieces a slab is written.
+        Number of pieces in which a slab is written.
     """
     waiting = _find(first, second, tiles) or _find(second, first, tiles)
     return None if waiting is None else defer(waiting, first.dims, first.shape, first.context)
@@ -56,23 +56,23 @@ def _find(first: Any, second: Any, tiles: int) -> "TiledSum | None":
 
 
 def has_fewer_digits(first: torch.dtype, second: torch.dtype) -> bool:
-    """Say whether a norm of the first type takes less than its sum with the second: its input is half of the sum."""
+    """Return whether a norm's input of the first type takes less memory than its sum with the second type (half)."""
     return first.is_floating_point and second.is_floating_point and first.itemsize < second.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class _Addition:
-    """Writes the sum from the norm's input, scale and shift, PReLU's slope if it has one, and the other's tensors."""
+    """Writes the sum from the norm's input, scale and shift, PReLU's slope if any, and the other term's tensors."""
 
     inner: Activation
     has_slope: bool
     write: Write
     kept_in: torch.dtype
-    """What ``write`` writes."""
+    """Element type that ``write`` writes."""
     dtype: torch.dtype
-    """Of the sum."""
+    """Element type of the sum."""
     planes: int
-    """To write at a time."""
+    """Number of planes to write at a time."""
     activation: Activation = IDENTITY
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
@@ -86,7 +86,7 @@ class _Addition:
         return spans(planes, -(-planes // self.planes)) if planes else []
 
     def read(self, tensors: Sequence[Tensor], start: int, count: int, mean: Tensor | None = None) -> tuple[Term, Term]:
-        """Return some planes of both terms, in the sum's type: the norm's, and the other's as they are."""
+        """Return some planes of both terms, the norm and the plain term, in the sum's type."""
         slab, scale, shift, *row = tensors
         slope = row.pop(0) if self.has_slope else None
         planes = slab.narrow(DIM, start, count)
@@ -96,26 +96,26 @@ class _Addition:
 
 
 class TiledSum(WaitingRecipe):
-    """A norm, perhaps with its activation, plus what has a recipe, and perhaps an activation.
+    """A norm with its activation, if any, plus a volume with a recipe, and an activation of the sum, if any.
 
     Parameters
     ----------
     norm
-        The first.
+        The first term.
     second
-        The other.
+        The second term.
     recipe
-        Of the other.
+        Recipe of the second term.
     tiles
-        In how many pieces a slab is written.
+        Number of pieces in which a slab is written.
     """
 
     def __init__(self, norm: WaitingNorm, second: ShardedVolume, recipe: Recipe, tiles: int) -> None:
         self.context, self.norm = norm.context, norm
-        # Where there is a recipe, the slabs stand for their history alone.
+        # With a recipe only the history of the slabs is used.
         self.columns = second.pending.parts or [second._slabs]
         dtype = torch.promote_types(norm.stand_ins[0].dtype, second.dtype)
-        # Half of a tile: of a sum's own type six of them lie there at a time.
+        # Half of a tile: six tensors of this size and the sum's type exist at a time.
         planes = -(-min(slab.shape[DIM] for slab in norm.stand_ins) // (2 * tiles))
         has_slope = norm.slope is not None
         self.write_sum = _Addition(norm.activation, has_slope, recipe.write, second.dtype, dtype, planes)
@@ -132,7 +132,7 @@ class TiledSum(WaitingRecipe):
         self.stand_ins = [outline_slab(slab.shape, dtype, slab.device) for slab in norm.stand_ins]
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "TiledSum | None":
-        """Return this with an activation behind; None where there is one already, or it has a slope or another history.
+        """Return the sum with an activation; None if it has one, the activation has a slope, or the modes changed.
 
         Parameters
         ----------
@@ -147,11 +147,11 @@ class TiledSum(WaitingRecipe):
         return taken
 
     def hold(self, volume: ShardedVolume) -> Recipe | None:
-        """Leave it unwritten."""
+        """Leave the sum unwritten."""
         return self.spare(volume)
 
     def outline_in(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return its history for an operator that reads it in another type, and whose gradient has that type."""
+        """Return the sum's history for an operator that reads it in another type, and whose gradient has that type."""
         return self.outline_as(dtype)
 
     def record(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -165,7 +165,7 @@ class TiledSum(WaitingRecipe):
 
 
 class _AddInTiles(torch.autograd.Function):
-    """Gets weight and bias, a slope for each slab where there is one, the norm's slabs, then those of the other."""
+    """Takes weight and bias, a slope per slab if any, the norm's slabs, then the other term's slabs."""
 
     @staticmethod
     def forward(
@@ -203,7 +203,7 @@ class _AddInTiles(torch.autograd.Function):
 
 
 def _add_sums(write: _Addition, gradient: Tensor, row: Sequence[Tensor], mean: Tensor) -> Tensor:
-    """Return the sums of a slab's parts, of all tiles: see ``addition.add_sums``."""
+    """Return the sums of a slab's parts, for all tiles (see ``addition.add_sums``)."""
     parts = []
     for start, stop in write.cut(gradient.shape[DIM]):
         own = gradient.narrow(DIM, start, stop - start).to(write.dtype)
@@ -212,13 +212,13 @@ def _add_sums(write: _Addition, gradient: Tensor, row: Sequence[Tensor], mean: T
 
 
 Column = tuple[int, torch.dtype | None]
-"""Channels of a volume that is joined, and the type of its gradient; None where no gradient is wanted."""
+"""Channels of a joined volume, and the type of its gradient; None if no gradient is wanted."""
 
 
 def _differentiate(
     write: _Addition, gradient: Tensor, row: Sequence[Tensor], found: tuple[Tensor, Tensor], columns: Sequence[Column]
 ) -> list[Tensor | None]:
-    """Return the gradients of the norm's input, and of each volume that is joined in the other, of the types given."""
+    """Return the gradients of the norm's input and of each volume joined in the other term, in the given types."""
     slab = row[0]
     layout = layout_of(slab)
     of_norm = torch.empty_like(slab)

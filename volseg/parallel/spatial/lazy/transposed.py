@@ -1,8 +1,7 @@
-"""A transposed convolution that waits: where memory matters most, whoever reads its result writes it tile by tile.
+"""A transposed convolution that waits: where memory matters most, the reader of its result writes it tile by tile.
 
-It is one whose kernel is as wide as its stride, as nearly all are that lead a level up: each plane of the input has
-planes of the output of its own. A join behind it keeps the coarse input instead of the result, which is eight times as
-many voxels.
+Its kernel is as wide as its stride, as in nearly all layers that lead a level up: each input plane has its own output
+planes. A join behind it keeps the coarse input instead of the result, which has eight times as many voxels.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,13 +32,13 @@ class TransposedSettings:
     Attributes
     ----------
     settings
-        Of the convolution: its stride is its kernel, without padding.
+        Settings of the convolution: its stride is its kernel, without padding.
     channels
-        Of the result.
+        Channels of the result.
     tiles
         Number of tiles of the input's planes that the backward pass takes.
     layout
-        Of all slabs.
+        Layout of all slabs.
     """
 
     settings: Settings
@@ -48,12 +47,12 @@ class TransposedSettings:
     layout: torch.memory_format
 
     def compute_output_shape(self, shape: Sequence[int]) -> list[int]:
-        """Return the shape of the result of an input of this shape."""
+        """Return the shape of the result for an input of this shape."""
         sides = [side * stride for side, stride in zip(shape[DIM:], self.settings.stride, strict=True)]
         return [shape[0], self.channels, *sides]
 
     def compute_input_shape(self, planes: int, like: Tensor, channels: int) -> list[int]:
-        """Return the shape of so many planes of the input, for planes of a result like ``like``."""
+        """Return the shape of ``planes`` input planes, for planes of a result like ``like``."""
         sides = [side // stride for side, stride in zip(like.shape[DIM + 1 :], self.settings.stride[1:], strict=True)]
         return [like.shape[0], channels, planes, *sides]
 
@@ -61,14 +60,14 @@ class TransposedSettings:
 def convolve_later(
     volume: ShardedVolume, weights: Sequence[Tensor], biases: Sequence[Tensor], how: TransposedSettings
 ) -> ShardedVolume:
-    """Return a transposed convolution that waits.
+    """Return the waiting result of a transposed convolution.
 
     Parameters
     ----------
     volume
         The input; each shard's planes of the result are those of its slab.
     weights, biases
-        For each slab, of the volume's dtype; no biases where there is none.
+        One for each slab, of the volume's dtype; empty without a bias.
     how
         See ``TransposedSettings``.
     """
@@ -94,14 +93,14 @@ def convolve_later(
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Transposed convolution of what ``write`` writes: from the weight, the bias if there is one, and its tensors."""
+    """Transposed convolution of planes from ``write``; takes the weight, the bias if any, and the planes' tensors."""
 
     write: Write
     has_bias: bool
     how: TransposedSettings
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
-        """Compute planes of the result, as many of the input at a time as a tile has."""
+        """Compute planes of the result, from one tile of input planes at a time."""
         weight, *row = tensors
         bias = row.pop(0) if self.has_bias else None
         stride, count = self.how.settings.stride[0], out.shape[DIM]
@@ -109,7 +108,7 @@ class Transpose:
         for begin, end in spans(last - first, min(self.how.tiles, last - first)):
             given = write_planes(self.write, row, weight, out, first + begin, first + end, self.how)
             part = torch.ops.aten.convolution(given, weight, bias, *self.how.settings.arguments)
-            # The first plane and the last one that are asked for may lie within an input plane's.
+            # The first and the last requested plane may be in the middle of an input plane's outputs.
             at = (first + begin) * stride
             low, high = max(at, start), min(at + part.shape[DIM], start + count)
             copy_into(part.narrow(DIM, low - at, high - low), out.narrow(DIM, low - start, high - low))
@@ -118,7 +117,7 @@ class Transpose:
 def write_planes(
     write: Write, row: Sequence[Tensor], weight: Tensor, like: Tensor, first: int, last: int, how: TransposedSettings
 ) -> Tensor:
-    """Write planes of the input of a transposed convolution, whose result is like ``like``."""
+    """Return newly written input planes of a transposed convolution whose result is like ``like``."""
     shape = how.compute_input_shape(last - first, like, weight.shape[0])
     given = torch.empty(shape, dtype=weight.dtype, device=weight.device, memory_format=how.layout)
     write(row, given, first)
@@ -126,7 +125,7 @@ def write_planes(
 
 
 class _Transposition(NamedTuple):
-    """What a transposed convolution computes, besides what autograd knows."""
+    """Data of a transposed convolution that autograd does not track."""
 
     fill: Callable[[], list[Tensor]]
     source: Recipe
@@ -135,7 +134,7 @@ class _Transposition(NamedTuple):
 
 
 class _Transposed(torch.autograd.Function):
-    """Gets a weight for each slab, then a bias where there is one, then the input's slabs."""
+    """Takes a weight for each slab, then a bias for each slab if any, then the input's slabs."""
 
     @staticmethod
     def forward(ctx: Any, work: _Transposition, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -149,7 +148,7 @@ class _Transposed(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         count = len(gradients)
-        saved = ctx.saved_tensors  # once: a checkpoint computes them again for whoever asks
+        saved = ctx.saved_tensors  # read once: a checkpoint recomputes them at every read
         asked = Asked.of(ctx, count)
         each = zip(gradients, saved[:count], split_rows(saved[count:], ctx.sizes), strict=True)
         found = [_differentiate(ctx, *own, asked) for own in each]
@@ -160,7 +159,7 @@ class _Transposed(torch.autograd.Function):
 def _differentiate(
     ctx: Any, gradient: Tensor, weight: Tensor, row: Sequence[Tensor], asked: Asked
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of a slab, of the weight and of the bias; those of parameters are added up over tiles."""
+    """Return the gradients of a slab, of the weight and of the bias; parameters' gradients are summed over tiles."""
     how, stride = ctx.how, ctx.how.settings.stride[0]
     bias_sizes = [how.channels] if asked.bias else None
     planes = gradient.shape[DIM] // stride

@@ -1,13 +1,13 @@
-"""Large ordinary tensors that wait until a volume says which rows of them its shards want.
+"""Large ordinary tensors that wait until a volume shows which of their rows each shard needs.
 
-A network computes the masks of its shifted windows as differences of small tensors, ``(windows, 1, N)`` less
-``(windows, N, 1)``, and each shard adds those of its own windows. Written, all of them are computed everywhere, in
-tensors as large as the scores of attention, and then the own ones are copied. Here such a difference waits, and so does
-what follows from it entry by entry; where a volume meets it that is cut along its rows, each shard computes its own.
+A network computes the masks of its shifted windows as differences of small tensors, ``(windows, 1, N)`` minus
+``(windows, N, 1)``, and each shard adds the masks of its own windows. Without waiting, every shard computes all masks,
+in tensors as large as the attention scores, and then copies its own. Here such a difference waits, and so do pointwise
+functions of it. When it meets a volume that is cut along its rows, each shard computes only its own rows.
 
-Whoever else reads it gets an ordinary tensor, as torch computes it, and that is all that anybody can change: what it is
-computed of are copies, small ones, and what follows from it is computed of them too. Nothing that has a gradient waits.
-A network is looked at only after one of its passes has cut a large tensor: no other one meets a ``TorchFunctionMode``.
+Any other reader gets an ordinary tensor, as torch computes it, and can change only this tensor: the difference and its
+functions are computed from small private copies. A tensor with a gradient never waits. A ``TorchFunctionMode`` looks
+for such differences only in a network that has cut a large tensor before.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,15 +38,15 @@ from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 __all__ = ["SUMS", "Uncut", "cut_later", "note_cut", "shown", "written"]
 
 LARGE = 2**22
-"""Elements from which on a tensor waits."""
+"""Smallest number of elements of a waiting tensor."""
 
 GROWTH = 16
-"""How many times as large as what it is computed of a tensor is that waits."""
+"""Smallest ratio of the elements of a waiting tensor to those of each operand."""
 
 OUTER = frozenset({torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__})
 
 SUMS: frozenset[Any] = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
-"""What volumes meet it in."""
+"""Functions in which volumes meet a waiting tensor."""
 
 VIEWS = frozenset({torch.unsqueeze, Tensor.unsqueeze})
 
@@ -61,13 +61,13 @@ OUTLINE = frozenset(
 
 
 class Uncut(Tensor):
-    """A tensor that waits: a function of others, whose rows are computed each by itself.
+    """A waiting tensor: a function of other tensors, in which each row can be computed by itself.
 
     Attributes
     ----------
     func, arguments
-        What it is computed by: ordinary tensors whose rows are dim 0 and that are nobody else's, others that wait, and
-        numbers.
+        The function that computes it, and its arguments: private ordinary tensors whose rows are dim 0, other waiting
+        tensors, and numbers.
     rows
         The dim that a volume may be cut along.
     """
@@ -80,7 +80,7 @@ class Uncut(Tensor):
 
     @staticmethod
     def __new__(cls, func: Callable[..., Tensor], arguments: Sequence[Any], rows: int, outline: Tensor) -> "Uncut":
-        """Wait; ``outline`` has the shape and the dtype."""
+        """Return a waiting tensor with the shape and the dtype of ``outline``."""
         device = next(given.device for given in arguments if isinstance(given, Tensor))
         shell = make_wrapper_subclass(cls, outline.shape, dtype=outline.dtype, device=device)
         shell.func, shell.arguments, shell.rows = func, tuple(arguments), rows
@@ -91,7 +91,7 @@ class Uncut(Tensor):
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, ShardedVolume) for kind in types):
-            return NotImplemented  # a volume knows what to do
+            return NotImplemented  # the volume handles the function
         with without_subclass_overrides():
             if func in OUTLINE and not args[0].is_written:
                 return func(*args, **(kwargs or {}))
@@ -105,23 +105,23 @@ class Uncut(Tensor):
         return _call(func, args, kwargs or {})
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return all of it as a tensor of another class, for which torch asks no ``__torch_function__``."""
+        """Return the whole tensor in another class; torch calls no ``__torch_function__`` for this."""
         return self.whole().as_subclass(cls)
 
     @property
     def is_written(self) -> bool:
-        """Whether there is an ordinary tensor of it, or one that it is a view of: that may have been changed."""
+        """Whether it, or the tensor that it is a view of, exists as an ordinary tensor, which may have changed."""
         return self._whole is not None or (self.func in VIEWS and self.arguments[0].is_written)
 
     def whole(self) -> Tensor:
-        """Return all of it, an ordinary tensor from now on."""
+        """Return the whole tensor, which is an ordinary tensor from now on."""
         if self._whole is None:
-            # Whatever mode its reader is in: it was to be computed before.
+            # Not in the reader's modes: the network called the function earlier.
             with without_overrides(), torch.inference_mode(False):
                 if self.func in VIEWS:
                     with torch.enable_grad():
                         origin = self.arguments[0].whole()
-                        # A leaf's views are leaves too, also of one that was told after them that it needs a gradient.
+                        # Views of a leaf are leaves too, even if the leaf got requires_grad after them.
                         told = origin.is_leaf and origin.requires_grad
                         self._whole = self.func(origin.detach() if told else origin, *self.arguments[1:])
                         self._whole.requires_grad_(told or self._whole.requires_grad)
@@ -131,7 +131,7 @@ class Uncut(Tensor):
         return self._whole
 
     def cut(self, dim: int, context: Context, merged: Merged | None) -> list[Tensor] | None:
-        """Return the slabs of a volume of it that is cut along ``dim``; None where that is not how it is computed."""
+        """Return the tensor's slabs, cut along ``dim``; None if it is written, or its rows are along another dim."""
         if self.is_written or dim != self.rows:
             return None
         if self.func in VIEWS:
@@ -144,9 +144,9 @@ class Uncut(Tensor):
         return self._own[2]
 
     def _compute(self, take: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Return what is computed of the rows that ``take`` leaves; no step is kept longer than torch would.
+        """Return the tensor for the rows that ``take`` selects; free each step as early as torch would.
 
-        Nothing that somebody was given is read: it may have been changed, and not every change is counted.
+        Tensors that other code has received are not read: they may have changed, and not every change is counted.
         """
         steps = self._list_steps()
         last = {id(given): step for step in steps for given in step._waiting()}
@@ -168,7 +168,7 @@ class Uncut(Tensor):
         return found[id(self)]
 
     def _list_steps(self) -> "list[Uncut]":
-        """Return the tensors that wait and are read for this one, and it, each behind those that it reads."""
+        """Return this tensor and the waiting tensors that it depends on, in the order of computation."""
         steps: dict[int, Uncut] = {}
 
         def visit(step: Uncut) -> None:
@@ -186,17 +186,17 @@ class Uncut(Tensor):
 
 
 def written(value: Any) -> Any:
-    """Return nested arguments with ordinary tensors for those that wait."""
+    """Return nested arguments with ordinary tensors in place of waiting ones."""
     return tree_map(lambda leaf: leaf.whole() if type(leaf) is Uncut else leaf, value)
 
 
 def shown(value: Any) -> Any:
-    """Return nested arguments with ordinary tensors for those that wait no longer: they may look otherwise by now."""
+    """Return nested arguments with ordinary tensors in place of written ones, which may have changed since."""
     return tree_map(lambda leaf: leaf.whole() if type(leaf) is Uncut and leaf.is_written else leaf, value)
 
 
 def _call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a function with ordinary tensors; what it changes in place has changed for whoever saved the shell, too."""
+    """Call a function with ordinary tensors; an in-place change also counts for code that saved the shell."""
     shells = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Uncut]
     versions = [_get_version(shell.whole()) for shell in shells]
     result = func(*written(args), **written(kwargs))
@@ -212,20 +212,20 @@ def _get_version(tensor: Tensor) -> int:
 
 
 def note_cut(operand: Tensor, context: Context) -> None:
-    """Note that an ordinary tensor is cut: if it is large, the next one shall wait."""
+    """Note that an ordinary tensor is cut: if it is large, later ones wait."""
     if operand.numel() >= LARGE and not operand.requires_grad:
         context.cuts_large = True
 
 
 def cut_later(context: Context) -> AbstractContextManager[Any]:
-    """Let large tensors wait in here, in a network that has cut some."""
+    """Let large tensors wait within the context, in a network that has cut one before."""
     return _Waits(context) if context.cuts_large and context.communicator.num_shards > 1 else nullcontext()
 
 
 class _Waits(TorchFunctionMode):
-    """Looks for differences that grow.
+    """Looks for differences that are much larger than their operands.
 
-    Not in a block that the network itself checkpoints: that is computed again outside of here, as it was.
+    It skips blocks that the network itself checkpoints: they are recomputed outside of it, and must not change.
     """
 
     def __init__(self, context: Context) -> None:
@@ -240,7 +240,7 @@ class _Waits(TorchFunctionMode):
 
 
 def _begin(func: Callable, args: tuple, context: Context) -> Uncut | None:
-    """Return a difference that waits; None of any other."""
+    """Return a waiting difference; None if torch should compute it now."""
     if len(args) != 2 or any(type(given) not in PLAIN_TENSORS for given in args) or _is_seen(context):
         return None
     first, second = args
@@ -261,14 +261,14 @@ def _begin(func: Callable, args: tuple, context: Context) -> Uncut | None:
 
 
 def _is_seen(context: Context) -> bool:
-    """Say whether somebody follows what is computed now by other means than its functions."""
+    """Return whether an inference mode, trace, transform or hook observes the current computation."""
     if torch.is_inference_mode_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return True
     return find_transform() is not None or is_forward_mode() or saved_tensors_hooks() is not context.hooks
 
 
 def _follow(func: Callable, args: tuple) -> Uncut | None:
-    """Return what follows from tensors that wait, entry by entry; None of any other function."""
+    """Return a waiting view or pointwise function of waiting tensors; None for any other function."""
     given = [each for each in args if type(each) is Uncut]
     if (func not in EACH and func not in VIEWS) or type(args[0]) is not Uncut:
         return None
@@ -282,7 +282,7 @@ def _follow(func: Callable, args: tuple) -> Uncut | None:
 
 
 def _outline(func: Callable, args: tuple) -> Tensor:
-    """Return a result without values, or refuse what torch refuses."""
+    """Return a result without values; raise what torch raises."""
     outline: Tensor = func(*(_on_meta(each) if isinstance(each, Tensor) else each for each in args))
     return outline
 

@@ -1,6 +1,6 @@
-"""A step of attention whose volume waits, what it follows from, and how the product of two volumes is cut.
+"""A waiting step of attention, the inputs of its steps, and the cut of a product of two volumes.
 
-Each shard computes its own part of attention. See ``scores`` for who makes the steps.
+Each shard computes its own part of attention. ``scores`` makes the steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def is_cut_once(volume: Any) -> bool:
-    """Say whether a value is a volume that is cut along one dim, if at all."""
+    """Return whether a value is a volume with one cut dim, and not merged if on a single shard."""
     if not isinstance(volume, ShardedVolume) or len(volume.dims) != 1:
         return False
     return volume.context.communicator.num_shards > 1 or volume.merged is None
@@ -44,7 +44,7 @@ def is_cut_once(volume: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a product is cut, and whether its second factor is gathered for it."""
+    """The cut of a product, and whether its second factor is gathered."""
 
     dim: int
     merged: Merged | None
@@ -52,19 +52,19 @@ class Cut:
 
 
 def find_cut(first: ShardedVolume, second: ShardedVolume, along: int, summed: int) -> Cut | None:
-    """Return how a product of two volumes is cut, by slabs of the first one; None where it is not.
+    """Return the cut of a product of two volumes by slabs of the first; None if slabs cannot compute the product.
 
     Parameters
     ----------
     first
-        Of ``(..., N, K)``.
+        A volume ``(..., N, K)``.
     second
-        Of the same dims in front of the last two.
+        A volume with the same dims in front of the last two.
     along, summed
-        Which dim of it a row of the first one meets all of, and which it is summed over.
+        Dim of ``second`` that each row of ``first`` meets whole, and the dim that the product sums over.
     """
     (dim,), rows = first.dims, first.ndim - 2
-    if first.context.communicator.num_shards == 1:  # the dim tells nothing but where a cut would be
+    if first.context.communicator.num_shards == 1:  # the dim only tells where a cut would be
         if dim != first.ndim - 1:
             return Cut(dim, None)
         if second.dims[0] == summed:
@@ -78,7 +78,7 @@ def find_cut(first: ShardedVolume, second: ShardedVolume, along: int, summed: in
 
 
 def list_shapes(volume: ShardedVolume, *, gathered: bool = False) -> list[tuple[int, ...]]:
-    """Return the shape of every shard's slab, for all processes to decide by; with ``gathered`` that of the whole."""
+    """Return the shape of every shard's slab, or of the whole with ``gathered``; it is the same in all processes."""
     (dim,), (extents,) = volume.dims, volume.extents()
     if gathered or len(extents) == 1:
         return [tuple(volume.shape)] * len(extents)
@@ -86,7 +86,7 @@ def list_shapes(volume: ShardedVolume, *, gathered: bool = False) -> list[tuple[
 
 
 def transpose_last(volume: ShardedVolume) -> ShardedVolume:
-    """Return a volume that is written with its last two dims swapped."""
+    """Return a written volume with its last two dims swapped."""
     order = [*range(volume.ndim - 2), volume.ndim - 1, volume.ndim - 2]
     slabs = [slab.transpose(-2, -1) for slab in volume.slabs]
     dims, shape = [order[dim] for dim in volume.dims], [volume.shape[dim] for dim in order]
@@ -106,12 +106,12 @@ def give_both_whole(first: ShardedVolume, second: ShardedVolume) -> tuple[list[T
 
 
 Compute = Callable[[Sequence[Tensor]], list[Tensor]]
-"""Of the slabs."""
+"""Computes a step from the slabs of the previous step."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddendPlace:
-    """Which matrices of scores a term is added to (see ``device.attention``), and the shape of one of its own."""
+    """The matrices of scores that a term is added to (see ``device.attention``), and the shape of a term's matrix."""
 
     every: int
     count: int
@@ -120,7 +120,7 @@ class AddendPlace:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a volume of scores, or of weights, follows from.
+    """Inputs and settings from which a volume of scores or weights is computed.
 
     Attributes
     ----------
@@ -129,11 +129,11 @@ class Steps:
     key
         ``(..., M, F)``, not gathered yet.
     sizes, cut
-        Those in front of the last two dims of the whole product, and how it is cut.
+        Sizes of the whole product in front of its last two dims, and its cut.
     factor
-        Of their product.
+        Factor of the product.
     terms, places
-        What is added, as the network has it, and to what: of each term, for each slab.
+        Added tensors in the network's shape, and their places: for each term, one per slab.
     is_softened
         Whether a softmax over the last dim was taken.
     """
@@ -149,7 +149,7 @@ class Steps:
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is a product times a factor."""
+        """Whether the scores are only a product times a factor."""
         return not self.terms and not self.is_softened
 
 
@@ -159,15 +159,15 @@ class WaitingScores(Waiting):
     Parameters
     ----------
     steps
-        All so far.
+        All steps so far.
     before
-        The volume of the step before; None of the product.
+        Volume of the previous step; None for the product.
     compute
-        This step, of the one before; of the product it is given the queries.
+        Computes this step from the previous step; the product is computed from the queries.
     stand_ins
-        Of the slabs.
+        Stand-ins for the slabs.
     unchanged
-        What all steps read.
+        Tensors that all steps read.
 
     Attributes
     ----------
@@ -176,9 +176,9 @@ class WaitingScores(Waiting):
     is_alone
         Whether it is written only when it is read, because its forward pass is over.
     is_stale
-        Whether a tensor has lost its history since, which may be one that it is written from.
+        Whether a tensor, perhaps a source of this step, has lost its history since.
     written
-        The slabs that were written, once they are: who changes them in place changes what later steps are read from.
+        The written slabs, if any: an in-place change of them changes the input of later steps.
     """
 
     refusal = (
@@ -203,14 +203,14 @@ class WaitingScores(Waiting):
         self.written: Unchanged | None = None
 
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Compute this step by torch, and those before it."""
+        """Compute this step and the steps before it with torch."""
         del halos
         given = self.steps.queries if self.before is None else self.before.slabs
         with self.moment.restored(), self._autocast_again():
             return self.compute(given), None, None
 
     def check(self) -> None:
-        """Refuse to write from what was changed, scores among it that somebody has seen meanwhile."""
+        """Refuse to write from changed tensors, including scores that were read and changed in the meantime."""
         super().check()
         if self.is_stale:
             raise UnsupportedOperatorError(
@@ -227,34 +227,34 @@ class WaitingScores(Waiting):
             step = step.earlier
 
     def settle(self, volume: ShardedVolume, halos: Sequence[Halo] = ()) -> Wait | None:
-        """Write the slabs, and note how they are."""
+        """Write the slabs, and note their versions."""
         wait = super().settle(volume, halos)
         self.written = Unchanged(volume._slabs)
         return wait
 
     def settle_apart(self, volume: ShardedVolume) -> None:
-        """Write, unless a product has taken the step along: it is hardly read again, and refused where it cannot be."""
+        """Write, unless a product included the step: it is rarely read again, and invalid reads are refused."""
         if not self.is_taken and not self.is_alone:
             self.settle(volume)
 
     @property
     def reads_messages(self) -> bool:
-        """Whether keys are gathered for it, before anything is changed in place."""
+        """Whether this step gathers keys before any in-place change."""
         return self.steps.cut.gathers and not self.is_taken and not self.is_alone
 
     def wait_for_readers(self) -> None:
-        """Be written only when read: who has it yet is each process's own matter."""
+        """Write the step only when it is read: other processes may not have it any more."""
         self.is_alone = True
 
     def settle_with_history(self, volume: ShardedVolume) -> None:
-        """Write; but only who reads it may gather keys where processes may have thrown it away."""
+        """Write the step, unless only a reader may gather its keys: other processes may not have it any more."""
         if self.steps.cut.gathers and not self.reads_messages:
             self.is_stale = True
         else:
             self.settle(volume)
 
     def is_now(self) -> bool:
-        """Say whether what is computed now is computed in the same modes, and trains the same terms."""
+        """Return whether the modes, and the terms that are trained, are the same now."""
         modes = self.moment.is_now() and self.autocast == active_autocast_dtype(self.stand_ins[0])
         return modes and self.moment.trains_alike()
 

@@ -1,4 +1,4 @@
-"""The sharded operators, one family per module; importing this package imports them all, which fills the table."""
+"""Sharded operators, one family per module; importing this package registers all of them in the table."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,4 +1,4 @@
-"""What autograd, modules and the user's loop ask of a tensor that is not arithmetic."""
+"""Metadata, the backward pass, hooks and reading of values: functions of a volume that do no arithmetic."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ METADATA += ["numel", "is_floating_point", "is_complex"]
 
 @handles("Metadata and autograd", *METADATA, rehearse=False, merged=True, rounded=True)
 def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Answer from the shape of the whole volume, or from a slab where all slabs agree."""
+    """Return metadata of the whole volume, or of its first slab where all slabs agree."""
     volume, *rest = args
     name = func.__name__
     if name == "size":
@@ -59,7 +59,7 @@ EACH = ["Tensor.requires_grad_", "Tensor.detach_", "Tensor.retain_grad", "Tensor
 
 @handles("Metadata and autograd", *EACH, rehearse=False, merged=True, rounded=True)
 def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Do it to each slab, and return the volume if that is changed in place."""
+    """Call the method on each slab; return the volume if the method works in place."""
     volume = args[0]
     if func is Tensor.detach_ and any(is_view(slab) for slab in volume.slabs):
         refuse("its slabs are views of another tensor, which torch does not detach in place: use detach()")
@@ -88,7 +88,7 @@ def backward_of_several(
     roots = _sequence(tensors)
     given = _gradients(roots, grad_tensors)
     leaves = None if inputs is None else _flat_leaves(_sequence(inputs))
-    with with_overrides():  # off in handlers; blocks that are computed again need it, and hooks
+    with with_overrides():  # off in handlers; recomputed blocks and hooks need overrides
         torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
 
 
@@ -127,12 +127,12 @@ def _sequence(tensors: Any) -> list[Any]:
 
 
 def _flat(tensors: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors, slabs instead of volumes."""
+    """Return the tensors, with each volume replaced by its slabs."""
     return [part for one in tensors for part in (one.slabs if isinstance(one, ShardedVolume) else [one])]
 
 
 def _flat_leaves(tensors: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors whose gradients are asked for, likewise."""
+    """Return tensors whose gradients are requested, with each volume replaced by its slabs."""
     for one in tensors:
         if isinstance(one, ShardedVolume):
             _check_not_bypassed(one)
@@ -140,12 +140,12 @@ def _flat_leaves(tensors: Sequence[Any]) -> list[Tensor]:
 
 
 def _check_not_bypassed(volume: ShardedVolume) -> None:
-    """Refuse the gradient of what was computed together with what follows it.
+    """Refuse the gradient of a volume that was computed together with its reader.
 
-    That of a join which a convolution has read goes to what was joined, and that of a norm's result, which an
-    activation or a sum has taken along, past it; that of a convolution which a norm has read without its bias, too, and
-    that of an upsampled volume which was read in float32, or of scores that a product with values has taken along.
-    Refuse, too, that of a volume which torch has perhaps returned itself where there are two here.
+    The gradient bypasses a join that a convolution has read, a norm that an activation or a sum has included, a
+    convolution that a norm has read without its bias, an upsampled volume that was read in float32, and scores that a
+    product with values has included. Also refuse a volume for which torch may have returned its source: here these are
+    two volumes.
     """
     if volume.is_perhaps_given:
         refuse(
@@ -180,7 +180,7 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
 
 @handles("Metadata and autograd", "Tensor.register_hook", rehearse=False, merged=True, rounded=True)
 def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any:
-    """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
+    """Call ``hook`` with the gradient of the whole volume; a gradient that it returns is used instead."""
     if not input.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
     used, slabs = input.is_read or isinstance(input.pending, Shown), input.slabs
@@ -225,7 +225,7 @@ def _hooked(joined: Joined, hooks: Iterable[Callable], gradients: Sequence[Tenso
 
 
 class _Hooked(torch.autograd.Function):
-    """The slabs as they are; their gradients as hooks leave them."""
+    """Return the slabs unchanged, and pass their gradients through the hooks."""
 
     @staticmethod
     def forward(ctx: Any, joined: Joined, hooks: dict[int, Callable], *slabs: Tensor) -> tuple[Tensor, ...]:
@@ -243,7 +243,7 @@ NEW = ["Tensor.new_zeros", "Tensor.new_ones", "Tensor.new_empty", "Tensor.new_fu
 
 @handles("Metadata and autograd", *NEW, rehearse=False, merged=True)
 def new_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Make an ordinary tensor with the volume's dtype and home device."""
+    """Return a new ordinary tensor with the volume's dtype, on its home device."""
     volume, *rest = args
     like = torch.empty((), dtype=volume.dtype, device=volume.context.communicator.home)
     return func(like, *rest, **kwargs)
@@ -251,7 +251,7 @@ def new_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 @handles("Metadata and autograd", "Tensor.__format__", rehearse=False, merged=True)
 def formatted(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
-    """Print the volume's description."""
+    """Return the volume's description."""
     return repr(args[0])
 
 
@@ -265,7 +265,7 @@ VALUES = [f"Tensor.{name}" for name in (*CONVERTED, *AS_NUMBERS, *MEMORY, *SHARE
 
 @handles("Metadata and autograd", *VALUES, rehearse=False, merged=True)
 def values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Refuse to read or save values of which each shard has some."""
+    """Refuse to read or save the voxels' values, which are spread over the shards."""
     volume = next(value for value in args if isinstance(value, ShardedVolume))
     refuse(
         f"its voxels lie on {volume.context.communicator.num_shards} shards: call full_tensor() first, or, where "

@@ -1,4 +1,4 @@
-"""Functions along a dim that is not cut: channels, mostly."""
+"""Functions along one uncut dim, mostly the channels."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,12 +40,12 @@ ALONG_ONE = [
 ]
 
 LAST = {"sort", "argsort", "topk", "glu", "kthvalue", "mode"}
-"""Functions whose ``dim`` is the last one by default; of the others it is all, or must be given."""
+"""Functions whose ``dim`` is the last dim by default; the others take all dims, or require ``dim``."""
 
 
 @handles("Along channels", *ALONG_ONE, merged=True)
 def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run on each slab, where ``dim`` is not cut; a softmax also where it is."""
+    """Run on each slab along an uncut ``dim``; a softmax may also run along the cut."""
     named = bind(func, args, kwargs)
     volume = named["input"]
     dim = named.get("dim", -1 if func.__name__ in LAST else 0 if func.__name__ == "msort" else None)
@@ -67,7 +67,7 @@ def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Reductions", "max", "min", merged=True)
 def extremum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Reduce to the extremum, or over one uncut dim with indices, or take the larger of two tensors."""
+    """Return the extremum of all voxels, of one uncut dim with indices, or of two tensors voxel by voxel."""
     named = bind(func, args, kwargs)
     if "other" in named:
         larger = torch.maximum if func.__name__ == "max" else torch.minimum
@@ -79,7 +79,7 @@ def extremum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _softmax(name: str, volume: ShardedVolume, dim: int, dtype: torch.dtype | None) -> Any:
-    """Divide exponentials by their sum along a cut dim, in float32 where the voxels have fewer bits."""
+    """Compute a softmax, or its logarithm, along a cut dim; 16-bit voxels are computed in float32."""
     dtype = volume.dtype if dtype is None else dtype
     wide = torch.float32 if dtype in HALF else dtype
     if torch.is_autocast_enabled(volume.device.type):
@@ -87,7 +87,7 @@ def _softmax(name: str, volume: ShardedVolume, dim: int, dtype: torch.dtype | No
     scores = wrap(volume, [slab.to(wide) for slab in volume.slabs])
     with torch.no_grad():
         largest = over_dims("amax", scores, [dim], keepdim=True)
-    # Lines of minus infinity alone are not a number in torch either.
+    # A line that holds only minus infinity gives NaN in torch, too.
     scores = elementwise(torch.sub, scores, largest)
     total = over_dims("sum", elementwise(torch.exp, scores), [dim], keepdim=True)
     if name.endswith("log_softmax"):
@@ -98,7 +98,7 @@ def _softmax(name: str, volume: ShardedVolume, dim: int, dtype: torch.dtype | No
 
 
 def _per_slab(volume: ShardedVolume, dim: int, results: Sequence[Any]) -> Any:
-    """Wrap what each slab gave, tensors or tuples of them: of the volume's dims or without ``dim``."""
+    """Wrap the slabs' results, tensors or tuples of tensors, with all of the volume's dims or without ``dim``."""
     if isinstance(results[0], Tensor):
         return wrap_reduced(volume, results, [dim % volume.ndim], keepdim=results[0].ndim == volume.ndim)
     return type(results[0])([_per_slab(volume, dim, column) for column in zip(*results, strict=True)])
@@ -108,7 +108,7 @@ def _per_slab(volume: ShardedVolume, dim: int, results: Sequence[Any]) -> Any:
 def quantile(
     func: Callable, input: Any, q: Any, dim: int | None = None, keepdim: bool = False, interpolation: str = "linear"
 ) -> Any:
-    """Return quantiles along a dim that is not cut; several of them stand in a new first dim."""
+    """Return quantiles along an uncut dim; several quantiles get a new first dim."""
     if not isinstance(input, ShardedVolume) or dim is None or dim % input.ndim in input.dims:
         refuse(f"it needs whole lines along dim={dim}")
     several = isinstance(q, Tensor) and q.ndim == 1
@@ -118,7 +118,7 @@ def quantile(
 
 @handles("Along channels", "gather", "take_along_dim", merged=True)
 def gather(func: Callable, input: Any, index: Any, dim: int | None = None) -> Any:
-    """Pick an entry for each voxel along a dim that is not cut."""
+    """Pick an entry for each voxel along an uncut dim."""
     like = input if isinstance(input, ShardedVolume) else index
     if not isinstance(like, ShardedVolume) or dim is None or dim % like.ndim in like.dims:
         refuse("it picks along the cut dim")

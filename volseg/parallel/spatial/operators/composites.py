@@ -1,7 +1,7 @@
-"""Functions written with others: they run as such, and each of those meets the table by itself.
+"""Functions composed of other torch functions, each of which the operator table handles by itself.
 
-Some torch has written in Python itself (``as_written``). Of the others the form is here: a handler that is called with
-the arguments of the torch function, on volumes and ordinary tensors alike.
+For some functions ``as_written`` runs torch's own Python code. The others are written out here, as handlers that get
+the torch function's arguments: volumes and ordinary tensors.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
 
 
 def _mask(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """Return what is added to the scores ``(N, heads, L, S)``."""
+    """Return the term to add to the scores ``(N, heads, L, S)``, or None without masks."""
     added = [
         torch.zeros(one.shape, dtype=dtype, device=one.device).masked_fill(one, float("-inf"))
         if one.dtype == torch.bool
@@ -80,7 +80,7 @@ def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
 
 @composes("Dims", "torch.pixel_shuffle")
 def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
-    """Make planes of channels."""
+    """Rearrange channels into rows and columns."""
     factor, (*front, channels, height, width) = upscale_factor, input.shape
     if factor <= 0 or channels % factor**2:
         raise RuntimeError(f"pixel_shuffle expects channels divisible by {factor**2}, got {tuple(input.shape)}")
@@ -90,7 +90,7 @@ def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
 
 @composes("Dims", "torch.pixel_unshuffle")
 def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
-    """Make channels of planes."""
+    """Rearrange rows and columns into channels."""
     factor, (*front, channels, height, width) = downscale_factor, input.shape
     if factor <= 0 or height % factor or width % factor:
         raise RuntimeError(f"pixel_unshuffle expects planes divisible by {factor}, got {tuple(input.shape)}")
@@ -109,14 +109,14 @@ def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
 @handles("Along channels", "F.normalize", "F.softmin", rehearse=False, merged=True)
 @handles("Pooling", "F.lp_pool1d", "F.lp_pool2d", "F.lp_pool3d", rehearse=False, merged=True)
 def as_written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run torch's own Python on volumes."""
+    """Run torch's own Python code on volumes."""
     with with_overrides():
         return _without_overrides(func)(*args, **kwargs)
 
 
 @cache
 def _without_overrides(func: Any) -> Callable:
-    """Return a function of torch that does not ask whether somebody else wants to run it."""
+    """Return a copy of a torch function that does not look for ``__torch_function__`` overrides."""
     asking = {name for name in func.__code__.co_names if name.startswith("has_torch_function")}
     inside = {**func.__globals__, **dict.fromkeys(asking, lambda *_: False)}
     own = FunctionType(func.__code__, inside, func.__name__, func.__defaults__, func.__closure__)

@@ -22,7 +22,7 @@ DTYPES = ["bfloat16", "bool", "byte", "char", "double", "float", "half", "int", 
 
 @handles("Copies and conversions", "Tensor.contiguous", rehearse=False)
 def contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Lay out each slab; torch returns what lies so already itself, with its history even under ``no_grad``."""
+    """Make each slab contiguous; torch returns a contiguous slab itself, with its history even under ``no_grad``."""
     volume = args[0]
     if not torch.is_grad_enabled() and volume.requires_grad:
         for slab in volume.slabs:
@@ -38,7 +38,7 @@ def contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Copies and conversions", "empty_like", "full_like", "ones_like", "zeros_like", rehearse=False, merged=True)
 def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Make a volume of the same grid; its slabs lie where the volume's are."""
+    """Return a new volume of the same grid, with slabs on the same devices."""
     volume, *rest = args if args else (next(v for v in kwargs.values() if isinstance(v, ShardedVolume)),)
     _without_device(kwargs.get("device"), volume)
     named = {name: value for name, value in kwargs.items() if name != "device" and value is not volume}
@@ -47,7 +47,7 @@ def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Copies and conversions", *(f"Tensor.{name}" for name in DTYPES), rehearse=False, merged=True)
 def convert_dtype(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Change the dtype; a volume that has it already is returned itself, as torch does."""
+    """Change the dtype; as in torch, a volume of this dtype is returned itself."""
     if waits(args[0]) and len(args) == 1 and not kwargs:
         later = cast(args[0], func(torch.empty(0, dtype=args[0].dtype)).dtype)
         if later is not None:
@@ -57,7 +57,7 @@ def convert_dtype(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Copies and conversions", "Tensor.to", "Tensor.type", rehearse=False, merged=True)
 def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Change the dtype or the layout; the device is the slab's own and stays."""
+    """Change the dtype or the layout; each slab stays on its device."""
     volume, *rest = args
     if not isinstance(volume, ShardedVolume):  # plain.to(sharded): its dtype and home device
         return volume.to(device=rest[0].context.communicator.home, dtype=rest[0].dtype)
@@ -77,14 +77,14 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     layouts = {value for value in (*kept, *named.values()) if isinstance(value, torch.memory_format)}
     if not layouts - {torch.preserve_format} or found.dtype != volume.dtype:
         return found
-    # Whether torch copies depends on how the whole volume lies in memory, which nobody knows.
+    # Whether torch copies depends on the memory layout of the whole volume, which is unknown here.
     laid = wrap(volume, found.slabs)
     laid.is_perhaps_given = True
     return mark_copies(laid, [volume], perhaps=True)
 
 
 def _cast_later(volume: ShardedVolume, told: list[Any], named: dict[str, Any]) -> ShardedVolume | None:
-    """Return scores of attention that wait in another dtype; None where more is asked for than that."""
+    """Return pending attention scores in another dtype, or None if the call changes more than the dtype."""
     dtypes = [*told, *named.values()]
     if len(dtypes) != 1 or not isinstance(dtypes[0], torch.dtype) or named.keys() - {"dtype"}:
         return None
@@ -93,7 +93,7 @@ def _cast_later(volume: ShardedVolume, told: list[Any], named: dict[str, Any]) -
 
 @handles("Copies and conversions", "Tensor.cpu", "Tensor.cuda", rehearse=False, merged=True)
 def moved(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the volume where its slabs are on such devices already."""
+    """Return the volume if its slabs are on such devices; refuse to move them."""
     volume = args[0]
     if volume.device.type != func.__name__:
         refuse(f"its slabs stay on their devices: call full_tensor().{func.__name__}() for the whole volume there")
@@ -122,7 +122,7 @@ def _without_device(value: Any, volume: ShardedVolume) -> Any:
 def scatter(
     func: Callable, input: Any, dim: int, index: Any, src: Any = None, value: Any = None, reduce: Any = None
 ) -> Any:
-    """Scatter along a dim that is not cut, as one-hot encoding does."""
+    """Scatter along an uncut dim, as one-hot encoding does."""
     if not isinstance(index, ShardedVolume) or dim % index.ndim in index.dims:
         refuse("the index must be sharded, and dim another one than the cut dim")
     if any(input.shape[cut] != size for cut, size in zip(index.dims, index.sizes, strict=True)):
@@ -141,19 +141,19 @@ def scatter(
     if written and isinstance(input, ShardedVolume):
         return input
     if written:
-        # MONAI's one_hot scatters into a whole tensor and goes on with the result, as everybody does.
+        # MONAI's one_hot scatters into a whole tensor and uses only the result, as most code does.
         input.resize_(0)
         input.__class__ = WrittenInto
     return rewrap(like, results)
 
 
 def _is_nobodys(tensor: Tensor) -> bool:
-    """Say whether what happens to an ordinary tensor happens to no other."""
+    """Return whether writing to an ordinary tensor changes no other tensor and no history."""
     return type(tensor) is Tensor and get_base(tensor) is None and not tensor.requires_grad
 
 
 class WrittenInto(Tensor):
-    """What was an ordinary tensor until a volume was scattered into it: the result is on slabs, and this unreadable."""
+    """A tensor that a volume was scattered into: the result is on the slabs, and this tensor is unreadable."""
 
     @classmethod
     def __torch_function__(

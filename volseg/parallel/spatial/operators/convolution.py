@@ -78,7 +78,7 @@ TRANSPOSED = ["torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_tr
 
 @handles("Convolution", *TRANSPOSED, rounded=True, treats=f"{TREATED} output_padding")
 def transposed_convolution(func: Callable, given: Any) -> Any:
-    """Run a transposed convolution on the planes that reach a slab's outputs."""
+    """Run a transposed convolution on the input planes that contribute to each slab's outputs."""
     volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
     count = weight.ndim - 2
     refuse_if(not spatial_only(volume, count), "the input must be cut along a spatial dim, and the weight not at all")
@@ -99,7 +99,7 @@ def transposed_convolution(func: Callable, given: Any) -> Any:
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
     def is_disjoint(padding: list[int], extra: list[int]) -> bool:
-        """Say whether each input plane has output planes of its own."""
+        """Return whether each input plane has its own output planes."""
         return list(weight.shape[2:]) == stride and not any(padding) and not any(extra)
 
     if volume.context.tiled and is_disjoint(padding, extra):
@@ -118,7 +118,7 @@ def transposed_convolution(func: Callable, given: Any) -> Any:
         elements = slab.shape[0] * slab.shape[2:].numel() * weight.shape[1] * groups * prod(stride)
         if not is_disjoint(padding, extra) or count != 3 or elements <= LIMIT:
             return run_part(slab)
-        # See ``large`` for why not all at once.
+        # See ``depth_chunks`` for why not all at once.
         stacks = min(slab.shape[2], -(-2 * elements // LIMIT))
         return torch.cat([run_part(part) for part in slab.tensor_split(stacks, 2)], 2)
 
@@ -137,7 +137,7 @@ def transposed_convolution(func: Callable, given: Any) -> Any:
 
 
 def _direct(given: Any, rehearse: Callable[[], None]) -> ConvolutionPlan | None:
-    """Return how to convolve without the general exchange, if possible; planned once for each size and layer."""
+    """Return the plan of a convolution without the general exchange, or None; cached per size and layer."""
     volume, padding, groups = given.input, given.padding, given.groups
     weight = given.weight.shape
     if (isinstance(padding, str) and padding != "valid") or len(volume.dims) != 1:
@@ -147,7 +147,7 @@ def _direct(given: Any, rehearse: Callable[[], None]) -> ConvolutionPlan | None:
     padding = (0,) * count if padding == "valid" else tuple(per_dim(padding, count))
 
     def make() -> ConvolutionPlan | None:
-        rehearse()  # once for a layer: what torch refuses
+        rehearse()  # once per layer: raises what torch raises
         whole = Settings(stride, padding, dilation, False, (0,) * count, groups)
         along = replace(whole, padding=tuple(outside_cut(volume, padding)))
         kernel, i = weight[2:], volume.dims[0] - (volume.ndim - count)
@@ -165,7 +165,7 @@ def _direct(given: Any, rehearse: Callable[[], None]) -> ConvolutionPlan | None:
 def _direct_transposed(
     volume: ShardedVolume, windows: list[tuple[TransposedConvolution, int]], weight: torch.Size, along: Settings
 ) -> ConvolutionPlan | None:
-    """Return how to do likewise with a transposed convolution; ``windows`` with their numbers of outputs."""
+    """Return the same plan of a transposed convolution, or None; ``windows`` have their numbers of outputs."""
     if len(windows) != 1 or not can_split(windows[0][1], volume.context.communicator.num_shards):
         return None
     key = volume.shape, volume.dims, *windows, weight, along, volume.context.channels_last
@@ -178,7 +178,7 @@ def _spread(volume: Any, tensor: Tensor | None) -> list[Any]:
 
 
 def _padding(padding: Any, kernel: torch.Size, dilation: list[int]) -> tuple[list[int], list[int]]:
-    """Return planes of padding in front and behind along each spatial dim."""
+    """Return the planes of padding before and after, along each spatial dim."""
     if padding == "same":
         total = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
         return [t // 2 for t in total], [t - t // 2 for t in total]
@@ -189,7 +189,7 @@ def _padding(padding: Any, kernel: torch.Size, dilation: list[int]) -> tuple[lis
 def _convolve_later(
     volume: ShardedVolume, weights: list[Tensor], biases: list[Any], stride: list[int], groups: int
 ) -> ShardedVolume | None:
-    """Let a transposed convolution wait, where its result is large and a slab's planes follow from a slab's own."""
+    """Defer a transposed convolution with a large result, if each slab needs only its own planes; else return None."""
     context, num_shards = volume.context, volume.context.communicator.num_shards
     if volume.ndim != 5 or volume.dims != (DIM,) or not context.communicator.is_direct:
         return None
@@ -214,7 +214,7 @@ def _convolve_later(
 def convolve_transposed(
     context: Context, slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
 ) -> Tensor | None:
-    """Return the transposed convolution of a slab with channels last, or None where torch is to compute it."""
+    """Return the transposed convolution of a channels-last slab by our kernel, or None if torch should compute it."""
     if not (context.channels_last and depthwise.fits(weight.shape, settings)):
         return None
     dtype = active_autocast_dtype(slab)

@@ -1,4 +1,4 @@
-"""Dims: moved, inserted, removed, broadcast, merged and split."""
+"""Operators that move, insert, remove, broadcast, merge and split dims."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Move dims, or insert one of extent one; the cut moves along."""
     volume, *rest = args if args else (next(v for v in kwargs.values() if isinstance(v, ShardedVolume)),)
     named = {key: value for key, value in kwargs.items() if value is not volume}
-    # A tiny tensor whose sizes are the dims' numbers tells where each dim went.
+    # The sizes of this meta tensor number the dims: they show where each dim went.
     tracer = torch.empty([dim + 2 for dim in range(volume.ndim)], device="meta")
     order = [size - 2 for size in func(tracer, *rest, **named).shape]
     slabs = [func(slab, *rest, **named) for slab in volume.slabs]
@@ -37,7 +37,7 @@ def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Dims", "squeeze", merged=True)
 def squeeze(func: Callable, input: Any, dim: int | Sequence[int] | None = None) -> Any:
-    """Remove dims of extent one; a cut dim never is one, though a slab may be one plane thick."""
+    """Remove dims of extent one; a cut dim is longer, even if a slab has a single plane."""
     dims = range(input.ndim) if dim is None else ([dim] if isinstance(dim, int) else dim)
     gone = {d % input.ndim for d in dims if input.shape[d] == 1}
     refuse_if(gone & set(input.dims), "a volume on one shard keeps the dim that it would be cut along")
@@ -49,11 +49,11 @@ def squeeze(func: Callable, input: Any, dim: int | Sequence[int] | None = None) 
 
 @handles("Dims", "Tensor.expand", "Tensor.expand_as", "broadcast_to", merged=True)
 def expand(func: Callable, input: Any, size: Sequence[int] = (), other: Any = None, implicit: bool = False) -> Any:
-    """Broadcast dims that are not cut."""
+    """Broadcast uncut dims."""
     shape = list(size if other is None else other.shape)
     if not isinstance(input, ShardedVolume):
         result = cut_like(input.expand(shape), other)
-        result.origin = Origin([input], result.slabs, [])  # torch has a view of an ordinary tensor
+        result.origin = Origin([input], result.slabs, [])  # torch returns a view of an ordinary tensor
         return result
     shift = len(shape) - input.ndim
     dims = [dim + shift for dim in input.dims]
@@ -66,7 +66,7 @@ def expand(func: Callable, input: Any, size: Sequence[int] = (), other: Any = No
 
 @handles("Dims", "Tensor.repeat", "tile", merged=True)
 def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequence[int] = ()) -> Any:
-    """Repeat along dims that are not cut."""
+    """Repeat along uncut dims."""
     counts = [repeats] if isinstance(repeats, int) else list(repeats or dims)
     counts = [1] * (input.ndim - len(counts)) + counts
     cut = [dim + len(counts) - input.ndim for dim in input.dims]
@@ -83,7 +83,7 @@ def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequen
 def repeat_interleave(
     func: Callable, input: Any, repeats: Any, dim: int | None = None, output_size: int | None = None
 ) -> Any:
-    """Repeat each entry along a dim that is not cut."""
+    """Repeat each entry along an uncut dim."""
     if not isinstance(input, ShardedVolume) or dim is None or dim % input.ndim in input.dims:
         refuse("it needs a dim that is not cut")
     refuse_if(isinstance(repeats, Tensor), "it needs one count for all entries")
@@ -119,14 +119,14 @@ def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def reshaped(volume: ShardedVolume, target: Sequence[int]) -> ShardedVolume | Tensor:
-    """Return the volume under another shape; gathered, where no dim of that has the planes of a shard in it."""
+    """Return the reshaped volume; gather it if no dim of the new shape can hold the shards' planes."""
     result = _reshaped(volume, target, moves=True)
     assert result is not None
     return result
 
 
 def _reshaped(volume: ShardedVolume, target: Sequence[int], *, moves: bool) -> ShardedVolume | Tensor | None:
-    """Return the volume under another shape; None where planes would change shards for it, and may not."""
+    """Return the reshaped volume, or None if planes would change shards and ``moves`` is False."""
     context = volume.context
     if volume.merged is None:
         dims = [_kept_dim(volume.shape, target, dim) for dim in volume.dims]
@@ -136,7 +136,7 @@ def _reshaped(volume: ShardedVolume, target: Sequence[int], *, moves: bool) -> S
         plain = volume if volume.merged is None else volume.unmerged()
         place = _place(plain.shape, plain.dims[0], target)
         if place is None and moves and volume.merged is not None and volume.merged.outer == 1:
-            plain = in_planes(volume)  # other planes stay together than are taken
+            plain = in_planes(volume)  # its groups of planes are not those of the new shape
             place = _place(plain.shape, plain.dims[0], target)
         if place is not None:
             return _merged_or_split(plain, target, *place, moves)
@@ -149,11 +149,11 @@ def _reshaped(volume: ShardedVolume, target: Sequence[int], *, moves: bool) -> S
 
 
 SMALL = 2**22
-"""Elements of a volume up to which it is gathered without a word, as coarse levels are that are too thin to cut."""
+"""Number of elements up to which a volume is gathered without a warning: coarse levels are too thin to cut."""
 
 
 def say_gathered(volume: ShardedVolume, what: str) -> None:
-    """Say once that a large volume is gathered for something that slabs cannot do."""
+    """Warn once that a large volume is gathered for an operation that slabs cannot do."""
     if volume.shape.numel() > SMALL:
         context = volume.context
         context.say_once(
@@ -165,7 +165,7 @@ def say_gathered(volume: ShardedVolume, what: str) -> None:
 def _with_slabs(
     volume: ShardedVolume, target: Sequence[int], dims: Sequence[int], old: Sequence[int], merged: Merged | None = None
 ) -> ShardedVolume:
-    """Reshape the slabs: dims ``old`` of the volume become ``dims`` of the target, alone or merged."""
+    """Reshape the slabs: dims ``old`` of the volume become ``dims`` of the target, possibly merged with others."""
     slabs = []
     for slab in volume.slabs:
         shape = list(target)
@@ -179,13 +179,13 @@ def _with_slabs(
 def _merged_or_split(
     volume: ShardedVolume, target: Sequence[int], dim: int, outer: int, extent: int, moves: bool
 ) -> ShardedVolume | Tensor | None:
-    """Reshape where dim ``dim`` of the target runs over ``outer`` dims in front and ``extent`` entries of the cut."""
+    """Reshape to a target whose dim ``dim`` has ``outer`` entries of dims in front, times ``extent`` of the cut."""
     context, (cut,), (planes,) = volume.context, volume.dims, volume.sizes
     shards = context.communicator.num_shards
     if extent % planes == 0:
         layout = Merged(outer, extent // planes)
     else:
-        # Each entry takes several planes with it: they must lie on one shard.
+        # Each entry of the new dim holds several planes, which must be on one shard.
         group = planes // extent
         if not moves and spans(planes, shards, group) != spans(planes, shards):
             return None
@@ -201,15 +201,15 @@ def _merged_or_split(
         return ShardedVolume([volume.slabs[0].reshape(target)], [dim], target, context)
     result = _with_slabs(volume, target, [dim], [cut], layout)
     entries = target[dim] // outer
-    if spans(entries, shards, layout.unit) == spans(entries, shards):  # one layout has one name, and meets itself
+    if spans(entries, shards, layout.unit) == spans(entries, shards):  # layouts with equal spans get one representation
         result.merged = None if outer == 1 else Merged(outer, 1)
     return result
 
 
 def _place(old: Sequence[int], cut: int, new: Sequence[int]) -> tuple[int, int, int] | None:
-    """Return the dim of ``new`` that holds the cut dim of ``old``, how many entries of dims in front, and of the cut.
+    """Return ``dim``, ``outer`` and ``extent`` of ``_merged_or_split``, for the dim of ``new`` that holds the cut one.
 
-    None where no dim of ``new`` begins with whole entries of both.
+    None if no dim of ``new`` has whole entries of both.
     """
     before, planes, product = prod(old[:cut]), old[cut], 1
     for dim, size in enumerate(new):
@@ -231,7 +231,7 @@ def _target_shape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[i
 
 
 def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
-    """Return the dim of ``new`` that holds exactly dim ``dim`` of ``old``, if there is one."""
+    """Return the dim of ``new`` that holds exactly dim ``dim`` of ``old``, or None."""
     before = prod(old[:dim])
     for candidate, size in enumerate(new):
         if size == old[dim] and prod(new[:candidate]) == before:
@@ -241,7 +241,7 @@ def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
 
 @handles("Dims", "atleast_1d", "atleast_2d", "atleast_3d", merged=True)
 def at_least(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the volume, where it has so many dims."""
+    """Return the volume unchanged if it has enough dims; refuse to insert any."""
     (volume,) = (*args, *kwargs.values())
     if not isinstance(volume, ShardedVolume) or volume.ndim < int(func.__name__[-2]):
         refuse("it takes one volume at a time, of as many dims: use unsqueeze")
@@ -250,7 +250,7 @@ def at_least(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Dims", "Tensor.unfold", merged=True)
 def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> Any:
-    """Take windows along a dim; along the cut such as do not overlap."""
+    """Take windows along a dim; along the cut they must not overlap."""
     dim = dimension % input.ndim
     if dim not in input.dims:
         return wrap(input, [slab.unfold(dim, size, step) for slab in input.slabs])

@@ -1,7 +1,7 @@
-"""Indices: integers, slices, lists, tensors and masks, read and assigned.
+"""Read and assign voxels by integers, slices, lists, tensors and masks.
 
-What basic indices do is done first, as torch does it; lists, tensors and masks then pick on each slab, where they do
-not name a cut dim. Along the cut they pick from the gathered volume.
+Basic indices apply first, as in torch. Lists, tensors and masks then pick on each slab if they index uncut dims, and
+from the gathered volume if they index a cut dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,20 +27,20 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """What indexes which dims: a tensor of integers or a mask, from dim ``dim`` on."""
+    """A tensor of integers or a mask, which indexes dims from ``dim`` on."""
 
     dim: int
     index: Tensor
 
     @property
     def dims(self) -> range:
-        """The dims that are picked from."""
+        """The dims that ``index`` picks from."""
         return range(self.dim, self.dim + (self.index.ndim if self.index.dtype == torch.bool else 1))
 
 
 @handles("Slices and joins", "Tensor.__getitem__", merged=True)
 def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Index with integers, slices, None, an ellipsis, lists, tensors and masks; a cut dim too."""
+    """Index with integers, slices, None, an ellipsis, lists, tensors and masks, along cut dims too."""
     volume, index = args
     index = _as_tuple(index)
     if not isinstance(volume, ShardedVolume):
@@ -53,7 +53,7 @@ def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _as_tuple(index: Any) -> tuple:
-    """Return an entry per dim; torch takes a list that holds a slice, None or an ellipsis for a tuple."""
+    """Return the index as a tuple; torch treats a list with a slice, None or an ellipsis as a tuple."""
     several = isinstance(index, list) and any(entry is None or isinstance(entry, SLICES) for entry in index)
     return tuple(index) if several or isinstance(index, tuple) else (index,)
 
@@ -62,7 +62,7 @@ SLICES = (slice, type(...))
 
 
 def _tensors(index: tuple, volume: ShardedVolume) -> tuple:
-    """Replace lists by tensors, and tensors of one integer by it."""
+    """Replace lists by tensors, and scalar tensors by integers."""
     found = []
     for entry in index:
         if isinstance(entry, Sequence) and not isinstance(entry, str):
@@ -79,7 +79,7 @@ def _tensors(index: tuple, volume: ShardedVolume) -> tuple:
 
 
 def _picks(entries: Sequence[Any]) -> list[Picks]:
-    """Return what lists, tensors and masks pick, after integers are gone and new dims are there."""
+    """Return the picks of tensors and masks; their dims are those after all basic indices were applied."""
     picks, dim = [], 0
     for entry in entries:
         if isinstance(entry, Tensor):
@@ -91,7 +91,7 @@ def _picks(entries: Sequence[Any]) -> list[Picks]:
 
 
 def _full_index(picks: Sequence[Picks], ndim: int, tensors: Sequence[Tensor]) -> tuple:
-    """Return the index with these tensors for the picks, and everything along other dims."""
+    """Return an index with these tensors for the picks, and full slices along other dims."""
     index: list[Any] = [slice(None)] * ndim
     for pick, tensor in zip(reversed(picks), reversed(tensors), strict=True):
         index[pick.dims.start : pick.dims.stop] = [tensor]
@@ -121,7 +121,7 @@ def _picked(source: ShardedVolume | Tensor, picks: Sequence[Picks]) -> ShardedVo
     ]
     inserted = slabs[0].ndim - (source.ndim - len(taken))
     adjacent = taken == list(range(taken[0], taken[-1] + 1))
-    # torch puts the picked dims first where others lie between them.
+    # torch puts the picked dims first if other dims are between them.
     first = taken[0] if adjacent else 0
     dims = [cut - sum(dim < cut for dim in taken) for cut in source.dims]
     return wrap(source, slabs, [dim + inserted * (dim >= first) for dim in dims])
@@ -132,7 +132,7 @@ def _whole(index: Tensor) -> Tensor:
 
 
 def _looked_up(table: Tensor, index: tuple) -> ShardedVolume | Tensor:
-    """Index an ordinary tensor: each voxel's entry of a table, or the voxels of a mask."""
+    """Index an ordinary tensor: look up each voxel's entry, or select by the gathered index."""
     if len(index) == 1 and isinstance(index[0], ShardedVolume) and index[0].dtype in INTEGERS:
         return each_slab(lambda slab, own: own[slab], index[0], table)
     home = table.device
@@ -141,7 +141,7 @@ def _looked_up(table: Tensor, index: tuple) -> ShardedVolume | Tensor:
 
 @handles("Slices and joins", "Tensor.__setitem__", merged=True)
 def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Assign to integers, slices, lists, tensors and masks; each shard takes what falls on its planes."""
+    """Assign to integers, slices, lists, tensors and masks; each shard changes its own planes."""
     volume, index, value = args
     if not isinstance(volume, ShardedVolume):
         run_gathered(func, args, kwargs)
@@ -159,7 +159,7 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     else:
         say_gathered(volume, "assigns to voxels of")
         whole = volume.full_tensor().clone()
-        # The volume may be the only one: everything on its home device then.
+        # Index tensors may be on another device: move them to the volume's home device.
         home = whole.device
         local = tuple(_whole(i).to(home) if isinstance(i, Tensor) else i for i in entries)
         whole[local] = _whole(value) if isinstance(value, Tensor) else value
@@ -169,7 +169,7 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _is_masked(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> bool:
-    """Say whether one value is assigned to the voxels of a mask over the first dims, the cut ones among them."""
+    """Return whether one value is assigned through a mask over the first dims, which include the cut dims."""
     mask = entries[0]
     one = not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, ShardedVolume))
     over = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim > max(volume.dims)
@@ -187,7 +187,7 @@ def _assign_masked(volume: ShardedVolume, mask: Tensor, value: Any) -> None:
 
 
 def _is_local(volume: ShardedVolume, entries: Sequence[Any]) -> bool:
-    """Say whether nothing is picked along the cut."""
+    """Return whether the index takes all planes along the cut."""
     if any(isinstance(entry, ShardedVolume) for entry in entries):
         return False
     dim, free = 0, []
@@ -202,7 +202,7 @@ def _assign_within(volume: ShardedVolume, entries: Sequence[Any], value: Any) ->
     """Assign on each slab."""
     context = volume.context
     if isinstance(value, Tensor):
-        with torch.no_grad():  # where in the assigned part the cut dim lies
+        with torch.no_grad():  # to find the cut dim of the assigned part
             bare = wrap(volume, [slab.detach() for slab in volume.slabs])
             part = sliced(bare, [slice(None) if isinstance(entry, Tensor) else entry for entry in entries])
             picks = _picks(entries)
@@ -231,7 +231,7 @@ def index_select(func: Callable, input: Any, dim: int, index: Tensor) -> Any:
 def index_changed(
     func: Callable, input: Any, dim: int, index: Tensor, value: Any = None, source: Any = None, alpha: float = 1
 ) -> Any:
-    """Fill, copy to or add to entries along a dim that is not cut."""
+    """Fill, copy to or add to entries along an uncut dim."""
     if not isinstance(input, ShardedVolume) or isinstance(index, ShardedVolume) or dim % input.ndim in input.dims:
         refuse("the index must be an ordinary tensor along a dim that is not cut, and the input a volume")
     given = value if source is None else source
@@ -251,7 +251,7 @@ def diff(func: Callable, input: Any, n: int = 1, dim: int = -1, prepend: Any = N
     if n == 0:
         return wrap(volume, [slab.clone() for slab in volume.slabs])
     for _ in range(min(n, volume.shape[dim])):
-        if not isinstance(volume, ShardedVolume):  # too thin to be cut by now
+        if not isinstance(volume, ShardedVolume):  # now too thin to be cut
             volume = torch.diff(volume, dim=dim)
             continue
         count = volume.shape[dim] - 1

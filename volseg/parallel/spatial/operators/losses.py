@@ -1,6 +1,6 @@
-"""Losses of torch on sharded volumes: voxels on each shard, the mean over all of them.
+"""Torch's losses on sharded volumes: each shard computes its voxels' losses, and the mean is over all shards.
 
-Distances and similarities of vectors, one per voxel or over the cut, and the losses made of them, are here too.
+Distances and similarities of vectors, and losses made of them, are here too; the vectors may be along the cut.
 """
 
 import sys
@@ -34,11 +34,11 @@ VOXELWISE = [
 ]
 
 WEIGHTED = ["mse_loss", "l1_loss", "huber_loss"]
-"""Their ``weight`` is one per voxel."""
+"""Losses whose ``weight`` has one value per voxel."""
 
 
 def reduced(volume: ShardedVolume | Tensor, reduction: str) -> Any:
-    """Reduce losses as torch's ``reduction`` says; where the cut was summed over, they are no volume any more."""
+    """Apply torch's ``reduction`` to losses; losses that were summed over the cut are an ordinary tensor."""
     if reduction == "none":
         return volume
     if not isinstance(volume, ShardedVolume):
@@ -51,7 +51,7 @@ def reduced(volume: ShardedVolume | Tensor, reduction: str) -> Any:
 
 
 def legacy_reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
-    """Return the reduction that torch's two arguments of old ask for, where one of them is given."""
+    """Return the reduction that torch's deprecated ``size_average`` and ``reduce`` request, if either is given."""
     if size_average is None and reduce is None:
         return reduction
     if reduce is False:
@@ -68,7 +68,7 @@ def _settings(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[dict
 
 @handles("Losses", *(f"F.{name}" for name in (*VOXELWISE, *WEIGHTED)), merged=True)
 def voxel_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Compute the loss of each voxel, then reduce; a weighted mean is one over the weights, except for Huber's."""
+    """Compute each voxel's loss, then reduce; a weighted mean divides by the sum of weights, except for Huber's."""
     named, reduction = _settings(func, args, kwargs)
     weight = named.pop("weight", None) if func.__name__ in WEIGHTED else None
     if func is F.l1_loss and weight is None:
@@ -86,9 +86,9 @@ def voxel_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _weight_that_torch_drops() -> Tensor | None:
-    """Return the ``weight`` of the call of ``F.l1_loss`` that led here, which hands over all arguments but this one.
+    """Return the ``weight`` of the calling ``F.l1_loss``, the only argument that torch does not pass to an override.
 
-    So it is in torch 2.8 to 2.13 at least: there is nowhere else to read it than that call's frame.
+    This holds for torch 2.8 to 2.13 at least. Only the frame of that call has the value.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -100,7 +100,7 @@ def _weight_that_torch_drops() -> Tensor | None:
 
 @handles("Losses", "F.cross_entropy", "F.nll_loss", merged=True)
 def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Compute the loss of each voxel; with class weights the mean is weighted, as torch does."""
+    """Compute each voxel's loss; class weights also weight the mean, as in torch."""
     named, reduction = _settings(func, args, kwargs)
     logits, target, weight = named["input"], named["target"], named.get("weight")
     ignore = named.get("ignore_index", -100)
@@ -116,7 +116,7 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         for x, t, w in zip(logits.slabs, target.slabs, weights, strict=True)
     ]
     losses = wrap(logits, slabs, [dim - 1 for dim in logits.dims])
-    # With probabilities torch divides by the number of voxels, whatever the weights.
+    # For target probabilities torch divides by the number of voxels, whatever the weights.
     if reduction != "mean" or probabilities:
         return reduced(losses, reduction)
     counted = [_counted(t, w, ignore, loss) for t, w, loss in zip(target.slabs, weights, slabs, strict=True)]
@@ -125,8 +125,8 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Losses", "F.one_hot", rehearse=False, merged=True)
 def one_hot(func: Callable, input: Any, num_classes: int = -1) -> Any:
-    """Encode classes in a new last dim; where their number is not given, it is that of the whole volume."""
-    # A slab alone may lack the highest class, or the wrong one. On a GPU torch does not look, and does not wait.
+    """Encode classes in a new last dim; the default number of classes is that of the whole volume."""
+    # A single slab may lack the highest or an invalid class. On a GPU torch does not check values, and does not sync.
     if input.dtype == torch.int64 and (num_classes == -1 or input.device.type == "cpu"):
         everything = list(range(input.ndim))
         lowest, highest = (int(over_dims(kind, input, everything)) for kind in ("amin", "amax"))
@@ -148,7 +148,7 @@ def _counted(target: Tensor, weight: Tensor | None, ignore: int, loss: Tensor) -
 
 @handles("Losses", "F.cosine_similarity", merged=True)
 def cosine_similarity(func: Callable, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """Sum the products of two normalised volumes along a dim; in the order of torch's own steps."""
+    """Return the cosine similarity along a dim, computed in the order of torch's own steps."""
     if x1.ndim != x2.ndim or x1.shape[dim] != x2.shape[dim]:
         refuse("both must have the same extent along dim: torch broadcasts them before it takes their lengths")
     with with_overrides():
@@ -166,14 +166,14 @@ def _normalised(operand: Tensor, dim: int, eps: float) -> Tensor:
 def pairwise_distance(
     func: Callable, x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Any:
-    """Return the length of the difference along the last dim."""
+    """Return the norm of the difference along the last dim."""
     with with_overrides():
         return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
 @handles("Reductions", "dist", merged=True)
 def distance(func: Callable, input: Any, other: Any, p: float = 2.0) -> Any:
-    """Return the length of the difference."""
+    """Return the norm of the difference."""
     with with_overrides():
         return torch.linalg.vector_norm(input - other, p)
 
@@ -183,7 +183,7 @@ TRIPLET = "anchor positive negative margin p eps swap reduction size_average red
 
 @handles("Losses", "F.triplet_margin_loss", merged=True, treats=TRIPLET)
 def triplet_margin_loss(func: Callable, given: Any) -> Any:
-    """Compare the distances of vectors in the last dim."""
+    """Compute the triplet margin loss of vectors in the last dim."""
     order = given.p, given.eps
     near = pairwise_distance(func, given.anchor, given.positive, *order)
     far = pairwise_distance(func, given.anchor, given.negative, *order)

@@ -30,7 +30,7 @@ __all__ = ["batch_or_instance_norm"]
 def normalize(
     volume: ShardedVolume, pooled: Pooled, affine: Affine, running: Running | None = None
 ) -> tuple[ShardedVolume, NormStatistics, Tensor | None]:
-    """Return the normalised volume, still to be computed, the statistics, and what these lack: a bias in front, if any.
+    """Return the pending normalised volume, its statistics, and the bias in front that these leave out, or None.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def normalize(
     slabs, lacking = take_without_bias(volume) if ignored else (volume.slabs, None)
     found = compute_statistics(volume, slabs, pooled, affine, running)
     if lacking is not None:
-        found.shift.add_(lacking, alpha=0)  # a bias that is no number leaves none behind the norm, either
+        found.shift.add_(lacking, alpha=0)  # a NaN or infinite bias gives NaN behind the norm, too
         if running is not None:
             running.shift(lacking)
     waiting = WaitingNorm(volume, slabs, pooled, found, affine)
@@ -58,7 +58,7 @@ OF_SAMPLES = f"{TREATED} use_input_stats"
 @handles("Normalisation", "F.batch_norm", "torch.batch_norm", rehearse=False, rounded=True, treats=OVER_BATCH)
 @handles("Normalisation", "F.instance_norm", rehearse=False, rounded=True, treats=OF_SAMPLES)
 def batch_or_instance_norm(func: Callable, given: Any) -> Any:
-    """Normalise each channel over the volume: of each sample by itself, or over the batch too."""
+    """Normalise each channel over the volume, for each sample or over the batch."""
     volume = given.input
     _check_spatial(volume)
     affine = _read_affine(given)
@@ -102,16 +102,16 @@ def _check_spatial(volume: Any) -> None:
 
 
 def _with_given(volume: ShardedVolume, given: Any) -> ShardedVolume:
-    """Normalise with statistics that were found before."""
+    """Normalise with the running statistics."""
     mean, var = given.running_mean, given.running_var
     affine = _read_affine(given)
     fits = volume.dtype.is_floating_point and 0 not in volume.shape and fusions.is_on("given statistics")
     if mean is None or var is None or not fits:
         rest = given.weight, given.bias, False, 0.0, given.eps
-        return each_slab(F.batch_norm, volume, mean, var, *rest)  # torch says what is missing
+        return each_slab(F.batch_norm, volume, mean, var, *rest)  # torch reports what is missing
     slabs, lacking = take_without_bias(volume)
     if lacking is not None:
-        mean = mean.to(lacking.device) - lacking  # of the slabs as they lie
+        mean = mean.to(lacking.device) - lacking  # of the slabs, which lack the bias
     found = take_statistics(volume, slabs, Running(mean, var, 0.0), affine)
     waiting = WaitingNorm(volume, slabs, Pooled(given=True), found, affine)
     return settle_in_checkpoint(defer(waiting, volume.dims, volume.shape, volume.context))
@@ -141,7 +141,7 @@ LAYERED = "input normalized_shape weight bias eps cudnn_enable"
 
 @handles("Normalisation", "F.layer_norm", "torch.layer_norm", merged=True, treats=LAYERED)
 def layer_norm(func: Callable, given: Any) -> Any:
-    """Normalise over the last dims: within each slab, or over the cut where it is one of them."""
+    """Normalise over the last dims, within each slab or across the cut if it is one of them."""
     volume, normalized_shape = given.input, given.normalized_shape
     weight, bias, eps = _read_affine(given)
     refuse_if(not isinstance(volume, ShardedVolume), "weight and bias must be ordinary tensors")
@@ -158,7 +158,7 @@ def layer_norm(func: Callable, given: Any) -> Any:
 
 
 def _has_line_kernel(slab: Tensor, parameter: Tensor | None, sides: Sequence[int]) -> bool:
-    """Say whether a kernel of ours normalizes lines of a slab; under autocast weight and bias are of any type."""
+    """Return whether our kernel normalizes lines of a slab; under autocast, weight and bias may be float32."""
     if not lines_normed.takes_lines(slab, prod(sides)) or tuple(slab.shape[-len(sides) :]) != tuple(sides):
         return False
     alike = parameter is None or (parameter.shape == tuple(sides) and parameter.dtype in (slab.dtype, torch.float32))
@@ -171,7 +171,7 @@ def _normalize_lines(
 ) -> Tensor:
     dtype = torch.float32 if torch.is_autocast_enabled(slab.device.type) else slab.dtype
     result: Tensor = _LayerNorm.apply(slab, weight, bias, prod(sides), eps, dtype)
-    return result.view(slab.shape)  # here: torch refuses to change a view in place that a function of our own returns
+    return result.view(slab.shape)  # here: torch refuses to change a view in place that a custom function returns
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -202,7 +202,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _as_lines(tensor: Tensor, channels: int) -> Tensor:
-    """Return a tensor's lines, ``(R, C)``, with a step of 1 from channel to channel."""
+    """Return a tensor's lines, ``(R, C)``, with a channel stride of 1."""
     lines = tensor.reshape(-1, channels)
     return lines if lines.stride(1) == 1 else lines.contiguous()
 

@@ -1,6 +1,6 @@
-"""Arguments in the one form that handlers work with, and operands of functions that look at one voxel at a time.
+"""Bring arguments to the form that handlers use, and run functions slab by slab.
 
-Operands are brought to one cut, given slab by slab, and what comes of them is wrapped again.
+All operands are brought to one cut, the function runs on each slab's row of operands, and its results are wrapped.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def per_dim(value: int | float | Sequence, count: int) -> list:
-    """Return one value per spatial dim; torch allows a single one for all."""
+    """Return one value per spatial dim; torch allows a single value for all."""
     values = list(value) if isinstance(value, Sequence) else [value]
     return values * count if len(values) == 1 else values
 
@@ -45,7 +45,7 @@ def dims_of(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
 
 
 def spatial_only(volume: Any, count: int) -> bool:
-    """Say whether only the last ``count`` dims of the volume are cut."""
+    """Return whether only the last ``count`` dims of the volume are cut."""
     return isinstance(volume, ShardedVolume) and all(dim >= volume.ndim - count for dim in volume.dims)
 
 
@@ -75,7 +75,7 @@ def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
 def _cut_or_spread(
     operand: Tensor, wanted: Sequence[int], sizes: Sequence[int], context: Context, merged: Merged | None
 ) -> list[Tensor]:
-    """Cut a whole operand along the dims (from the end) that it has; spread it where it is constant along all."""
+    """Cut a whole operand along the cut dims (from the end) that it has; copy it to each shard if it has none."""
     present = [-dim <= operand.ndim and operand.shape[dim] == size for dim, size in zip(wanted, sizes, strict=True)]
     if not any(present) or (operand.ndim == 0):
         return context.spread(operand)
@@ -93,9 +93,9 @@ def _cut_or_spread(
 def run_local(
     func: Callable, args: tuple, kwargs: dict[str, Any], like: ShardedVolume | None = None
 ) -> tuple[ShardedVolume, list[Any]]:
-    """Run ``func`` on each slab with operands cut like ``like``; return it and the results.
+    """Run ``func`` on each slab with operands cut like ``like``; return ``like`` and the results.
 
-    By default it is the volume of most dims: those of the result.
+    By default ``like`` is the volume with the most dims, as many as the result has.
     """
     leaves = [*args, *kwargs.values()]
     if not any(map(nested, leaves)):
@@ -111,7 +111,7 @@ def run_local(
 
     if like is None:
         given = [leaf for leaf in leaves if isinstance(leaf, ShardedVolume)]
-        # A volume of extent one along a dim that another one cuts cannot exist: it would be whole.
+        # No volume has extent one along a dim that another volume cuts: it would be an ordinary tensor.
         like = given[0] if len(given) == 1 else max(given, key=lambda volume: volume.ndim)
     columns = [aligned(leaf, like) for leaf in leaves]
     results = [call(row) for row in zip(*columns, strict=True)]
@@ -141,12 +141,12 @@ def elementwise(function: Callable, *operands: Any, **settings: Any) -> Any:
 def each_slab(
     func: Callable, volume: ShardedVolume, *operands: Any, dims: Sequence[int] | None = None, **settings: Any
 ) -> ShardedVolume:
-    """Call a function with each slab and a copy of each ordinary tensor; wrap what it returns, cut along ``dims``."""
+    """Call a function with each slab and a copy of each ordinary tensor; wrap its results, cut along ``dims``."""
     return wrap(volume, call_each(func, volume, *operands, **settings), dims)
 
 
 def call_each(func: Callable, volume: ShardedVolume, *operands: Any, **settings: Any) -> list[Any]:
-    """Return what a function makes of each slab and of a copy of each ordinary tensor."""
+    """Return a function's result for each slab and a copy of each ordinary tensor."""
     slabs = volume.slabs
 
     def give(own: Any) -> list[Any]:
@@ -161,13 +161,13 @@ def call_each(func: Callable, volume: ShardedVolume, *operands: Any, **settings:
 def wrap_reduced(
     volume: ShardedVolume, slabs: Sequence[Tensor], gone: Collection[int], keepdim: bool = False
 ) -> ShardedVolume:
-    """Return a volume of slabs without some uncut dims; ``keepdim`` keeps them."""
+    """Return a volume of slabs that lack the uncut dims ``gone``, or keep them with ``keepdim``."""
     dims = volume.dims if keepdim else [cut - sum(dim < cut for dim in gone) for cut in volume.dims]
     return wrap(volume, slabs, dims)
 
 
 def cut_like(operand: Tensor, like: ShardedVolume) -> ShardedVolume:
-    """Return a volume or an ordinary tensor of the same grid, cut as ``like`` is, counted from the last dim."""
+    """Return a volume or an ordinary tensor of the same grid, cut like ``like`` (dims count from the last)."""
     wanted = [dim - like.ndim for dim in like.dims]
     if isinstance(operand, ShardedVolume):
         if [dim - operand.ndim for dim in operand.dims] == wanted and operand.sizes == like.sizes:

@@ -25,19 +25,19 @@ from volseg.parallel.spatial.volume import ShardedVolume, wrap
 __all__ = ["flip", "pad", "roll"]
 
 KEEPS_BITS_ON_CPU = True
-"""Whether a pass on CPUs has the bits of any other one, whatever ran before, as a training that goes on promises."""
+"""Whether passes on CPUs are bit-identical whatever ran before, as a resumed training promises."""
 
 
 @handles("Padding and mirroring", "F.pad", "nn.pad", merged=True)
 def pad(
     func: Callable, input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> ShardedVolume:
-    """Pad within the slabs, and along the cut by planes that are constant or repeat the volume's own."""
+    """Pad within the slabs, and along the cut by planes that are constant or repeat the volume's planes."""
     source, widths = input, list(pad)
     volume = source
-    if mode != "constant":  # which dims it takes is said by an error that a rehearsal cannot tell from another one
+    if mode != "constant":  # torch refuses dims with an error that a rehearsal cannot tell from others
         func(torch.empty(input.shape, device="meta"), widths, mode)
-    # One copy, whatever is padded; but none for widths of zero, of which torch's repeating modes compute a gradient.
+    # A single copy pads all dims. Widths of zero get none: torch's repeating modes would compute a gradient.
     if any(widths) and volume.context.communicator.num_shards == 1:
         return _apart(wrap(volume, [func(slab, widths, mode, value) for slab in volume.slabs]), source)
     pairs = [(0, 0)] * (volume.ndim - len(widths) // 2) + list(zip(widths[::2], widths[1::2], strict=True))[::-1]
@@ -53,22 +53,22 @@ def pad(
         inside = []
     for dim in cut:
         volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0, len(widths), inside)
-        inside = []  # with the first
+        inside = []  # padded with the first cut dim
         refuse_if(not isinstance(volume, ShardedVolume), "the padded volume is thinner than the number of shards")
     return _apart(volume, source)
 
 
 def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
-    """Copy slabs that are still the source's memory, as torch does: what follows may change them in place."""
+    """Copy slabs that still share the source's memory, as torch does: later code may change them in place."""
     known = {get_storage_key(given.untyped_storage()) for given in source.slabs}
-    shared = [get_storage_key(own.untyped_storage()) in known for own in volume.slabs]  # with whichever shard's
+    shared = [get_storage_key(own.untyped_storage()) in known for own in volume.slabs]  # with a slab of any shard
     if not any(shared):
         return volume
     return wrap(volume, [own.clone() if same else own for own, same in zip(volume.slabs, shared, strict=True)])
 
 
 def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) -> ShardedVolume:
-    # Modes other than constant pad the last dims only, all of them: name those that are not cut with zeros.
+    # Modes other than constant need a width for each of the last dims: it is zero for cut dims.
     slabs = [F.pad(slab, widths, **rest) for slab in volume.slabs]
     return wrap(volume, slabs)
 
@@ -76,7 +76,7 @@ def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) 
 def _pad_cut(
     volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float, length: int, inside: Sequence[int]
 ) -> ShardedVolume | Tensor:
-    """Pad along a cut dim, and by constants inside the slabs."""
+    """Pad along a cut dim; in constant mode, pad within the slabs in the same pass."""
     before, after = pair
     size = volume.shape[dim]
     outputs = size + before + after
@@ -109,10 +109,10 @@ def _pad_cut(
 
 
 def _find_group(volume: ShardedVolume, outputs: int) -> int:
-    """Return how many planes of padded tokens stay together: those of a window, where windows were taken of so many.
+    """Return how many padded planes stay together: those of a window, if windows were taken of as many planes before.
 
-    Not in a block that is computed again: it has to be computed as it was, and what was taken is known afterwards. Nor
-    where a pass is to have the same bits whatever ran before: what is drawn, and the order of sums, go by the layout.
+    It is 1 in a recomputed block, which must repeat a run that did not know the windows yet. It is also 1 if passes
+    must be bit-identical whatever ran before: random numbers and the order of sums depend on the layout.
     """
     context = volume.context
     is_repeated = context.frugal or saved_tensors_hooks() is not context.hooks
@@ -147,7 +147,7 @@ def flip(func: Callable, input: Any, dims: int | Sequence[int]) -> Any:
 
 @handles("Padding and mirroring", "roll", merged=True)
 def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> Any:
-    """Roll along named dims; along the cut each shard fetches what comes from either end."""
+    """Roll along named dims; along the cut each shard fetches the planes that move into it."""
     source = volume = input
     if dims is None or dims == () or dims == []:
         refuse("rolling the flattened volume is not supported: name dims")
@@ -163,7 +163,7 @@ def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Se
 
 
 def _roll_cut(volume: ShardedVolume, dim: int, shift: int) -> list[Tensor]:
-    """Return the slabs of a volume rolled along a cut dim: of most planes the neighbours send the shift alone."""
+    """Return the slabs of a volume rolled along a cut dim; each shard receives only the planes that it lacks."""
     communicator, size, unit = volume.context.communicator, volume.shape[dim], get_plane_unit(volume)
     axis = volume.dims.index(dim)
     wanted = [(start - shift, stop - shift) for start, stop in spans(size, communicator.grid[axis], unit)]

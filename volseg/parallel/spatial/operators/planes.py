@@ -1,4 +1,4 @@
-"""Fetch what a window needs and run the operator on it: the skeleton of every operator that looks along a cut axis."""
+"""Fetch the planes that windows need and run the operator: the skeleton of operators with windows along the cut."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,10 +30,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AxisPlan:
-    """An operator along one cut dim: its window, its number of output planes, what padding holds.
+    """An operator along one cut dim: its window, its number of output planes and its padding value.
 
-    ``inside`` are planes of the same padding along other dims, written at once: as ``F.pad`` takes them. So many output
-    planes as ``unit`` stay together (see ``spans``).
+    ``inside`` are widths for ``F.pad`` along other dims, with the same value and in the same pass. Groups of ``unit``
+    output planes stay together (see ``spans``).
     """
 
     window: Window
@@ -47,8 +47,8 @@ class AxisPlan:
 class LocalWindow:
     """What one shard computes along one cut dim.
 
-    ``span`` are the (unclipped) input planes in its slab now, ``output`` the output planes it owes, ``skip`` how many
-    planes of the local result come before them.
+    ``span`` is the (unclipped) range of input planes in its extended slab, ``output`` the range of output planes to
+    return, and ``skip`` the number of planes of the local result in front of them.
     """
 
     span: Span
@@ -74,7 +74,7 @@ def convolution_plans(
 
 
 def outside_cut(volume: ShardedVolume, padding: Sequence[int]) -> list[int]:
-    """Return the padding per spatial dim that the operator itself adds: none along the cut, where planes come in."""
+    """Return the padding per spatial dim added by the operator itself: none along the cut, where planes are fetched."""
     first = volume.ndim - len(padding)
     return [0 if first + i in volume.dims else planes for i, planes in enumerate(padding)]
 
@@ -84,8 +84,8 @@ def _fetch_windows(
 ) -> tuple[list[Tensor], list[list[LocalWindow]]]:
     """Give each slab the planes its outputs need, padding included.
 
-    Returns the extended slabs and, for each of them, one ``LocalWindow`` per cut dim. With ``reads_only`` nobody
-    changes them in place, or hands them on.
+    Returns the extended slabs and, for each of them, one ``LocalWindow`` per cut dim. With ``reads_only`` the
+    caller neither changes them in place nor returns them.
     """
     communicator = volume.context.communicator
     slabs, unit = volume.slabs, get_plane_unit(volume)
@@ -127,16 +127,16 @@ def clip(span: Span, size: int) -> Span:
 
 
 def _widen(inside: Sequence[int], place: int, before: int, after: int) -> list[int]:
-    """Return widths as ``F.pad`` takes them, with those of the dim that is so many places from the last."""
+    """Return widths for ``F.pad``: ``inside``, with ``before`` and ``after`` for the dim at ``place`` from the last."""
     widths = [*inside, *([0] * (2 * place + 2 - len(inside)))]
     widths[2 * place : 2 * place + 2] = before, after
     return widths
 
 
 def take(slab: Tensor, dim: int, start: int, count: int, *, apart: bool = False) -> Tensor:
-    """Return planes of a slab; their gradient is padded by zeros in its own layout, where torch makes it contiguous.
+    """Return planes of a slab; their gradient is padded by zeros in its own layout (torch would make it contiguous).
 
-    With ``apart``, autograd does not know the planes as a view: the slab has no other use, and they may be changed in
+    With ``apart``, autograd does not treat the planes as a view: the slab has no other use, and they may be changed in
     place.
     """
     size = slab.shape[dim]
@@ -169,9 +169,9 @@ def sharded_windows(
         Computes a slab's outputs from the extended slab, its windows and its position among this process's slabs;
         planes beyond those owed are dropped here.
     whole
-        The plain operator. It runs on the gathered volume where the result has fewer planes than shards: coarse
-        levels are small, and everybody computes them. On the slab of an only shard it runs too: what pads by itself
-        needs no copy with planes of zeros around, and leaves no planes over to be cut off.
+        The plain operator. If the result has fewer planes than shards, it runs on the gathered volume on every shard:
+        coarse levels are small. It also runs on the slab of a single shard: an operator that pads by itself needs no
+        copy with planes of zeros, and returns no surplus planes.
     reads_only
         Whether ``local`` only reads its slab, and returns new memory that no backward pass reads.
     """
@@ -180,9 +180,9 @@ def sharded_windows(
         return wrap(volume, [whole(slab) for slab in volume.slabs])
     if not all(can_split(plan.outputs, count) for plan, count in zip(plans, context.communicator.grid, strict=True)):
         return whole(volume.full_tensor())
-    # Where nothing is differentiated the result is no view either: torch lets nobody change that in place later.
+    # Without autograd the result is no view either: torch would refuse to change a view in place later.
     apart = reads_only and not torch.is_grad_enabled()
-    # Elsewhere second derivatives may be asked for.
+    # Outside of the network second derivatives may be requested.
     reads_only = reads_only and context.communicator.is_direct and context.in_network
     slabs, windows = _fetch_windows(volume, plans, reads_only)
     results = []
@@ -202,12 +202,12 @@ def sharded_windows(
 
 
 def select_planes(slab: Tensor, dim: int, indices: Sequence[int]) -> Tensor:
-    """Return planes by number, for the general cases that no slice expresses."""
+    """Return planes by index, for general cases that no slice expresses."""
     return slab.index_select(dim, constant(tuple(indices), torch.int64, slab.device))
 
 
-@keeping()  # without a limit: recorded steps read these tensors from where they lie
+@keeping()  # without a limit: recorded steps read these tensors at fixed addresses
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers of the plan on a device; kept, so that no step waits for their copy, or cannot be captured."""
+    """Return a plan's numbers on a device; cached, so that no step waits for the copy, and steps can be captured."""
     with torch.inference_mode(False):  # a later step may save it for its backward pass
         return torch.tensor(values, dtype=dtype).to(device)

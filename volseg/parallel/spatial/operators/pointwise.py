@@ -1,6 +1,6 @@
-"""Functions that look at one voxel at a time: run on each slab, operands brought to the same cut.
+"""Pointwise functions: they run on each slab, with operands brought to the same cut.
 
-Some activations are taken along by a norm that waits, in place or not.
+A pending norm includes some of the activations behind it, in place or not.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 @handles("Pointwise arithmetic", "add", "Tensor.__add__", "Tensor.__radd__", broadcasts=True, merged=True, rounded=True)
 @handles("Pointwise arithmetic", *METHODS, broadcasts=True, merged=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run on each slab; a sum waits with the norms in front of it, a product with one channel has a kernel."""
+    """Run on each slab; a sum waits with the norms in front of it, and a kernel multiplies by a one-channel volume."""
     if len(args) == 2 and not kwargs and any(map(scores.waits, args)):
         later = _go_on_waiting(func, *args)
         if later is not None:
@@ -100,10 +100,10 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _go_on_waiting(func: Callable, first: Any, second: Any) -> ShardedVolume | None:
-    """Return scores of attention times a number, or plus a bias, which wait on; None where they are to be written."""
+    """Return attention scores times a number or plus a bias, still pending; None if they must be written."""
     swaps = func in SUMS or func in PRODUCTS
     volume, operand = (second, first) if swaps and not scores.waits(first) else (first, second)
-    if not scores.waits(volume):  # a number by scores, or a tensor less scores
+    if not scores.waits(volume):  # a number divided by scores, or a tensor minus scores
         return None
     if func in SUMS:
         return scores.add_term(func, volume, operand, aligned)
@@ -112,12 +112,12 @@ def _go_on_waiting(func: Callable, first: Any, second: Any) -> ShardedVolume | N
 
 
 def _is_gated(volume: Any, gate: Any) -> bool:
-    """Say whether a kernel of ours multiplies a volume by one of one channel."""
+    """Return whether our kernel multiplies a volume by a one-channel volume."""
     if not isinstance(volume, ShardedVolume) or not isinstance(gate, ShardedVolume) or volume.ndim != 5:
         return False
     cut_alike = volume.dims == gate.dims and volume.context is gate.context and volume.merged is gate.merged is None
     alike = cut_alike and gate.shape == (volume.shape[0], 1, *volume.shape[2:]) and volume.dtype == gate.dtype
-    # Outside of the network second derivatives may be asked for.
+    # Outside of the network second derivatives may be requested.
     fits = alike and volume.shape[1] > 1 and volume.numel() > 0 and volume.dtype.is_floating_point
     return fits and volume.context.in_network and _has_kernel(volume)
 
@@ -139,7 +139,7 @@ class _Gate(torch.autograd.Function):
 
 
 def _add_later(first: Any, second: Any) -> ShardedVolume | None:
-    """Return a sum that is large, unwritten; None where it is written."""
+    """Return a large sum as a pending volume; None if the sum should be computed now."""
     if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or first.ndim < 2:
         return None
     itemsize = torch.promote_types(first.dtype, second.dtype).itemsize
@@ -149,7 +149,7 @@ def _add_later(first: Any, second: Any) -> ShardedVolume | None:
 
 @handles("Activations", *ACTIVATIONS, rehearse=False, merged=True)
 def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run on each slab, in place where ``inplace`` says so."""
+    """Run on each slab, in place with ``inplace``."""
     named = bind(func, args, kwargs)
     return (in_place if named.get("inplace") else pointwise)(func, args, kwargs)
 
@@ -161,7 +161,7 @@ def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles("Pointwise arithmetic", "add_", "Tensor.__iadd__", broadcasts=True, merged=True, rounded=True)
 @handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_", merged=True)
 def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Change the slabs in place and return the same volume; an ordinary tensor takes in the gathered volume."""
+    """Change the slabs in place and return the same volume; an ordinary tensor receives the gathered volume."""
     target = args[0] if args else kwargs["input"]
     if not isinstance(target, ShardedVolume):
         return run_gathered(func, args, kwargs)
@@ -177,7 +177,7 @@ def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Pointwise arithmetic", "where", merged=True)
 def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Choose voxel by voxel; with the condition alone, return the numbers of voxels: it is gathered for it."""
+    """Choose voxel by voxel; with only a condition, gather it and return the indices of its voxels."""
     if len(args) + len(kwargs) < 3:
         return run_gathered(func, args, kwargs)
     return pointwise(func, args, kwargs)
@@ -191,7 +191,7 @@ TAKEN_ALONG = {
     "gelu": "gelu",
     "sigmoid": "sigmoid",
 }
-"""Kinds of activation (see ``Activation``) that a norm takes along."""
+"""Kinds of activation (see ``Activation``) that a pending norm includes."""
 
 SETTINGS = ("negative_slope", "alpha", "approximate")
 
@@ -204,7 +204,7 @@ ACTIVATED = f"input {' '.join(SETTINGS)} inplace"
 )
 @handles("Pointwise arithmetic", "sigmoid", "sigmoid_", rehearse=False, merged=True, treats=ACTIVATED)
 def activate(func: Callable, given: Any) -> Any:
-    """Leave it to the norm that waits in front, or apply it to each slab."""
+    """Add the activation to a pending norm in front, or apply it to each slab."""
     volume = given.input
     inplace = getattr(given, "inplace", False)
     refuse_if(not isinstance(volume, ShardedVolume), "its input is not sharded")

@@ -67,11 +67,11 @@ def average_pool(func: Callable, given: Any) -> Any:
     refuse_if(not spatial_only(volume, count), "the volume must be cut along spatial dims")
     kernel, stride, padding = _read_windows(given, count)
     include = given.count_include_pad
-    divisor = getattr(given, "divisor_override", None)  # of two or three dims
+    divisor = getattr(given, "divisor_override", None)  # only of two or three dims
     plans = convolution_plans(volume, (kernel, stride, padding, [1] * count), ceil_mode=ceil_mode)
     inside = outside_cut(volume, padding)
     first = volume.ndim - count
-    # Windows that lie inside the volume everywhere along the cut are counted alike by the plain operator.
+    # If all windows are inside the volume along the cut, the plain operator counts their planes correctly.
     regular = all(
         padding[dim - first] == 0 and plan.window.need(0, plan.outputs)[1] <= size
         for dim, size, plan in zip(volume.dims, volume.sizes, plans, strict=True)
@@ -101,7 +101,7 @@ def average_pool(func: Callable, given: Any) -> Any:
 
 
 def _fits_halves(slab: Tensor) -> bool:
-    """Say whether our kernel computes means of 2 x 2 x 2 voxels: of even sizes, on a GPU."""
+    """Return whether our kernel can average 2 x 2 x 2 voxels of a slab: it needs even sizes and a GPU."""
     even = slab.ndim == 5 and all(size % 2 == 0 for size in slab.shape[2:])
     return even and slab.numel() > 0 and fusions.is_on("doubling") and upsample2x.takes(slab)
 
@@ -112,7 +112,7 @@ def _halve(slab: Tensor) -> Tensor:
 
 
 def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWindow, include: bool) -> list[int]:
-    """Return, for each output plane, how many planes torch divides by."""
+    """Return, for each output plane, the number of planes that torch divides by."""
     counts = []
     for plane in range(*window.output):
         start = plane * stride - padding
@@ -158,14 +158,14 @@ def adaptive_pool(func: Callable, input: Any, output_size: Any) -> Any:
 
 
 def _first_largest(func: Callable, volume: ShardedVolume, outputs: list[int]) -> Tensor:
-    """Pool the slabs, then take the largest over the shards: of equal voxels the first, as torch does."""
+    """Pool the slabs, then take the largest over the shards; among equal voxels the first, as in torch."""
     communicator, first = volume.context.communicator, volume.ndim - len(outputs)
     owned = communicator.owned(volume.sizes)
     values, numbers = [], []
     for slab, spans_ in zip(volume.slabs, owned, strict=True):
         value, index = func(slab, outputs, return_indices=True)
         number = torch.zeros_like(index)
-        # The number of a voxel in its slab becomes that in the volume.
+        # Convert a voxel's flat index in its slab to its flat index in the volume.
         for dim in range(volume.ndim - 1, first - 1, -1):
             start = dict(zip(volume.dims, (span[0] for span in spans_), strict=True)).get(dim, 0)
             number += (index % slab.shape[dim] + start) * prod(volume.shape[dim + 1 :])
@@ -184,10 +184,10 @@ def _first_largest(func: Callable, volume: ShardedVolume, outputs: list[int]) ->
 def _pool_boxes(
     func: Callable, slab: Tensor, cuts: Sequence[tuple[int, AxisPlan, LocalWindow]], outputs: list[int]
 ) -> Tensor:
-    """Pool plane by plane along the cut dims, where the intervals do not start where the slab does.
+    """Pool plane by plane along the cut dims, whose intervals need not start at the slab's first plane.
 
-    Each interval is pooled along all dims at once: among equal voxels torch takes the first in memory's order, which
-    one dim after the other would not find.
+    Each interval is pooled along all dims at once: among equal voxels torch takes the first in memory order, and
+    pooling one dim after another would miss it.
     """
     if not cuts:
         return func(slab, outputs)
@@ -200,6 +200,6 @@ def _pool_boxes(
 
 
 def _spatial(func: Callable) -> int:
-    """Return the number of spatial dims that a pooling function's name tells."""
+    """Return the number of spatial dims in a pooling function's name."""
     digits = [letter for letter in func.__name__ if letter.isdigit()]
     return int(digits[0])

@@ -1,8 +1,8 @@
 """Products of tensors: ``einsum``, matrix products, linear layers, attention.
 
-Each dim of each operand has a letter, as in ``einsum``. Where the cut dims' letters are in the result, each slab gives
-its part of it, and the other operands are cut alike, or given whole where they do not have the letter: so each voxel's
-query meets all keys. Where they are summed over, the slabs' sums are added.
+Each dim of each operand has a letter, as in ``einsum``. If the cut dims' letters are in the result, each slab computes
+its part of the result. Other operands with these letters are cut in the same way, and operands without them are whole:
+each voxel's query meets all keys. If the letters are summed over, the slabs' sums are added.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,9 +35,9 @@ def contract(
     compute
         The product of local operands, linear in each of them.
     letters
-        Of each operand's dims; a dim of extent one is broadcast.
+        Letters of each operand's dims; a dim of extent one is broadcast.
     output
-        Letters of the result's dims; over any other one the product is summed.
+        Letters of the result's dims; the product is summed over all others.
     """
     given = [(o, own) for o, own in zip(operands, letters, strict=True) if isinstance(o, ShardedVolume)]
     like, own = next(((o, own) for o, own in given if set(_cut(o, own)) <= set(output)), given[0])
@@ -46,7 +46,7 @@ def contract(
     if set(cut) <= set(output):
         return wrap(like, results, [list(output).index(letter) for letter in cut])
     refuse_if(set(cut) & set(output), "one cut dim is summed over, and the other one is not")
-    # Sums of sums: rounded once, at the end, as on one device.
+    # Partial sums of 16-bit results are added in float32 and rounded once, as on one device.
     dtype = results[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     return like.context.communicator.collect([result.to(wide) for result in results]).sum(0, dtype=wide).to(dtype)
@@ -65,7 +65,7 @@ def _rows(
 
 
 def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters) -> list[Tensor]:
-    """Return an operand's slabs where it has the cut letters, cut like ``like``; the whole of it elsewhere."""
+    """Return an operand cut like ``like`` if it has the cut letters, or the whole operand for each slab."""
     refuse_if(any(list(letters).count(letter) > 1 for letter in cut), "a diagonal is taken along the cut")
     context = like.context
     dims = [
@@ -82,7 +82,7 @@ def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters
         return from_whole(operand, dims, context, like.merged).slabs
     copies = context.spread(operand)
     for axis, dim in enumerate(dims):
-        if dim >= 0:  # cut along one axis of the grid alone
+        if dim >= 0:  # cut along only one axis of the grid
             pairs = zip(copies, like.owned(), strict=True)
             copies = [copy.narrow(dim, own[axis][0], own[axis][1] - own[axis][0]) for copy, own in pairs]
     return copies
@@ -107,7 +107,7 @@ def einsum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _attend_einsum(
     compute: Callable[..., Tensor], operands: Sequence[Any], letters: Sequence[Letters], output: Letters
 ) -> ShardedVolume | None:
-    """Return scores that wait, or what they attend to, where an equation is such a product."""
+    """Return pending attention scores, or their product with values, if an equation is such a product; else None."""
     if len(operands) != 2 or len(output) < 3 or any(len(set(own)) < len(output) for own in (*letters, output)):
         return None
     if len(letters[0]) != len(output):
@@ -122,7 +122,7 @@ def _attend_einsum(
 
 
 def _letters(term: str, width: int) -> list[str]:
-    """Return one letter per dim; those of an ellipsis are counted from its end."""
+    """Return one letter per dim; dims of an ellipsis are numbered from its end."""
     before, dots, after = term.partition("...")
     return [*before, *(str(-i) for i in range(width, 0, -1) if dots), *after]
 
@@ -153,14 +153,14 @@ OF_VECTORS = {"dot": ("k", "k", ""), "outer": ("m", "n", "mn"), "ger": ("m", "n"
 
 @handles("Products", *OF_VECTORS, merged=True)
 def product_of_vectors(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Multiply each entry with its own, or with each entry."""
+    """Return the inner or the outer product of two vectors."""
     *letters, output = OF_VECTORS[func.__name__]
     return contract(func, [*args, *kwargs.values()], letters, output)
 
 
 @handles("Products", "inner", merged=True)
 def inner(func: Callable, input: Any, other: Any) -> Any:
-    """Sum over the last dims."""
+    """Multiply, and sum over the last dims."""
     if not (input.ndim and other.ndim):
         return elementwise(torch.mul, input, other)
     return tensordot(torch.tensordot, input, other, [[-1], [-1]])
@@ -168,7 +168,7 @@ def inner(func: Callable, input: Any, other: Any) -> Any:
 
 @handles("Products", "torch.tensordot", merged=True)
 def tensordot(func: Callable, a: Any, b: Any, dims: Any = 2) -> Any:
-    """Sum over pairs of dims."""
+    """Multiply, and sum over pairs of dims."""
     if isinstance(dims, int):
         pairs = [(a.ndim - dims + i, i) for i in range(dims)]
     elif isinstance(dims, Tensor):
@@ -191,7 +191,7 @@ def added_product(func: Callable, input: Any, first: Any, other: Any, beta: floa
         product = product if alpha == 1 else product * alpha
         if beta != 0:
             return product + (input if beta == 1 else input * beta)
-    # torch ignores the input then, even if it is not a number.
+    # With beta=0 torch ignores the input, even NaN.
     refuse_if(isinstance(input, ShardedVolume) and not isinstance(product, ShardedVolume), "its result would be whole")
     return product
 
@@ -241,7 +241,7 @@ def attention(func: Callable, given: Any) -> Any:
 
     pairs = [(o, own) for o, own in zip(operands, letters, strict=True) if isinstance(o, ShardedVolume)]
     cuts = [_cut(o, own) for o, own in pairs if set(_cut(o, own)) <= set(output)]
-    if not cuts:  # keys and values alone are cut, or features: nothing of the result is
+    if not cuts:  # only keys and values, or features, are cut: the result is whole
         return compute(*(o.full_tensor() if isinstance(o, ShardedVolume) else o for o in operands))
     if ("is_causal" in settings and "m" in cuts[0]) or ("enable_gqa" in settings and set(cuts[0]) != {"m"}):
         refuse("a causal mask along the cut, or grouped heads that are cut, are not supported: pass attn_mask")

@@ -1,8 +1,8 @@
-"""Random voxels and dropout: drawn independently on every shard, from one seed; whole channels are equal on all.
+"""Random voxels and dropout: shards draw voxels independently from one seed, and drop the same whole channels.
 
-The seed comes from the CPU's default generator, which all processes of a group hold in the same state during a forward
-pass (see ``strategy``); elsewhere they agree on one. So one seed repeats a run, and a recomputation, which gets that
-generator's state of then, repeats its numbers. They are not the numbers that torch would draw for the whole volume.
+The seed comes from the CPU's default generator, which has the same state in all processes of a group during a forward
+pass (see ``strategy``); outside of a pass the processes agree on a seed. So one seed repeats a run, and a recomputation
+with the restored state repeats its numbers. They are not the numbers that torch would draw for the whole volume.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ __all__ = ["dropout", "generators"]
 
 
 def draw_seed(volume: ShardedVolume) -> int:
-    """Draw a seed that every shard agrees on."""
+    """Draw a seed that is the same on every shard."""
     with host_values():
         return _agree_on_seed(volume.context)
 
@@ -33,7 +33,7 @@ def draw_seed(volume: ShardedVolume) -> int:
 def _agree_on_seed(context: Context) -> int:
     own = torch.randint(2**62, ())
     if isinstance(context.communicator, ProcessGroupShards) and not context.in_pass:
-        # Outside of a forward pass each process has drawn what it liked: the first one's number counts.
+        # Outside of a forward pass the processes' generators may differ: all use the first process's number.
         return int(
             context.communicator.stack(own.to(get_host_readable_device(context.communicator.home)).view(1))[0].item()
         )
@@ -41,7 +41,7 @@ def _agree_on_seed(context: Context) -> int:
 
 
 def generators(volume: ShardedVolume) -> list[torch.Generator | None]:
-    """Return a generator for each slab, to draw differently on each."""
+    """Return a generator for each slab, each with its own seed."""
     if _is_recording(volume):
         own = volume.context.graph_generators
         return [None] * len(volume.slabs) if own is None else [*own]
@@ -51,7 +51,7 @@ def generators(volume: ShardedVolume) -> list[torch.Generator | None]:
 
 
 def common_generator(volume: ShardedVolume) -> torch.Generator | None:
-    """Return a generator on the home device that draws alike in every process."""
+    """Return a generator on the home device that draws the same numbers in every process."""
     if _is_recording(volume):  # every process's default generator has the same state: see ``recorded_step``
         return None
     return torch.Generator(volume.context.communicator.home).manual_seed(draw_seed(volume))
@@ -95,11 +95,11 @@ FILLED: dict[str, Any] = {"rand_like": Tensor.uniform_, "randn_like": Tensor.nor
 
 @handles("Random numbers", "torch.rand_like", "torch.randn_like", "torch.randint_like", rehearse=False, merged=True)
 def random_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Draw a volume of random numbers, cut as the given one."""
+    """Draw a volume of random numbers, cut like the given one."""
     settings = dict(kwargs)
     volume, *limits = args or (settings.pop("input"),)
     limits += [settings.pop(name) for name in ("low", "high") if name in settings]
-    if len(limits) == 1:  # the upper one
+    if len(limits) == 1:  # only the upper limit
         limits = [0, *limits]
     device, wanted = settings.pop("device", None), settings.pop("requires_grad", False)
     _refuse_generator(settings.pop("generator", None))
@@ -117,7 +117,7 @@ LEAKED = "input lower upper training inplace generator"
 
 @handles("Activations", "F.rrelu", "torch.rrelu", "torch.rrelu_", merged=True, treats=LEAKED)
 def rrelu(func: Callable, given: Any) -> Any:
-    """Scale negative voxels: by the mean slope, or in training each by a slope of its own."""
+    """Scale negative voxels by the mean slope, or in training each by its own random slope."""
     _refuse_generator(getattr(given, "generator", None))
     volume, lower, upper = given.input, given.lower, given.upper
     inplace = getattr(given, "inplace", False) or func.__name__.endswith("_")
@@ -141,7 +141,7 @@ def _refuse_generator(generator: torch.Generator | None) -> None:
 
 @handles("Dropout", "F.alpha_dropout", "torch.alpha_dropout", "F.feature_alpha_dropout", rehearse=False, merged=True)
 def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the volume in eval mode."""
+    """Return the volume unchanged in eval mode; refuse training."""
     named = bind(func, args, kwargs)
     refuse_if(named.get("training", False) and named.get("p", 0.5) != 0, "alpha dropout has no sharded form")
     return named["input"]
@@ -150,7 +150,7 @@ def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles("Dropout", "F.dropout", "torch.dropout", "torch.dropout_", rehearse=False, merged=True)
 @handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d", "torch.feature_dropout", rehearse=False, merged=True)
 def dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Drop voxels independently, or whole channels, the same on all shards."""
+    """Drop voxels independently, or drop the same whole channels on all shards."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not isinstance(input, ShardedVolume) or not training or p == 0:

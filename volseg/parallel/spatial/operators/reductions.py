@@ -1,4 +1,4 @@
-"""Reductions over any dims. Over a cut dim they give an ordinary tensor, the same on every shard, bit for bit.
+"""Reductions over any dims; over a cut dim they return an ordinary tensor, bit-identical on every shard.
 
 Functions of all voxels that return no volume run on the gathered volume.
 """
@@ -66,7 +66,7 @@ def reduce_slabs(
 
 
 def stacked(volume: ShardedVolume, partials: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
-    """Gather results of extent one along the reduced cut dims; there, the whole tensor has one plane per shard."""
+    """Gather partial results, of extent one along the reduced cut dims, into a tensor with one plane per shard."""
     communicator = volume.context.communicator
     if len(communicator.grid) == 1:
         (dim,) = volume.dims
@@ -97,7 +97,7 @@ def reduce(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, d
     if dtype is None and kind in ("sum", "nansum", "prod") and not (input.is_floating_point() or input.is_complex()):
         dtype = torch.int64
     if kind == "sum" and input.dtype in HALF and dtype is None:
-        # Sums of sums: rounded once, at the end, as on one device.
+        # Partial sums are added in float32 and rounded once, as on one device.
         dtype = torch.float32
         back = None if torch.is_autocast_enabled("cuda") and input.is_cuda else input.dtype
     refuse_if(kind == "nansum" and input.dtype in HALF, "nansum of 16-bit volumes would be rounded once per shard")
@@ -107,7 +107,7 @@ def reduce(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, d
 
 @handles("Reductions", "nanmean", merged=True)
 def nanmean(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    """Return the mean of the voxels that are numbers."""
+    """Return the mean of the voxels that are not NaN."""
     dims = dims_of(dim, input.ndim)
     total = reduce(torch.nansum, input, dims, keepdim, dtype)
     count = over_dims("sum", wrap(input, [~slab.isnan() for slab in input.slabs]), dims, keepdim)
@@ -116,7 +116,7 @@ def nanmean(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, 
 
 @handles("Reductions", "trapezoid", "trapz", merged=True)
 def trapezoid(func: Callable, y: Any, x: Any = None, dx: float = 1, dim: int = -1) -> Any:
-    """Integrate along a dim that is not cut."""
+    """Integrate along an uncut dim."""
     volume = y if isinstance(y, ShardedVolume) else x
     refuse_if(dim % volume.ndim in volume.dims, "it integrates along the cut: write it as a sum over slices")
     if isinstance(x, Tensor) and x.ndim != 1:
@@ -158,7 +158,7 @@ def extremes(kind: str, volume: ShardedVolume, dims: Sequence[int], keepdim: boo
 
 
 class _Value(torch.autograd.Function):
-    """A value, whose gradient is that of a sum over ``count`` equal voxels, divided among them."""
+    """Return a value; its gradient is divided evenly among the ``count`` equal voxels of a sum."""
 
     @staticmethod
     def forward(ctx: Any, _total: Tensor, value: Tensor, count: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def variance(
 
 
 def _root(variance: Tensor) -> Tensor:
-    """Return the standard deviation; where it is zero, its gradient is zero too, as torch has it."""
+    """Return the standard deviation; where it is zero, its gradient is zero too, as in torch."""
     zero = variance == 0
     return variance.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
@@ -259,7 +259,7 @@ def norm(func: Callable, input: Any, p: Any = "fro", dim: Any = None, keepdim: b
 
 
 def _counted(volume: ShardedVolume, dims: Sequence[int], keepdim: bool) -> ShardedVolume | Tensor:
-    """Count what is not zero, as torch's norm of order zero does: with a gradient, of zeros."""
+    """Count the non-zero entries, as torch's norm of order zero does; the gradient is zero."""
     partials = [torch.linalg.vector_norm(slab, 0, list(dims), True) for slab in volume.slabs]
     counts = stacked(volume, partials, dims).sum([dim for dim in volume.dims if dim in dims], keepdim=True)
     return counts if keepdim else _squeeze(counts, dims)
@@ -277,7 +277,7 @@ def matrix_or_vector_norm(func: Callable, input: Any, ord: Any = None, dim: Any 
 
 @handles("Reductions", "equal", rehearse=False, merged=True)
 def equal(func: Callable, input: Any, other: Any) -> bool:
-    """Say whether all voxels are equal; the answer is the same on every shard."""
+    """Return whether all voxels are equal; the result is the same on every shard."""
     if input.shape != other.shape:
         return False
     same = pointwise(torch.eq, (input, other), {})
@@ -288,7 +288,7 @@ def equal(func: Callable, input: Any, other: Any) -> bool:
 def allclose(
     func: Callable, input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> bool:
-    """Say whether all voxels are close; the answer is the same on every shard."""
+    """Return whether all voxels are close; the result is the same on every shard."""
     torch.broadcast_shapes(input.shape, other.shape)
     same = elementwise(torch.isclose, input, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
     return bool(over_dims("all", same, list(range(same.ndim))))
@@ -299,13 +299,13 @@ def allclose(
     "Counts", "argwhere", "bincount", "histc", "nonzero", "unique", "unique_consecutive", rehearse=False, merged=True
 )
 def gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return positions, counts or chosen values of voxels in the volume's order: an ordinary tensor, of the whole."""
+    """Return positions, counts or selected values of the gathered volume's voxels, as an ordinary tensor."""
     return run_gathered(func, args, kwargs)
 
 
 @handles("Counts", "bucketize", merged=True)
 def bucketize(func: Callable, input: Any, boundaries: Any, out_int32: bool = False, right: bool = False) -> Any:
-    """Return the number of each voxel's interval between boundaries, an ordinary tensor."""
+    """Return the index of each voxel's interval between ``boundaries``, an ordinary tensor."""
     refuse_if(isinstance(boundaries, ShardedVolume), "the boundaries must be an ordinary tensor")
     settings = {"out_int32": out_int32, "right": right}
     return each_slab(lambda slab, own: func(slab.contiguous(), own, **settings), input, boundaries)
@@ -313,7 +313,7 @@ def bucketize(func: Callable, input: Any, boundaries: Any, out_int32: bool = Fal
 
 @handles("Counts", "searchsorted", merged=True, treats="sorted_sequence input out_int32 right side")
 def search_sorted(func: Callable, given: Any) -> Any:
-    """Return the number of each voxel's interval in one sorted sequence for all of them."""
+    """Return the index of each voxel's interval in a sorted sequence that all voxels share."""
     if isinstance(given.sorted_sequence, ShardedVolume) or given.sorted_sequence.ndim != 1:
         refuse("it needs one ordinary sequence for all voxels")
     settings = {"out_int32": given.out_int32, "right": given.right, "side": given.side}
@@ -322,7 +322,7 @@ def search_sorted(func: Callable, given: Any) -> Any:
 
 @handles("Counts", "isin", merged=True)
 def is_in(func: Callable, elements: Any, test_elements: Any, assume_unique: bool = False, invert: bool = False) -> Any:
-    """Say of each voxel whether it is one of some numbers, or of each number whether a voxel has it."""
+    """Return for each voxel whether it is one of some numbers, or for each number whether a voxel has it."""
     settings: dict[str, Any] = {"assume_unique": assume_unique, "invert": invert}
     voxels, numbers = elements, test_elements
     if isinstance(numbers, ShardedVolume):

@@ -1,4 +1,4 @@
-"""Interpolation: nearest, nearest-exact and the linear family, with either ``align_corners``; sampling at any place."""
+"""Interpolation: nearest, nearest-exact and the linear family, with either ``align_corners``; sampling at any point."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,8 +48,8 @@ def interpolate(func: Callable, settings: Any) -> Any:
     corners = bool(given["align_corners"])
     if _is_doubled(volume, mode, sizes, _given_scales(given, count), corners):
         return _double_in_own_type(volume, mode)
-    # Where as many planes come out as went in, torch copies them, whatever factor was given: on a CPU along each dim by
-    # itself (compute_source_index_and_lambda in UpSampleKernel.cpp), on a GPU if it is so along all of them.
+    # If the number of planes does not change, torch copies them, whatever factor was given: on a CPU along each dim by
+    # itself (compute_source_index_and_lambda in UpSampleKernel.cpp), on a GPU only if no dim changes.
     copies = [volume.shape[2 + i] == sizes[i] for i in range(count)]
     copies = copies if volume.device.type == "cpu" else [all(copies)] * count
     plans = []
@@ -64,12 +64,12 @@ def interpolate(func: Callable, settings: Any) -> Any:
             plans.append(AxisPlan(Resize(size, sizes[i], scales[i], corners, copies[i]), sizes[i]))
     cut = {dim - 2 for dim in volume.dims}
     same = [volume.shape[2 + i] == sizes[i] for i in range(count)]
-    # Of nearest planes and on a GPU the factor counts even where their number stays.
+    # In nearest modes and on a GPU the factor has an effect even if the number of planes does not change.
     exact = [corners or scales[i] in (None, 1.0) for i in range(count)]
     unchanged = [same[i] and (exact[i] or (copies[i] and mode not in NEAREST)) for i in range(count)]
     uncut = [i for i in range(count) if i not in cut]
     if mode not in NEAREST and all(same[i] for i in uncut) and not all(unchanged[i] for i in uncut):
-        refuse("along the dims that are not cut, the factor moves planes whose number stays")  # alone they are copied
+        refuse("along the dims that are not cut, the factor moves planes whose number stays")  # alone, they are copied
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         for dim, plan, window in zip(volume.dims, plans, windows, strict=True):
@@ -85,16 +85,16 @@ def interpolate(func: Callable, settings: Any) -> Any:
 
 
 def _is_doubled(volume: ShardedVolume, mode: str, sizes: list[int], scales: list[float | None], corners: bool) -> bool:
-    """Say whether there will be twice as many voxels along D, H and W, which kernels of ours compute."""
+    """Return whether D, H and W are doubled in a mode that our kernels compute."""
     twice = sizes == [2 * size for size in volume.shape[2:]] and all(scale in (None, 2.0) for scale in scales)
     taken = volume.ndim == 5 and volume.dims == (DIM,) and volume.merged is None and mode in ("nearest", "trilinear")
-    # Outside of the network nobody but a loss reads it, in torch's element type.
+    # Outside of the network only a loss reads the result, in torch's element type.
     own = volume.context.in_network or not _is_widened(volume)
     return taken and twice and not corners and own and volume.numel() > 0 and _takes(volume)
 
 
 def _is_widened(volume: ShardedVolume) -> bool:
-    """Say whether torch's result would be of float32: autocast's rule."""
+    """Return whether autocast would make torch's result float32."""
     return volume.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(volume.device.type)
 
 
@@ -103,14 +103,14 @@ def _takes(volume: ShardedVolume) -> bool:
 
 
 def _double_in_own_type(volume: ShardedVolume, mode: str) -> Any:
-    """Return twice as many voxels, with a way to the float32 ones where the network returns them."""
+    """Return the doubled volume; ``widen`` computes its float32 voxels, for example if the network returns it."""
     result = _double(volume, mode)
     if _is_widened(volume) and isinstance(result, ShardedVolume):
         moment, unchanged = Moment(), Unchanged(list(volume._slabs))
 
         def widen(result: ShardedVolume) -> ShardedVolume:
             with moment.restored(), torch.autocast(volume.device.type, enabled=False):
-                if result.pending is not PLAIN or not unchanged.holds():  # seen, hooked or changed: what it is, goes on
+                if result.pending is not PLAIN or not unchanged.holds():  # read, hooked or changed: convert its slabs
                     return wrap(result, [slab.float() for slab in result.slabs])
                 wide: ShardedVolume = _double(wrap(volume, [slab.float() for slab in volume.slabs]), mode)
                 return wide
@@ -146,7 +146,7 @@ class _Double(torch.autograd.Function):
 
 
 def _within(slab: Tensor, sizes: list[int], scales: list[float | None], cut: set[int], given: dict) -> Tensor:
-    """Interpolate along the dims that are not cut; along the others the result has its planes already."""
+    """Interpolate along the uncut dims; along the cut dims the slab already has the output planes."""
     count = slab.ndim - 2
     corners, mode = given["align_corners"], given["mode"]
     if given["scale_factor"] is not None and not given["recompute_scale_factor"]:
@@ -177,7 +177,7 @@ def _sizes(volume: ShardedVolume, given: dict, count: int) -> list[int]:
 
 
 def _given_scales(given: dict, count: int) -> list[float | None]:
-    """Return the factors that torch uses for coordinates; None where it takes the ratio of the sizes."""
+    """Return the factors that torch uses for coordinates; None if it uses the ratio of the sizes."""
     if given["scale_factor"] is None or given["recompute_scale_factor"]:
         return [None] * count
     return [float(factor) for factor in per_dim(given["scale_factor"], count)]
@@ -185,7 +185,7 @@ def _given_scales(given: dict, count: int) -> list[float | None]:
 
 @handles("Interpolation", "F.grid_sample", treats="input grid mode padding_mode align_corners")
 def grid_sample(func: Callable, given: Any) -> Any:
-    """Sample the gathered input at a slab's places: they may be anywhere in it."""
+    """Sample the gathered input at the points of each slab, which may be anywhere in the volume."""
     settings = {name: getattr(given, name) for name in ("mode", "padding_mode", "align_corners")}
     source, grid = given.input, given.grid
     volume: ShardedVolume = grid if isinstance(grid, ShardedVolume) else source
@@ -193,7 +193,7 @@ def grid_sample(func: Callable, given: Any) -> Any:
     if isinstance(source, ShardedVolume):
         context.say_once("F.grid_sample may read a volume anywhere: its input is gathered on every device")
     if not isinstance(grid, ShardedVolume):
-        # Dim i of the places is dim i + 1 of the result.
+        # Dim i of the points is dim i + 1 of the result.
         dims = [dim - 1 for dim in source.dims]
         if any(dim < 1 or grid.shape[dim] != size for dim, size in zip(dims, source.sizes, strict=True)):
             return run_gathered(func, (source, grid), settings)

@@ -1,7 +1,7 @@
-"""Volumes cut along dim 0: slices of one volume as samples of a batch, as networks of 2D convolutions have it.
+"""Volumes cut along dim 0: slices of one volume as samples of a batch, for networks of 2D convolutions.
 
-``x.transpose(1, 2).reshape(B * D, C, H, W)`` makes a batch of the slices, cut between them. What treats each sample by
-itself then runs on each shard as it stands; batch norm combines the shards' statistics.
+``x.transpose(1, 2).reshape(B * D, C, H, W)`` makes a batch of the slices, cut between them. Functions that treat
+each sample by itself run on each shard unchanged; batch norm combines the shards' statistics.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def instance_norm(
 
 @handles_samples("F.batch_norm", "torch.batch_norm")
 def batch_norm(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
-    """Normalise each channel over all samples: as a volume, of whose planes the samples are."""
+    """Normalise each channel over all samples, as a volume whose planes are the samples."""
     outer, unit = input.merged or (1, 1)
     channels, rest = input.shape[1], input.shape[2:].numel()
 

@@ -1,6 +1,6 @@
-"""Slices and joins: planes of a volume by number or range, read and assigned; concatenation and stacking.
+"""Slices and joins: read and assign planes of a volume by index or range; concatenate and stack volumes.
 
-Along the cut the slabs are balanced anew. Parts that are whole, or have another cut, are first cut as the first volume.
+Along the cut the slabs are rebalanced. Parts that are whole, or have another cut, are first cut like the first volume.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ __all__ = ["assign_across", "cat", "expanded", "is_basic", "narrow", "sliced", "
 
 
 def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: int = 1) -> ShardedVolume | Tensor:
-    """Return ``count`` planes from ``start`` on, every ``step``-th; along the cut the slabs are balanced anew."""
+    """Return ``count`` planes from ``start`` on, every ``step``-th; along the cut the slabs are rebalanced."""
     dim %= volume.ndim
     if dim not in volume.dims:
         stop = start + (count - 1) * step + 1 if count else start
@@ -50,8 +50,8 @@ def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: i
 
 
 def sliced(volume: ShardedVolume, entries: Sequence[Any]) -> ShardedVolume | Tensor:
-    """Index with integers, slices and None; a cut dim too."""
-    # What is not cut first, and together: of that alone are planes joined then, where they move.
+    """Index with integers, slices and None, along cut dims too."""
+    # Slice all uncut dims first, in one step: planes that change shards are then smaller.
     given = [place for place, entry in enumerate(entries) if entry is not None]
     ranges = {place for dim, place in enumerate(given) if isinstance(entries[place], slice) and dim not in volume.dims}
     index = tuple(entries[place] if place in ranges else slice(None) for place in given)
@@ -61,7 +61,7 @@ def sliced(volume: ShardedVolume, entries: Sequence[Any]) -> ShardedVolume | Ten
         result = wrap(volume, [slab[index] for slab in volume.slabs])
         entries = [slice(None) if place in ranges else entry for place, entry in enumerate(entries)]
     for entry in entries:
-        if not isinstance(result, ShardedVolume):  # too thin to be cut by now
+        if not isinstance(result, ShardedVolume):  # now too thin to be cut
             result = result[(slice(None),) * dim + (entry,)]
             dim += not isinstance(entry, int)
             continue
@@ -85,12 +85,12 @@ def _take_range(volume: ShardedVolume, dim: int, entry: slice) -> ShardedVolume 
 
 
 def is_basic(entry: Any) -> bool:
-    """Say whether an index is an integer, a slice, None or an ellipsis."""
+    """Return whether an index is an integer, a slice, None or an ellipsis."""
     return entry is None or entry is ... or (isinstance(entry, int | slice) and not isinstance(entry, bool))
 
 
 def expanded(index: tuple, ndim: int) -> list[Any]:
-    """Replace the ellipsis by full slices; a mask stands for as many dims as it has."""
+    """Replace the ellipsis by full slices; a mask indexes as many dims as it has."""
     used = sum(_width(entry) for entry in index)
     rest = [slice(None)] * (ndim - used)
     # Not index.index(...): comparing tensors is an operator.
@@ -142,13 +142,13 @@ SPLITS = {"vsplit": 0, "hsplit": 1, "dsplit": 2}
 
 @handles("Slices and joins", "split", "chunk", "tensor_split", "split_with_sizes", *SPLITS, rehearse=False, merged=True)
 def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Split along a dim that is not cut, or along the cut into balanced volumes."""
+    """Split along an uncut dim, or along the cut into balanced volumes."""
     named = bind(func, args, kwargs)
     volume = named.pop("input")
     dim = SPLITS.get(func.__name__, named.pop("dim", 0)) % volume.ndim
     if any(isinstance(value, Tensor) for value in named.values()):
         refuse("it needs numbers where to split, not a tensor")
-    # A meta tensor tells the sizes of the parts, by torch's own rules.
+    # A meta tensor gives the sizes of the parts by torch's own rules.
     outline = torch.empty(volume.shape, device="meta")
     (how,) = named.values()
     parts = func(outline, how) if func.__name__ in SPLITS else func(outline, how, dim=dim)
@@ -160,12 +160,10 @@ def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
-    """Assign to integers and slices along the cut, too: each shard gets the planes of the value that are its own.
+    """Assign to integers and slices, also along the cut: each shard takes its own planes of the gathered value.
 
-    The value is gathered for it.
-
-    A shard that gets none is assigned none: it counts the change, and takes part in the value's backward pass, for
-    which the other shards wait.
+    A shard without such planes assigns an empty range: it counts the change, and takes part in the value's backward
+    pass, for which the other shards wait.
     """
     context = volume.context
     # Integers become slices of one plane, so that dims keep their places.
@@ -198,8 +196,8 @@ def assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> None
 
 @handles("Slices and joins", "cat", "concat", "concatenate", merged=True, rounded=True)
 def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Join along channels slab by slab, or along the cut with the slabs balanced anew."""
-    # torch lets an empty tensor of one dim pass, whatever the others' are.
+    """Join along channels slab by slab, or along the cut into rebalanced slabs."""
+    # torch ignores an empty tensor of one dim, whatever dims the others have.
     parts = [part for part in tensors if part.shape != (0,)]
     like = volumes(parts)[0]
     dim %= like.ndim
@@ -216,7 +214,7 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 
 def _cat_along_cut(parts: Sequence[Tensor], like: ShardedVolume, dim: int) -> ShardedVolume:
-    """Fetch, for each shard of the result, the planes of each part that fall into it."""
+    """Join along the cut: fetch each part's planes for each shard of the result."""
     communicator = like.context.communicator
     axis = like.dims.index(dim)
     total = sum(part.shape[dim] for part in parts)
@@ -241,7 +239,7 @@ def _cat_along_cut(parts: Sequence[Tensor], like: ShardedVolume, dim: int) -> Sh
 def _spans_of_whole(
     part: Tensor, like: ShardedVolume, axis: int, dim: int, wanted: Sequence[tuple[int, int]]
 ) -> list[Tensor]:
-    """Take planes of an ordinary tensor that is too thin to be cut."""
+    """Return each shard's planes of an ordinary tensor that is too thin to be cut."""
     communicator = like.context.communicator
     slabs = []
     for index, (coordinates, copy) in enumerate(zip(communicator.coordinates, communicator.spread(part), strict=True)):
