@@ -101,7 +101,10 @@ def reshape_levels(net: nets.VNet, strides: Sequence[Sides], kernels: Sequence[S
 
     Parameters
     ----------
-    net : monai.networks.nets.VNet strides, kernels
+    net : monai.networks.nets.VNet
+        A V-Net of any width.
+    strides, kernels
+        Sides of the five levels, from full resolution to the bottleneck.
     """
     downs = (net.down_tr32, net.down_tr64, net.down_tr128, net.down_tr256)
     ups = (net.up_tr32, net.up_tr64, net.up_tr128, net.up_tr256)  # each returns the grid of the next finer level

@@ -43,6 +43,8 @@ def match_channels(
 
     One file is one channel, or all declared channels. Of several files, numbered files are the channels in that order;
     other files have the declared names.
+
+    Raises
     ------
     DataError
         If the declared channels differ from the found ones.

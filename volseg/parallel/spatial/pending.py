@@ -86,8 +86,9 @@ class Pending(ABC):
 
     Attributes
     ----------
-    The slabs of each joined volume, if any: an operator can return a gradient for each. None once the join was
-    shown: its readers may wait for its gradient, for example with a hook.
+    parts
+        The slabs of each joined volume, if any: an operator can return a gradient for each. None once the join was
+        shown: its readers may wait for its gradient, for example with a hook.
     """
 
     __slots__ = ()

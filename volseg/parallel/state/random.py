@@ -112,8 +112,9 @@ class CommonSeeds:
 
     Parameters
     ----------
-    Groups of processes with equal seeds: shards, then replicas, so that one value reaches all. The first process
-    chooses the initial state from its default generator when the first seed is drawn.
+    groups
+        Groups of processes with equal seeds: shards, then replicas, so that one value reaches all. The first process
+        chooses the initial state from its default generator when the first seed is drawn.
     device
         Device for the exchange between processes.
     """

@@ -38,8 +38,8 @@ def join(mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False) -> Pr
     ----------
     mesh
         A ``DeviceMesh``, the group of the processes that share a volume, or None for all processes.
-    Shards along each mesh axis; by default as in the mesh.
-        Shards along each mesh axis; by default as the mesh says.
+    grid
+        Shards along each mesh axis; by default as in the mesh.
     fixed_order
         See ``Communicator``.
 
