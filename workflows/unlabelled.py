@@ -32,13 +32,11 @@ def main() -> None:
     given = arguments.parse_args()
     if not (0 < given.share < 1 and 0 < given.keep <= 1 and 0 <= given.entropy <= 1):
         arguments.error("--share is between 0 and 1, --keep above 0 and at most 1, --entropy from 0 to 1")
-
     configs = given.configs * (2 if len(given.configs) == 1 else 1)
     folders = [given.output / f"teacher_{seed}" for seed in range(len(configs))]
     for seed, folder in enumerate(folders):
         train(load_config(configs[seed], [*given.set, f"output={folder}", f"seed={seed}"]))
     predicted = predict(folders, given.images, given.output / "predicted", uncertainty=True, strict=True)
-
     chosen = choose_cases(load_config(configs[0], given.set))
     labels, names = chosen.task.labels, chosen.task.modalities
     data = given.output / "data"

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from volseg.cli import app
 from volseg.commands import spell
-from volseg.errors import DataError
+from volseg.errors import ConfigError, DataError
 
 
 def say(*arguments):
@@ -61,5 +61,5 @@ def test_a_folder_of_ones_own(tmp_path):
 def test_neither_a_task_nor_a_folder(tmp_path):
     with pytest.raises(DataError, match="no public task is called 'Task4_Hippo'; did you mean 'Task04_Hippocampus'"):
         say("info", "Task4_Hippo")
-    with pytest.raises(DataError, match="here does not exist; name the TaskNN_Name folder"):
+    with pytest.raises(ConfigError, match="here does not exist; name the TaskNN_Name folder"):
         say("info", str(tmp_path / "here"))

@@ -242,7 +242,7 @@ def test_a_step_that_costs_another_structure_is_not_kept(files):
         ({"steps": [{"operation": "erode", "values": [7]}]}, "operations of keep_largest, fill_holes"),
         ({"steps": [{"operation": "fill_holes", "values": [8]}]}, "on those labels"),
         ({"steps": [{"operation": "fill_holes"}]}, "no postprocessing.json as volseg writes it: KeyError"),
-        ({"labels": [7, 0, 500]}, "Write it anew"),
+        ({"labels": [7, 0, 500]}, "Write it again"),
     ],
 )
 def test_a_file_that_says_something_else_is_refused(tmp_path, change, words):

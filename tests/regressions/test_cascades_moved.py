@@ -45,7 +45,7 @@ def test_the_new_place_of_the_first_stage_can_be_named(second, tmp_path, caplog)
         validate(run, overwrite=True)
     with caplog.at_level("INFO"):
         validate(run, overwrite=True, overrides=[f"data.previous_stage={moved}"])
-    assert "1 prepared case(s) were found" in caplog.text
+    assert "1 prepared case(s) found" in caplog.text
 
 
 def test_a_forecast_counts_the_masks_of_the_first_stage(second):

@@ -114,7 +114,7 @@ def test_unlabelled(run):
 def test_a_page_is_short_and_begins_with_its_command_line(page):
     """A page that is put together by hand may be longer."""
     text = page.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= (100 if page.name == "train_msd.py" else 70)
+    assert len(text.splitlines()) <= (100 if page.name == "train_msd.py" else 72)
     commands = [line for line in (ast.get_docstring(ast.parse(text)) or "").splitlines() if line.startswith("python ")]
     assert commands
     assert all(shlex.split(line, comments=True)[1] == f"workflows/{page.name}" for line in commands)

@@ -140,7 +140,10 @@ def test_a_split_of_a_column(table):
         ("id,image,label\na,files/x.nii,files/xl.nii", r"needs a column 'case'; known: id, image, label"),
         ("case,scan,label\na,files/x.nii,files/xl.nii", r"needs a column 'image', or one for each channel.*case, scan"),
         ("case,image,image_T1,label\na,x,x,x", r"needs a column 'image', or one for each channel"),
-        ("case,image,label,labeled\na,x,x,1", r"has a column 'labeled'; rename it to 'labelled', or to what is less"),
+        (
+            "case,image,label,labeled\na,x,x,1",
+            r"has a column 'labeled'; rename it to 'labelled', or to a less similar name",
+        ),
         (
             "case,image_T2,imageADC,label\na,x,x,x",
             r"has a column 'imageADC'; rename it to 'image_ADC' if it is a channel",
