@@ -73,8 +73,8 @@ def require_plausible_sizes(config: ExperimentConfig, task: Task, device: torch.
     ):
         if needed > memory:
             raise ConfigError(
-                f"{key}: {value} takes {needed / 2**30:.0f} GiB for a network's input and output without its layers, and "
-                f"there are {memory / 2**30:.0f} GiB; choose a smaller one"
+                f"{key}: {value} takes {needed / 2**30:.0f} GiB for a network's input and output without its layers, "
+                f"and there are {memory / 2**30:.0f} GiB; choose a smaller one"
             )
 
 
