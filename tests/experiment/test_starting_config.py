@@ -51,7 +51,7 @@ def test_every_value_has_its_meaning_above_it(tmp_path: Path) -> None:
     assert "One of: auto, fp32, bf16, fp16." in text
     assert "# Names: AHNet" in text
     assert "VNet" in text
-    assert "# factor: Of the term in the sum." in text
+    assert "# factor: Factor of the term in the sum." in text
     assert max(map(len, lines[1:])) <= 120
 
 
