@@ -104,7 +104,7 @@ def fetch(
     from volseg.config.catalogue import get_public_task  # imports pydantic: not for --help
 
     task = get_public_task(name)
-    from volseg.data.fetching import fetch_task  # imports torch: not for a name that there is not
+    from volseg.data.fetching import fetch_task  # imports torch: not for an unknown name
     from volseg.monitoring.progress import show_bytes
 
     with show_bytes() as advance:

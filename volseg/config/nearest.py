@@ -1,5 +1,6 @@
 """Suggest known names and paths similar to an unknown one."""
 
+import glob
 import os
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -27,10 +28,10 @@ def find_near_path(path: Path, *, is_folder: bool = False) -> Path | None:
 
     First nnU-Net's data set of the name or number, then a file or folder of a similar name in the same folder.
     """
-    raw = Path(os.environ.get("nnUNet_raw", "nowhere"))  # noqa: SIM112 - nnU-Net calls it so
-    named = raw.glob(f"Dataset{int(path.name):03d}_*") if path.name.isdecimal() else [raw / path.name]
-    if found := next((folder for folder in sorted(named) if folder.exists()), None):
-        return found
+    if raw := os.environ.get("nnUNet_raw"):  # noqa: SIM112 - the name is nnU-Net's
+        pattern = f"Dataset{int(path.name):03d}_*" if path.name.isdecimal() else glob.escape(path.name)
+        if found := sorted(Path(raw).glob(pattern)):
+            return found[0]
     if not path.parent.is_dir():
         return None
     names = [each.name for each in path.parent.iterdir() if each.is_dir() or not is_folder]

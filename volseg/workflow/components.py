@@ -313,7 +313,7 @@ def build_optimizer(
 # pattern without a match is refused: it could leave a part training that the user believes frozen.
 
 
-ALIKE = frozenset({"capturable", "differentiable", "foreach", "fused", "maximize", "params"})
+GLOBAL_SETTINGS = frozenset({"capturable", "differentiable", "foreach", "fused", "maximize", "params"})
 """Settings of an optimizer that must be the same for all parameters."""
 
 
@@ -377,12 +377,12 @@ def group_parameters(network: nn.Module, parts: Mapping[str, Mapping[str, Any]])
     Raises
     ------
     ConfigError
-        For a pattern that matches no trainable parameter, a parameter in two parts, or a setting of `ALIKE`.
+        For a pattern that matches no trainable parameter, a parameter in two parts, or a setting of `GLOBAL_SETTINGS`.
     """
     trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     groups, part_of = [], dict[str, str]()
     for pattern, found in match_parameters(parts, list(trained), "optimizer.parts").items():
-        if shared := sorted(ALIKE & parts[pattern].keys()):
+        if shared := sorted(GLOBAL_SETTINGS & parts[pattern].keys()):
             raise ConfigError(f"optimizer.parts: {pattern}: {shared[0]} is the same for all parameters; leave it out")
         if twice := [name for name in found if name in part_of]:
             raise ConfigError(

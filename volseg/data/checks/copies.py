@@ -16,7 +16,7 @@ from volseg.data.readers import read_volume
 
 __all__ = ["report_copies"]
 
-ALIKE = 0.6
+SMALLEST_CORRELATION = 0.6
 """Correlation of two thumbnails, after subtracting the mean thumbnail, from which a pair may be read again."""
 
 FEWEST_USUAL = 10
@@ -79,7 +79,7 @@ def _list_alike(thumbnails: np.ndarray, digests: Sequence[str | None]) -> list[t
         mirrored = _standardise(np.flip(thumbnails, tuple(axis + 1 for axis in axes)) - usual)
         for start in range(0, len(flat), ROWS):
             likeness = flat[start : start + ROWS] @ mirrored.T
-            for row, other in np.argwhere(likeness > ALIKE).tolist():
+            for row, other in np.argwhere(likeness > SMALLEST_CORRELATION).tolist():
                 one, value = start + row, float(likeness[row, other])
                 best = found.get((one, other), (0.0, ()))[0]
                 if one < other and value > best and digests[one] != digests[other]:

@@ -164,7 +164,7 @@ def _differentiate_norm(note: Note, plain: Any, gradient: Tensor, input: Tensor,
     return found, *sums
 
 
-# Softmax reads and writes densely; from half precision it writes float32 where it is told to.
+# Softmax reads and writes densely; from half precision it writes float32 on request.
 
 
 @_replaces(aten._softmax.default, aten._log_softmax.default)
