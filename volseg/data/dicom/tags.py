@@ -1,4 +1,4 @@
-"""Tags of the DICOM elements that a header is read for, by the names that the standard gives them."""
+"""Tags of the DICOM elements that volseg reads from a header, by their names in the standard."""
 
 from collections.abc import Mapping
 
@@ -62,7 +62,7 @@ GROUPS: Mapping[str, Tag] = {
     "NominalCardiacTriggerDelayTime": (0x0018, 0x9118),
     "FrameType": (0x0018, 0x9226),
 }
-"""The functional group, a sequence, that holds the element in an enhanced file."""
+"""The functional group, a sequence, of each element in an enhanced file."""
 
 STATES = (
     "TemporalPositionIdentifier",
@@ -81,16 +81,16 @@ STATES = (
     "ImageType",
     "FrameType",
 )
-"""What tells images at one place apart: time, diffusion weighting, echo, kind of image."""
+"""Elements that distinguish images at one place: time, diffusion weighting, echo, kind of image."""
 
 BINARY = {"TemporalPositionIndex", "DiffusionBValue", "EffectiveEchoTime", "NominalCardiacTriggerDelayTime"}
-"""The elements of `STATES` that are numbers in binary."""
+"""The elements of `STATES` that are binary numbers."""
 
 UNITS = ("FrameOfReferenceUID", "Units", "RescaleType")
-"""What gives positions and values their meaning; a volume has one of each."""
+"""Elements that define the meaning of positions and values; a volume has one value of each."""
 
 OVERLAY_BITS = [(group, 0x0102) for group in range(0x6000, 0x6020, 2)]
-"""Tags of the bit of a voxel that an overlay takes; 0 if the overlay has data of its own."""
+"""Tags of the voxel bit of an overlay; 0 if the overlay has separate data."""
 
 WANTED = frozenset({*TAGS.values(), *GROUPS.values(), *OVERLAY_BITS})
-"""Every element that a header is read for."""
+"""Every element that is read from a header."""

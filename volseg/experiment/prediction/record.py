@@ -1,8 +1,8 @@
-"""What a folder of predictions was made with, so that a prediction that was interrupted can go on.
+"""Record the weights and settings of a folder of predictions, so that an interrupted prediction can resume.
 
-``predicted.jsonl`` is beside the label maps. Its first line is written before the first of them: weights and settings.
-Then a line follows each label map, so that one of an earlier prediction is never taken for one of this, and each case
-that failed.
+``predicted.jsonl`` is beside the label maps. Its first line has the weights and settings, and is written before the
+first label map. Then each label map and each failed case adds a line. So a label map of an earlier prediction never
+counts as one of this prediction.
 """
 
 import csv
@@ -37,11 +37,11 @@ class PredictionRecord:
     Parameters
     ----------
     files : PredictionFiles
-        What is written, and where.
+        Files to write.
     trained : Trained
-        What predicts.
+        Networks that predict.
     checkpoint : str
-        Which of a training's checkpoints that is.
+        Name of the networks' checkpoint.
     """
 
     def __init__(self, files: PredictionFiles, trained: Trained, checkpoint: str) -> None:
@@ -61,25 +61,25 @@ class PredictionRecord:
         self._digest = blake2b(json.dumps(self._made_by, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def begin(self) -> None:
-        """Describe this prediction; keep the record of predictions with the same weights and settings.
+        """Describe this prediction, or continue the folder's record of predictions with the same settings.
 
-        Predictions that were made otherwise are no longer recorded.
+        Other label maps in the folder no longer count as results.
         """
         lines = self._read()
         if lines and not self._list_changes(_parse(lines[0])):
-            if not lines[-1].endswith("\n"):  # what was written when a process was killed must not spoil the next line
+            if not lines[-1].endswith("\n"):  # a line cut off by a kill must not spoil the next one
                 self._append("\n")
             return
         with replacing(self._folder / RECORD) as partial:
             partial.write_text(json.dumps(self._made_by) + "\n", encoding="utf-8")
 
     def list_done(self, cases: Sequence[Case]) -> dict[str, Path]:
-        """Return the label maps of this prediction that are whole and of the same images; none where it never began.
+        """Return this prediction's complete label maps whose images are unchanged; none without a record.
 
         Raises
         ------
         ConfigError
-            Those in the folder were made by another checkpoint or with other settings.
+            If those in the folder come from another checkpoint or other settings.
         """
         made_by, *entries = [_parse(line) for line in self._read()] or [self._made_by]
         if changed := self._list_changes(made_by):
@@ -91,7 +91,7 @@ class PredictionRecord:
         done = {}
         for case in cases:
             entry, path = known.get(case["case"], {}), self._files.name_label_map(case)
-            if entry.get("made_by") != self._digest:  # by another process, that was writing here when this one began
+            if entry.get("made_by") != self._digest:  # from another process that was writing when this one began
                 continue
             same_image = {"image", "ml"} <= entry.keys() and entry["image"] == identify(case)
             is_whole = all(file.is_file() for file in self._files.name_all(case))
@@ -100,21 +100,21 @@ class PredictionRecord:
         return done
 
     def list_existing(self, cases: Sequence[Case]) -> dict[str, Path]:
-        """Return the label maps that exist, whatever made them."""
+        """Return the label maps that exist, from any source."""
         paths = {case["case"]: self._files.name_label_map(case) for case in cases}
         return {name: path for name, path in paths.items() if path.is_file()}
 
     def add(self, case: Case, image: Sequence[Any] | None, volumes: Mapping[str, float]) -> None:
-        """Record that the label map of a case is whole; from any thread.
+        """Record that the label map of a case is complete; thread-safe.
 
         Parameters
         ----------
         case : Case
-            With paths.
+            The case with paths.
         image : sequence
-            What `identify` said before the image was read: since then another may have taken its place.
+            Result of `identify` before the image was read: the file may have been replaced since.
         volumes : mapping
-            Of each label or region (ml), for ``volumes.csv``.
+            Volume of each label or region (ml), for ``volumes.csv``.
         """
         digest = digest_file(self._files.name_label_map(case))
         self._add(
@@ -122,7 +122,7 @@ class PredictionRecord:
         )
 
     def write_volumes(self) -> Path:
-        """Write ``volumes.csv``, the volume (ml) of each label in each case that was predicted; return its path."""
+        """Write ``volumes.csv``, the volume (ml) of each label in each predicted case; return its path."""
         own = [entry for entry in map(_parse, self._read()) if entry.get("made_by") == self._digest]
         entries = {entry["case"]: entry["ml"] for entry in own if "ml" in entry}
         path = self._folder / VOLUMES
@@ -134,7 +134,7 @@ class PredictionRecord:
         return path
 
     def add_failure(self, case: Case, error: str, message: str) -> None:
-        """Record that a case failed; it is tried again when the prediction goes on."""
+        """Record that a case failed; a resumed prediction tries it again."""
         self._add({"case": case["case"], "error": error, "message": message})
 
     def _add(self, entry: Mapping[str, Any]) -> None:
@@ -152,13 +152,13 @@ class PredictionRecord:
         return text.splitlines(keepends=True)
 
     def _list_changes(self, made_by: Mapping[str, Any]) -> list[str]:
-        """Return what this prediction is made with differently."""
+        """Return the settings of this prediction that differ from ``made_by``."""
         keys = made_by.keys() | self._made_by.keys()
         return sorted(key for key in keys if made_by.get(key) != self._made_by.get(key))
 
 
 def _parse(line: str) -> Mapping[str, Any]:
-    """Return what a line says; nothing for one that was cut off, whose label map is then made again."""
+    """Return the content of a line; empty for a line that was cut off, whose label map is predicted again."""
     try:
         entry = parse_json(line)
     except ValueError:
@@ -169,14 +169,14 @@ def _parse(line: str) -> Mapping[str, Any]:
 def list_predicted(folder: Path) -> dict[str, list[Path]]:
     """Return the images of the cases whose label maps `PredictionRecord` recorded in a folder."""
     entries = map(_parse, (folder / RECORD).read_text(encoding="utf-8", errors="replace").splitlines())
-    # Behind the paths are the number of files, their bytes, and a time.
+    # The paths are followed by the number of files, their bytes, and a time.
     return {entry["case"]: list(map(Path, entry["image"][:-3])) for entry in entries if entry.get("image")}
 
 
 def identify(case: Case) -> list[Any] | None:
-    """Return where an image lies, its bytes, and when it was last written; None if it is gone.
+    """Return the paths of an image, its bytes, and its time of modification, or None if it is gone.
 
-    Enough to tell it from another of its name: without compression all of one shape have as many bytes.
+    Enough to distinguish images of one name: without compression, images of one shape have equally many bytes.
     """
     images = list_files(case["image"])
     try:
@@ -188,7 +188,7 @@ def identify(case: Case) -> list[Any] | None:
 
 
 def _list_beside(image: Path) -> Iterator[Path]:
-    """Yield the files of an image: of a DICOM series, for which one of its files may stand, those of its folder."""
+    """Yield the files of an image; for a DICOM series or one of its files, those of its folder."""
     if image.is_dir():
         yield from image.iterdir()
     elif match_suffix(image) is None:
