@@ -259,7 +259,7 @@ def list_largest(planned: Planned, *, forks: bool = False) -> list[tuple[Candida
 
 
 def _guess_voxels(candidate: Candidate, found: Mapping[Candidate, Sequence[Largest | None]]) -> int | None:
-    """Return about how many voxels a candidate holds: those of a known one, preferably with the same recomputation."""
+    """Guess a candidate's voxels: its GPUs times the voxels of one GPU, if known with the same recomputation."""
     known = {
         each: max(math.prod(one.sides) for one in largest if one) for each, largest in found.items() if any(largest)
     }

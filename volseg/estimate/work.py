@@ -37,7 +37,7 @@ class Work:
     precision: torch.dtype
     """Type of the forward pass; ``build_step`` applies it."""
     validate: Callable[[nn.Module], object] | None = None
-    """Runs the placed network as the validation between epochs does, on as many windows as it takes at a time."""
+    """Runs the placed network as the validation between epochs does, on one batch of windows."""
     name: str = "the network"
     """Name of the network in messages."""
 
