@@ -113,7 +113,7 @@ EVEN = 16
 
 
 def _list_shards(candidate: Candidate, side: int) -> list[int]:
-    """Return the ranks of a replica to trace: an inner one, and the first, if slabs differ, for the planes left over."""
+    """Return the ranks of a replica to trace: an inner one and, if planes do not divide evenly, the first."""
     if candidate.spatial < 3:
         return [0]
     return [1] if side % (EVEN * candidate.spatial) == 0 else [0, 1]

@@ -37,10 +37,10 @@ class Links:
     """Measured times between two GPUs, by kind of message."""
 
     def seconds(self, sent: Sent) -> float:
-        """Return how long a message takes; one that nobody else takes part in takes none."""
+        """Return the seconds of a message; a message to no other device takes 0 s."""
         if sent.devices < 2 or sent.size <= 0:
             return 0.0
-        # A sum over a ring sends each byte twice, less what the device itself holds.
+        # An all-reduce over a ring sends each byte twice, except the device's own share.
         share = 2 * (sent.devices - 1) / sent.devices if sent.kind == "all_reduce" else 1.0
         if points := self.points.get(sent.kind):
             return read_curve(points, sent.size * share)
