@@ -52,14 +52,13 @@ class Estimate:
     seconds: float | None = None
     """Seconds of one optimizer step."""
     host_seconds: float | None = None
-    """Seconds of a step in which Python starts kernels that are not replayed."""
+    """Seconds per step that Python takes to launch kernels that are not replayed."""
     host_forward_seconds: float | None = None
     """The share of ``host_seconds`` in the forward pass."""
     refused: str | None = None
     """Reason why the candidate cannot run or does not fit."""
     more_than: int | None = None
-    """Lower bound on the bytes of a GPU, if the trace was stopped early because the candidate does not fit; else None.
-    """
+    """Lower bound on the bytes of a GPU, if the trace stopped early because the candidate does not fit; else None."""
 
     @property
     def runs(self) -> bool:
@@ -74,7 +73,7 @@ has an eighth of the voxels of the next finer level, so a fourth level would sav
 
 @dataclass(frozen=True, kw_only=True)
 class Freedom:
-    """What may be chosen; a number fixes a value in advance."""
+    """The open settings of a search; a number fixes a setting in advance."""
 
     data: int | None = None
     spatial: int | None = None
@@ -104,7 +103,7 @@ def list_candidates(num_gpus: int, batch_size: int, sides: Sequence[int], free: 
     sides : sequence of int
         D, H, W of a volume.
     free : Freedom
-        Limits of the choice.
+        Open and fixed settings.
 
     Examples
     --------
@@ -113,7 +112,7 @@ def list_candidates(num_gpus: int, batch_size: int, sides: Sequence[int], free: 
     """
     meshes = sorted(
         _list_meshes(num_gpus, batch_size, max(sides), free),
-        key=lambda mesh: (mesh != (1, 1, 1), mesh[2], mesh[1]),  # what cuts least comes first
+        key=lambda mesh: (mesh != (1, 1, 1), mesh[2], mesh[1]),  # fewest cuts first
     )
     return [candidate for mesh in meshes for candidate in _list_ways(*mesh, batch_size, free)]
 

@@ -26,9 +26,9 @@ from volseg.estimate.work import Work
 __all__ = ["Machine", "Planned", "Resize", "Sides"]
 
 MOST_TIMES, SMALLEST = 64, 16 * 2**30
-"""A trace stops when a step takes this many times the memory of a GPU, or of a GPU of the smallest size: none of the
-numbers of GPUs that the remedies try could hold the step. Losses and recomputation process a volume piece by piece, so
-the time of a trace grows with the volume: a patch of 100,000 voxels along each axis would never end."""
+"""A trace stops at ``MOST_TIMES`` times the memory of a GPU, counted as at least ``SMALLEST`` bytes: no number of GPUs
+that the remedies try could hold the step. Losses and recomputation process a volume piece by piece, so the time of a
+trace grows with the volume: a patch of 100,000 voxels along each axis would never end."""
 
 MARGINS = {"recorded": 1.02, "spatial": 1.04, "recomputed": 1.065}
 """Factors on reserved memory, by how a step runs. On H200s and H100s, estimates without them were up to 7, 8 and 11 %
@@ -45,12 +45,11 @@ class Planned:
     work: Work
     machine: Machine
     free: Freedom = field(default_factory=Freedom)
-    """What may be chosen."""
+    """Open and fixed settings of the candidates."""
     reserve: int = 0
     """Bytes of each GPU that something else takes."""
     times: float = 1.0
-    """Time of an optimizer step over that of the traced step: above 1 if it accumulates more batches than are traced.
-    """
+    """Time of an optimizer step over the time of the traced step: above 1 if only some of its batches are traced."""
     resize: Resize | None = None
     """Used to find the largest volume."""
     divisors: tuple[int, int, int] = (1, 1, 1)
@@ -100,7 +99,7 @@ class Planned:
         limit = MOST_TIMES * max(self.machine.gpu_bytes, SMALLEST)
         processes = 1 if one_process else candidate.data * candidate.spatial
         refuse = partial(Estimate, candidate=candidate)
-        if math.prod(work.shape) > limit * candidate.num_gpus:  # torch cannot count the bytes of the largest ones
+        if math.prod(work.shape) > limit * candidate.num_gpus:  # torch cannot count the bytes of the largest batches
             refused = (
                 f"a batch of {' x '.join(map(str, work.shape))} is larger than {MOST_TIMES} times the memory of all "
                 "GPUs; take smaller patches or volumes, or a smaller batch"

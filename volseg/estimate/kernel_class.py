@@ -29,7 +29,7 @@ HALF, FULL = "half", "float32"
 """Types of numbers that differ in speed."""
 
 TURNED_ROUND = ", turned round"
-"""Suffix for a transposed convolution of stride 1: a convolution computed as the gradient with the flipped kernel."""
+"""Suffix for a transposed convolution of stride 1: a convolution, requested as the gradient of its flipped form."""
 
 LAID_OUT_ANEW = ", laid out anew"
 """Suffix for a copy that changes the layout of the channels."""

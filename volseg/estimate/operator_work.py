@@ -32,7 +32,7 @@ SILENT = {
     "unsafe_split",
     "unsafe_split_with_sizes",
 }
-"""Operators that launch no kernel, in addition to views, which their schema marks."""
+"""Operators that launch no kernel, in addition to views, which their schema or their tags mark."""
 
 FILLING = {"new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like"}
 """Operators that do not read their tensor: it only sets the shape and the type of the result."""

@@ -155,7 +155,7 @@ def search(
 
 
 def sort_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return candidates in the order to trace them: first those that bound others, then the most promising."""
+    """Return candidates in the order to trace them: bounds for other candidates first, then the most promising."""
 
     def rank(each: Candidate) -> tuple[bool, int, int, int, int]:
         # One GPU bounds all others. Replicas send the least, and large micro-batches need few kernels.

@@ -1,4 +1,4 @@
-# ruff: noqa: A002, ARG001  (functions take what operators of aten take, by its names)
+# ruff: noqa: A002, ARG001  (handlers have the parameters of aten's operators, by name)
 """Reproduce torch's GPU operators where they differ from the CPU's: layouts, and temporary memory.
 
 A traced step runs on tensors of the CPU. Their sizes and dtypes are those of a GPU. The layout of a convolution's
@@ -143,7 +143,7 @@ def _differentiate_convolution(
 @_replaces(aten.native_batch_norm.default)
 def _normalize(note: Note, plain: Any, input: Tensor, weight: Any, bias: Any, *rest: Any) -> tuple[Tensor, ...]:
     if weight is not None and weight.numel() != input.shape[1]:
-        raise RuntimeError(f"weight should contain {input.shape[1]} elements not {weight.numel()}")  # as torch says it
+        raise RuntimeError(f"weight should contain {input.shape[1]} elements not {weight.numel()}")  # torch's own message
     training = rest[2]
     out = torch.empty_like(input)
     saved = input.shape[1] if training else 0

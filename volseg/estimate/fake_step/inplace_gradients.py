@@ -1,7 +1,7 @@
 """Let autograd accumulate gradients of fake tensors in place, as it does with plain tensors.
 
 If a tensor has several uses, autograd adds its later gradients to the first in place, if that has no other reference
-(``can_accumulate_inplace`` [1]_). It adds the gradient of a read by indices to zeros in place [2]_. Autograd does both
+(``can_accumulate_inplace`` [1]_). It adds gradients of indexed reads to zeros in place [2]_. Autograd does both
 for plain tensors only, so a traced step would take more memory than a real step. A gradient has no other reference if
 its reference count equals that of a gradient known to have none, counted at the same place.
 
