@@ -33,8 +33,8 @@ class Need:
     total: int
     """All bytes that the GPU must have."""
     held: int | None
-    """The part of ``total`` in tensors, or taken at any size. None if the trace was stopped early because the size does
-    not fit: ``total`` is then a lower bound."""
+    """The part of ``total`` that tensors hold or that every size takes. None if the trace stopped early because the size
+    does not fit: ``total`` is then a lower bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

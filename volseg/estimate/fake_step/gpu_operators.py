@@ -143,7 +143,7 @@ def _differentiate_convolution(
 @_replaces(aten.native_batch_norm.default)
 def _normalize(note: Note, plain: Any, input: Tensor, weight: Any, bias: Any, *rest: Any) -> tuple[Tensor, ...]:
     if weight is not None and weight.numel() != input.shape[1]:
-        raise RuntimeError(f"weight should contain {input.shape[1]} elements not {weight.numel()}")  # torch's own message
+        raise RuntimeError(f"weight should contain {input.shape[1]} elements not {weight.numel()}")  # torch's message
     training = rest[2]
     out = torch.empty_like(input)
     saved = input.shape[1] if training else 0
