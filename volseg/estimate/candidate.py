@@ -158,7 +158,7 @@ def _list_ways(data: int, spatial: int, pipeline: int, batch_size: int, free: Fr
 
 
 def relieve(candidate: Candidate, free: Freedom) -> list[Candidate]:
-    """Return alternatives to a candidate that does not fit: the same with increasing recomputation.
+    """Return alternatives to a candidate that does not fit: the same candidate with increasing recomputation.
 
     Recomputation runs the same kernels, and some of them twice, so no alternative is faster than a candidate that fits.
 

@@ -107,7 +107,7 @@ _SWITCHED_H100 = Links(bandwidth=OF_A_LINK * 450 * GIGA, latency_s=COPY_S)
 https://www.nvidia.com/en-us/data-center/h100/"""
 
 _PCIE_4, _PCIE_3 = Links(bandwidth=8 * GIGA, latency_s=30e-6), Links(bandwidth=5 * GIGA, latency_s=30e-6)
-"""PCIe through the host, an estimate: these GPUs cannot write to each other's memory, so each byte crosses it twice."""
+"""PCIe through the host, an estimate: these GPUs do not write to each other's memory, so each byte crosses it twice."""
 
 
 @dataclass(frozen=True, kw_only=True)

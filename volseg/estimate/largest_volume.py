@@ -33,7 +33,7 @@ class Need:
     total: int
     """All bytes that the GPU must have."""
     held: int | None
-    """The part of ``total`` that tensors hold or that every size takes. None if the trace stopped early because the size
+    """The part of ``total`` that tensors hold or that every size takes. None if the trace stopped early, as the size
     does not fit: ``total`` is then a lower bound."""
 
 

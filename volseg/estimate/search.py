@@ -269,7 +269,7 @@ def _describe_need(forecast: Estimate) -> str:
 
 
 def guess_least(forecasts: Iterable[Estimate]) -> Estimate | None:
-    """Return the stopped candidate that may need least memory: most GPUs, most recomputation, fewest cuts.
+    """Return the candidate with a stopped trace that may need least: most GPUs, most recomputation, fewest cuts.
 
     Return None if no trace was stopped. The guess only decides which candidate is traced to its end.
     """

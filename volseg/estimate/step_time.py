@@ -131,7 +131,7 @@ def _pass_through(stages: Sequence[float], micro_batches: int) -> float:
 def select_step(events: Sequence[Event]) -> list[Event]:
     """Return the events of one step: those of the recording if it is replayed, else those of the last step.
 
-    A pipeline records its stages one by one, so no recording is a whole step: the last eager step before counts.
+    A pipeline records its stages one by one, so no recording is a whole step: the last eager step before it is used.
     """
     names = [(place, event.name) for place, event in enumerate(events) if isinstance(event, Mark)]
     recorded = next((place for place, name in names if name == "record_pipeline"), None)

@@ -45,7 +45,7 @@ Remake = Callable[["OperatorCache", Sequence[FakeTensor]], Any]
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 PLAIN = frozenset({int, float, bool, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format})
-"""Types that a key holds unchanged; ``isinstance(value, Tensor)`` would run torch's Python code for 1 to 2 us."""
+"""Types that a key holds unchanged; ``isinstance(value, Tensor)`` runs torch's Python code for about 1 to 2 us."""
 
 
 @dataclass(slots=True, eq=False)

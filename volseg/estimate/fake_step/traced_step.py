@@ -217,7 +217,7 @@ class TracedStep(GpuObserver):
         self._checked.add(get_storage_key(found.untyped_storage()))
 
     def is_checked(self, tensor: Tensor) -> bool:
-        """Return whether a tensor holds this check; in a traced step all gradients count as finite."""
+        """Return whether a tensor holds the check for finite gradients; in a traced step all gradients are finite."""
         return get_storage_key(tensor.untyped_storage()) in self._checked
 
     def on_kernel(self, kernel: NotedKernel) -> None:

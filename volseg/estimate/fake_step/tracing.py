@@ -59,7 +59,7 @@ def tracing(
     time_kernel: Callable[[KernelRun], float] | None = None,
     limit: int | None = None,
 ) -> Iterator["TracedStep"]:
-    """Run the body on fake tensors, and trace the memory and the kernels of each GPU.
+    """Run the body of the ``with`` on fake tensors, and trace the memory and the kernels of each GPU.
 
     Parameters
     ----------
