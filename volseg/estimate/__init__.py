@@ -1,9 +1,9 @@
-"""What a training step needs and how to run it: estimated memory and time of each way to share it over GPUs.
+"""Estimate the memory and the time of a training step, for each way to share it over GPUs, and choose the best.
 
-The real step runs on fake tensors (`tracing`, `candidate_trace`) and leaves a ``StepTrace``. A model of torch's caching
-allocator (`allocator`) says how much memory that takes; a roofline per class of kernels, calibrated by a table of
-measured ones, says how long (`roofline`, `step_time`). `search` takes the fastest candidate that fits. ``volseg.plan``
-is `plan` here.
+The real step runs on fake tensors (`tracing`, `candidate_trace`) and yields a ``StepTrace``. A model of torch's caching
+allocator (`allocator`) computes its memory; a roofline per class of kernels, calibrated by a table of measured kernels,
+computes its time (`roofline`, `step_time`). `search` chooses the fastest candidate that fits. ``volseg.plan`` is `plan`
+here.
 """
 
 from volseg.estimate.candidate import Freedom

@@ -1,19 +1,18 @@
-"""Torch's caching allocator of CUDA memory, as a model: what it reserves for a given order of requests.
+"""Model torch's caching allocator of CUDA memory: compute the memory that it reserves for a sequence of requests.
 
-A training reserves more than its tensors hold at a time, since the allocator keeps what it once took and hands out
-pieces of it. The model follows its rules [1]_ block by block:
+A training reserves more memory than its tensors use at a time, since the allocator keeps its segments and hands out
+pieces of them. The model follows the allocator's rules [1]_ block by block:
 
-- sizes are rounded up to 512 bytes. Up to 1 MiB they come from *small* segments of 2 MiB, others from *large* ones: of
-  20 MiB for less than 10 MiB, and of their own size, rounded up to 2 MiB, above;
-- of the free blocks of the same pool and stream the smallest that is large enough is taken, of equal ones that at the
-  lowest address. What is left over becomes a block of its own, from 512 bytes on in a small segment and above 1 MiB in
-  a large one;
-- a block that is given back joins its free neighbours of the same segment;
-- each stream has its own blocks, and so has each recording, whose segments stay its own;
-- where the device has no more, whole free segments are given back to it, and it is asked once more.
+- Sizes are rounded up to 512 bytes. Sizes up to 1 MiB come from *small* segments of 2 MiB, larger ones from *large*
+  segments: of 20 MiB for less than 10 MiB, and above of their own size, rounded up to 2 MiB.
+- The allocator takes the smallest free block of the same pool and stream that is large enough, at the lowest address
+  among equals. The rest becomes a block, from 512 bytes on in a small segment and above 1 MiB in a large one.
+- A freed block merges with its free neighbours of the same segment.
+- Each stream has its own blocks. So has each recording, and its segments stay private.
+- When the device has no memory left, whole free segments are returned to it, and the request is repeated.
 
-The driver takes addresses from the top of what it has downwards, so each new segment lies below those before it.
-An expandable segment grows by pages at its end, and only free pages at its end are given back.
+The driver assigns addresses from the top downwards, so each new segment is below the earlier ones.
+An expandable segment grows by pages at its end, and only free pages at its end are returned.
 
 References
 ----------
@@ -40,29 +39,29 @@ TOP = 2**56
 """The highest address; the expandable segments of many pools fit below."""
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Of the environment; where both are set torch takes the first, which torch 2.9 has brought."""
+"""Environment variables; if both are set, torch uses the first, which torch 2.9 introduced."""
 
 WITHOUT_EFFECT = (
     *("pinned_use_cuda_host_register", "pinned_num_register_threads", "pinned_use_background_threads"),
     *("pinned_reserve_segment_size_mb", "release_lock_on_cudamalloc", "graph_capture_record_stream_reuse"),
 )
-"""Settings that leave the pieces as they are, as long as no recording's block is used on several streams."""
+"""Settings that do not change the pieces, as long as no recording's block is used on several streams."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
-    """What ``PYTORCH_CUDA_ALLOC_CONF`` says of how segments are made and divided."""
+    """The settings of ``PYTORCH_CUDA_ALLOC_CONF`` that control how segments are made and divided."""
 
     expandable_segments: bool = False
     """Whether a pool's memory is one segment that grows by pages of 2 MiB (small) and 20 MiB (large)."""
     max_split_size: int | None = None
-    """Bytes from which on a block is not divided."""
+    """Blocks of this many bytes or more are not divided."""
     large_segment: int = 20 * MIB
-    """Bytes of a segment for what is smaller than 10 MiB, and of the large pages of an expandable one."""
+    """Bytes of a segment for blocks below 10 MiB, and of the large pages of an expandable segment."""
 
     @classmethod
     def find(cls) -> "AllocatorSettings":
-        """Return what this process's environment says: a training that is started from it has the same settings.
+        """Return the settings in this process's environment, which a training started from here inherits.
 
         Raises
         ------
@@ -74,12 +73,12 @@ class AllocatorSettings:
 
     @classmethod
     def read(cls, text: str) -> "AllocatorSettings":
-        """Return what the variable's value means.
+        """Parse the value of the environment variable.
 
         Raises
         ------
         ConfigError
-            For a setting that changes the pieces in a way that is not modelled.
+            If a setting changes the pieces in a way that is not modelled.
 
         Examples
         --------
@@ -104,22 +103,22 @@ class AllocatorSettings:
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """Free pieces of one kind, owner and stream: by size, and by the addresses where they begin and end."""
+    """Free pieces of one kind, owner and stream, indexed by size, by start address and by end address."""
 
     is_small: bool
     sizes: list[tuple[int, int]] = field(default_factory=list)
-    """Size and address of each, in order."""
+    """Size and start address of each piece, sorted."""
     begins: dict[int, int] = field(default_factory=dict)
-    """Size by address."""
+    """Size by start address."""
     ends: dict[int, int] = field(default_factory=dict)
-    """Address by the end."""
+    """Start address by end address."""
     segments: dict[int, int] = field(default_factory=dict)
-    """Size by address of what was taken from the device; pieces of two segments never join."""
+    """Size of each segment by its start address; pieces of two segments never merge."""
     end: int = 0
-    """Where an expandable segment ends."""
+    """End address of an expandable segment."""
 
     def add(self, address: int, size: int) -> None:
-        """Put a piece in its place, joined with its free neighbours."""
+        """Add a free piece, merged with its free neighbours."""
         if address in self.ends and address not in self.segments:
             before = self.ends[address]
             address, size = before, size + self.remove(before)
@@ -129,7 +128,7 @@ class _Pool:
         self.begins[address], self.ends[address + size] = size, address
 
     def remove(self, address: int) -> int:
-        """Take the piece at an address out; return its size."""
+        """Remove the piece at an address, and return its size."""
         size = self.begins.pop(address)
         del self.ends[address + size]
         del self.sizes[bisect_left(self.sizes, (size, address))]
@@ -137,20 +136,20 @@ class _Pool:
 
 
 class Allocator:
-    """The allocator of one device.
+    """A model of torch's caching allocator on one device.
 
     Parameters
     ----------
     settings : AllocatorSettings
     capacity : int, optional
-        Bytes that the device gives; without end by default.
+        Bytes of the device; unlimited by default.
     place : callable, optional
-        From the size of a new segment to its address, as a driver chose it; falling addresses by default.
+        Maps the size of a new segment to its address, as a driver chose it; by default addresses fall.
 
     Attributes
     ----------
     used, reserved : int
-        Bytes in blocks that are held, and taken from the device.
+        Allocated bytes, and reserved bytes.
     peak_used, peak_reserved : int
 
     Examples
@@ -179,23 +178,23 @@ class Allocator:
         self._lowest_address = TOP
 
     def take(self, name: Any, size: int, stream: int = 0, owner: str = "") -> None:
-        """Give a block of ``size`` bytes to ``name``; nothing is taken for no bytes.
+        """Allocate a block of ``size`` bytes for ``name``; a size of 0 allocates nothing.
 
         Parameters
         ----------
         name
-            Hashable, that of no other block in use.
+            Hashable name, different from the names of all blocks in use.
         size : int
-            Bytes that are asked for.
+            Requested bytes.
         stream : int
-            Whose blocks may serve.
+            Stream whose free blocks may be used.
         owner : str
-            The recording whose memory it is; empty for the memory of everybody.
+            Name of the recording that owns the memory; empty for the shared pool.
 
         Raises
         ------
         OutOfMemoryError
-            If the device has no more, and nothing can be given back to it.
+            If the device has no memory left, even after freeing the cache.
         """
         assert name not in self._held, f"block {name!r} is in use"
         if size == 0:
@@ -212,9 +211,9 @@ class Allocator:
         self.peak_used = max(self.peak_used, self.used)
 
     def give_back(self, name: Any) -> None:
-        """Take back the block of ``name``; it stays reserved."""
+        """Free the block of ``name``; its memory stays reserved."""
         if name not in self._held:
-            return  # of no bytes
+            return  # a block of 0 bytes
         pool, address, size = self._held.pop(name)
         if name in self._left:
             self._left.remove(name)
@@ -223,52 +222,52 @@ class Allocator:
         pool.add(address, size)
 
     def leave(self, name: Any) -> None:
-        """Count the block of ``name`` as used no more; another stream still works on it, until it is given back."""
+        """Stop counting the block of ``name`` as used; it is not free yet, as another stream still works on it."""
         if name in self._held:
             self.used -= self._held[name][2]
             self._left.add(name)
 
     def wait(self) -> None:
-        """Take back what was left: the other streams have come to where it is free."""
+        """Free the blocks passed to `leave`: the other streams are done with them."""
         for name in list(self._left):
             self.give_back(name)
 
     def empty_cache(self) -> None:
-        """Return to the device what is not divided and not a recording's: ``torch.cuda.empty_cache``."""
+        """Return free whole segments to the device, except those of recordings: ``torch.cuda.empty_cache``."""
         self.wait()  # as torch does before it returns memory
         for (owner, _, _), pool in self._pools.items():
             if not owner:
                 self._release(pool)
 
     def find_block(self, name: Any) -> tuple[int, int]:
-        """Return address and size of the block of ``name``."""
+        """Return the address and the size of the block of ``name``."""
         return self._held[name][1:]
 
     def _find_free(self, pool: _Pool, size: int) -> tuple[int, int] | None:
-        """Take the free piece that fits best out of its pool; None where none fits."""
+        """Remove the best-fitting free piece from its pool and return it, or None if no piece fits."""
         place = bisect_left(pool.sizes, (size, -1))
         if place == len(pool.sizes):
             return None
         found, address = pool.sizes[place]
         limit = self.settings.max_split_size
-        if limit is not None:  # large pieces are for large blocks, and for those of about their size
+        if limit is not None:  # large pieces are only for large blocks of about their size
             is_kept = size < limit <= found or (size >= limit and found >= size + self.settings.large_segment)
             if is_kept:
                 return None
         return address, pool.remove(address)
 
     def _is_divided(self, pool: _Pool, found: int, size: int) -> bool:
-        """Return whether the rest of a piece, behind ``size`` bytes of it, becomes a piece of its own."""
+        """Return whether the rest of a piece, after its first ``size`` bytes, becomes a separate piece."""
         if pool.is_small or self.settings.expandable_segments:
             return found - size >= SMALLEST_BLOCK
         limit = self.settings.max_split_size
         return (limit is None or size < limit) and found - size > LARGEST_SMALL
 
     def _ask_device(self, pool: _Pool, size: int, recording: bool) -> tuple[int, int]:
-        """Return a new piece; give cached ones back to the device where it has no more."""
+        """Return a new piece; free the cache first if the device has no memory left."""
         take = self._expand if self.settings.expandable_segments else self._take_segment
         found = take(pool, size)
-        if found is None and not recording:  # nothing may be freed while a recording is made
+        if found is None and not recording:  # no segment may be freed during a recording
             self.empty_cache()
             found = take(pool, size)
         if found is None:
@@ -279,7 +278,7 @@ class Allocator:
         return found
 
     def _take_segment(self, pool: _Pool, size: int) -> tuple[int, int] | None:
-        """Return a new segment; None where the device has no more."""
+        """Return a new segment, or None if the device has no memory left."""
         wanted = -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
         if pool.is_small:
             wanted = SMALL_SEGMENT
@@ -292,7 +291,7 @@ class Allocator:
         return address, wanted
 
     def _expand(self, pool: _Pool, size: int) -> tuple[int, int] | None:
-        """Let a pool's expandable segment grow until so many bytes at its end are free, and return these."""
+        """Grow a pool's expandable segment until ``size`` bytes at its end are free, and return this piece."""
         pool.end = pool.end or self._place(2**40)
         first = pool.ends.get(pool.end, pool.end)
         page = SMALL_SEGMENT if pool.is_small else self.settings.large_segment
@@ -316,7 +315,7 @@ class Allocator:
         return True
 
     def _release(self, pool: _Pool) -> None:
-        """Return the whole segments of a pool, or the free pages at the end of its expandable one."""
+        """Release the free whole segments of a pool, or the free pages at the end of its expandable segment."""
         for address in [each for each, size in pool.begins.items() if pool.segments.get(each) == size]:
             self.reserved -= pool.remove(address)
             del pool.segments[address]

@@ -1,9 +1,8 @@
-"""Measure a GPU of this machine once: how far its kernels are from what its figures say, and what Python takes.
+"""Measure a GPU of this machine once: the factors of its kernels over the estimates, and Python's time per operator.
 
-A few operators of every kind are timed, and each kind gets one factor: measured seconds over estimated ones. The table
-of the H200 says how kernels of different shapes compare with each other, which the factor leaves as it is. An operator
-is captured several times in one CUDA graph and timed by events around a replay, so that the time Python needs to start
-it does not count.
+A few operators of every kind are timed, and each kind gets one factor: measured seconds over estimated seconds. The
+ratios between kernels of different shapes stay those of the H200's table. An operator is captured several times in one
+CUDA graph and timed by events around a replay, so Python's time to launch it does not count.
 """
 
 import gc
@@ -47,10 +46,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Of the file's form."""
+"""Version of the file's format."""
 
 WANTED_S, LONGEST_S = 0.002, 0.1
-"""Seconds of kernels in a recording, long beside the start of a replay; and of one that is not recorded."""
+"""Seconds of the kernels in a recording, long against the launch of a replay; and the limit above which a call is timed
+without a recording."""
 
 MOST_CALLS, MOST_REPLAYS = 100, 5
 
@@ -60,7 +60,7 @@ CONVOLUTIONS = ((32, 64, 3), (64, 32, 3), (128, 16, 3), (256, 8, 3), (16, 64, 5)
 """Channels in and out, sides of the volume and of the kernel."""
 
 VOLUMES = ((32, 64), (32, 128), (128, 32))
-"""Channels and side of what passes over memory are timed on."""
+"""Channels and side of the volumes on which passes over memory are timed."""
 
 PRODUCTS = ((4096, 4096, 4096), (117_649, 48, 192), (2744, 192, 768))
 """Rows, inner and columns of matrix products."""
@@ -70,19 +70,19 @@ Call = tuple[Any, tuple[Any, ...]]
 
 
 def calibrate(device: torch.device, folder: str | Path | None = None) -> GpuKind:
-    """Return this GPU with its own rates, which are measured unless they have been, with this version of torch.
+    """Return this GPU with its own rates, stored or measured now; each version of torch has its own rates.
 
     Parameters
     ----------
     device
-        A GPU that nobody else uses meanwhile.
+        A GPU that is otherwise idle.
     folder
-        Where rates are kept: by default ``volseg/rates`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``.
+        Folder of the stored rates: by default ``volseg/rates`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``.
 
     Raises
     ------
     ConfigError
-        If the device is no GPU.
+        If the device is not a GPU.
     """
     if device.type != "cuda":
         raise ConfigError(f"only a GPU can be measured, got {device}; name a kind of GPU or a machine instead")
@@ -99,7 +99,7 @@ def calibrate(device: torch.device, folder: str | Path | None = None) -> GpuKind
 
 
 def rates_file_path(gpu: str, version: str, folder: str | Path | None = None) -> Path:
-    """Return where the rates of a GPU and a version of torch are kept."""
+    """Return the file of the rates of a GPU and a version of torch."""
     if folder is None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         folder = os.path.join(home, "volseg", "rates")
@@ -108,7 +108,7 @@ def rates_file_path(gpu: str, version: str, folder: str | Path | None = None) ->
 
 
 def read_calibration(file: Path, machine: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what is kept of a machine; None, with a warning that says why, where it has to be measured anew."""
+    """Return the stored rates of a machine, or None; log a warning with the reason if they cannot be used."""
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def read_calibration(file: Path, machine: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def describe_kind(stored: Mapping[str, Any]) -> GpuKind:
-    """Return the kind of GPU that was measured."""
+    """Return the measured GPU as a kind."""
     machine = stored["machine"]
     return replace(
         _find_base(machine),
@@ -141,14 +141,14 @@ def describe_kind(stored: Mapping[str, Any]) -> GpuKind:
 
 
 def _find_base(machine: Mapping[str, Any]) -> GpuKind:
-    """Return the kind that factors refer to; of a GPU that is not known, an H200 of as many multiprocessors."""
+    """Return the kind that the factors refer to; for an unknown GPU, an H200 with its number of multiprocessors."""
     known = next((kind for kind in KINDS.values() if kind.name == machine["gpu"]), None)
     like = known or replace(KINDS["h200"], name=machine["gpu"], capability=tuple(machine["capability"]), measured=False)
     return replace(like, processors=machine["processors"])
 
 
 def measure_factors(base: GpuKind, device: torch.device) -> dict[str, float]:
-    """Return by group of kernels (`name_group`) how many times as long they take as a kind of GPU is said to."""
+    """Return measured over estimated seconds by group of kernels (`name_group`)."""
     found: dict[str, list[float]] = {}
     dtypes = torch.bfloat16 if base.takes_bfloat16() else torch.float16, torch.float32
     with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):
@@ -182,7 +182,7 @@ def _list_calls(dtype: torch.dtype, device: torch.device) -> Iterator[Call]:
 
 
 def time_once(call: Callable[[], object]) -> float:
-    """Return the device's seconds for a call on the current stream."""
+    """Return the device's seconds of one call on the current stream."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     call()
@@ -192,11 +192,11 @@ def time_once(call: Callable[[], object]) -> float:
 
 
 def record(call: Callable[[], object], count: int, stream: torch.cuda.Stream) -> Graph:
-    """Return a recording of some calls, on a stream on which the call has run: libraries keep workspaces per stream."""
+    """Record repeated calls on a stream on which the call has run before, as libraries keep workspaces per stream."""
     torch.cuda.synchronize()
     collects = gc.isenabled()
     graph = Graph(stream)
-    gc.disable()  # graphs and events that go while another graph is recorded would break it
+    gc.disable()  # destroying other graphs and events during the capture would break it
     try:
         graph.begin()
         for _ in range(count):
@@ -209,7 +209,7 @@ def record(call: Callable[[], object], count: int, stream: torch.cuda.Stream) ->
 
 
 def time_calls(call: Callable[[], object], stream: torch.cuda.Stream) -> float:
-    """Return seconds of a call's kernels, without the host's share; ``stream`` is the current one."""
+    """Return the seconds of a call's kernels, without the host's share; ``stream`` is the current stream."""
     call()
     first = min(time_once(call) for _ in range(2))
     if first > LONGEST_S:
@@ -239,10 +239,11 @@ def _time_host(call: Callable[[], object], count: int = 200) -> float:
 
 
 def measure_host(device: torch.device) -> dict[str, float]:
-    """Return seconds of the host per operator of an eager step, and of the device per kernel of a replayed one.
+    """Return the host's seconds per operator of an eager step, and the device's per kernel of a replayed step.
 
     ``forward`` and ``backward`` of ``convolution``, ``norm`` and ``pointwise`` with autograd, in a network's modules;
-    ``triton`` for a kernel of our own; ``operator`` without autograd; ``graph`` for the gap between replayed kernels.
+    ``triton`` for one of volseg's kernels; ``operator`` without autograd; ``graph`` for a replayed kernel; ``replay``
+    for the launch of a replay.
     """
     with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):
         x = torch.randn(1, 8, 4, 4, 4, device=device, requires_grad=True)
@@ -275,7 +276,7 @@ def _go_back(chain: nn.Module, x: Tensor, gradient: Tensor) -> None:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return the GPU and the versions that measured rates belong to."""
+    """Return the GPU and the versions for which measured rates hold."""
     told = torch.cuda.get_device_properties(device)
     return {
         "gpu": told.name,

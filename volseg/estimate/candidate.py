@@ -1,8 +1,8 @@
-"""Ways to run a training step on some GPUs, and what is estimated of one: pure, on numbers alone.
+"""List the ways to run a training step on some GPUs, and hold the estimate of each: pure functions of numbers.
 
-What cannot be run at all is not listed: more replicas than samples, more slabs than planes, micro-batches larger than
-the batch. What is no faster than another of the list whatever the network is (recomputation where memory suffices) is
-not listed either, but comes behind that other one: see `relieve`.
+Candidates that cannot run are not listed: more replicas than samples, more slabs than planes, micro-batches larger than
+the batch. Recomputation is never faster than the same candidate without it, so the list leaves it out; `relieve` adds
+it where a candidate does not fit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,64 +16,64 @@ __all__ = ["Candidate", "Estimate", "Freedom", "list_candidates", "name_candidat
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Who computes what, and how."""
+    """One way to share a training step over GPUs, and to run it."""
 
     data: int = 1
     """Replicas of the network, which share the samples of a batch."""
     spatial: int = 1
     """Slabs of each volume."""
     pipeline: int = 1
-    """Stages of the network, each on a GPU."""
+    """Stages of the network, one per GPU."""
     split_size: int | None = None
     """Samples per micro-batch of a pipeline."""
     cuts: tuple[str, ...] | None = None
-    """Where a pipeline's stages begin, as dotted module paths; by default where their times say."""
+    """Dotted paths of the modules at which a pipeline's stages begin; by default chosen by the modules' times."""
     checkpoint: Literal["all", "tiled"] | int | None = None
-    """Activations that are computed again in backward: all, those of that many finest levels, or all, by tiles."""
+    """Activations that are recomputed in backward: all, those of this many finest levels, or all, by tiles."""
     kernels: Literal["fast", "torch"] = "fast"
     recorded: bool = False
-    """Whether the step is one CUDA graph."""
+    """Whether the step is captured as one CUDA graph."""
 
     @property
     def num_gpus(self) -> int:
-        """Devices that it takes."""
+        """Number of GPUs of the candidate."""
         return self.data * self.spatial * self.pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a candidate needs; ``memory`` is that of the device that needs most."""
+    """Estimated memory and time of a candidate; ``memory`` is that of the device that needs most."""
 
     candidate: Candidate
     memory: MemoryUse | None = None
-    """None where it cannot run at all; ``refused`` says why."""
+    """None if the candidate cannot run; ``refused`` has the reason."""
     devices: tuple[MemoryUse, ...] = ()
-    """Of every device: process after process, stage after stage; none where ``memory`` is None."""
+    """Memory of every device, ordered by process, then by stage; empty if ``memory`` is None."""
     seconds: float | None = None
-    """Of one optimizer step."""
+    """Seconds of one optimizer step."""
     host_seconds: float | None = None
-    """Of these, those that Python takes to start what is not replayed."""
+    """Seconds per step that Python takes to launch kernels that are not replayed."""
     host_forward_seconds: float | None = None
-    """Of these, those of the forward pass."""
+    """The share of ``host_seconds`` in the forward pass."""
     refused: str | None = None
-    """Why it cannot run, or does not fit."""
+    """Reason why the candidate cannot run or does not fit."""
     more_than: int | None = None
-    """Bytes of a GPU that it needs more than, where it was given up on the way since it does not fit; else None."""
+    """Lower bound on the bytes of a GPU, if the trace stopped early because the candidate does not fit; else None."""
 
     @property
     def runs(self) -> bool:
-        """Whether it fits and nothing refuses it."""
+        """Whether the candidate can run and fits."""
         return self.refused is None
 
 
 LEVELS = (1, 2, 3, "all", "tiled")
-"""Activations that are recomputed, fewer first: those of so many of the finest levels, all, or all and by tiles. Every
-level of a network holds an eighth of the voxels of the one above it, so that the fourth one adds next to nothing."""
+"""Levels of recomputation, least first: this many of the finest levels, all, or all by tiles. Each level of a network
+has an eighth of the voxels of the next finer level, so a fourth level would save next to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Freedom:
-    """What may be chosen; a number says what was decided already."""
+    """The open settings of a search; a number fixes a setting in advance."""
 
     data: int | None = None
     spatial: int | None = None
@@ -81,29 +81,29 @@ class Freedom:
     split_size: int | None = None
     checkpoint: Literal["all", "tiled"] | int | None = None
     kernels: tuple[Literal["fast", "torch"], ...] = ("torch",)
-    """Of a network on one GPU that recomputes nothing: those that are taken, then those that it falls back to. Where
-    volumes are cut it is always the fast ones."""
+    """Kernels of a network on one GPU without recomputation: the first choice, then the fallback. Cut volumes always
+    use the fast kernels."""
     records: bool = True
-    """Whether a step that can be recorded is."""
+    """Whether to record a step that can be recorded."""
     whole: bool = False
-    """Whether neither volumes nor the network are cut."""
+    """Whether to cut neither volumes nor the network."""
     one_process: bool = False
-    """Whether one process has all GPUs: then there are no replicas."""
+    """Whether one process drives all GPUs: then there are no replicas."""
 
 
 def list_candidates(num_gpus: int, batch_size: int, sides: Sequence[int], free: Freedom) -> list[Candidate]:
-    """Return who may compute what, on one GPU, or on ``num_gpus``, or on fewer where a batch has fewer samples.
+    """Return the candidates on one GPU, on ``num_gpus``, or on fewer GPUs if a batch has fewer samples.
 
     Parameters
     ----------
     num_gpus : int
-        There are.
+        Number of GPUs.
     batch_size : int
         Samples of a step.
     sides : sequence of int
         D, H, W of a volume.
     free : Freedom
-        What is left open.
+        Open and fixed settings.
 
     Examples
     --------
@@ -112,13 +112,13 @@ def list_candidates(num_gpus: int, batch_size: int, sides: Sequence[int], free: 
     """
     meshes = sorted(
         _list_meshes(num_gpus, batch_size, max(sides), free),
-        key=lambda mesh: (mesh != (1, 1, 1), mesh[2], mesh[1]),  # what cuts least comes first
+        key=lambda mesh: (mesh != (1, 1, 1), mesh[2], mesh[1]),  # fewest cuts first
     )
     return [candidate for mesh in meshes for candidate in _list_ways(*mesh, batch_size, free)]
 
 
 def _list_meshes(num_gpus: int, batch_size: int, planes: int, free: Freedom) -> Iterator[tuple[int, int, int]]:
-    """Give replicas, slabs and stages of each mesh that goes with what was decided."""
+    """Yield the numbers of replicas, slabs and stages of each mesh that agrees with ``free``."""
     most_data = 1 if free.one_process else min(num_gpus, batch_size)
     decided = free.data is not None or free.spatial is not None or free.pipeline is not None
     for data in range(1, most_data + 1):
@@ -132,7 +132,7 @@ def _list_meshes(num_gpus: int, batch_size: int, planes: int, free: Freedom) -> 
                 )
                 uses_all = count == num_gpus or (data == most_data and count == data)
                 alone = count == 1 and not decided
-                # Stages of a replica that gets one sample wait for each other: for who asks for it.
+                # Stages of a replica with one sample wait for each other: only on request.
                 idle = data > 1 and pipeline > 1 and batch_size < 2 * data and free.pipeline is None
                 refused = cuts_both or idle or (free.whole and spatial * pipeline > 1)
                 if asked and not refused and (uses_all or alone):
@@ -140,7 +140,7 @@ def _list_meshes(num_gpus: int, batch_size: int, planes: int, free: Freedom) -> 
 
 
 def _list_ways(data: int, spatial: int, pipeline: int, batch_size: int, free: Freedom) -> Iterator[Candidate]:
-    """Give the ways in which a mesh can be run."""
+    """Yield the candidates of a mesh."""
     # A step is recorded on one GPU of each process; a pipeline records its stages.
     records = free.records and not (free.one_process and spatial > 1)
     mesh = Candidate(data=data, spatial=spatial, pipeline=pipeline, recorded=records)
@@ -158,9 +158,9 @@ def _list_ways(data: int, spatial: int, pipeline: int, batch_size: int, free: Fr
 
 
 def relieve(candidate: Candidate, free: Freedom) -> list[Candidate]:
-    """Return what to take where a candidate does not fit: the same with more and more activations recomputed.
+    """Return alternatives to a candidate that does not fit: the same candidate with increasing recomputation.
 
-    Recomputation runs the same kernels and some of them twice: where the candidate fits, none of these is faster.
+    Recomputation runs the same kernels, and some of them twice, so no alternative is faster than a candidate that fits.
 
     Examples
     --------
@@ -173,7 +173,7 @@ def relieve(candidate: Candidate, free: Freedom) -> list[Candidate]:
 
 
 def name_candidate(candidate: Candidate, *, kernels: bool = False) -> str:
-    """Return a candidate in the words of a config."""
+    """Return the name of a candidate, in the keys of a config."""
     parts = [
         f"{name}: {count}"
         for name, count in (("data", candidate.data), ("spatial", candidate.spatial), ("pipeline", candidate.pipeline))

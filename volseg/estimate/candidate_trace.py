@@ -1,8 +1,8 @@
-"""Follow a candidate without a GPU, by the strategy that would run it.
+"""Trace a candidate without a GPU, through the strategy that would run it.
 
-The strategies' own code runs: slabs and halos, stages and micro-batches, sums of gradients. Where several processes
-would work together, one is followed by itself (``lone_process``), the one that needs most; where one process has
-several GPUs, all of them are.
+The strategies' own code runs: slabs and halos, stages and micro-batches, sums of gradients. Of several processes, only
+the one that needs most is traced (``single_rank``), or two that differ; of one process with several GPUs, all GPUs are
+traced.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ from volseg.parallel.spatial import ShardedVolume, Spatial
 __all__ = ["trace_candidate"]
 
 NUM_STEPS = 2
-"""Steps that are run as they are: the first makes the optimizer's state and the mailboxes, the second finds them."""
+"""Number of eager steps: the first creates the optimizer's state and the mailboxes, the second reuses them."""
 
 TimeKernel = Callable[[KernelRun], float]
 
@@ -51,29 +51,29 @@ def trace_candidate(
     one_process: bool = False,
     limit: int | None = None,
 ) -> tuple[StepTrace, ...]:
-    """Return what each GPU of a candidate is asked for, or each that differs from the others.
+    """Return the trace of each GPU of a candidate, or of each GPU that differs from the others.
 
     Parameters
     ----------
     work : Work
         The step.
     candidate : Candidate
-        Who computes what of it.
+        How to share and run the step.
     gpu : GpuKind
         The kind of GPU.
     time_kernel : callable, optional
-        Returns the seconds of a kernel; a pipeline is cut by them. By default those of the kind of GPU, for pipelines.
+        Returns the seconds of a kernel, by which a pipeline is cut. By default, pipelines use those of ``gpu``.
     one_process : bool
-        Whether the slabs lie on GPUs of one process, and not each on that of its own.
+        Whether one process drives the GPUs of all slabs; else each slab has its own process.
     limit : int, optional
-        Bytes of tensors on a GPU, above which nothing is followed any further; see ``tracing``.
+        Bytes of live tensors on a GPU above which the trace stops; see ``tracing``.
 
     Raises
     ------
     OutOfMemoryError
         If a GPU would hold more than the limit.
     VolsegError
-        If the strategy refuses the network or the batch, in its own words.
+        If the strategy refuses the network or the batch; the message is the strategy's.
     """
     _check(work, candidate)
     follow = partial(tracing, gpu, limit=limit)
@@ -82,7 +82,7 @@ def trace_candidate(
     if (candidate.pipeline > 1 or one_process) and candidate.data > 1 and candidate.recorded:
         raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
     if candidate.num_gpus > 1 and candidate.pipeline == 1 and not one_process:
-        # The last replica has the most rows, where they differ.
+        # The last replica has the most rows, if they differ.
         first, processes = (candidate.data - 1) * candidate.spatial, candidate.num_gpus
         ranks = [first + shard for shard in _list_shards(candidate, max(work.sides))]
         traces = [_follow_process(work, candidate, follow(1, time_kernel), rank, processes).traces() for rank in ranks]
@@ -109,25 +109,25 @@ def _check(work: Work, candidate: Candidate) -> None:
 
 
 EVEN = 16
-"""Planes of each slab that are a multiple of this stay alike down to a network's coarsest levels."""
+"""Slabs whose planes are a multiple of this stay equal down to a network's coarsest levels."""
 
 
 def _list_shards(candidate: Candidate, side: int) -> list[int]:
-    """Return the processes of a replica to follow: one between two others, and the first, with the planes left over."""
+    """Return the ranks of a replica to trace: an inner one and, if planes do not divide evenly, the first."""
     if candidate.spatial < 3:
         return [0]
     return [1] if side % (EVEN * candidate.spatial) == 0 else [0, 1]
 
 
 def _time_roughly(run: KernelRun) -> float:
-    """Return the seconds of a kernel by what an ordinary GPU of these years does at best; only their ratio counts."""
+    """Return the seconds of a kernel at the peaks of a typical current GPU; only their ratios matter."""
     return max(run.flops / 200e12, run.bytes_moved / 2e12) + 5e-6
 
 
 def _follow_process(
     work: Work, candidate: Candidate, follow: AbstractContextManager[TracedStep], rank: int, processes: int
 ) -> TracedStep:
-    """Follow one of the processes that share the step, each with as many devices as are followed."""
+    """Trace one of the processes that share the step, with all devices of ``follow``."""
     with follow as followed, ExitStack() as group:
         mesh = None
         if processes > 1:
@@ -146,7 +146,7 @@ def _follow_process(
 
 
 def _build(work: Work, followed: TracedStep) -> nn.Module:
-    """Return the network without values; it is built with values first, as some read them where they are built."""
+    """Return the fake network; it is first built with values, since some networks read values in construction."""
     with host_values():
         net = work.build()
     copied: nn.Module = followed.copy(net)
@@ -154,7 +154,7 @@ def _build(work: Work, followed: TracedStep) -> nn.Module:
 
 
 def _note_exchange(followed: TracedStep, exchange: Exchange) -> None:
-    """Put down what this process sends: where the others do as it does, what it receives they send."""
+    """Record the data that this process sends; each receive is counted where the other process sends."""
     kinds = {"send": "halo", "receive": None}
     kind = kinds.get(exchange.kind, exchange.kind)
     if kind is not None and exchange.device in followed.devices:
@@ -169,7 +169,7 @@ def _count_rows(work: Work, replicas: Replicas | None) -> int:
 
 
 def _place(net: nn.Module, candidate: Candidate, devices: list[torch.device], mesh: Mesh | None = None) -> nn.Module:
-    """Return the network where the candidate has it."""
+    """Return the network placed on the candidate's devices."""
     model: nn.Module
     if candidate.pipeline > 1:
         options = Pipeline(split_size=candidate.split_size or "auto", cuts=candidate.cuts, record=candidate.recorded)
@@ -186,7 +186,7 @@ def _place(net: nn.Module, candidate: Candidate, devices: list[torch.device], me
 
 
 def _make_slabs(work: Work, model: nn.Module, rows: int, device: torch.device) -> Batch:
-    """Return this process's part of a batch: its slabs, which another process has read and sent."""
+    """Return this process's slabs of a batch, which another process has read and sent."""
     assert isinstance(model, ModelParallel)
     read = work.make_batch(rows, torch.device("cpu"))
     return {name: _take_slab(model, field, device) for name, field in read.items()}
@@ -217,8 +217,8 @@ def _run(
 ) -> None:
     """Train on the same batch, as the training loop does; a pipeline records its stages by itself.
 
-    A step ends with its first forward pass if that shows that it cannot be recorded: the attempt, two steps later,
-    would say the same.
+    If the first forward pass shows that the step cannot be recorded, the trace ends there: the recording, two steps
+    later, would be refused for the same reason.
     """
     model.train()
     batch = make_batch()
@@ -226,7 +226,7 @@ def _run(
     optimizer = work.build_optimizer(model)
     step: Callable[[Batch], Any] = work.build_step(model, optimizer)
     num_steps = NUM_STEPS
-    if recorded:  # one more records, and another one replays
+    if recorded:  # one more step records, and another one replays
         step, num_steps = RecordedStep(model, step, warm_up=NUM_STEPS, optimizer=optimizer), NUM_STEPS + 2
         followed.listen(partial(_refuse_early, step))
     elif records_itself:
@@ -241,15 +241,15 @@ def _run(
             if isinstance(step, RecordedStep) and step.refused is not None:
                 raise NotRecordedError(f"the step would not be recorded: {step.refused}")
     handle.remove()
-    # A model that several processes share is validated by calls of the leader, which nobody follows here.
+    # A model that several processes share is validated by calls of the leader, which are not traced here.
     if work.validate is not None and not (isinstance(model, ModelParallel) and model.strategy.is_shared):
-        # Beside what the training keeps: its cache can be used again, a recording's memory cannot.
+        # In addition to the training's memory: validation reuses cached memory, but not a recording's.
         followed.mark("validate")
         work.validate(model)
 
 
 def _refuse_early(step: RecordedStep, mark: str) -> None:
-    """Refuse a step that would not be recorded, once a forward pass has shown it."""
+    """Raise if the forward pass has shown that the step cannot be recorded."""
     refused = step.foresee_refusal() if mark == "loss" else None
     if refused is not None:
         raise NotRecordedError(f"the step would not be recorded: {refused}")
@@ -257,9 +257,9 @@ def _refuse_early(step: RecordedStep, mark: str) -> None:
 
 @contextmanager
 def _marked(model: nn.Module) -> Iterator[None]:
-    """Say where forward, loss and backward begin.
+    """Mark the beginnings of forward, loss and backward.
 
-    The hooks hold nothing: a recorded step watches what the network's hooks could read.
+    The hooks hold no references, since a recorded step watches everything that the network's hooks could read.
     """
     handles = [model.register_forward_pre_hook(_begin_forward), model.register_forward_hook(_end_forward)]
     try:

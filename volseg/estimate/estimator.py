@@ -1,4 +1,4 @@
-"""What one way to run a step needs: it is followed, and its memory and its time are found."""
+"""Estimate the memory and the time of one candidate: trace its step, then model the allocator and the kernels."""
 
 import logging
 import math
@@ -26,34 +26,34 @@ from volseg.estimate.work import Work
 __all__ = ["Machine", "Planned", "Resize", "Sides"]
 
 MOST_TIMES, SMALLEST = 64, 16 * 2**30
-"""How often the memory of a GPU, or of such a small one, is taken before a step is given up: no number of GPUs that is
-looked for where nothing fits could hold it. Losses and recomputation go through a volume piece by piece, so the larger
-it is the longer it is followed: a patch of 100,000 voxels along each axis for ever."""
+"""A trace stops at ``MOST_TIMES`` times the memory of a GPU, counted as at least ``SMALLEST`` bytes: no number of GPUs
+that the remedies try could hold the step. Losses and recomputation process a volume piece by piece, so the time of a
+trace grows with the volume: a patch of 100,000 voxels along each axis would never end."""
 
 MARGINS = {"recorded": 1.02, "spatial": 1.04, "recomputed": 1.065}
-"""Factors of reserved memory, by how a step runs: on H200s and H100s estimates were up to 7, 8 and 11 % below what was
-measured without them, and are up to 5 % below it with them."""
+"""Factors on reserved memory, by how a step runs. On H200s and H100s, estimates without them were up to 7, 8 and 11 %
+below the measured memory; with them, up to 5 % below."""
 
 Resize = Callable[[Sides], tuple[Work, int]]
-"""Makes the work on volumes of other sides, and says how many bytes of a GPU something else takes then."""
+"""Returns the work on volumes of other sides, and the bytes of a GPU that something else takes with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A step, and the GPUs that are to share it."""
+    """A training step, and the GPUs that share it."""
 
     work: Work
     machine: Machine
     free: Freedom = field(default_factory=Freedom)
-    """What may be chosen."""
+    """Open and fixed settings of the candidates."""
     reserve: int = 0
     """Bytes of each GPU that something else takes."""
     times: float = 1.0
-    """Of the followed step's time, that of an optimizer step: where it gathers more batches than are followed."""
+    """Time of an optimizer step over the time of the traced step: above 1 if only some of its batches are traced."""
     resize: Resize | None = None
-    """By which the largest volume is found."""
+    """Used to find the largest volume."""
     divisors: tuple[int, int, int] = (1, 1, 1)
-    """What the sides of a volume must be multiples of."""
+    """The sides of a volume must be multiples of these."""
 
     @property
     def capacity(self) -> int:
@@ -61,11 +61,11 @@ class Planned:
         return self.machine.gpu_bytes - self.reserve
 
     def estimate(self, candidate: Candidate, to_end: bool = True) -> Estimate:
-        """Return the forecast of a way to run an optimizer step.
+        """Return the estimate of an optimizer step of a candidate.
 
-        Where the kernels that it should take have no form for the network, it takes the others. Without ``to_end``,
-        what is known on the way not to fit is given up (``Estimate.more_than``), but for one GPU's plain step: its time
-        is a bound of all others'.
+        If the preferred kernels do not support the network, the estimate uses the fallback. Without ``to_end``, a trace
+        stops as soon as the step cannot fit (``Estimate.more_than``), except that of the plain step on one GPU: its
+        time bounds the times of all others.
         """
         uncut = candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None
         to_end = to_end or (uncut and candidate.data == 1)
@@ -74,32 +74,32 @@ class Planned:
             forecast = self.follow(replace(candidate, kernels=self.free.kernels[1]), to_end=to_end)
         if forecast.seconds is None:
             return forecast
-        # An optimizer step gathers more batches than are traced.
+        # An optimizer step accumulates more batches than are traced.
         names = ("seconds", "host_seconds", "host_forward_seconds")
         return replace(forecast, **{name: self.times * getattr(forecast, name) for name in names})
 
     def follow(self, candidate: Candidate, *, to_end: bool = True) -> Estimate:
-        """Trace a candidate, and return what it needs; what is traced may be a part of an optimizer step.
+        """Trace a candidate, and return its estimate; the traced step may be a part of an optimizer step.
 
         Parameters
         ----------
         candidate : Candidate
-            Who computes what.
+            How to share and run the step.
         to_end : bool
-            Whether to trace what cannot fit to its end, for its numbers. Otherwise it is given up once the tensors that
-            are alive together do not fit: torch's allocator can only take more.
+            Whether to trace a step that cannot fit to its end, for its numbers. Otherwise the trace stops once the live
+            tensors do not fit: torch's allocator can only take more.
 
         Returns
         -------
         Estimate
-            Refused, with the reason, where it cannot run or does not fit. Where it would not be recorded, of the same
-            step without a recording.
+            Refused, with the reason, if the candidate cannot run or does not fit. If the step cannot be recorded, the
+            estimate is that of the same step without a recording.
         """
         work, gpu, one_process = self.work, self.machine.gpu, self.free.one_process
         limit = MOST_TIMES * max(self.machine.gpu_bytes, SMALLEST)
         processes = 1 if one_process else candidate.data * candidate.spatial
         refuse = partial(Estimate, candidate=candidate)
-        if math.prod(work.shape) > limit * candidate.num_gpus:  # torch cannot count the bytes of the largest ones
+        if math.prod(work.shape) > limit * candidate.num_gpus:  # torch cannot count the bytes of the largest batches
             refused = (
                 f"a batch of {' x '.join(map(str, work.shape))} is larger than {MOST_TIMES} times the memory of all "
                 "GPUs; take smaller patches or volumes, or a smaller batch"
@@ -110,25 +110,25 @@ class Planned:
                 traces = trace_candidate(
                     work,
                     candidate,
-                    replace(gpu, memory=self.capacity),  # by which a pipeline decides how many stages it needs
+                    replace(gpu, memory=self.capacity),  # a pipeline chooses its number of stages by this
                     time_kernel=gpu.seconds if candidate.pipeline > 1 else None,
                     one_process=one_process,
                     limit=limit if to_end else self.capacity - estimate_least_cuda_overhead(processes),
                 )
-        except NotRecordedError:  # then a training goes on without
+        except NotRecordedError:  # a training then continues without a recording
             return self.follow(replace(candidate, recorded=False), to_end=to_end)
         except OutOfMemoryError as fault:
-            there = max(0, self.capacity)  # cases and batches on their way may take all
+            there = max(0, self.capacity)  # cached cases and prefetched batches may take everything
             short = f"needs more than the {there / GIB:.1f} GiB that there are"
             return refuse(refused=_tell(fault) if to_end else short, more_than=limit if to_end else there)
         except VolsegError as fault:
             return refuse(refused=_tell(fault))
-        except Exception as fault:  # whatever a network of the user's own runs into: it looks at values, or the like
+        except Exception as fault:  # any error of the user's own network, which may read values
             return refuse(refused=f"{type(fault).__name__}: {_tell(fault)}")
         return judge(self._measure(traces, candidate, processes), self.capacity)
 
     def _measure(self, traces: tuple[StepTrace, ...], candidate: Candidate, processes: int) -> Estimate:
-        """Return memory and time of traces."""
+        """Return the memory and the time of traces."""
         is_so = {
             "recorded": candidate.recorded,
             "spatial": candidate.spatial > 1,
@@ -161,7 +161,7 @@ class Planned:
         )
 
     def need(self, candidate: Candidate, sides: Sides) -> Need | None:
-        """Return what a candidate needs of a GPU on volumes of other sides; None where it cannot run on them."""
+        """Return the memory of a candidate on volumes of other sides, or None if it cannot run on them."""
         assert self.resize is not None
         work, reserve = self.resize(sides)
         most = self.machine.gpu_bytes
@@ -175,7 +175,7 @@ class Planned:
 
 
 def _list_devices(followed: Mapping[int, MemoryUse], candidate: Candidate) -> tuple[MemoryUse, ...]:
-    """Return the memory of every GPU, of those that were not traced that of one that has as much to do, or more.
+    """Return the memory of every GPU; a GPU without a trace gets that of a traced one with as much work or more.
 
     >>> use = lambda gib: MemoryUse(used=gib, reserved=gib, outside=0, peak_in="")
     >>> [each.used for each in _list_devices({0: use(3), 1: use(4)}, Candidate(spatial=4))]
@@ -183,17 +183,17 @@ def _list_devices(followed: Mapping[int, MemoryUse], candidate: Candidate) -> tu
     """
     if len(followed) == candidate.num_gpus:
         return tuple(followed[number] for number in range(candidate.num_gpus))
-    if candidate.spatial == 1:  # each replica takes what the one does that was traced, stage by stage
+    if candidate.spatial == 1:  # each replica takes as much as the traced one, stage by stage
         return tuple(followed[number % candidate.pipeline] for number in range(candidate.num_gpus))
     inner = followed.get(1, next(iter(followed.values())))
-    outer = followed.get(0, inner)  # an outermost slab has one neighbour less
+    outer = followed.get(0, inner)  # an outermost slab has one neighbour fewer
     shards = [outer, *[inner] * (candidate.spatial - 2), outer]
     return tuple(shards * candidate.data)
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Let the strategies log nothing about what is only traced."""
+    """Silence volseg's warnings while a step is traced."""
     ours = logging.getLogger("volseg")
     before = ours.level
     ours.setLevel(logging.ERROR)

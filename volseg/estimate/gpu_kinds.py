@@ -1,7 +1,7 @@
-"""Kinds of GPUs: their memory and speed, measured here or published by their vendor.
+"""List kinds of GPUs with their memory and speed, measured here or published by their vendor.
 
-The H200 was measured, and has a table of its own. Another kind is estimated from its vendor's figures, as near to them
-as the H200 came to its own: its times are marked ``published``, and are estimates, until it is calibrated
+The H200 was measured, and has its own table. The speed of another kind is estimated from its vendor's figures, assuming
+that it reaches the same share of them as the H200 does. Its times are marked ``published`` until it is calibrated
 (`volseg.estimate.calibration`).
 """
 
@@ -22,40 +22,41 @@ from volseg.estimate.trace import KernelRun
 __all__ = ["KINDS", "GpuKind", "HostRates", "find_kind", "name_group", "read_host_rates", "read_table"]
 
 BY_CUDA_CORES = 0.6
-"""Of the peak of float32 without matrix units, which convolutions come to: cuDNN's usual efficiency there, and no
-measurement of ours."""
+"""Share of the CUDA cores' float32 peak that convolutions reach: cuDNN's usual efficiency without matrix units, not
+measured by us."""
 
 MOST_KNOWN = 50_000
-"""Kernels whose seconds a kind keeps: some megabytes."""
+"""Most kernels whose seconds a kind caches: some megabytes."""
 
 OF_SLABS = 3.6
-"""Times what a kernel of our own takes Python, in an eager step on slabs. A DynUNet's, 185 kernels and convolutions,
-took 24 to 39 ms in four runs: 173 us each beside 48 (workflows/benchmarks/results/networks_h200_*.json)."""
+"""Python's time for a kernel in an eager step on slabs, over that for one of volseg's kernels otherwise. A step of a
+DynUNet, 185 kernels and convolutions, took 24 to 39 ms in four runs: 173 us each, against 48
+(workflows/benchmarks/results/networks_h200_*.json)."""
 
 MESSAGE_S, EXCHANGE_S = 60e-6, 0.7e-3
-"""Of a sum of a few bytes, eager, and of an eager exchange of halos, in which one process waits for the other's Python:
-on two H200."""
+"""Seconds of an eager all-reduce of a few bytes, and of an eager exchange of halos, in which one process waits for the
+other's Python: on two H200s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostRates:
-    """What Python and the launch of kernels take, in seconds."""
+    """Seconds of Python and of kernel launches, per operator or message."""
 
     forward: Mapping[str, float]
-    """Of an operator with autograd: of a ``convolution``, a ``norm``, and one that is ``pointwise``."""
+    """Seconds of an operator with autograd, by kind: ``convolution``, ``norm`` and ``pointwise``."""
     backward: Mapping[str, float]
     operator: float
-    """Of one without autograd."""
+    """Seconds of an operator without autograd."""
     triton: float
-    """Of a kernel of our own."""
+    """Seconds of one of volseg's kernels."""
     slab: float
-    """Of a convolution, or a kernel of our own, in a network that runs on slabs: what leads to it included."""
+    """Seconds of a convolution, or one of volseg's kernels, in a network on slabs, including the code around it."""
     exchange: float
-    """Of an exchange of halos between processes that both start their kernels one by one."""
+    """Seconds of an exchange of halos between processes that both launch their kernels one by one."""
     message: float
-    """Of another message of a process group's."""
+    """Seconds of any other message of a process group."""
     replay: float
-    """Of a recording, whatever it holds."""
+    """Seconds to launch a replay, of any length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,36 +64,36 @@ class GpuKind:
     """One kind of GPU."""
 
     name: str
-    """As CUDA calls it, or its vendor."""
+    """Name in CUDA, or of its vendor."""
     memory: int
-    """Bytes that CUDA says there are, which is less than what is sold: the driver and error correction keep some."""
+    """Bytes that CUDA reports, fewer than the advertised size: the driver and error correction keep some."""
     processors: int
-    """Multiprocessors."""
+    """Number of multiprocessors."""
     capability: tuple[int, int]
     peaks: Peaks
     source: str
-    """Of these figures, with a date."""
+    """Source of these figures, with a date."""
     has_tf32: bool = True
-    """Whether matrix units take float32; else ``peaks.full`` is that of CUDA's cores."""
+    """Whether the matrix units support float32 as TF32; else ``peaks.full`` is the peak of the CUDA cores."""
     measured: bool = False
-    """Whether the table that comes with the package is its own."""
+    """Whether the table in the package was measured on this kind."""
     factors: Mapping[str, float] | None = None
-    """Of a calibrated GPU: by `name_group`, how many times as long its kernels take as those of its kind should."""
+    """Measured over estimated seconds of a calibrated GPU's kernels, by `name_group`."""
     host: HostRates | None = None
     _known: dict[KernelRun, float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Seconds of kernels that were asked for: a plan asks for the same thousands many times over."""
+    """Cached seconds of kernels: a plan asks for the same thousands of kernels many times."""
 
     def takes_bfloat16(self) -> bool:
-        """Say whether its matrix units take bfloat16: see ``volseg.workflow.precision``."""
+        """Return whether the matrix units support bfloat16: see ``volseg.workflow.precision``."""
         return self.capability >= (8, 0)
 
     @property
     def is_measured(self) -> bool:
-        """Whether times rest on measurements of this kind of GPU."""
+        """Whether the times are based on measurements of this kind of GPU."""
         return self.measured or self.factors is not None
 
     def seconds(self, run: KernelRun) -> float:
-        """Return how long a kernel runs."""
+        """Return the seconds of a kernel."""
         if run not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
@@ -113,19 +114,19 @@ class GpuKind:
         return seconds
 
     def host_rates(self) -> HostRates:
-        """Return what the host takes: that of the H200's machine, unless this one was calibrated."""
+        """Return the host's rates: those of a calibrated GPU's machine, else of the H200's machine."""
         return self.host or read_table().host
 
 
 def name_group(run: KernelRun) -> str:
-    """Return the group of kernels that one factor of a calibration is about."""
+    """Return the group of a kernel; a calibration has one factor per group."""
     computes = any(kernel.flops for kernel in classify(run))
     return f"{'products' if computes else 'passes'}, {name_dtype(run.dtype)}"
 
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured of the H200."""
+    """The measurements of the H200."""
 
     rates: RateTable
     host: HostRates
@@ -133,7 +134,7 @@ class Table:
 
 
 def read_host_rates(host: Mapping[str, float]) -> HostRates:
-    """Return what ``calibration.measure_host`` measured."""
+    """Return the rates that ``calibration.measure_host`` measured."""
     parts = "convolution", "norm", "pointwise"
     return HostRates(
         forward={name: host[f"{name} forward"] for name in parts},
@@ -149,7 +150,7 @@ def read_host_rates(host: Mapping[str, float]) -> HostRates:
 
 @cache
 def read_table() -> Table:
-    """Return the table that comes with the package (``workflows/benchmarks/kernel_rates.py``)."""
+    """Return the table in the package (from ``workflows/benchmarks/kernel_rates.py``)."""
     stored = json.loads(gzip.decompress(files("volseg.estimate").joinpath("tables", "h200.json.gz").read_bytes()))
     machine, host = stored["machine"], stored["host"]
     rates = RateTable(stored["rows"], KINDS["h200"].peaks, machine["processors"], host["graph"])
@@ -170,7 +171,7 @@ def _kind(
     source: str,
     **rest: bool,
 ) -> GpuKind:
-    """Return a kind; ``speeds`` are terabytes, and tera-operations in half precision, float32 and by CUDA's cores."""
+    """Return a kind; ``speeds`` are TB/s, and tera-operations per second in half, in float32 and of the CUDA cores."""
     bandwidth, half, full, cores = (1e12 * speed for speed in speeds)
     peaks = Peaks(bandwidth=bandwidth, half=half, full=full, cores=cores)
     more = {"name": name, "memory": memory, "processors": processors, "capability": capability}
@@ -200,16 +201,16 @@ KINDS: Mapping[str, GpuKind] = {
         "Tesla T4", 15_655_829_504, 40, (7, 5), (0.32, 65, 8.1, 8.1), f"{NVIDIA}/tesla-t4/ (2026-11)", has_tf32=False
     ),
 }
-"""By the name that options take. Memory as CUDA tells it on these GPUs, from memory but for the H200's."""
+"""Kinds by their names in options. Memory as CUDA reports it; measured for the H200 only, recalled for the others."""
 
 
 def find_kind(name: str) -> GpuKind:
-    """Return a kind by its short name, or by what CUDA calls it.
+    """Return a kind by its short name, or by its name in CUDA.
 
     Raises
     ------
     ConfigError
-        For a name that is none.
+        If the name is unknown.
     """
     wanted = name.strip().lower()
     if wanted in KINDS:

@@ -1,7 +1,7 @@
-"""Machines that can be rented: their GPUs, how long data take between these, and a price with its date.
+"""List machines for rent: their GPUs, the links between the GPUs, and a price with its date.
 
-Prices change, and differ by region and contract: they are there to compare candidates by, and are printed with their
-date. Where a family is no longer, or not everywhere, to be had, its figures still say what it would take.
+Prices change, and differ by region and contract: they serve to compare candidates, and are printed with their date.
+Some families are no longer on offer, or not in every region; their figures still allow an estimate.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,29 +18,29 @@ from volseg.estimate.trace import Sent
 __all__ = ["INSTANCES", "Links", "Machine", "get_instance", "get_links", "read_links"]
 
 Points = tuple[tuple[int, float], ...]
-"""Bytes and seconds, both rising."""
+"""Pairs of bytes and seconds, both rising."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What connects the GPUs of one machine.
+    """The links between the GPUs of one machine.
 
-    Where times were measured they are read between their points; else a message takes ``latency_s`` and its bytes
-    travel at ``bandwidth``.
+    Measured times are interpolated between their points; otherwise a message takes ``latency_s``, and its bytes travel
+    at ``bandwidth``.
     """
 
     bandwidth: float
-    """Bytes per second from one GPU to its neighbour, in one direction, as messages get it."""
+    """Achieved bytes per second from one GPU to its neighbour, in one direction."""
     latency_s: float
-    """Of a message."""
+    """Latency of a message in seconds."""
     points: Mapping[str, Points] = field(default_factory=dict)
-    """By kind of message, between two GPUs."""
+    """Measured times between two GPUs, by kind of message."""
 
     def seconds(self, sent: Sent) -> float:
-        """Return how long a message takes; one that nobody else takes part in takes none."""
+        """Return the seconds of a message; a message to no other device takes 0 s."""
         if sent.devices < 2 or sent.size <= 0:
             return 0.0
-        # A sum over a ring sends each byte twice, less what the device itself holds.
+        # An all-reduce over a ring sends each byte twice, except the device's own share.
         share = 2 * (sent.devices - 1) / sent.devices if sent.kind == "all_reduce" else 1.0
         if points := self.points.get(sent.kind):
             return read_curve(points, sent.size * share)
@@ -50,17 +50,17 @@ class Links:
 
 
 def read_curve(points: Points, size: float) -> float:
-    """Return seconds between measured sizes, no fewer than those of the first, in proportion behind the last."""
+    """Interpolate seconds between measured sizes: constant below the first, proportional above the last."""
     sizes, seconds = np.array(points).T
     beyond = max(1.0, size / sizes[-1])
     return float(beyond * np.exp(np.interp(np.log(size), np.log(sizes), np.log(seconds))))
 
 
 def read_links(rows: Iterable[Mapping[str, Any]], otherwise: Links) -> Links:
-    """Return the links of rows as ``calibration.links`` measures them between two GPUs; the rest as ``otherwise``.
+    """Return the links of rows that ``calibration.links`` measures between two GPUs; the rest as ``otherwise``.
 
-    Those of recorded messages: without what Python takes to send them. Planes of a halo travel through peer memory up
-    to the size at which the rows of that way end, and by NCCL above.
+    Only recorded messages count, so Python's time to send them is excluded. Planes of a halo travel through peer memory
+    up to the largest size measured that way, and through NCCL above.
     """
     found: dict[str, dict[int, float]] = {}
     for row in sorted(rows, key=lambda row: row["way"].startswith("peer")):
@@ -71,7 +71,7 @@ def read_links(rows: Iterable[Mapping[str, Any]], otherwise: Links) -> Links:
 
 
 def _rise(values: Mapping[int, float]) -> Points:
-    """Return points of which no larger message is faster than a smaller one."""
+    """Return points whose seconds do not fall as sizes rise."""
     found: list[tuple[int, float]] = []
     for size, seconds in sorted(values.items()):
         found.append((size, max(seconds, found[-1][1] if found else 0.0)))
@@ -87,43 +87,43 @@ PRICES = (
 )
 
 OF_A_LINK = 0.87
-"""Of a link's rate that copies get: 390 of 450 GB/s between two H200. Taken for other links too."""
+"""Share of a link's rate that copies reach: 390 of 450 GB/s between two H200s. Assumed for other links too."""
 
 COPY_S = 13e-6
-"""Of a copy between two GPUs that NVLink connects, however small: measured on H200, taken for others too."""
+"""Least seconds of a copy between two GPUs over NVLink: measured on H200s, assumed for others too."""
 
 _NO_LINK = Links(bandwidth=1.0, latency_s=0.0)
 
 _CUBE_MESH = Links(bandwidth=OF_A_LINK * 25 * GIGA, latency_s=COPY_S)
 """NVLink 2, hybrid cube mesh: each V100 has six links of 25 GB/s, one or two between neighbours, and some pairs of
-eight have none; counted with the single link that every pair of neighbours has.
+eight have none; modelled with the single link that every pair of neighbours has.
 https://images.nvidia.com/content/pdf/dgx1-v100-system-architecture-whitepaper.pdf"""
 
 _SWITCHED_A100 = Links(bandwidth=OF_A_LINK * 300 * GIGA, latency_s=COPY_S)
 """NVLink 3 through switches, 300 GB/s in each direction: https://www.nvidia.com/en-us/data-center/a100/"""
 
 _SWITCHED_H100 = Links(bandwidth=OF_A_LINK * 450 * GIGA, latency_s=COPY_S)
-"""NVLink 4 through switches, 450 GB/s in each direction: copies between two H200 (docs/measurements.md);
+"""NVLink 4 through switches, 450 GB/s in each direction: copies between two H200s (docs/measurements.md);
 https://www.nvidia.com/en-us/data-center/h100/"""
 
 _PCIE_4, _PCIE_3 = Links(bandwidth=8 * GIGA, latency_s=30e-6), Links(bandwidth=5 * GIGA, latency_s=30e-6)
-"""Through the host, an estimate: these GPUs do not write to each other's memory, so each byte crosses PCIe twice."""
+"""PCIe through the host, an estimate: these GPUs do not write to each other's memory, so each byte crosses it twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """GPUs of one kind in a machine, which may be one that can be rented."""
+    """A machine with GPUs of one kind, here or for rent."""
 
     gpu: GpuKind
     num_gpus: int
     links: Links
-    """What connects them."""
+    """Links between the GPUs."""
     gpu_bytes: int
-    """Memory of one of them."""
+    """Memory of one GPU."""
     instance: str | None = None
-    """What it is called by who lets it."""
+    """The vendor's name of the machine."""
     price_per_hour: float | None = None
-    """In US dollars; None where it is not sold by the hour to everybody."""
+    """Price in US dollars; None if the machine has no public hourly price."""
     price_source: str | None = None
 
 
@@ -149,7 +149,7 @@ _FAMILIES: Mapping[str, tuple[str, Links, Mapping[str, tuple[int, float | None]]
         | {"16xlarge": (1, 3.3968), "12xlarge": (4, 4.6016), "24xlarge": (4, 6.6752), "48xlarge": (8, 13.3504)},
     ),
 }
-"""By family: the kind of GPU, its links, and of each size the GPUs and US dollars per hour.
+"""By family: the kind of GPU, its links, and for each size the number of GPUs and US dollars per hour.
 https://aws.amazon.com/ec2/instance-types/accelerated-computing/ (from memory, 2026-11)"""
 
 INSTANCES: Mapping[str, Machine] = {
@@ -165,16 +165,16 @@ INSTANCES: Mapping[str, Machine] = {
     for family, (gpu, links, sizes) in _FAMILIES.items()
     for size, (num_gpus, price) in sizes.items()
 }
-"""By name."""
+"""Machines by name."""
 
 
 def get_instance(name: str) -> Machine:
-    """Return a machine by its name, or by that of its family where that has one size only.
+    """Return a machine by its name, or by its family's name if the family has only one size.
 
     Raises
     ------
     ConfigError
-        For a family of several sizes, with all of them; for a name that is none, with the nearest ones.
+        If a family has several sizes (lists them), or if the name is unknown (suggests the nearest).
 
     Examples
     --------
@@ -198,9 +198,9 @@ def get_instance(name: str) -> Machine:
 
 
 def get_links(kind: GpuKind) -> Links:
-    """Return what connects GPUs of a kind where no machine is named: as measured, else as in the machines that have it.
+    """Return the links of a kind of GPU without a named machine: measured ones, else those of a machine with this kind.
 
-    GPUs of a kind that is never sold several at a time are taken to be connected by PCIe.
+    If no machine has several GPUs of the kind, PCIe is assumed.
     """
     if kind.measured:
         return read_links(read_table().links, _SWITCHED_H100)

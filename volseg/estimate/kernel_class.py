@@ -1,8 +1,8 @@
-"""Which measured kernels a kernel is compared with: those of its family, the nearest in shape first.
+"""Classify kernels, so that each is compared with measured kernels of its family, the nearest in shape first.
 
-A family is a function in one layout and one type of numbers: forward convolutions without strides, of half precision
-with channels last. Within it, kernels of one shape (channels in and out, taps) lie on a curve over the size of the
-volume. A row of the table and a ``KernelRun`` of a trace are classified by the same function, from shapes alone.
+A family is a function in one layout and one type of numbers, such as forward convolutions without strides, in half
+precision with channels last. Within a family, kernels of one shape (channels in and out, taps) form a curve over the
+size of the volume. The same function classifies a row of the table and a ``KernelRun`` of a trace, from shapes only.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ __all__ = [
 ]
 
 HALF, FULL = "half", "float32"
-"""Types of numbers, as far as speed goes."""
+"""Types of numbers that differ in speed."""
 
 TURNED_ROUND = ", turned round"
-"""End of the name of a convolution that is asked for as the gradient of one with the flipped kernel."""
+"""Suffix for a transposed convolution of stride 1: a convolution, requested as the gradient of its flipped form."""
 
 LAID_OUT_ANEW = ", laid out anew"
-"""End of the name of a copy whose result has its channels elsewhere in memory."""
+"""Suffix for a copy that changes the layout of the channels."""
 
 STRIDED = ", strided"
-"""End of the name of a copy or an addition whose tensors do not lie in the same order, in the rows of the table."""
+"""Suffix for a copy or an addition whose tensors differ in memory order, in the rows of the table."""
 
 CONVOLUTION, BACKWARD = "aten.convolution", "aten.convolution_backward"
 
@@ -49,51 +49,51 @@ BY_PROCESSOR = (
     GROUP_NORM,
     "aten.native_group_norm_backward",
 )
-"""Norms of torch's that give each channel, or group, to one multiprocessor, where channels are not last: two channels
-take as long as a hundred."""
+"""Torch's norms that give each channel, or group, to one multiprocessor if channels are not last: two channels take as
+long as a hundred."""
 
 PROCESSORS = 132
-"""Of the GPU whose table comes with the package."""
+"""Multiprocessors of the GPU whose table is in the package."""
 
 COUNTED_BY_TAPS = ("few_taps", "many_taps", "few_in", "few_out")
-"""Kernels of our own whose speed is that of a matrix product, and not of memory."""
+"""Kernels of volseg whose speed is that of a matrix product, not of memory."""
 
 ON_CORES = "depthwise"
-"""Kernels of our own that multiply voxel by voxel: no matrix unit can, so large ones take what CUDA's cores do."""
+"""Kernels of volseg that multiply voxel by voxel, which matrix units cannot: the CUDA cores limit large ones."""
 
 
 ATTENTION = {"attention": 2, "attention_query": 3, "attention_key": 4, "attention_term": 2}
-"""Kernels of our own for attention, and how many products of matrices each has of all scores."""
+"""Attention kernels of volseg, with the number of matrix products over all scores."""
 
 BESIDE_PRODUCTS = 150
-"""Multiplications and additions for the rest of a score: about 20 instructions in float32 (terms, exponential, sums,
-places in memory), in whose time the matrix units do 600. Products stand for these kernels where none was measured, and
-reach a quarter of that. Counted, not measured."""
+"""Multiplications and additions for the rest of a score. The rest is about 20 instructions in float32 (terms,
+exponential, sums, addresses), in whose time the matrix units do 600 operations. Unmeasured kernels are estimated from
+matrix products, which reach a quarter of that. Counted, not measured."""
 
 
 class KernelClass(NamedTuple):
-    """A family, a shape within it, and what is computed and moved."""
+    """A family, a shape within it, and the operations and bytes of a kernel."""
 
     family: str
     shape: tuple[float, ...]
-    """Logarithms to base 2, so that twice as many channels are as far away wherever one starts."""
+    """Logarithms to base 2, so a doubling of channels is the same distance at any number of channels."""
     flops: int
     bytes_moved: int
     dtype: str
     least_bytes: int = 0
-    """Of a kernel that few multiprocessors work at: what is really moved. ``bytes_moved`` is then what the memory could
-    have moved meanwhile."""
+    """Bytes really moved by a kernel that uses few multiprocessors; ``bytes_moved`` is then what the memory could have
+    moved in the same time."""
     on_cores: bool = False
-    """Whether CUDA's cores compute it, in float32, and not matrix units."""
+    """Whether the CUDA cores compute the kernel, in float32, instead of the matrix units."""
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    """Return ``half`` or ``float32``: matrix units do the same in both 16-bit types, passes in all others by bytes."""
+    """Return ``half`` for both 16-bit types, which matrix units treat equally, and ``float32`` for all other types."""
     return HALF if dtype in (torch.float16, torch.bfloat16) else FULL
 
 
 def classify(run: KernelRun) -> list[KernelClass]:
-    """Return what a kernel, or each of several behind one operator, is compared with."""
+    """Return the class of a kernel, or of each kernel of an operator that runs several."""
     dtype = name_dtype(run.dtype)
     where = f"{dtype}, {'channels last' if run.channels_last else 'contiguous'}"
     if run.name.startswith(CONVOLUTION) and len(run.shapes) >= 3:
@@ -116,12 +116,12 @@ def classify(run: KernelRun) -> list[KernelClass]:
 
 
 def _count_busy(run: KernelRun) -> int:
-    """Return how many multiprocessors a norm has busy on average: one for each channel, or group of them, at a time."""
+    """Return the average number of busy multiprocessors of a norm: each works on one channel or group at a time."""
     volume = next((shape for shape in run.shapes if len(shape) >= 3), (1, 1))
-    # A norm over instances is one over a batch of one, with a channel for each.
+    # An instance norm runs as a batch norm of one sample, with the samples' channels side by side.
     works = volume[1] if "batch" in run.name else volume[0] * volume[1]
     if run.name == GROUP_NORM:
-        # Their means are among what it returns, (samples, groups); eight is what networks of this field take.
+        # A group norm returns means of shape (samples, groups); without them, 8 groups are usual in this field.
         groups = next((shape for shape in run.shapes if len(shape) == 2), (volume[0], min(8, volume[1])))
         works = prod(groups)
     works = max(1, works)
@@ -130,7 +130,7 @@ def _count_busy(run: KernelRun) -> int:
 
 
 def _describe_pass(shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    """Return the channels of what is read: norms and sums share their work by them."""
+    """Return the channels of the first tensor: norms and sums split their work by channels."""
     if not shapes or not shapes[0]:
         return ()
     first = shapes[0]
@@ -147,7 +147,7 @@ def _classify_convolution(run: KernelRun, dtype: str, where: str) -> list[Kernel
     way, shape = _name_geometry(slab, gradient), _describe_convolution(slab, weight, gradient)
     parts = [name for name, wanted in (("input", slab), ("weight", weight)) if wanted in found]
     parts = parts or ["input", "weight"]
-    # Either reads two tensors and writes the third.
+    # Each gradient reads two tensors and writes the third.
     moved = run.dtype.itemsize * (prod(gradient) + prod(slab) + prod(weight))
     return [
         KernelClass(f"convolution {part} gradient {way}, {where}", shape, run.flops // len(parts), moved, dtype)
@@ -157,7 +157,7 @@ def _classify_convolution(run: KernelRun, dtype: str, where: str) -> list[Kernel
 
 def _name_geometry(slab: Sequence[int], out: Sequence[int]) -> str:
     before, after = prod(slab[2:]), prod(out[2:])
-    # What a slab loses where it is not padded at a cut is no stride.
+    # The planes that an unpadded slab loses at a cut are no stride.
     if before < 2 * after and after < 2 * before:
         return "as wide"
     return "to finer" if after > before else "to coarser"
@@ -168,13 +168,13 @@ def _describe_convolution(slab: Sequence[int], weight: Sequence[int], out: Seque
 
 
 def _describe_product(shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    """Return inner and columns; a bias may come first."""
+    """Return the inner dim and the columns of a matrix product; a bias may come first in ``shapes``."""
     inner, out = shapes[-3][-1], shapes[-1]
     return log2(max(1, inner)), log2(max(1, out[-1] if out else 1))
 
 
 def _classify_attention(run: KernelRun, dtype: str) -> KernelClass:
-    """Return the class of a kernel of ours that computes scores and keeps none: its first are queries and keys."""
+    """Return the class of an attention kernel that stores no scores; its first tensors are queries and keys."""
     (*outer, rows, features), (*_, columns, _) = run.shapes[:2]
     products = ATTENTION[run.name.rpartition(".")[2].removesuffix("_kernel")]
     flops = prod(outer) * rows * columns * (2 * features * products + BESIDE_PRODUCTS)
@@ -182,8 +182,8 @@ def _classify_attention(run: KernelRun, dtype: str) -> KernelClass:
 
 
 def _classify_taps(run: KernelRun, dtype: str) -> KernelClass:
-    """Return the class of a kernel of ours that multiplies channels, or taps of few channels, by channels."""
-    # Slab and output, or its gradient, have more voxels than a weight has taps.
+    """Return the class of one of volseg's kernels that multiplies channels, or taps of few channels, by channels."""
+    # The slab and the output (or its gradient) have more voxels than a weight has taps.
     volumes = sorted((shape for shape in run.shapes if len(shape) == 5), key=lambda shape: -prod(shape[2:]))[:2]
     channels = sorted(max(1, shape[1]) for shape in volumes)
     voxels = min(shape[0] * prod(shape[2:]) for shape in volumes)  # of the output: a stride leaves some out
@@ -194,7 +194,7 @@ def _classify_taps(run: KernelRun, dtype: str) -> KernelClass:
 
 
 def _count_depthwise(shapes: Sequence[Sequence[int]]) -> int:
-    """Return the operations of a depthwise convolution, or of a gradient of it: a voxel of the coarser volume has all.
+    """Return the operations of a depthwise convolution or its gradient: all taps per voxel of the coarser volume.
 
     >>> _count_depthwise([(1, 32, 8, 8, 8), (343, 32), (1, 32, 8, 8, 8)]) == 2 * 32 * 8**3 * 343
     True
@@ -205,9 +205,9 @@ def _count_depthwise(shapes: Sequence[Sequence[int]]) -> int:
 
 
 def _count_taps(shapes: Sequence[Sequence[int]], channels: Sequence[int]) -> int:
-    """Return the taps that the kernel's weight, or the parts of its gradient, have, with these channels in and out."""
+    """Return the taps of a kernel's weight, or of the parts of its gradient, with these channels in and out."""
     weight = shapes[0]
-    if len(weight) == 4:  # in the order in which a kernel reads it
+    if len(weight) == 4:  # in the order in which a kernel reads the weight
         return max(1, prod(weight) // prod(channels))
     if len(weight) == 6:  # parts, channels out, three sides, channels in; of voxels of a group, and of a run of taps
         rows, depth, height, runs, wide = weight[1:]

@@ -1,8 +1,8 @@
-"""The largest volume that fits: a search that asks what sizes need, as few of them as it can.
+"""Find the largest volume that fits, by estimating the memory of as few sizes as possible.
 
-The bytes of tensors grow nearly in proportion to the voxels of a volume. So the next size is where the line through the
-two nearest known ones, of any aspect, reaches the bytes of tensors on a full GPU. A size between the largest known to
-fit and the smallest known not to is asked for until they are neighbours.
+The bytes of tensors grow nearly in proportion to the voxels of a volume. So the next size to try is where the line
+through the two nearest known sizes, of any aspect, reaches the bytes of tensors on a full GPU. The search ends when the
+largest size known to fit and the smallest size known not to fit are neighbours.
 """
 
 import math
@@ -14,43 +14,43 @@ __all__ = ["Largest", "Need", "Sides", "find_largest", "scale_sides"]
 Sides = tuple[int, int, int]
 
 MOST_STEPS = 4096
-"""Of the longest side, in multiples of what it must be divisible by."""
+"""Upper limit of the longest side, in multiples of its divisor."""
 
 MOSTLY_HELD, MOST_HELD = 0.85, 0.97
-"""Part of the memory that the tensors of the largest size hold, about: the rest is in pieces that nothing fits into.
-Only what is looked at first depends on it."""
+"""Lowest and highest guess of the share of memory that the tensors of the largest size hold; the rest is fragmented.
+Only the order of the search depends on them."""
 
 TOO_MUCH = 1.01
-"""Of the memory, from which on tensors do not fit, by a line through what two known sizes hold."""
+"""A size surely does not fit if the line through two known sizes puts its tensors above this share of the memory."""
 
 TRIES = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a size needs of the fullest GPU, in bytes."""
+    """Bytes of the fullest GPU that a size needs."""
 
     total: int
-    """All that the GPU must have."""
+    """All bytes that the GPU must have."""
     held: int | None
-    """Of it, what tensors hold, or what is taken whatever the size is. None where it was given up, as it does not
-    fit: ``total`` is then the least that it can be."""
+    """The part of ``total`` that tensors hold or that every size takes. None if the trace stopped early, as the size
+    does not fit: ``total`` is then a lower bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Largest:
-    """What fits."""
+    """The largest size that fits."""
 
     sides: Sides
     """D, H, W."""
     needed: int
-    """Bytes of the fullest GPU."""
+    """Bytes of the fullest GPU at this size."""
     limit: Sides | None = None
-    """The next larger size, which does not fit; None where no limit was found."""
+    """The next larger size, which does not fit; None if no limit was found."""
 
 
 def scale_sides(step: int, aspect: Sequence[int], divisors: Sequence[int]) -> Sides:
-    """Return sides of about that aspect, the longest of which is ``step`` times its divisor.
+    """Return sides of about this aspect; the longest side is ``step`` times its divisor.
 
     Examples
     --------
@@ -72,22 +72,22 @@ def find_largest(
     first: int = 1,
     known: dict[int, Need] | None = None,
 ) -> Largest | None:
-    """Return the largest size that fits; None where the smallest does not.
+    """Return the largest size that fits, or None if the smallest size does not fit.
 
     Parameters
     ----------
     need : callable
-        Says what a size needs; None where it cannot be run, as if it were too small.
+        Returns the need of a size. None means that the size cannot run; the search then tries larger sizes.
     capacity : int
-        Bytes that there are.
+        Bytes of a GPU.
     aspect : sequence of int
-        Sides whose ratios are kept, as far as the divisors let.
+        Sides whose ratios are kept, as far as the divisors allow.
     divisors : sequence of int
-        What each side must be a multiple of.
+        Each side is a multiple of its divisor.
     first : int
-        Where to begin where nothing is known: multiples of its divisor that the longest side has.
+        First step if no size is known: the longest side in multiples of its divisor.
     known : dict, optional
-        What sizes need, also of other aspects, by their voxels; sizes that are looked at are added.
+        Needs of known sizes by their voxels, also of other aspects; the search adds the sizes that it tries.
     """
     known = {} if known is None else known
     low, high = 0, MOST_STEPS + 1
@@ -107,7 +107,7 @@ def find_largest(
             low, best = step, best if found is None else (step, found.total)
         if high - low <= 1:
             break
-        # Now and then by halves: a line may miss again and again.
+        # Bisect now and then: a line may miss repeatedly.
         step = _guess({} if tries % 6 == 5 and high <= MOST_STEPS else known, low, high, capacity, aspect, divisors)
     if best is None:
         return None
@@ -118,7 +118,7 @@ def find_largest(
 def _guess(
     known: dict[int, Need], low: int, high: int, capacity: int, aspect: Sequence[int], divisors: Sequence[int]
 ) -> int:
-    """Return a step strictly between ``low`` and ``high``: by a line, by doubling or by halving."""
+    """Return a step strictly between ``low`` and ``high``: by a line, by doubling or by bisection."""
     guess = (low + high) // 2 if high <= MOST_STEPS else max(1, low) * 2
     held = {voxels: each.held for voxels, each in known.items() if each.held is not None}
     near = [each.held / each.total for each in known.values() if each.held is not None and each.total >= capacity / 2]
@@ -129,12 +129,12 @@ def _guess(
         slope = (held[one] - held.get(other, 0)) / (one - other)
         if slope > 0:
             line = _find_step(int(one + (target - held[one]) / slope), aspect, divisors)
-            # A line that misses what was given up misses it again one size below.
+            # A line that overshot a stopped size would overshoot again one size below.
             guess = guess if line >= high and len(held) < len(known) else line
     fits = max((voxels for voxels, each in known.items() if each.total <= capacity), default=0)
     fails = min((voxels for voxels, each in known.items() if each.total > capacity), default=None)
     if fails is not None:
-        # The first size is a good guess: the largest is not far below, where no line says how far.
+        # The first size is a good guess: the largest is not far below, and no line tells how far.
         most = _find_step(fails - 1, aspect, divisors)
         is_first = len(known) == 1 and not held
         guess = _find_step(3 * fails // 4, aspect, divisors) if is_first else min(guess, most)
@@ -142,7 +142,7 @@ def _guess(
 
 
 def _hold_too_much(known: dict[int, Need], voxels: int, capacity: int) -> bool:
-    """Say whether tensors of a size do not fit by themselves, by the two largest sizes below it that are known."""
+    """Return whether the tensors of a size exceed the memory, extrapolated from the two largest known smaller sizes."""
     below = sorted((size, each.held) for size, each in known.items() if size < voxels and each.held is not None)
     if len(below) < 2:
         return False
@@ -151,7 +151,7 @@ def _hold_too_much(known: dict[int, Need], voxels: int, capacity: int) -> bool:
 
 
 def _find_step(voxels: int, aspect: Sequence[int], divisors: Sequence[int]) -> int:
-    """Return the largest step with no more voxels, 0 where there is none."""
+    """Return the largest step with at most this many voxels; 0 if there is none."""
     per_cube = math.prod(scale_sides(1000, aspect, divisors)) / 1000**3
     step = int((max(0, voxels) / per_cube) ** (1 / 3))
     # Sides are rounded to multiples, so voxels do not quite grow with the cube.

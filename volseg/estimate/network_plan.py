@@ -1,7 +1,7 @@
-"""``volseg.plan`` for a network in a loop of one's own, and what ``ModelParallel(strategy="auto")`` takes.
+"""Plan a network outside of an experiment: ``volseg.plan``, and the choice of ``ModelParallel(strategy="auto")``.
 
-Neither the loss nor the optimizer is known to a model. What is followed is a mean of squares, which needs what most
-losses do, and Adam, whose two averages are the most that common optimizers keep: what fits with them fits with others.
+A model does not know its loss and its optimizer. The trace uses a mean of squares, which needs as much as most losses,
+and Adam, whose two averages are the most that common optimizers keep: what fits with them fits with others.
 """
 
 import logging
@@ -49,32 +49,32 @@ def plan(
     divisors: Sequence[int] = (1, 1, 1),
     thorough: bool = False,
 ) -> StepPlan:
-    """Estimate a training step of a network on GPUs that need not be there, and choose how these share it.
+    """Estimate a training step of a network on GPUs that need not exist, and choose how the GPUs share it.
 
     Parameters
     ----------
     net : nn.Module
-        Any network, on any device. It is left as it is.
+        Any network, on any device. It is not changed.
     shape : sequence of int
-        Of a step's images, (B, C, D, H, W).
+        Shape of a step's images, (B, C, D, H, W).
     gpus : int, optional
-        How many; by default 1, all of the instance's, or all of this machine's.
+        Number of GPUs; by default 1 with ``gpu``, otherwise all GPUs of the instance or of this machine.
     gpu : GpuKind or str, optional
-        What they are, such as ``v100-16``; `volseg.estimate.gpu_kinds.KINDS` lists them.
+        Kind of the GPUs, such as ``v100-16``; `volseg.estimate.gpu_kinds.KINDS` lists them.
     instance : str, optional
-        In place of that, a machine that can be rented, such as ``p3.8xlarge``.
+        Instead of ``gpu``, a machine for rent, such as ``p3.8xlarge``.
     devices : sequence, optional
-        In place of these, which GPUs of this machine; a number means ``gpus``.
+        Instead of ``gpus``, some GPUs of this machine; a number means ``gpus``.
     precision : str or torch.dtype
-        ``fp32``, ``bf16``, ``fp16``, or ``auto``: bf16 where the GPU has units for it, else fp16.
+        ``fp32``, ``bf16``, ``fp16``, or ``auto``: bf16 if the GPU has units for it, else fp16.
     loss : callable, optional
-        From the network's outputs to a scalar; by default a mean of squares.
+        Maps the network's outputs to a scalar; by default a mean of squares.
     optimizer : callable, optional
-        From parameters to an optimizer; by default Adam.
+        Maps parameters to an optimizer; by default Adam.
     divisors : sequence of int
         Each side is a multiple of its divisor in the largest volume, which is reported if nothing fits.
     thorough : bool
-        Whether to follow candidates too that cannot be the fastest.
+        Whether to trace also the candidates that cannot be the fastest.
 
     Returns
     -------
@@ -84,9 +84,9 @@ def plan(
     Raises
     ------
     ConfigError
-        For an unknown kind of GPU or instance; names the nearest.
+        If the kind of GPU or the instance is unknown; names the nearest.
     ParallelError
-        If no GPUs are named and none is there, the shape is none of a batch, or the network cannot be followed.
+        If no GPU is named and none is visible, if the shape is not that of a batch, or if the network cannot be traced.
 
     Examples
     --------
@@ -157,7 +157,7 @@ logger = logging.getLogger(__name__)
 
 
 def square_mean(outputs: Any) -> Tensor:
-    """Return the mean square of all outputs, which stands for a loss that is not known."""
+    """Return the sum of the outputs' mean squares, which replaces an unknown loss."""
     volumes = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return torch.stack([volume.float().square().mean() for volume in volumes]).sum()
 
@@ -170,20 +170,20 @@ def describe_network(
     loss: Any = None,
     optimizer: Any = None,
 ) -> Work:
-    """Return the training step of a network by itself.
+    """Return the training step of a network outside of an experiment.
 
     Parameters
     ----------
     net : nn.Module
-        It is followed as a copy without values, and left as it is.
+        The network. A fake copy is traced; the network is not changed.
     shape : sequence of int
-        Of the image of a whole batch, (B, C, D, H, W).
+        Shape of the image of a whole batch, (B, C, D, H, W).
     dtype : torch.dtype
-        In which the forward pass is computed; autocast, unless that is float32.
+        Type of the forward pass, by autocast unless it is float32.
     loss : callable, optional
-        From the network's outputs to a scalar; by default a mean of squares.
+        Maps the network's outputs to a scalar; by default a mean of squares.
     optimizer : callable, optional
-        From an iterable of parameters to an optimizer; by default Adam.
+        Maps an iterable of parameters to an optimizer; by default Adam.
     """
     criterion = square_mean if loss is None else loss
     rest = tuple(shape[1:])
@@ -221,10 +221,10 @@ def describe_network(
 def choose_for_first_batch(
     net: nn.Module, devices: Sequence[torch.device], args: tuple[Any, ...]
 ) -> tuple[Options, str] | None:
-    """Return the strategy that is forecast to be fastest on several GPUs, and why.
+    """Return the strategy that is estimated to be fastest on several GPUs, and the reason.
 
-    None where there is nothing to forecast: on a CPU, on one GPU, for a call with more than one volume, and where the
-    network cannot be followed, which is said.
+    Return None on a CPU, on one GPU, and for a call with more than one argument; also, with a warning, if the network
+    cannot be traced.
     """
     gpus = list(dict.fromkeys(devices))
     is_known = len(gpus) > 1 and len(gpus) == len(devices) and all(device.type == "cuda" for device in gpus)
@@ -245,7 +245,7 @@ def choose_for_first_batch(
 
 
 def take_options(plan: StepPlan) -> tuple[Options, str]:
-    """Return the options of a plan's choice; where nothing fits, of what needs least, and let the run tell."""
+    """Return the options and the reason of a plan's choice; if nothing fits, those of the least memory."""
     best = plan.chosen
     if best is None:
         best = min(
@@ -259,6 +259,6 @@ def take_options(plan: StepPlan) -> tuple[Options, str]:
 
 
 def _count_usable_bytes(device: torch.device) -> int:
-    """Return what this process may take of a GPU: what is free, and what it has already."""
+    """Return the bytes of a GPU that this process may use: free memory, and the memory that it has reserved."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + torch.cuda.memory_reserved(device)

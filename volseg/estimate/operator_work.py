@@ -1,4 +1,4 @@
-"""How much an operator computes and how many bytes it moves: torch's operators, and kernels of our own."""
+"""Count the operations and the bytes of an operator: torch's operators, and volseg's kernels."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -32,20 +32,20 @@ SILENT = {
     "unsafe_split",
     "unsafe_split_with_sizes",
 }
-"""Operators that start no kernel, besides those whose schema says that they return views or make one of a tensor."""
+"""Operators that launch no kernel, in addition to views, which their schema or their tags mark."""
 
 FILLING = {"new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like"}
-"""Operators that read nothing of the tensor that they are given: it says what the result is like."""
+"""Operators that do not read their tensor: it only sets the shape and the type of the result."""
 
 
 def by_operator(find: Callable[[Any], Found]) -> Callable[[Any], Found]:
-    """Remember a function of operators by their ``id``: their hash is Python of torch's, which takes longer."""
+    """Cache a function of an operator by the operator's ``id``: its hash runs torch's Python code, which is slower."""
     known: dict[int, tuple[Any, Found]] = {}
 
     def ask(operator: Any) -> Found:
         found = known.get(id(operator))
         if found is None:
-            found = known[id(operator)] = operator, find(operator)  # no other one has its number while it is here
+            found = known[id(operator)] = operator, find(operator)  # the reference keeps the id unique
         return found[1]
 
     return ask
@@ -55,16 +55,16 @@ def describe_kernel(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor], out: Any,
     stream: int,
 ) -> KernelRun | None:  # fmt: skip
-    """Return what an operator does; None where it starts no kernel.
+    """Return the kernel of an operator, or None if it launches none.
 
     Parameters
     ----------
     function, args, kwargs
-        The operator of aten, and what it was called with.
+        The operator of aten, and its arguments.
     inputs, out
-        The tensors among its arguments, and what it returned.
+        The tensors among its arguments, and its result.
     stream
-        On which it runs.
+        Stream of the kernel.
     """
     if not _starts_kernel(function):
         return None
@@ -89,7 +89,7 @@ COPIES = {"clone", "copy_", "_to_copy"}
 
 
 def _name_variant(function: Any, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> str:
-    """Return what tells an operator from one of the same name that takes another time, as an end of the name."""
+    """Return a suffix for the name of an operator whose time differs from that of its plain form."""
     name = function.overloadpacket.__name__
     if name in COPIES and len(tensors) == 2 and len({layout_of(tensor) for tensor in tensors}) > 1:
         return LAID_OUT_ANEW
@@ -99,7 +99,7 @@ def _name_variant(function: Any, args: tuple[Any, ...], tensors: Sequence[Tensor
 
 
 def describe_noted(kernel: NotedKernel, stream: int) -> KernelRun:
-    """Return what a kernel of ours does: most only read and write, each tensor once."""
+    """Return the run of one of volseg's kernels: most only read and write each tensor once."""
     first = kernel.tensors[0]
     most = _count_reached(kernel)
     return KernelRun(
@@ -114,7 +114,7 @@ def describe_noted(kernel: NotedKernel, stream: int) -> KernelRun:
 
 
 def _count_reached(kernel: NotedKernel) -> int:
-    """Return how many elements of a tensor a kernel reads or writes at most: those of the ends of a slab, or all."""
+    """Return the most elements of a tensor that a kernel accesses: those at the ends of a slab, or no limit."""
     if not kernel.options.get("ENDS"):
         return sys.maxsize
     return prod(kernel.grid) * int(kernel.options["BV"]) * int(kernel.options["BC"])
@@ -141,7 +141,7 @@ _kinds: dict[type, bool] = {FakeTensor: True}
 
 
 def _is_tensor(value: Any) -> bool:
-    """Say whether it is a tensor, by its type: torch runs Python of its own where that is asked of an instance."""
+    """Return whether a value is a tensor, by its type: ``isinstance`` would run torch's Python code."""
     kind = type(value)
     known = _kinds.get(kind)
     return _kinds.setdefault(kind, issubclass(kind, Tensor)) if known is None else known

@@ -1,4 +1,4 @@
-"""What fits on a machine, and what is fastest there: every candidate estimated, and one chosen."""
+"""Find what fits on a machine and what is fastest there: estimate the candidates, and choose one."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,45 +17,45 @@ from volseg.parallel.forking import ForkedWorkers
 __all__ = ["StepPlan", "list_largest", "plan_work"]
 
 MOST_GPUS = 64
-"""To which more GPUs are looked for where nothing fits."""
+"""Most GPUs that a remedy suggests where nothing fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What was forecast for a machine."""
+    """The estimates of all candidates on a machine, and the choice."""
 
     name: str
-    """Of the network."""
+    """Name of the network."""
     shape: tuple[int, ...]
-    """Of a step's images, (B, C, D, H, W)."""
+    """Shape of a step's images, (B, C, D, H, W)."""
     precision: str
     machine: Machine
     reserve: int
     """Bytes of each GPU that the step may not take."""
     found: Found
     remedies: tuple[str, ...] = ()
-    """Where nothing fits, what would."""
+    """Changes that would make the step fit, if nothing fits."""
     notes: tuple[str, ...] = ()
     steps_per_epoch: int | None = None
 
     @property
     def forecasts(self) -> tuple[Estimate, ...]:
-        """Of all candidates that were followed."""
+        """Estimates of all traced candidates."""
         return self.found.forecasts
 
     @property
     def chosen(self) -> Estimate | None:
-        """The fastest that fits; None where nothing does."""
+        """The fastest candidate that fits, or None if none fits."""
         return self.found.chosen
 
     @property
     def why(self) -> str:
-        """One sentence about the choice."""
+        """The reason for the choice, in one sentence."""
         return self.found.why
 
     @property
     def report(self) -> PlanReport:
-        """All of it, with a schema: ``PlanReport.model_json_schema()``."""
+        """The whole plan as a report; ``PlanReport.model_json_schema()`` is its schema."""
         machine = self.machine
         rows = [
             build_row(
@@ -91,7 +91,7 @@ class StepPlan:
         return self.report.model_dump_json(indent=2)
 
     def table(self) -> str:
-        """Return the report for people: plain text of 80 columns."""
+        """Return the report as a plain-text table of 80 columns."""
         return format_table(self.report.candidates)
 
 
@@ -105,32 +105,32 @@ def plan_work(
     numbers: bool = True,
     forks: bool = False,
 ) -> StepPlan:
-    """Estimate what could win on a machine, and choose.
+    """Estimate the candidates that could be the fastest on a machine, and choose one.
 
     Parameters
     ----------
     planned : Planned
         The step and the machine.
     notes : sequence of str
-        What the reader must know besides.
+        Further remarks for the reader.
     steps_per_epoch : int, optional
-        Optimizer steps.
+        Number of optimizer steps.
     only : callable, optional
-        Which candidates may be taken.
+        Returns whether a candidate may be used.
     thorough : bool
-        Whether to estimate those too that cannot win.
+        Whether to estimate also the candidates that cannot be the fastest.
     numbers : bool
-        Whether a candidate that does not fit is traced to its end, so that it is known how much it needs. Otherwise
-        that is known of one GPU, and where nothing fits of one candidate that needs little.
+        Whether to trace a candidate that does not fit to its end, for its memory. Otherwise only the plain step on one
+        GPU is traced to its end and, if nothing fits, one candidate that needs little.
     forks : bool
-        Whether to estimate several at a time; see `ForkedWorkers`.
+        Whether to estimate several candidates at a time; see `ForkedWorkers`.
 
     Raises
     ------
     ParallelError
-        If nothing can be traced at all: the first reason.
+        If no candidate can be traced; the message has the first reason.
     ConfigError
-        If torch's allocator is told to divide memory in a way that is not modelled.
+        If torch's allocator is configured in a way that is not modelled.
     """
     AllocatorSettings.find()  # here, before anything is traced
     work, machine, free = planned.work, planned.machine, planned.free
@@ -181,7 +181,7 @@ def plan_work(
 
 
 def _list_remedies(planned: Planned, found: Found, workers: ForkedWorkers[Planned]) -> Iterator[str]:
-    """Say what would fit, with numbers."""
+    """Yield changes that would make the step fit, with numbers."""
     work = planned.work
     least = min((each for each in found.forecasts if each.memory is not None), key=_total)
     d, h, w = work.sides
@@ -208,14 +208,14 @@ def _total(forecast: Estimate) -> int:
 
 
 def _find_number(planned: Planned) -> Estimate | None:
-    """Return the forecast of twice, four times ... as many GPUs, for the first number of slabs that fit."""
+    """Try twice, four times ... as many GPUs; return the estimate of the first number of slabs that fits."""
     free, count = planned.free, planned.machine.num_gpus * 2
     slabs = Candidate(spatial=2, checkpoint=free.checkpoint)
     most = (relieve(slabs, free) or [slabs])[-1].checkpoint
     while not free.whole and count <= min(MOST_GPUS, max(planned.work.sides)):
         forecast = planned.follow(Candidate(spatial=count, checkpoint=most), to_end=False)
         if forecast.memory is None and forecast.more_than is None:
-            return None  # its operators have no form on slabs
+            return None  # slabs do not support its operators
         if forecast.runs:
             return forecast
         count *= 2
@@ -223,23 +223,23 @@ def _find_number(planned: Planned) -> Estimate | None:
 
 
 def list_largest(planned: Planned, *, forks: bool = False) -> list[tuple[Candidate, Sides, Largest | None]]:
-    """Return the largest volume that each way of sharing the machine can train on, as a cube and with its own aspect.
+    """Return the largest volume that each candidate can train on, as a cube and with the step's own aspect.
 
     Parameters
     ----------
     planned : Planned
-        The step, the machine, and how the step is made on other volumes.
+        The step, the machine, and ``resize``, which makes the step on other volumes.
     forks : bool
-        Whether to look at several ways at a time; see `ForkedWorkers`.
+        Whether to examine several candidates at a time; see `ForkedWorkers`.
 
     Returns
     -------
     list of tuple
-        Candidate, the aspect that was kept, and the largest volume; None where none fits or runs.
+        Candidate, aspect, and the largest volume of this aspect; None if no volume fits or runs.
     """
     work, free = planned.work, planned.free
     listed = list_candidates(planned.machine.num_gpus, work.batch_size, work.sides, free)
-    # Replicas of a pipeline hold what a pipeline of as many stages does, and one of more stages holds less.
+    # A replica of a pipeline holds as much as one pipeline of as many stages; with more stages, each GPU holds less.
     alike = [each for each in listed if each.pipeline == 1 or each.data == 1 or free.pipeline is not None]
     chosen = [each for each in alike if each.split_size in (None, 1, free.split_size)]
     candidates = [way for each in chosen for way in (each, *relieve(each, free)[-1:])]
@@ -247,7 +247,7 @@ def list_largest(planned: Planned, *, forks: bool = False) -> list[tuple[Candida
     aspects: tuple[Sides, ...] = ((1, 1, 1), (d, h, w)) if len({d, h, w}) > 1 else ((d, h, w),)
     found: dict[Candidate, list[Largest | None]] = {}
     with ForkedWorkers(planned, forks=forks) as workers:
-        # One GPU is traced fastest, and says about how much several hold.
+        # One GPU is traced fastest, and hints at the size that several GPUs hold.
         for several in ([each for each in candidates if (each.num_gpus == 1) is alone] for alone in (True, False)):
             hints = {each: _guess_voxels(each, found) for each in several}
             for each in sorted(several, key=lambda each: (-each.pipeline, -each.spatial)):  # longest first
@@ -259,7 +259,7 @@ def list_largest(planned: Planned, *, forks: bool = False) -> list[tuple[Candida
 
 
 def _guess_voxels(candidate: Candidate, found: Mapping[Candidate, Sequence[Largest | None]]) -> int | None:
-    """Return the voxels that as many GPUs hold as are known to be held by one that recomputes as much, or as little."""
+    """Guess a candidate's voxels: its GPUs times the voxels of one GPU, if known with the same recomputation."""
     known = {
         each: max(math.prod(one.sides) for one in largest if one) for each, largest in found.items() if any(largest)
     }
@@ -272,13 +272,13 @@ def _guess_voxels(candidate: Candidate, found: Mapping[Candidate, Sequence[Large
 def _find_volumes(
     planned: Planned, candidate: Candidate, aspects: Sequence[Sides], voxels: int | None = None
 ) -> list[Largest | None]:
-    """Return the largest volume of each aspect that a candidate can train on; it begins at so many voxels."""
+    """Return the largest volume of each aspect that a candidate can train on; the search starts at ``voxels``."""
     divisors = planned.divisors
     longest = max(range(3), key=lambda axis: (aspects[0][axis], divisors[axis]))
-    # So many voxels, by default those of the step's own volume, in the shape of the first aspect.
+    # The search starts at this many voxels, by default those of the step's own volume, in the first aspect.
     count = math.prod(planned.work.sides) if voxels is None else voxels
     side = (count * max(aspects[0]) ** 3 / math.prod(aspects[0])) ** (1 / 3)
-    first = max(1, int(side / divisors[longest] + 0.01))  # a size that does not fit says less about the next one
+    first = max(1, int(side / divisors[longest] + 0.01))  # a size that does not fit hints less at the next size
     known: dict[int, Any] = {}
     return [
         find_largest(

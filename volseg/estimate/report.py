@@ -1,4 +1,4 @@
-"""A plan as it is handed on: JSON with a schema, and a table for people."""
+"""Write a plan as JSON with a schema, and as a plain-text table."""
 
 from collections.abc import Sequence
 from io import StringIO
@@ -27,13 +27,13 @@ __all__ = [
 
 GIB = 2**30
 WIDTH = 80
-"""Columns of a terminal that nobody has made wider."""
+"""Columns of a terminal of the default width."""
 
 WAY = ("data", "spatial", "pipeline", "split_size", "checkpoint", "kernels", "recorded")
-"""What a row tells of its candidate."""
+"""Fields of a candidate that its row repeats."""
 
 MARKS = {"chosen": ">", "runs": " ", "slower": " ", "refused": "x"}
-"""Before each candidate of the table."""
+"""Mark in front of each candidate of the table."""
 
 Bytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -44,7 +44,7 @@ class _Row(BaseModel):
 
 
 class DeviceRow(_Row):
-    """What one GPU needs."""
+    """Memory of one GPU."""
 
     used_bytes: Bytes
     reserved_bytes: Bytes
@@ -53,10 +53,10 @@ class DeviceRow(_Row):
 
 
 class CandidateRow(_Row):
-    """One way to run the training, and what it needs."""
+    """One way to run the training, with its memory and time."""
 
     name: str
-    """In the words of a config."""
+    """Name of the candidate, in the keys of a config."""
     data: int
     spatial: int
     pipeline: int
@@ -66,40 +66,40 @@ class CandidateRow(_Row):
     recorded: bool
     num_gpus: int
     state: Literal["chosen", "runs", "refused", "slower"]
-    """``slower``: not followed, as it cannot be faster than the chosen one."""
+    """``slower``: not traced, as it cannot be faster than the chosen one."""
     refused: str | None = None
-    """Why it does not run."""
+    """Reason why the candidate does not run."""
     more_than_bytes: Bytes | None = None
-    """Of one that was given up, as it does not fit: it needs more of a GPU than this, and nothing else is known of its
-    bytes and times."""
+    """Lower bound on the bytes of a GPU, if the trace was stopped early because the candidate does not fit; its memory
+    and times are then unknown."""
     used_bytes: Bytes | None = None
-    """Peak of the fullest GPU in blocks that somebody holds (``torch.cuda.max_memory_allocated``)."""
+    """Peak of allocated memory on the fullest GPU (``torch.cuda.max_memory_allocated``)."""
     reserved_bytes: Bytes | None = None
-    """Peak that torch takes from that GPU (``torch.cuda.max_memory_reserved``)."""
+    """Peak of reserved memory on the fullest GPU (``torch.cuda.max_memory_reserved``)."""
     step_reserved_bytes: Bytes | None = None
-    """That of the training steps, without the validation between epochs."""
+    """Peak of reserved memory in the training steps, without the validation between epochs."""
     outside_bytes: Bytes | None = None
-    """Taken there beside torch's allocator: context, libraries."""
+    """Memory of the fullest GPU outside torch's allocator: context, libraries."""
     peak_in: str | None = None
-    """The part of the step in which it is fullest."""
+    """Part of the step in which reserved memory peaks."""
     devices: tuple[DeviceRow, ...] = ()
-    """The same of every GPU: process after process, stage after stage."""
+    """Memory of every GPU, ordered by process, then by stage."""
     step_seconds: Seconds | None = None
     least_step_seconds: Seconds | None = None
-    """Of one that was not followed: it takes this or more."""
+    """Lower bound on the seconds of a step, if the candidate was not traced."""
     epoch_seconds: Seconds | None = None
-    """Of the training's steps, without validation."""
+    """Seconds of an epoch's training steps, without validation."""
     epoch_price: Seconds | None = None
-    """In US dollars."""
+    """Price of an epoch in US dollars."""
 
     @property
     def candidate(self) -> Candidate:
-        """The candidate again."""
+        """The candidate of the row."""
         return Candidate(**{name: getattr(self, name) for name in WAY})
 
     @property
     def estimate(self) -> Estimate:
-        """What is estimated of it again."""
+        """The estimate of the row."""
         devices = tuple(
             MemoryUse(
                 used=each.used_bytes,
@@ -120,22 +120,22 @@ class CandidateRow(_Row):
 
 
 class PlanReport(_Row):
-    """What ``volseg plan --json`` prints."""
+    """The JSON of ``volseg plan --json``."""
 
     version: Literal[1] = 1
-    """Of this form."""
+    """Version of this format."""
     network: str
     shape: tuple[int, ...]
-    """Of a step's images, (B, C, D, H, W)."""
+    """Shape of a step's images, (B, C, D, H, W)."""
     precision: str
     gpu: str
     num_gpus: int
     gpu_bytes: Bytes
-    """Memory of one."""
+    """Memory of one GPU."""
     reserve_bytes: Bytes
-    """Of it, what is left free or held by something else than the step; ``notes`` say what for."""
+    """Bytes of each GPU that are kept free or used outside the step; ``notes`` give the purpose."""
     rates: Literal["measured", "published"]
-    """Where the speed of this kind of GPU comes from."""
+    """Source of the speed of this kind of GPU."""
     instance: str | None = None
     price_per_hour: float | None = None
     price_source: str | None = None
@@ -144,30 +144,30 @@ class PlanReport(_Row):
     fits: bool
     why: str
     remedies: tuple[str, ...] = ()
-    """Where nothing fits, what would."""
+    """Changes that would make the step fit, if nothing fits."""
     notes: tuple[str, ...] = ()
 
 
 class LargestRow(_Row):
-    """The largest patch of an aspect, in one way of sharing a machine."""
+    """The largest patch of one aspect that a candidate can train on."""
 
     name: str
-    """The candidate, in the words of a config."""
+    """Name of the candidate, in the keys of a config."""
     aspect: tuple[int, int, int]
-    """Which is kept, as far as the network's divisors let."""
+    """Ratios of the sides, kept as far as the network's divisors allow."""
     sides: tuple[int, int, int] | None
-    """D, H, W of the largest that fits; null where none does."""
+    """D, H, W of the largest patch that fits; null if none fits."""
     next_sides: tuple[int, int, int] | None
-    """The next larger one, which does not fit; null where no limit was found."""
+    """D, H, W of the next larger patch, which does not fit; null if no limit was found."""
     total_bytes: Bytes | None
-    """What the largest takes of the fullest GPU."""
+    """Bytes of the fullest GPU with the largest patch."""
 
 
 class VolumesReport(_Row):
-    """What ``volseg plan --max-volume --json`` prints."""
+    """The JSON of ``volseg plan --max-volume --json``."""
 
     version: Literal[1] = 1
-    """Of this form."""
+    """Version of this format."""
     network: str
     batch_size: int
     precision: str
@@ -179,7 +179,7 @@ class VolumesReport(_Row):
 
     @property
     def fits(self) -> bool:
-        """Whether any does."""
+        """Whether any patch fits."""
         return any(row.sides is not None for row in self.rows)
 
     def to_json(self) -> str:
@@ -187,7 +187,7 @@ class VolumesReport(_Row):
         return self.model_dump_json(indent=2)
 
     def words(self) -> str:
-        """Return the report for people."""
+        """Return the report as plain text: a heading and a table."""
         return (
             f"{self.network}, largest patches in batches of {self.batch_size}, {self.precision}, on {self.num_gpus} x "
             f"{self.gpu} of {self.gpu_bytes / GIB:.1f} GiB\n\n{format_volumes(self.rows)}"
@@ -197,7 +197,7 @@ class VolumesReport(_Row):
 def build_row(
     forecast: Estimate, *, chosen: bool, steps_per_epoch: int | None, price_per_hour: float | None
 ) -> CandidateRow:
-    """Return the row of a candidate that was followed."""
+    """Return the row of a traced candidate."""
     memory, seconds = forecast.memory, forecast.seconds
     epoch = None if seconds is None or steps_per_epoch is None else seconds * steps_per_epoch
     return CandidateRow(
@@ -215,7 +215,7 @@ def build_row(
 
 
 def build_skipped_row(skipped: Skipped) -> CandidateRow:
-    """Return the row of a candidate that was not followed."""
+    """Return the row of a candidate that was not traced."""
     return CandidateRow(**_describe(skipped.candidate), state="slower", least_step_seconds=skipped.least_seconds)
 
 
@@ -236,7 +236,7 @@ def _describe_use(use: MemoryUse) -> dict[str, Any]:
 def format_table(rows: Sequence[CandidateRow]) -> str:
     """Return the table of candidates as plain text of `WIDTH` columns at most.
 
-    It has GiB of the fullest GPU, times, and prices where there are any.
+    Its columns are the GiB of the fullest GPU, the times, and the prices if known.
     """
     titles = [_title(row) for row in rows]
     columns: list[tuple[str, list[str]]] = [
@@ -257,7 +257,7 @@ def format_table(rows: Sequence[CandidateRow]) -> str:
 
 
 def _title(row: CandidateRow) -> str:
-    """Return a candidate in few words, for a table of 80 columns."""
+    """Return the short name of a candidate for a table of 80 columns."""
     meshes = (("data", row.data), ("spatial", row.spatial), ("pipeline", row.pipeline))
     title = " x ".join(f"{name} {count}" for name, count in meshes if count > 1) or "one GPU"
     if row.split_size is not None:
@@ -301,7 +301,7 @@ def _sides(sides: tuple[int, int, int] | None) -> str:
 
 
 def _format(columns: Sequence[tuple[str, list[str]]]) -> str:
-    # ASCII: a pipe or a log may have no other encoding.
+    # Only ASCII: a pipe or a log may support no other encoding.
     table = Table(box=box.MARKDOWN, padding=(0, 1))
     for title, _ in columns:
         table.add_column(title, justify="left" if title in ("parallel", "shape") else "right", overflow="fold")

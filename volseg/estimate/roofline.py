@@ -1,8 +1,8 @@
-"""From kernels to seconds: a roofline per class of kernels, calibrated by a table of measured ones.
+"""Estimate the seconds of a kernel: a roofline per class of kernels, calibrated by a table of measured kernels.
 
-For each kernel a lower bound is known, its roofline [1]_: what the matrix units need at their best, or the memory. The
-table says how many times as long measured kernels of its family took. Of a kernel that is not in the table, that factor
-is the one of the nearest by shape and by work, on logarithms.
+The roofline [1]_ of a kernel is a lower bound: its time at the peak of the matrix units, or of the memory. The table
+tells how many times as long measured kernels of the same family took. A kernel that is not in the table is scaled from
+the nearest one by shape and by work, on logarithms.
 
 References
 ----------
@@ -23,32 +23,32 @@ from volseg.estimate.trace import KernelRun
 __all__ = ["Peaks", "RateTable", "read_run"]
 
 NOTHING = 1e-12
-"""The bound of a kernel that neither computes nor moves anything, in seconds."""
+"""Roofline in seconds of a kernel that neither computes nor moves anything."""
 
 BY_SHAPE, BY_CHANNELS, FAR = 3.0, 0.5, 8.0
-"""What a doubling of channels or taps counts as distance beside one of work: of kernels that compute; and of passes
-over memory, which are alike whatever their channels. And the distance between shapes of other kinds."""
+"""Distance of a doubling of channels or taps, where a doubling of work is 1: for kernels that compute, and for passes
+over memory, whose channels matter little; and the distance between shapes of different length."""
 
 MORE, LESS = 0.95, 0.8
-"""Powers of the work by which seconds grow from a measured kernel to a larger one, and fall to a smaller one. These
-constants are those of several tried by which the steps of an H200 were estimated best."""
+"""Powers of the work by which seconds grow from a measured kernel to a larger one, and fall to a smaller one. Of
+several constants tried, these estimated the steps of an H200 best."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """What a GPU can do at best."""
+    """Peak rates of a GPU."""
 
     bandwidth: float
-    """Bytes of its memory per second."""
+    """Bytes of memory per second."""
     half: float
-    """Multiplications and additions per second in 16 bits, by matrix units."""
+    """Multiplications and additions per second of the matrix units in 16 bits."""
     full: float
-    """The same in float32: by matrix units in TF32, where it has these."""
+    """Multiplications and additions per second in float32: of the matrix units in TF32, if the GPU has them."""
     cores: float
-    """The same in float32 by CUDA's cores."""
+    """Multiplications and additions per second of the CUDA cores in float32."""
 
     def bound(self, kernel: KernelClass) -> float:
-        """Return the roofline's seconds."""
+        """Return the roofline of a kernel in seconds."""
         matrices = self.half if kernel.dtype == HALF else self.full
         return max(kernel.flops / (self.cores if kernel.on_cores else matrices), kernel.bytes_moved / self.bandwidth)
 
@@ -61,21 +61,21 @@ class RateTable:
     rows
         Kernels, as ``workflows/benchmarks/kernel_rates.py`` measures them.
     peaks
-        Of the GPU that was measured.
+        Peak rates of the measured GPU.
     processors
-        Its multiprocessors.
+        Number of its multiprocessors.
     gap
-        Seconds of a kernel that does nothing, in a recording.
+        Seconds of an empty kernel in a recording.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], peaks: Peaks, processors: int, gap: float) -> None:
         self.peaks, self.processors, self.gap = peaks, processors, gap
         self._families: dict[str, list[tuple[tuple[float, ...], float, float]]] = {}
-        """By family: shape, and logarithms of the roofline's seconds and of the measured ones."""
+        """By family: shape, and logarithms of the roofline and of the measured seconds."""
         for row in rows:
             run = read_run(row)
             kinds = classify(run)
-            if len(kinds) == 1:  # of an operator that does several things it is not known what each took
+            if len(kinds) == 1:  # the times of an operator's several kernels are unknown
                 (kind,) = kinds
                 point = log(max(peaks.bound(kind), NOTHING)), log(float(row["seconds"]))
                 self._families.setdefault(kind.family, []).append((kind.shape, *point))
@@ -83,7 +83,7 @@ class RateTable:
                     self._families.setdefault(pool, []).append(((), *point))
 
     def knows(self, kernel: KernelClass) -> bool:
-        """Say whether kernels of this family were measured."""
+        """Return whether kernels of this family were measured."""
         return kernel.family in self._families
 
     def seconds(self, kernel: KernelClass, peaks: Peaks | None = None, processors: int | None = None) -> float:
@@ -92,16 +92,16 @@ class RateTable:
         Parameters
         ----------
         kernel
-            What runs. One that was never measured takes as long as others that move as much, or compute as much.
+            The kernel. Without a measured family, it is estimated from other kernels that compute or move as much.
         peaks, processors
-            Of another GPU than the measured one: it comes as near to its own bound as the measured one did with as much
-            work for each multiprocessor.
+            Peak rates and multiprocessors of another GPU. It reaches the same share of its roofline as the measured GPU
+            did with as much work per multiprocessor.
         """
         bound = max(self.peaks.bound(kernel), NOTHING)
         if peaks is None or processors is None:
             return max(self.gap, self._interpolate(kernel, bound))
         if kernel.least_bytes:
-            # A multiprocessor of another GPU is about as fast where it is alone: none has the memory to itself.
+            # A lone multiprocessor of another GPU is about as fast: one cannot use the memory's full bandwidth.
             own = kernel.least_bytes / peaks.bandwidth
             return max(self.gap + own, self._interpolate(kernel, bound))
         alike = bound * self.processors / processors
@@ -109,7 +109,7 @@ class RateTable:
         return self.gap + beyond * peaks.bound(kernel) / alike
 
     def _interpolate(self, kernel: KernelClass, bound: float) -> float:
-        """Return the seconds of a kernel whose roofline is ``bound``, by the nearest one of its family or pool."""
+        """Return the seconds of a kernel with roofline ``bound``, scaled from the nearest of its family or pool."""
         names = (kernel.family, *name_relatives(kernel.family), *name_pools(kernel))
         points = next((self._families[name] for name in names if name in self._families), None)
         if points is None:
@@ -127,7 +127,7 @@ class RateTable:
 
 
 def name_relatives(family: str) -> Iterable[str]:
-    """Return the same function in the other layout, and in the other type."""
+    """Return the families of the same function in the other layout, and in the other type."""
     swaps = (("channels last", "contiguous"), ("contiguous", "channels last"))
     others = [family.replace(*swap) for swap in swaps if swap[0] in family] or [family]
     types = (HALF, FULL) if HALF in family else (FULL, HALF)
@@ -135,21 +135,21 @@ def name_relatives(family: str) -> Iterable[str]:
 
 
 PLAIN = ("add", "add_", "mul", "clone", "copy_", "relu", "leaky_relu", "leaky_relu_backward", "threshold_backward")
-"""Passes that stand for those that were never measured: each thread reads and writes its own numbers."""
+"""Passes that substitute for unmeasured ones: each thread reads and writes its own elements."""
 
 
 def name_pools(kernel: KernelClass) -> tuple[str, ...]:
-    """Return what stands for a kernel that was never measured: all that compute, or plain passes over memory."""
+    """Return the pool that substitutes for an unmeasured kernel: all that compute, or plain passes over memory."""
     return (f"any product, {kernel.dtype}",) if kernel.flops else (f"any pass, {kernel.dtype}",)
 
 
 def joins_pool(run: KernelRun, kernel: KernelClass) -> bool:
-    """Say whether a measured kernel stands for others."""
+    """Return whether a measured kernel substitutes for unmeasured ones."""
     return bool(kernel.flops and not kernel.on_cores) or run.name.removeprefix("aten.") in PLAIN
 
 
 def read_run(row: Mapping[str, Any]) -> KernelRun:
-    """Return what a row of a table speaks of."""
+    """Return the kernel of a row of the table."""
     return KernelRun(
         row["name"],
         getattr(torch, row["dtype"]),

@@ -1,14 +1,14 @@
-"""The fastest candidate that fits, and why: pure but for what follows a candidate, which is given.
+"""Find the fastest candidate that fits, and the reason: pure functions, except for the ``follow`` that callers pass.
 
-To follow a candidate takes about a second, so what cannot win is not followed. That it cannot is known by bounds that
-hold for every network, as large kernels are at least as efficient as small ones:
+Tracing a candidate takes about a second, so candidates that cannot be the fastest are skipped. Lower bounds on their
+times hold for every network, since large kernels are at least as efficient as small ones:
 
-- A recomputed step runs the kernels of the plain one, and more.
-- Of the kernels of one GPU each of N runs a share, in no less than an N-th of their time.
-- A pipeline of N stages and m micro-batches is full for m rounds and fills or empties for N - 1 more. So smaller
-  micro-batches save what of a step it is not full, and nothing else.
-- Where nothing is replayed, Python starts each kernel: of a pipeline those of the forward pass m times, the others once
-  or more, and more of them for smaller micro-batches.
+- A step with recomputation runs the kernels of the plain step, and more.
+- Each of N GPUs runs a share of the kernels of one GPU, in at least 1/N of their time.
+- A pipeline of N stages and m micro-batches is full for m rounds, and fills or drains for N - 1 more. Smaller
+  micro-batches only shorten the filling and draining.
+- Without replay, Python starts each kernel: in a pipeline m times those of the forward pass, and the others once or
+  more, with more starts for smaller micro-batches.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,34 +34,34 @@ __all__ = [
 GIB = 2**30
 
 SURE = 0.95
-"""Part of a GPU's memory up to which an estimate is believed: with margins it was up to 5 % too small."""
+"""Share of a GPU's memory up to which an estimate surely fits: with margins, estimates were up to 5 % too small."""
 
 Follow = Callable[[Candidate], Estimate]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A candidate that was not followed, as it cannot win."""
+    """A candidate that was not traced, as it cannot be the fastest."""
 
     candidate: Candidate
     least_seconds: float
-    """No step of it is faster."""
+    """Lower bound on the seconds of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What became of all candidates."""
+    """The result of a search: estimates, skipped candidates, and the choice."""
 
     forecasts: tuple[Estimate, ...]
     skipped: tuple[Skipped, ...] = ()
     chosen: Estimate | None = None
-    """The fastest of those that surely fit, otherwise of those that run; None where none does."""
+    """The fastest candidate that surely fits, otherwise the fastest that runs; None if none runs."""
     why: str = ""
-    """One sentence."""
+    """The reason for the choice, in one sentence."""
 
 
 def judge(forecast: Estimate, capacity: int) -> Estimate:
-    """Return the forecast with a refusal where it needs more than the ``capacity`` bytes of a GPU."""
+    """Return the estimate, refused if it needs more than the ``capacity`` bytes of a GPU."""
     if forecast.refused is not None or forecast.memory is None or forecast.memory.total <= capacity:
         return forecast
     needed = forecast.memory.total
@@ -78,29 +78,29 @@ def search(
     thorough: bool = False,
     begin: Callable[[Sequence[Candidate]], None] = lambda _: None,
 ) -> Found:
-    """Follow candidates until none that is left can be faster, and choose.
+    """Trace candidates until no remaining one can be faster, and choose one.
 
     Parameters
     ----------
     candidates : sequence of Candidate
-        Those without recomputation, or with what was asked for.
+        Candidates without recomputation, or with the requested recomputation.
     follow : callable
-        Returns the forecast of one.
+        Returns the estimate of a candidate.
     capacity : int
         Bytes of a GPU that a step may take.
     batch_size : int
         Samples of a step.
     relieve : callable
-        Returns what to take for one that does not fit, least recomputation first.
+        Returns the alternatives to a candidate that does not fit, least recomputation first.
     thorough : bool
-        Whether to follow those too that cannot win.
+        Whether to trace also the candidates that cannot be the fastest.
     begin : callable
-        Gets the candidates that will be asked for soon, so that others can begin with them.
+        Receives the candidates that are needed soon, so that other processes can start on them.
 
     Returns
     -------
     Found
-        Forecasts in the order of the candidates, each before what relieves it.
+        Estimates in the order of the candidates, each followed by its alternatives.
     """
     groups: dict[Candidate, list[Estimate]] = {candidate: [] for candidate in candidates}
     skipped: list[Skipped] = []
@@ -121,7 +121,7 @@ def search(
 
     plain_ones: list[tuple[list[Estimate], Estimate, Sequence[Candidate]]] = []
     ordered = sort_candidates(candidates)
-    # The others bound pipelines, most of which are then not begun.
+    # The others bound the pipelines, so most pipelines need not be traced.
     for several in ([each for each in ordered if (each.pipeline > 1) is staged] for staged in (False, True)):
         begin([each for each in several if not loses(bound(each))])
         for first in several:
@@ -132,18 +132,18 @@ def search(
             )
             if plain is not None and not is_refused and (thorough or not _is_sure(plain, capacity)):
                 plain_ones.append((group, plain, relieve(first)))
-    # All plain ones come first: the faster the best one is, the fewer of these can win.
+    # All plain ones come first: the faster the best one is, the fewer alternatives can win.
     for group, plain, relieving in plain_ones:
         if not relieving:
             continue
         *less, most = relieving
-        # Of other kernels the plain step says nothing.
+        # The plain step does not bound a step with other kernels.
         least = plain.seconds or 0.0 if plain.candidate.kernels == most.kernels else 0.0
-        # What recomputes most first: where that does not fit, nothing does.
+        # The most recomputation first: if that does not fit, nothing does.
         last = look(most, least, group)
         if last is None or not last.runs:
             continue
-        # Where recomputing most is not sure to fit, less of it is not, and may run all the same.
+        # If the most recomputation does not surely fit, neither does less, but less may still run.
         limit = capacity if _is_sure(last, capacity) else None
         for candidate in () if _is_sure(plain, limit) else less:
             relieved = look(candidate, least, group)
@@ -155,17 +155,17 @@ def search(
 
 
 def sort_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return candidates in the order in which to follow them: what bounds others first, then what promises most."""
+    """Return candidates in the order to trace them: bounds for other candidates first, then the most promising."""
 
     def rank(each: Candidate) -> tuple[bool, int, int, int, int]:
-        # One GPU bounds all others. Replicas send least, and large micro-batches have few kernels.
+        # One GPU bounds all others. Replicas send the least, and large micro-batches need few kernels.
         return (each.num_gpus > 1, each.pipeline, each.spatial, -each.data, -(each.split_size or 0))
 
     return sorted(candidates, key=rank)
 
 
 def compute_lower_bound(candidate: Candidate, known: Iterable[Estimate], batch_size: int) -> float:
-    """Return seconds that no step of the candidate is below, by forecasts of others with the same kernels."""
+    """Return a lower bound on a candidate's seconds per step, from estimates of others with the same kernels."""
     rounds = _count_rounds(candidate, batch_size)
     bounds = [0.0]
     for forecast in known:
@@ -174,7 +174,7 @@ def compute_lower_bound(candidate: Candidate, known: Iterable[Estimate], batch_s
         if not alike or forecast.seconds is None or candidate == one:
             continue
         if one.num_gpus == 1:
-            # A pipeline is full for so many rounds, and fills and empties for the others.
+            # A pipeline is full for this many rounds, and fills or drains in the others.
             share = forecast.seconds / candidate.num_gpus
             bounds.append(share * (rounds + candidate.pipeline - 1) / rounds)
         if _is_of_larger_pieces(one, candidate):
@@ -186,20 +186,20 @@ def compute_lower_bound(candidate: Candidate, known: Iterable[Estimate], batch_s
 
 
 def _count_rounds(candidate: Candidate, batch_size: int) -> int:
-    """Return the micro-batches of a step, 1 where there are no stages."""
+    """Return the number of micro-batches of a step; 1 without a pipeline."""
     if candidate.pipeline == 1 or candidate.split_size is None:
         return 1
     return -(-batch_size // (candidate.data * candidate.split_size))
 
 
 def _is_of_larger_pieces(one: Candidate, candidate: Candidate) -> bool:
-    """Say whether one is the same pipeline with larger micro-batches than the candidate's."""
+    """Return whether ``one`` is the same pipeline as the candidate with larger micro-batches."""
     is_larger = candidate.pipeline > 1 and (one.split_size or 0) > (candidate.split_size or 0)
     return is_larger and (one.data, one.pipeline) == (candidate.data, candidate.pipeline)
 
 
 def _find_host_bound(candidate: Candidate, known: Estimate, rounds: int) -> float:
-    """Return seconds that Python takes at least over a pipeline's step, by those of one GPU or of larger pieces."""
+    """Return a lower bound on Python's seconds in a pipeline's step, from one GPU or from larger micro-batches."""
     one = known.candidate
     if candidate.pipeline == 1 or candidate.recorded or known.host_seconds is None:
         return 0.0
@@ -210,15 +210,15 @@ def _find_host_bound(candidate: Candidate, known: Estimate, rounds: int) -> floa
 
 
 def choose(forecasts: Sequence[Estimate], capacity: int | None = None) -> tuple[Estimate | None, str]:
-    """Return the fastest that runs, and why in one sentence; of equally fast ones that with fewest GPUs.
+    """Return the fastest candidate that runs, and the reason in one sentence; fewer GPUs win a tie.
 
     Parameters
     ----------
     forecasts : sequence of Estimate
-        Judged ones.
+        Estimates that `judge` returned.
     capacity : int, optional
-        Bytes of a GPU that a step may take. What takes more than the `SURE` part of them by its forecast is chosen only
-        where nothing else runs: it may be out of memory.
+        Bytes of a GPU that a step may take. A candidate that is estimated above the `SURE` share of them may run out of
+        memory, so it is chosen only if nothing else runs.
     """
     best = _find_fastest(each for each in forecasts if _is_sure(each, capacity)) or _find_fastest(forecasts)
     if best is None:
@@ -247,14 +247,14 @@ def choose(forecasts: Sequence[Estimate], capacity: int | None = None) -> tuple[
 
 
 def _is_sure(forecast: Estimate, capacity: int | None) -> bool:
-    """Say whether one runs even if its forecast is too small; without a capacity whether it is forecast to run."""
+    """Return whether a candidate runs even if its estimate is too small; without a capacity, whether it runs."""
     if not forecast.runs or capacity is None or forecast.memory is None:
         return forecast.runs
     return forecast.memory.total <= SURE * capacity
 
 
 def _rank(forecast: Estimate) -> tuple[float, int, int, int]:
-    """Order by time; of equally fast ones first those of fewer GPUs, of fewer stages, of fewer slabs."""
+    """Return a sort key: time, then fewer GPUs, fewer stages, fewer slabs."""
     candidate = forecast.candidate
     assert forecast.seconds is not None
     return (forecast.seconds, candidate.num_gpus, candidate.pipeline, candidate.spatial)
@@ -269,9 +269,9 @@ def _describe_need(forecast: Estimate) -> str:
 
 
 def guess_least(forecasts: Iterable[Estimate]) -> Estimate | None:
-    """Return which of those that were given up may need least: of most GPUs and recomputation, least cut.
+    """Return the candidate with a stopped trace that may need least: most GPUs, most recomputation, fewest cuts.
 
-    None where none was given up. Only which of them is followed to its end depends on it.
+    Return None if no trace was stopped. The guess only decides which candidate is traced to its end.
     """
     levels = [None, *LEVELS]
 
@@ -294,7 +294,7 @@ def _explain_refusals(forecasts: Sequence[Estimate]) -> str:
 
 
 def describe_seconds(seconds: float) -> str:
-    """Return a time with three digits.
+    """Return a time as text, with three digits.
 
     >>> describe_seconds(0.01234), describe_seconds(2.5), describe_seconds(90), describe_seconds(7300)
     ('12.3 ms', '2.50 s', '1.5 min', '2.0 h')

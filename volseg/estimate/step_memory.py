@@ -1,4 +1,4 @@
-"""Memory of a step: what torch's allocator reserves for its trace, and what lies beside the allocator."""
+"""Estimate the memory of a step: the memory that torch's allocator reserves, and the memory outside the allocator."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,26 +17,26 @@ __all__ = [
 ]
 
 MORE_STEPS = 4
-"""Steps that are added to those of the trace near the end of the memory: a DynUNet at 800 x 160 x 160 in 16 GiB was out
-of memory in its third step."""
+"""Steps that are appended to a trace that nearly fills the memory: a DynUNet at 800 x 160 x 160 in 16 GiB ran out of
+memory in its third step."""
 
 MIB = 2**20
 
-# Memory of a GPU that lies beside torch's allocator, read off an H200 (``workflows/benchmarks/plan_accuracy.py``): what
-# the device said was taken, less what torch had reserved. Torch 2.11, CUDA 13, driver 580; another driver takes some
-# tens of MiB more or less.
+# Memory of a GPU outside torch's allocator, measured on an H200 (``workflows/benchmarks/plan_accuracy.py``): the used
+# memory that the device reports, less torch's reserved memory. Torch 2.11, CUDA 13, driver 580; another driver takes
+# some tens of MiB more or less.
 
 CONTEXT = 527 * MIB
-"""CUDA's own, when the first tensor is made; four of them are the driver's before any process."""
+"""CUDA's context, created with the first tensor; the driver takes 4 MiB of it before any process starts."""
 
 LIBRARIES = 112 * MIB
-"""cuDNN and the kernels that a step loads, within some MiB whatever the network and its kernels."""
+"""cuDNN and the kernels that a step loads; the network and its kernels change this by some MiB only."""
 
 MATRICES = 68 * MIB
 """cuBLAS, which the first product of matrices loads. Its workspace is a block of torch's allocator."""
 
 STREAM = 70 * MIB
-"""What the first stream beside the default one takes: that of a recording, or of copies between GPUs."""
+"""Memory of the first stream beside the default one: a recording's stream, or that of copies between GPUs."""
 
 GROUP = 1250 * MIB
 """NCCL's communicators and the mailboxes of two processes; measured on two GPUs of one host."""
@@ -49,38 +49,38 @@ class MemoryUse:
     """Peaks of one device, in bytes."""
 
     used: int
-    """In blocks that are held: ``torch.cuda.max_memory_allocated``."""
+    """Allocated memory: ``torch.cuda.max_memory_allocated``."""
     reserved: int
-    """Taken from the device: ``torch.cuda.max_memory_reserved``."""
+    """Reserved memory: ``torch.cuda.max_memory_reserved``."""
     outside: int
-    """Taken beside torch's allocator: the context, libraries' own workspaces."""
+    """Memory outside torch's allocator: the context, workspaces of libraries."""
     peak_in: str
     """The part of the step in which ``reserved`` was highest."""
     reserved_by_steps: int | None = None
-    """Of ``reserved``, what was taken before the first validation; None where none is traced."""
+    """Reserved memory before the first validation; None if no validation is traced."""
 
     @property
     def total(self) -> int:
-        """What the device must have."""
+        """Memory that the device must have."""
         return self.reserved + self.outside
 
     def of_steps(self) -> "MemoryUse":
-        """Return what the training steps reserve by themselves."""
+        """Return the peaks of the training steps, without the validation."""
         return self if self.reserved_by_steps is None else replace(self, reserved=self.reserved_by_steps)
 
 
 def estimate_memory_use(trace: StepTrace, capacity: int, outside: int, margin: float, is_ahead: bool) -> MemoryUse:
-    """Return the peaks of a trace; near the end of the memory torch gives back what is cached, and may still fit."""
+    """Return the peaks of a trace; a step that nearly fills the memory may fit once torch frees its cache."""
     settings = AllocatorSettings.find()
-    # What a kernel or a message does is of no matter to memory, and most events are kernels.
+    # Kernels and messages, which are most events, do not change the memory.
     asked = StepTrace(tuple(event for event in trace.events if not isinstance(event, KernelRun | Sent)), trace.device)
     free = compute_memory_use(asked, settings, outside=outside, is_ahead=is_ahead)
     safe = replace(free, reserved=int(margin * free.reserved))
-    # What tensors hold at a time fits into no less, whatever is given back.
+    # Freeing the cache does not reduce the allocated memory.
     if safe.total <= capacity or free.used + outside > capacity:
         return safe
     events: Sequence[Event] = asked.events
-    for _ in range(MORE_STEPS):  # torch gives cached memory back in every step, and finds other pieces each time
+    for _ in range(MORE_STEPS):  # torch frees its cache in every step, and finds other pieces each time
         events = repeat_last_step(events)
     try:
         more = StepTrace(tuple(events), trace.device)
@@ -103,22 +103,22 @@ def compute_memory_use(
     Parameters
     ----------
     trace : StepTrace
-        From the placing of the network on; what lives at the end of the trace lives on.
+        Events from the placing of the network on; blocks that are alive at the end of the trace stay allocated.
     settings : AllocatorSettings, optional
-        Torch's defaults by default.
+        By default torch's defaults.
     capacity : int, optional
-        Bytes of the device; where they are not enough, cached memory is given back, as torch does, and asked for again.
-        Without, the trace takes what it needs.
+        Bytes of the device; when they run out, cached memory is freed and the request is repeated, as torch does. By
+        default the memory is unlimited.
     outside : int
-        Bytes of the device that are taken beside the allocator.
+        Bytes of the device outside the allocator.
     is_ahead : bool
-        Whether Python is through with a step before the device: then a block that two streams use, as each copy between
-        devices does, comes back at the step's end; otherwise it comes back at once.
+        Whether Python finishes a step before the device does. Then a block that two streams use, as each copy between
+        devices does, becomes free at the end of the step; otherwise it becomes free at once.
 
     Raises
     ------
     OutOfMemoryError
-        Where the capacity does not suffice: with the part of the step and the number of the event.
+        If the capacity does not suffice; the message has the part of the step and the number of the event.
     """
     allocator = Allocator(settings, None if capacity is None else capacity - outside)
     part, peak_in, peak = "placing", "placing", 0
@@ -156,10 +156,10 @@ def compute_memory_use(
 
 
 def repeat_last_step(events: Sequence[Event]) -> Sequence[Event]:
-    """Return what a device was asked for, with the last step once more.
+    """Return the events of a device with the last step repeated once.
 
-    The further step gives back of the one before what that gives back of the one before it (gradients, mostly). Where
-    these cannot be told from their sizes and order, nothing is repeated.
+    A step frees some blocks of the step before it (mostly gradients), so the repeated step frees the same blocks of the
+    last one. If sizes and order do not identify these blocks, the events are returned unchanged.
     """
     marks = {event.name: number for number, event in enumerate(events) if isinstance(event, Mark)}
     step = events[marks.get("step", 0) : marks.get("end", -1) + 1]
@@ -177,7 +177,7 @@ def repeat_last_step(events: Sequence[Event]) -> Sequence[Event]:
 
 
 def _rename(events: Sequence[Event], numbers: Mapping[int, int]) -> list[Event]:
-    """Return events with other numbers of blocks."""
+    """Return events with their blocks renumbered."""
     kinds = Allocate | Free | Used
     return [
         replace(each, block=numbers.get(each.block, each.block)) if isinstance(each, kinds) else each for each in events
@@ -185,14 +185,14 @@ def _rename(events: Sequence[Event], numbers: Mapping[int, int]) -> list[Event]:
 
 
 def estimate_cuda_overhead(trace: StepTrace, processes: int = 1) -> int:
-    """Return the bytes that a step takes of its GPU beside torch's allocator.
+    """Return the bytes of a GPU that a step takes outside torch's allocator.
 
     Parameters
     ----------
     trace : StepTrace
-        Of the step.
+        Trace of the step.
     processes : int
-        That share volumes or batches.
+        Number of processes that share volumes or batches.
     """
     multiplies = any(isinstance(event, KernelRun) and event.name in PRODUCTS for event in trace.events)
     streams = any(isinstance(event, KernelRun | Allocate) and event.stream != 0 for event in trace.events)
@@ -203,5 +203,5 @@ def estimate_cuda_overhead(trace: StepTrace, processes: int = 1) -> int:
 
 
 def estimate_least_cuda_overhead(processes: int = 1) -> int:
-    """Return the bytes that any step takes there, whatever it does."""
+    """Return the bytes that every step takes outside torch's allocator."""
     return CONTEXT + LIBRARIES + (STREAM + GROUP if processes > 1 else 0)

@@ -1,12 +1,12 @@
-"""How long a followed step takes: its kernels one behind the other on each stream, and what has to wait for what.
+"""Estimate the time of a traced step: play its kernels in order on each stream, with Python's launches ahead of them.
 
-An eager step is started by Python, operator by operator, while the GPU works: each kernel begins when it has been
-started and the one before it on its stream is done. So a step is as long as the slower of the two, and a replay, which
-Python starts at once, as long as its kernels. Streams of one part of the step run beside each other. Of several
-devices the slowest counts; the stages of a pipeline follow a schedule.
+Python launches an eager step operator by operator while the GPU works: a kernel begins once it is launched and the
+kernel before it on its stream is done. So an eager step takes as long as the slower of Python and the GPU, and a
+replay, which Python launches at once, as long as its kernels. Streams run concurrently within a part of the step. The
+slowest of several devices counts; the stages of a pipeline follow a schedule.
 
-Not counted: making batches (which goes on beside the step), validation, checkpoints, and kernels of different streams
-slowing each other.
+Not modelled: making batches (which overlaps with the step), validation, checkpoints, and the slowdown of concurrent
+kernels on different streams.
 """
 
 from collections import defaultdict
@@ -27,16 +27,16 @@ __all__ = [
 ]
 
 SLAB_KERNELS = ("norm.passes", "norm.statistics")
-"""By which a network on slabs is known: its norms are never torch's."""
+"""Kernels that identify a network on slabs, whose norms are never torch's."""
 
 OF_STAGES = 2.4
-"""Times what a forward pass alone takes Python, which a pipeline's takes: 10.4 ms beside 4.3 (docs/measurements.md)."""
+"""Python's time for a pipeline's forward pass, over that of a plain one: 10.4 ms against 4.3 (docs/measurements.md)."""
 
 OF_MESSAGES = "peer.planes."
-"""Kernels by which planes travel: the time of a message was measured with the one that sends and the one that reads."""
+"""Kernels that exchange planes; they count as 0 s, as the measured time of a message includes sending and reading."""
 
 PARTS = ("forward", "loss", "backward", "optimizer")
-"""Of a step, as marks name them."""
+"""Parts of a step, named as in the marks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,13 @@ class StepTimes:
     """Seconds of one step."""
 
     seconds: float
-    """From one step's end to the next one's."""
+    """Seconds from the end of one step to the end of the next."""
     parts: Mapping[str, float]
-    """Of a device's kernels: ``forward``, ``loss``, ``backward``, ``optimizer``, ``rest``."""
+    """Seconds of a device's kernels by part: ``forward``, ``loss``, ``backward``, ``optimizer``, ``rest``."""
     host: float
-    """Of Python, which starts the kernels."""
+    """Seconds that Python takes to launch the kernels."""
     host_forward: float
-    """Of that, what the forward pass takes."""
+    """The share of ``host`` in the forward pass."""
 
 
 def estimate_times(
@@ -67,17 +67,17 @@ def estimate_times(
     Parameters
     ----------
     traces
-        One of each device.
+        One trace per device.
     gpu
-        What these are.
+        Kind of the devices.
     links
-        What connects them.
+        Links between the devices.
     recorded
         Whether the step is replayed from a recording.
     stages
-        Whether the devices are a pipeline's stages, in order, that one process drives; else each has its own.
+        Whether the devices are the stages of a pipeline, in order, in one process; else each has its own process.
     micro_batches
-        Pieces of a batch that go through the stages one behind the other.
+        Number of micro-batches that pass through the stages.
     """
     times = [
         _time_device(select_step(trace.events), gpu, links, recorded, OF_STAGES if stages else 1.0) for trace in traces
@@ -97,19 +97,19 @@ def estimate_times(
 
 
 def estimate_pipeline_seconds(stages: Sequence[tuple[float, float]], micro_batches: int) -> float:
-    """Return how long stages take for micro-batches, all forward and then all backward.
+    """Return the seconds of a pipeline's step: all micro-batches forward, then all backward.
 
     Parameters
     ----------
     stages
-        Seconds of one micro-batch, forward and backward.
+        Seconds of one micro-batch per stage, forward and backward.
     micro_batches
-        How many.
+        Number of micro-batches.
 
     Notes
     -----
-    A stage begins with a micro-batch when it has done the one before, and the stage before has done this one. For
-    ``p`` equal stages that is ``(m + p - 1)`` times one of them, either way [1]_.
+    A stage begins a micro-batch when it has finished the previous one, and the previous stage has finished this one.
+    With ``p`` equal stages, each direction takes ``(m + p - 1)`` times as long as one stage [1]_.
 
     References
     ----------
@@ -129,9 +129,9 @@ def _pass_through(stages: Sequence[float], micro_batches: int) -> float:
 
 
 def select_step(events: Sequence[Event]) -> list[Event]:
-    """Return the events of one step: of the recording, where one is replayed, else of the last step that begins.
+    """Return the events of one step: those of the recording if it is replayed, else those of the last step.
 
-    A pipeline records its stages one by one, which shows no step as a whole: the eager one before tells its kernels.
+    A pipeline records its stages one by one, so no recording is a whole step: the last eager step before it is used.
     """
     names = [(place, event.name) for place, event in enumerate(events) if isinstance(event, Mark)]
     recorded = next((place for place, name in names if name == "record_pipeline"), None)
@@ -146,9 +146,9 @@ def select_step(events: Sequence[Event]) -> list[Event]:
 
 
 def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: bool, forward: float) -> StepTimes:
-    """Play a step twice, one behind the other: where Python is ahead, the second one shows what a step takes.
+    """Play a step twice in a row: if Python runs ahead, only the second shows the time of a step.
 
-    Python takes ``forward`` times as long over a forward pass as it does over the network alone.
+    Python's time for the forward pass is multiplied by ``forward``.
     """
     host_rates = gpu.host_rates()
     on_slabs = any(isinstance(event, KernelRun) and event.name.startswith(SLAB_KERNELS) for event in events)
@@ -178,7 +178,7 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
 
 
 def _close(busy: dict[int, float], ready: dict[int, float]) -> float:
-    """End a part, for whose end all streams wait; return how long its busiest stream was."""
+    """End a part, at which all streams synchronize; return the seconds of its busiest stream."""
     longest = max(busy.values(), default=0.0)
     end = max(ready.values(), default=0.0)
     for stream in ready:
@@ -188,14 +188,14 @@ def _close(busy: dict[int, float], ready: dict[int, float]) -> float:
 
 
 def _find_length(event: Event, gpu: GpuKind, links: Links) -> float:
-    """Return how long the device is at it: a message recorded or not, for what Python takes is counted apart."""
+    """Return the device's seconds for an event; Python's seconds are counted separately."""
     if isinstance(event, KernelRun):
         return 0.0 if event.name.startswith(OF_MESSAGES) else gpu.seconds(event)
     return links.seconds(event) if isinstance(event, Sent) else 0.0
 
 
 def estimate_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_slabs: bool) -> float:
-    """Return what Python takes to start a kernel or a message, in a part of an eager step."""
+    """Return Python's seconds to launch a kernel or a message, in a part of an eager step."""
     if isinstance(event, Sent):
         return {"halo": rates.exchange, "copy": rates.operator}.get(event.kind, rates.message)
     if part not in ("forward", "loss", "backward"):

@@ -1,4 +1,4 @@
-"""What a device is asked for in a step, in order: memory, kernels, and data on their way to other devices."""
+"""The events of a training step on one device, in order: memory, kernels, and data sent to other devices."""
 
 from dataclasses import dataclass
 
@@ -9,28 +9,28 @@ __all__ = ["Allocate", "Event", "Free", "KernelRun", "Mark", "Sent", "StepTrace"
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """A block of memory is taken."""
+    """A block of memory is allocated."""
 
     block: int
-    """Number of the block, which no other of the trace has."""
+    """Number of the block, unique within the trace."""
     size: int
-    """Bytes that were asked for."""
+    """Requested bytes."""
     stream: int = 0
-    """Stream it belongs to; 0 is the device's default one."""
+    """Stream of the block; 0 is the device's default stream."""
     pool: str = ""
-    """Recording whose own memory it is taken from; empty for the memory that everything shares."""
+    """Name of the recording whose private pool the block comes from; empty for the shared pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A block is given back."""
+    """A block is freed."""
 
     block: int
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """A stream that is not a block's own works on it: the block comes back only when that stream has come here."""
+    """A second stream works on a block: the block becomes free only when that stream has reached this point."""
 
     block: int
 
@@ -40,17 +40,17 @@ class KernelRun:
     """A kernel, or an operator of torch, runs."""
 
     name: str
-    """As torch names the operator (``aten.convolution``), or the function of a kernel of our own."""
+    """Torch's name of the operator (``aten.convolution``), or the function name of one of volseg's kernels."""
     dtype: torch.dtype
-    """In which it computes."""
+    """Type in which the kernel computes."""
     flops: int
     """Multiplications and additions, two for each multiply-add."""
     bytes_moved: int
-    """Read and written, each tensor once."""
+    """Bytes read and written; each tensor counts once."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of its tensors, inputs first."""
+    """Shapes of the kernel's tensors, inputs first."""
     channels_last: bool = False
-    """Whether the channels of its first input are last in memory."""
+    """Whether the first input has its channels last in memory."""
     stream: int = 0
 
 
@@ -63,7 +63,7 @@ class Sent:
     size: int
     """Bytes that this device sends."""
     devices: int
-    """That take part."""
+    """Number of devices that take part."""
     stream: int = 0
 
 
@@ -72,7 +72,7 @@ class Mark:
     """A part of the step begins.
 
     ``placed``, ``step``, ``forward``, ``loss``, ``backward``, ``optimizer``, ``record``, ``replay``, ``end``;
-    ``empty_cache`` where what is cached is given back to the device, ``record_pipeline`` where a pipeline begins to
+    ``empty_cache`` where cached memory is returned to the device, ``record_pipeline`` where a pipeline begins to
     record, ``validate`` after the steps.
     """
 
@@ -84,8 +84,8 @@ Event = Allocate | Free | Used | KernelRun | Sent | Mark
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """What one device is asked for."""
+    """The events of one device."""
 
     events: tuple[Event, ...]
     device: int = 0
-    """Number of the device among those of the strategy."""
+    """Index of the device within the strategy."""

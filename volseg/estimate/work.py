@@ -1,4 +1,4 @@
-"""A training step, before anybody has said who runs it."""
+"""Describe a training step independently of the GPUs that run it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 __all__ = ["Batch", "Step", "Work"]
 
 Batch = Mapping[str, Tensor]
-"""Fields with a row for each sample."""
+"""Fields with one row per sample."""
 
 Step = Callable[[Batch], Any]
 """Forward, loss, backward and the optimizer's step, on a batch."""
@@ -19,27 +19,27 @@ Step = Callable[[Batch], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is trained, and how; a trace of a candidate calls these under fake tensors.
+    """A network and its training step; a trace of a candidate calls these functions under fake tensors.
 
-    They are called anew for each candidate, on a copy of the network: nothing that one of them does reaches another.
+    Each candidate calls them anew, on its own copy of the network, so candidates do not affect each other.
     """
 
     build: Callable[[], nn.Module]
-    """Returns the plain network, in training mode; a trace runs a copy without values, as it may be the user's."""
+    """Returns the plain network, in training mode. The network may be the user's, so a trace runs a fake copy."""
     shape: tuple[int, ...]
-    """Of the image of a whole batch, (B, C, D, H, W)."""
+    """Shape of the image of a whole batch, (B, C, D, H, W)."""
     make_batch: Callable[[int, torch.device], Batch]
-    """Makes so many rows of a batch on a device; ``image`` is what the network takes."""
+    """Makes a batch of this many rows on a device; ``image`` is the network's input."""
     build_optimizer: Callable[[nn.Module], Optimizer]
-    """Over the parameters of the placed network, which it is called with."""
+    """Returns the optimizer of the placed network, which is its argument."""
     build_step: Callable[[nn.Module, Optimizer], Step]
-    """Makes the step of the placed network; whatever that needs besides (an average of the weights) is made here."""
+    """Makes the step of the placed network, and whatever else the step needs (an average of the weights)."""
     precision: torch.dtype
-    """In which the forward pass is computed; ``build_step`` sees to it."""
+    """Type of the forward pass; ``build_step`` applies it."""
     validate: Callable[[nn.Module], object] | None = None
-    """Runs the placed network as a validation between epochs does, on as much as goes through it at a time."""
+    """Runs the placed network as the validation between epochs does, on one batch of windows."""
     name: str = "the network"
-    """Of the network, for messages."""
+    """Name of the network in messages."""
 
     @property
     def batch_size(self) -> int:

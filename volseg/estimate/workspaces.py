@@ -1,18 +1,18 @@
-"""How much scratch memory cuDNN takes for a convolution: as it took for the most similar one that was measured.
+"""Estimate cuDNN's workspace for a convolution from the most similar measured convolution.
 
-Torch hands cuDNN a block of its own allocator for the time of each call. An H200 was asked for it for thousands of
-shapes (cuDNN 9). What it takes has two causes:
+Torch gives cuDNN a block of its own allocator for the time of each call. These blocks were measured on an H200 for
+thousands of shapes (cuDNN 9). They have two causes:
 
-- most of cuDNN's kernels read and write volumes with channels last. Where they lie otherwise, or in float32, some of
-  input, output and weight are copied there and back, with channels filled up to a multiple of 16 bytes;
-- the gradient of a weight is a sum over all voxels. A weight with few channels makes too few tiles to keep the GPU
-  busy, so the sum is divided, and each part is kept.
+- Most of cuDNN's kernels read and write volumes with channels last. In another layout, or in float32, some of input,
+  output and weight are copied there and back, with channels padded to a multiple of 16 bytes.
+- The gradient of a weight is a sum over all voxels. A weight with few channels makes too few tiles to keep the GPU
+  busy, so cuDNN splits the sum, and stores each part.
 
-Which of the three are copied, and what comes on top, is cuDNN's choice by shape. It is taken over from the nearest
-measured shape of the same kind (pass, precision, layout, kernel of one voxel or more, stride, transposed): the copies
-by their names, so that they grow with the volume, and the rest in bytes, which is tens of MiB at most. With
-``torch.backends.cudnn.benchmark`` the same blocks were taken. Other kinds of GPU, whose numbers of processors differ,
-are taken to do as the H200 does.
+cuDNN chooses by shape which of the three tensors are copied, and how much memory is added. The estimate copies this
+choice from the nearest measured shape of the same kind (pass, precision, layout, kernel of one voxel or more, stride,
+transposed): the same tensors, so that their copies grow with the volume, and the same rest in bytes, which is tens of
+MiB at most. ``torch.backends.cudnn.benchmark`` did not change the blocks. Other kinds of GPU, whose numbers of
+processors differ, are assumed to behave as the H200 does.
 """
 
 import gzip
@@ -32,17 +32,17 @@ __all__ = ["ConvolutionPass", "estimate_workspace"]
 ConvolutionPass = Literal["forward", "input_gradient", "weight_gradient"]
 
 ALIGNED = 16
-"""Bytes to a multiple of which the channels of a voxel are filled up."""
+"""The channels of a voxel are padded to a multiple of this many bytes."""
 
 TABLE = "convolutions_h200"
 
 BY_CHANNELS, BY_TAPS, BY_VOXELS, BY_ALIGNMENT = 2.0, 1.5, 1.0, 2.0
-"""What a doubling of channels, of the kernel's voxels and of the volume's counts as distance, and another alignment of
-channels. Of four choices tried those by which a measured shape was best foretold by the others: half of them to the
-byte, 80 % within 4 % of the volumes' size."""
+"""Distances of a doubling of channels, of the kernel's voxels and of the volume's voxels, and of another alignment of
+channels. Of four choices tried, this one predicted measured shapes best from the others: half of them to the byte, 80 %
+within 4 % of the volumes' size."""
 
 Kind = tuple[int, bool, bool, bool, bool]
-"""Bytes of an element, and whether channels are last, the kernel is one voxel, it is transposed, has a stride."""
+"""Bytes of an element; whether channels are last, the kernel is one voxel, it is transposed, and it has a stride."""
 
 Size = tuple[int, ...]
 
@@ -58,22 +58,22 @@ def estimate_workspace(
     strided: bool = False,
     transposed: bool = False,
 ) -> int:
-    """Return the bytes for a convolution, for the gradient of its input, or for that of its weight.
+    """Return the bytes of cuDNN's workspace for a convolution, or for the gradient of its input or its weight.
 
     Parameters
     ----------
     part : str
-        Which of the three.
+        Which of the three passes.
     first, second : torch.Size
-        Of input and output, (B, C, ...).
+        Sizes of input and output, (B, C, ...).
     weight : torch.Size
-        Of its weight, (C, C, ...).
+        Size of the weight, (C, C, ...).
     dtype : torch.dtype
-        In which it computes.
+        Type in which the convolution computes.
     channels_last : bool
-        Whether volumes lie so in memory.
+        Whether the volumes have their channels last in memory.
     strided, transposed : bool
-        Whether it has a stride, and is a transposed convolution.
+        Whether the convolution has a stride, and whether it is transposed.
     """
     return _find(part, *map(tuple, (first, second, weight)), min(dtype.itemsize, 4), channels_last, strided, transposed)
 
@@ -91,7 +91,7 @@ def _find(
 ) -> int:
     taps, voxels = prod(weight[2:]), first[0] * prod(first[2:])
     table, kind = _read_table(), (itemsize, channels_last, taps == 1, transposed, strided)
-    # Of the kinds that were measured that which has most in common with it, the first properties first.
+    # The measured kind that agrees best; earlier properties have priority.
     known = [other for name, other in table if name == part]
     places, measured = table[
         part, max(known, key=lambda other: [one == two for one, two in zip(kind, other, strict=True)])
@@ -100,7 +100,7 @@ def _find(
     their_first, their_second, their_taps, their_itemsize, taken = measured[int(distances.argmin())]
     theirs = _count_copies(their_first, their_second, (their_first[1], their_second[1], their_taps), their_itemsize)
     own = _count_copies(first, second, weight, itemsize)
-    # The copies that leave the smallest rest of what was taken.
+    # The choice of copies that leaves the smallest rest of the measured bytes.
     possible = [
         (taken - _sum(copied, theirs), copied) for copied in product((0, 1), repeat=3) if _sum(copied, theirs) <= taken
     ]
@@ -113,16 +113,16 @@ def _sum(copied: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _place(inputs: int, outputs: int, taps: int, voxels: int) -> Any:
-    """Return coordinates of a convolution, whose differences add up to its distance from another."""
+    """Return the coordinates of a convolution; distances are sums of absolute differences."""
     sizes = (BY_CHANNELS, inputs), (BY_CHANNELS, outputs), (BY_TAPS, taps), (BY_VOXELS, voxels)
-    # What cuDNN chooses by.
+    # Properties by which cuDNN chooses.
     aligned = [(few <= 1, few <= 4, few % 4 == 0, few % 8 == 0) for few in (inputs, outputs)]
     return np.array([*(scale * log2(size) for scale, size in sizes), *BY_ALIGNMENT * np.ravel(aligned)])
 
 
 @cache
 def _read_table() -> dict[tuple[str, Kind], tuple[Any, list[tuple[Size, Size, int, int, int]]]]:
-    """Return what was measured by pass and kind: coordinates; sizes, taps, bytes of an element, bytes in all."""
+    """Return measurements by pass and kind: coordinates; sizes, taps, bytes of an element, bytes of the workspace."""
     stored = files("volseg.estimate").joinpath("tables", f"{TABLE}.json.gz").read_bytes()
     found: dict[tuple[str, Kind], list[tuple[Size, Size, int, int, int]]] = {}
     for part, first, second, taps, size, last, strided, transposed, taken in json.loads(gzip.decompress(stored)):
@@ -136,7 +136,7 @@ def _read_table() -> dict[tuple[str, Kind], tuple[Any, list[tuple[Size, Size, in
 
 
 def _count_copies(first: Sequence[int], second: Sequence[int], weight: Sequence[int], itemsize: int) -> list[int]:
-    """Return the bytes of a copy of input, output and weight."""
+    """Return the bytes of a copy of the input, of the output and of the weight."""
     volumes = [size[0] * _fill_up(size[1], itemsize) * prod(size[2:]) * itemsize for size in (first, second)]
     return [*volumes, prod(_fill_up(count, itemsize) for count in weight[:2]) * prod(weight[2:]) * itemsize]
 

@@ -1,1 +1,1 @@
-"""Run the real step on fake tensors, and record its memory, kernels and messages."""
+"""Run the real training step on fake tensors, and record its memory, kernels and messages."""

@@ -1,11 +1,11 @@
-"""The values of small tensors that a step makes of numbers: class weights and lists of dims, which losses look at.
+"""Keep the values of small tensors that a step makes of numbers: class weights and lists of dims, which losses read.
 
-A step that is followed has no values, and one that looks at some cannot be followed. What somebody writes down as
-numbers has values all the same: ``FocalLoss`` asks in every call whether one of its class weights is negative, and
-most of MONAI's losses sum over ``torch.arange(2, 5).tolist()``. So what is made of numbers and of such tensors alone,
-by operators that ask, convert or choose, is computed beside, on the host.
+Fake tensors have no values, so a step that reads values cannot be traced. Tensors made of literal numbers do have
+values: ``FocalLoss`` checks in every call whether one of its class weights is negative, and most of MONAI's losses sum
+over ``torch.arange(2, 5).tolist()``. So tensors that are computed only from numbers and from such tensors, by operators
+that compare, convert or index, are also computed on the host.
 
-Torch does the like for single numbers (``FakeTensor.constant``), as long as they stay on the host.
+Torch does the same for single numbers (``FakeTensor.constant``), as long as they stay on the host.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ __all__ = ["ConstantValues"]
 aten = torch.ops.aten
 
 MOST = 256
-"""Elements of a tensor whose values are kept: as many as classes, or channels."""
+"""Most elements of a tensor whose values are kept: enough for classes or channels."""
 
 MADE = frozenset({aten.lift_fresh, aten.lift, aten.lift_fresh_copy})
-"""What makes a tensor of numbers."""
+"""Operators that make a tensor of numbers."""
 
 COUNTED = frozenset({aten.arange, aten.full, aten.zeros, aten.ones, aten.linspace, aten.scalar_tensor, aten.eye})
-"""What makes a tensor by a rule."""
+"""Operators that make a tensor by a rule."""
 
 ASKING = frozenset(
     {
@@ -42,19 +42,19 @@ ASKING = frozenset(
         *(aten.detach, aten.alias, aten.stack, aten.cat),
     }
 )
-"""Operators by which code asks: with new results, or views of what they are given."""
+"""Operators that compare, convert or index: they return new tensors, or views of their arguments."""
 
 
 class ConstantValues:
-    """Which tensors of a step have values, and what they are."""
+    """The known values of a step's tensors."""
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
         self._memory: set[int] = set()
-        """Of all tensors that were ever known, by its key: what is changed besides, which is most, changes none."""
+        """Keys of the storages of all tensors that were ever known; most writes touch none of them."""
 
     def read(self, tensor: Tensor) -> Any:
-        """Return the value of a tensor of one element; None where it is not known."""
+        """Return the value of a tensor of one element, or None if it is unknown."""
         value = self._known.get(tensor)
         if value is None:
             return None
@@ -62,7 +62,7 @@ class ConstantValues:
             return value.item()
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Put down what an operator did: a tensor that was made of numbers, asked about, or changed."""
+        """Update the known values after an operator has made, read or changed tensors."""
         meaning = _find_meaning(function)
         if meaning == "made" and not isinstance(args[0], FakeTensor):
             self._keep(out, args[0])
@@ -74,12 +74,12 @@ class ConstantValues:
             self._compute(function, args, kwargs, out)
 
     def _are_known(self, tensors: Sequence[Tensor]) -> bool:
-        # Few are as small as what is known; to ask the table makes a reference of torch's, which takes as long as all
-        # else here.
+        # Sizes first, as few tensors are this small: each look-up in the table makes one of torch's weak references,
+        # which takes as long as everything else here.
         return bool(tensors) and all(tensor.numel() <= MOST and tensor in self._known for tensor in tensors)
 
     def _forget(self, tensors: Sequence[Tensor]) -> None:
-        """Know nothing any more of tensors that may have been changed, nor of what shares their memory."""
+        """Drop the values of tensors that may have changed, and of all tensors that share their memory."""
         changed = {get_storage_key(tensor.untyped_storage()) for tensor in tensors if isinstance(tensor, FakeTensor)}
         if changed.isdisjoint(self._memory):
             return
@@ -95,7 +95,7 @@ class ConstantValues:
             self._keep(tensor, value)
 
     def _fill(self, values: Any) -> Any:
-        """Return an operator's arguments with the values of the tensors among them."""
+        """Return an operator's arguments with their tensors replaced by known values."""
         if isinstance(values, Tensor):
             return self._known[values]
         if isinstance(values, dict):
@@ -110,7 +110,7 @@ class ConstantValues:
 
 @by_operator
 def _find_meaning(function: Any) -> str:
-    """Return what an operator means to known values."""
+    """Return the effect of an operator on known values: made, counted, asking, changing or other."""
     kinds = {"made": MADE, "counted": COUNTED, "asking": ASKING}
     found = next((name for name, packets in kinds.items() if function.overloadpacket in packets), "other")
     return "changing" if found in ("asking", "other") and get_schema(function).is_mutable else found

@@ -1,10 +1,10 @@
-"""``torch.autocast`` of a GPU on devices that stand for GPUs: the CPU's own casts other operators.
+"""Apply a GPU's ``torch.autocast`` rules to fake GPUs, as a CPU's autocast casts other operators.
 
-torch keeps a list of operators per kind of device, in C++ [1]_. Which of them run in half precision is nearly the same
-on both kinds. A GPU then keeps half precision where the CPU goes back to float32 (max_pool3d, replication_pad3d), and
-goes back to float32 for what loses too much (exp, layer_norm, softmax, sums). Here the CPU's list is covered by the
-GPU's, operator by operator, in the running version of torch: an operator that this version's GPUs do not cast is not,
-and one that they cast, and that is in no list here, is refused.
+torch keeps a list of operators per kind of device, in C++ [1]_. Nearly the same operators run in half precision on
+both kinds. A GPU keeps half precision where the CPU returns to float32 (max_pool3d, replication_pad3d), and returns to
+float32 where half precision loses too much (exp, layer_norm, softmax, sums). This module overrides the CPU's list with
+the GPU's, operator by operator, for the running version of torch. An operator that this version does not cast on GPUs
+is not cast; an operator that it casts, but that no list here names, is refused.
 
 References
 ----------
@@ -62,7 +62,7 @@ FLOAT32_RESULT = _split("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
 """)
-"""Operators whose result is float32, unless another is asked for; they read their argument as it is."""
+"""Operators whose result is float32, unless another type is requested; they read their argument as it is."""
 
 WIDEST = _split("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
@@ -70,12 +70,12 @@ WIDEST = _split("""
 """Operators whose arguments all become the widest type among them."""
 
 BANNED = {"binary_cross_entropy"}
-"""Refused by torch, with an advice of its own."""
+"""Operators that torch itself refuses under autocast, with advice."""
 
 
 @contextmanager
 def casting_like_gpus() -> Iterator[None]:
-    """Cast as a GPU's autocast does, where ``torch.autocast("cpu", ...)`` is on."""
+    """Cast as a GPU's autocast does while ``torch.autocast("cpu", ...)`` is on."""
     on_gpus, on_cpus = list_autocast_operators("AutocastCUDA"), list_autocast_operators("AutocastCPU")
     kernels: dict[str, Callable[..., Any] | None] = dict.fromkeys(on_cpus - on_gpus)
     others = on_gpus.difference(HALF, FLOAT32, FLOAT32_RESULT, WIDEST, BANNED)
@@ -131,13 +131,13 @@ def _refuse(operator: Any, args: Any, kwargs: Any) -> Call:
 
 
 SOFTMAX = {torch.ops.aten.softmax.int: softmax, torch.ops.aten.log_softmax.int: log_softmax}
-"""What reads half precision and writes float32, on a GPU alone."""
+"""Operators that read half precision and write float32 on GPUs only."""
 
 NORMS = {
     torch.ops.aten.norm.Scalar: (torch.ops.aten.norm.ScalarOpt_dtype, {"p": 2}),
     torch.ops.aten.norm.ScalarOpt_dim: (torch.ops.aten.norm.ScalarOpt_dim_dtype, {"keepdim": False}),
 }
-"""What writes another type by another operator, and what that must be given besides."""
+"""Operators that write another type through another overload, with the further arguments of the overload."""
 
 
 def _to_result(operator: Any, args: Any, kwargs: Any) -> Call:
@@ -145,7 +145,7 @@ def _to_result(operator: Any, args: Any, kwargs: Any) -> Call:
     given = dict(zip(names, args, strict=False)) | kwargs
     if not _is_eligible(args[0]) or given.get("dtype") is not None:
         return operator, args, kwargs
-    if operator in SOFTMAX and args[0].dtype != torch.float32:  # a GPU widens inside of the kernel
+    if operator in SOFTMAX and args[0].dtype != torch.float32:  # a GPU widens inside the kernel
         return SOFTMAX[operator], (given["self"], given["dim"], True), {}
     if operator in NORMS:
         other, rest = NORMS[operator]
@@ -154,7 +154,7 @@ def _to_result(operator: Any, args: Any, kwargs: Any) -> Call:
 
 
 def _make_kernel(name: str, cast: Callable[[Any, Any, Any], Call]) -> Callable[..., Any]:
-    """Return what an operator does under autocast: another operator, or other arguments."""
+    """Return the autocast form of an operator, which calls another operator or casts the arguments."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
 

@@ -1,12 +1,12 @@
-# ruff: noqa: A002, ARG001  (functions take what operators of aten take, by its names)
-"""What operators of torch do on a GPU, where the CPU's do otherwise: layouts, and memory that they take on their way.
+# ruff: noqa: A002, ARG001  (handlers have the parameters of aten's operators, by name)
+"""Reproduce torch's GPU operators where they differ from the CPU's: layouts, and temporary memory.
 
-A followed step runs on tensors of the CPU. Their sizes and dtypes are those of a GPU; the layout of a convolution's
-output, copies of tensors that lie otherwise than a kernel wants, and the mask of a dropout are not. Each function here
-does with memory what torch's CUDA implementation of the operator does, step by step [1]_.
+A traced step runs on tensors of the CPU. Their sizes and dtypes are those of a GPU. The layout of a convolution's
+output, the copies of tensors into the layout that a kernel needs, and the mask of a dropout differ. Each function here
+allocates memory step by step as torch's CUDA implementation of the operator does [1]_.
 
-Not modelled: partial sums, and dense copies of what upsampling, rolls, layer norms and writing by indices read (nothing
-of the steps that were measured), and convolutions of tensors above 2**31 elements where cuDNN is older than 9.3.
+Not modelled: partial sums, dense copies of the inputs of upsampling, rolls, layer norms and writes by indices (none
+occurred in the measured steps), and convolutions of tensors above 2**31 elements with cuDNN older than 9.3.
 
 References
 ----------
@@ -33,15 +33,15 @@ Handler = Callable[..., Any]
 Note = Callable[[Any], None]
 
 GPU_OPERATORS: dict[Any, Handler] = {}
-"""What takes memory in place of an operator: ``(note, plain, *arguments)`` to the operator's result.
+"""Handlers by operator: each takes ``(note, plain, *arguments)`` and returns the operator's result.
 
-It may call operators, which are noted as such. ``note(result)`` says that the operator's own kernel runs now. ``plain``
-is the result as of a CPU, of the right shape, where it is asked for (``WITH_RESULT``).
+A handler may call operators, which are recorded as usual. It calls ``note(result)`` where the operator's own kernel
+runs. ``plain`` is the CPU's result, which has the right shape, for the operators in ``WITH_RESULT``.
 """
 
 WITH_RESULT = frozenset({aten.convolution.default})
-"""Those for whom a CPU's result is asked: it takes milliseconds where torch computes it by parts, and torch has none of
-some operators without values, or from half to float32."""
+"""Operators whose handler needs the CPU's result. Others go without: the result takes milliseconds if torch decomposes
+the operator, and some operators have no CPU result for fake tensors, or from half to float32."""
 
 
 def _replaces(*operators: Any) -> Callable[[Handler], Handler]:
@@ -56,7 +56,7 @@ def _empty(size: Sequence[int], like: Tensor, layout: torch.memory_format, dtype
     return torch.empty(tuple(size), dtype=dtype or like.dtype, device=like.device, memory_format=layout)
 
 
-# Convolutions: cuDNN, channels last if either of two tensors is.
+# Convolutions: cuDNN runs with channels last if either of the two tensors has them last.
 
 
 def _choose_layout(first: Tensor, second: Tensor) -> torch.memory_format:
@@ -73,7 +73,7 @@ def _is_depthwise(slab: Tensor, weight: Tensor, transposed: bool, groups: int) -
 def _take_scratch(
     part: ConvolutionPass, first: Tensor, second: Tensor, weight: Tensor, layout: torch.memory_format, settings: Any
 ) -> Tensor:
-    """Return cuDNN's scratch memory: none of torch's own kernels, which convolve every channel by itself."""
+    """Return cuDNN's workspace; it is empty for depthwise convolutions, which run torch's own kernels."""
     stride, *_, transposed, _, groups = settings
     size = 0
     if not _is_depthwise(first, weight, transposed, groups):
@@ -137,13 +137,13 @@ def _differentiate_convolution(
     return tuple(found)
 
 
-# Norms. The output lies like the input; what is saved is float32.
+# Norms. The output has the layout of the input; the saved statistics are float32.
 
 
 @_replaces(aten.native_batch_norm.default)
 def _normalize(note: Note, plain: Any, input: Tensor, weight: Any, bias: Any, *rest: Any) -> tuple[Tensor, ...]:
     if weight is not None and weight.numel() != input.shape[1]:
-        raise RuntimeError(f"weight should contain {input.shape[1]} elements not {weight.numel()}")  # as torch says it
+        raise RuntimeError(f"weight should contain {input.shape[1]} elements not {weight.numel()}")  # torch's message
     training = rest[2]
     out = torch.empty_like(input)
     saved = input.shape[1] if training else 0
@@ -164,7 +164,7 @@ def _differentiate_norm(note: Note, plain: Any, gradient: Tensor, input: Tensor,
     return found, *sums
 
 
-# Softmax reads and writes densely; from half precision it writes float32 on request.
+# Softmax reads and writes dense tensors; from half precision it writes float32 on request.
 
 
 @_replaces(aten._softmax.default, aten._log_softmax.default)
@@ -211,7 +211,7 @@ def _step_fused(note: Note, plain: Any, *lists: Any, **options: Any) -> None:
 
 @contextmanager
 def composing_like_gpus() -> Iterator[None]:
-    """Compose functions of others as on a GPU, where torch looks at the device in C++: ``dropout``, ``group_norm``."""
+    """Decompose ``dropout`` and ``group_norm`` as on a GPU: torch's C++ decides by the device."""
     with overriding_operators("AutogradCPU", {"dropout": _drop, "group_norm": _normalize_groups}):
         yield
 

@@ -1,9 +1,9 @@
-"""What autograd does in place of plain tensors, where it makes new ones of those without values.
+"""Let autograd accumulate gradients of fake tensors in place, as it does with plain tensors.
 
-Where a tensor has several uses, autograd adds its gradients to what came first, if nobody else holds that
-(``can_accumulate_inplace`` [1]_); what was read by indices is added to zeros in place [2]_. Both ask for plain tensors,
-and a followed step would take more memory than a real one. Who is held by nobody else has as many references as a
-gradient of which that is known, counted in the same place.
+If a tensor has several uses, autograd adds its later gradients to the first in place, if that has no other reference
+(``can_accumulate_inplace`` [1]_). It adds gradients of indexed reads to zeros in place [2]_. Autograd does both
+for plain tensors only, so a traced step would take more memory than a real step. A gradient has no other reference if
+its reference count equals that of a gradient known to have none, counted at the same place.
 
 References
 ----------
@@ -28,28 +28,28 @@ IN_PLACE: dict[Any, Any] = {
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
 }
 ENGINE = "_engine_run_backward"
-"""The Python function that autograd's own operators come from; those of a backward in Python come from that one's."""
+"""The Python function that calls autograd's own operators; a backward in Python calls its operators itself."""
 BETWEEN = ("torch._dynamo.", "torch._compile", "volseg.estimate.")
-"""Modules through which an operator comes to a mode, wherever it comes from."""
+"""Modules on the call stack between an operator's caller and a mode."""
 
 
 class InPlace:
-    """Says what autograd does in place."""
+    """Replaces autograd's operators with their in-place forms, where autograd would use these on plain tensors."""
 
     def __init__(self) -> None:
         self._alone: tuple[int, ...] | None = None
 
     def learn(self) -> None:
-        """Count the references of gradients that nobody else holds: of a backward pass over two numbers.
+        """Count the references of a gradient without other holders, in a backward pass over two numbers.
 
-        It comes through everything that a step's operators come through.
+        The pass goes through the same modes as the operators of a step.
         """
         numbers = torch.empty(2, requires_grad=True) * 2
         (numbers.exp() * numbers.sin()).sum().backward()
         assert self._alone is not None
 
     def replace(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Return the operator that is run on plain tensors: that which writes to its first argument, or ``func``."""
+        """Return the operator that autograd runs on plain tensors: the in-place form of ``func``, or ``func``."""
         if torch.is_grad_enabled() or not _comes_from_engine():
             return func
         return IN_PLACE[func] if func is not ADD or self._adds_in_place(args) else func
@@ -65,7 +65,7 @@ class InPlace:
 
 
 def _comes_from_engine() -> bool:
-    """Say whether the operator that is run now was called by autograd itself."""
+    """Return whether autograd itself called the current operator."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"].startswith(BETWEEN):
         frame = frame.f_back
@@ -77,6 +77,6 @@ def _is_alike(first: Tensor, second: Any) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Say whether it has a place for each of its values, and none besides."""
+    """Return whether a tensor's memory has exactly one element per value."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return reach == tensor.numel()

@@ -1,13 +1,13 @@
-"""Results of operators for tensors without values, remembered by the arguments.
+"""Cache the results of operators on fake tensors by their arguments.
 
 A traced step asks torch for the same shapes again and again: in its second pass, in other candidates, on other
-processes. A key here is sizes, strides, dtypes and devices; the cache keeps whether each result is new memory, a view
-of an argument, or an argument itself. It learns that from a run on tensors of the meta device, which costs a tenth of
-what ``FakeTensorMode`` takes for the same answer.
+processes. A key holds sizes, strides, dtypes and devices; the cache stores whether each result is new memory, a view of
+an argument, or an argument itself. The cache learns this from a run on tensors of the meta device, which takes a tenth
+of the time of ``FakeTensorMode``.
 
-``FakeTensorMode`` answers, and nothing is remembered, for tensors of the host or of several devices, for a view of
-memory that several arguments share (which of them it views is unknown), and for an operator that returns numbers,
-resizes memory, writes into ``out=``, depends on values, has no kernel for the meta device, or is none of aten.
+``FakeTensorMode`` computes the result, uncached, for tensors of the host or of several devices, for a view of memory
+that several arguments share (the viewed argument is unknown), and for an operator that returns numbers, resizes memory,
+writes into ``out=``, depends on values, has no kernel for the meta device, or is not in aten.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +30,12 @@ from volseg.estimate.operator_work import by_operator
 __all__ = ["OperatorCache"]
 
 MOST = 1 << 17
-"""Results to remember; a forecast of all candidates has a tenth of it."""
+"""Most results in the cache; an estimate of all candidates needs a tenth of them."""
 
 UNFIT_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 UNFIT_NAMES = {"set_", "resize_", "resize_as_", "lift", "lift_fresh", "lift_fresh_copy"}
-"""Which give a tensor other memory, or one with values some."""
+"""Operators that give a tensor other memory, or that lift a tensor with values."""
 
 UNFIT_ARGUMENTS = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, dict, torch.Generator)
 
@@ -45,30 +45,30 @@ Remake = Callable[["OperatorCache", Sequence[FakeTensor]], Any]
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 PLAIN = frozenset({int, float, bool, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format})
-"""Types that a key holds as they are: ``isinstance(value, Tensor)`` runs Python of torch's for a microsecond or two."""
+"""Types that a key holds unchanged; ``isinstance(value, Tensor)`` runs torch's Python code for about 1 to 2 us."""
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """What is remembered of an operator that was given such arguments."""
+    """The cache entry of an operator and its arguments."""
 
     remake: Remake
-    """Makes what it returns."""
+    """Makes the operator's result."""
     work: Any = None
     """Kernel of the operator, and the GPU that runs it; None until `TracedStep` has computed them."""
 
 
 _known: dict[Key, Known] = {}
-"""Of all steps that this process follows: what an operator returns depends on nothing else."""
+"""Entries shared by all steps that this process traces: an operator's result depends only on the key."""
 
 
 class OperatorCache:
-    """The results of operators, for one mode of tensors without values.
+    """The cached results of operators, for one mode of fake tensors.
 
     Parameters
     ----------
     mode
-        To which the tensors belong.
+        Mode of the fake tensors.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -76,7 +76,7 @@ class OperatorCache:
         self._alike: dict[torch.device, FakeTensor] = {}
 
     def make(self, memory: Tensor, device: torch.device) -> FakeTensor:
-        """Return a tensor without values of a device."""
+        """Return a fake tensor of a device over the given memory."""
         like = self._alike.get(device)
         if like is None:
             with without_dispatch():
@@ -84,11 +84,11 @@ class OperatorCache:
         return make_like_fake(like, memory)
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what ``function(*args, **kwargs)`` returns."""
+        """Return the result of ``function(*args, **kwargs)``."""
         return self.find(function, args, kwargs)[0]
 
     def find(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Known | None]:
-        """Return what it returns, and what is remembered of it; None where nothing is."""
+        """Return the result of ``function(*args, **kwargs)`` and its cache entry, or None if it is not cached."""
         if not _may_be_known(function):
             return function(*args, **kwargs), None
         tensors: list[FakeTensor] = []
@@ -109,7 +109,7 @@ class OperatorCache:
 
 @by_operator
 def _may_be_known(function: Any) -> bool:
-    """Say whether an operator's results follow from the sizes, strides, dtypes and devices of what it is given."""
+    """Return whether the sizes, strides, dtypes and devices of an operator's arguments determine its results."""
     schema = get_schema(function)
     writes_out = any(each.is_out for each in schema.arguments)
     unfit = any(tag in UNFIT_TAGS for tag in function.tags) or function.overloadpacket.__name__ in UNFIT_NAMES
@@ -117,7 +117,7 @@ def _may_be_known(function: Any) -> bool:
 
 
 def _describe(values: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
-    """Extend a key by arguments, and a list by the tensors among them; return whether a key can hold all arguments."""
+    """Append arguments to a key, and their tensors to a list; return whether a key can hold all arguments."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -131,7 +131,7 @@ def _describe(values: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
                 return False
         elif kind not in PLAIN and isinstance(value, UNFIT_ARGUMENTS):
             return False
-        else:  # 1, 1.0 and True are equal, and give other dtypes
+        else:  # 1, 1.0 and True are equal, but result in different dtypes
             key += (kind, value)
     return True
 
@@ -139,14 +139,14 @@ def _describe(values: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
 def _compute_remake(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]
 ) -> Remake | None:
-    """Run an operator on tensors of the meta device, and return what makes such results; None where that cannot be.
+    """Run an operator on tensors of the meta device; return a function that remakes its results, or None.
 
-    The mode would come to the same results by Python of torch's, in ten times as long.
+    The mode computes the same results through torch's Python code, which takes ten times as long.
     """
     devices = {tensor.fake_device for tensor in tensors}
     device = kwargs.get("device") or next(iter(devices), CPU)
     if len(devices) > 1 or device == CPU or any(type(value) is torch.device for value in args):
-        return None  # the host's operators choose layouts by switches of its libraries
+        return None  # the host's operators choose layouts by the switches of its libraries
     with without_dispatch(), without_overrides():
         plain = {id(tensor): _view(tensor) for tensor in tensors}
         given = {name: _replace(value, plain) for name, value in kwargs.items()}
@@ -154,13 +154,13 @@ def _compute_remake(
             given["device"] = META
         try:
             out = function(*_replace(args, plain), **given)
-        except RuntimeError:  # no such kernel, or wrong arguments: the mode has other ways, or says so
+        except RuntimeError:  # no such kernel, or wrong arguments: the mode finds another way, or raises
             return None
         return _find_remake(out, [plain[id(tensor)] for tensor in tensors], device)
 
 
 def _view(tensor: Tensor) -> Tensor:
-    """Return a plain tensor of the meta device over the memory of one without values."""
+    """Return a plain tensor of the meta device over the memory of a fake tensor."""
     made = torch.empty(0, dtype=tensor.dtype, device=META)
     return made.set_(  # type: ignore[call-overload,no-any-return]
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -168,14 +168,14 @@ def _view(tensor: Tensor) -> Tensor:
 
 
 def _replace(values: Any, plain: Mapping[int, Tensor]) -> Any:
-    """Return arguments with plain tensors in place of those without values."""
+    """Return arguments with fake tensors replaced by plain tensors."""
     if type(values) is FakeTensor:
         return plain[id(values)]
     return type(values)([_replace(value, plain) for value in values]) if type(values) in (list, tuple) else values
 
 
 def _find_remake(out: Any, tensors: Sequence[Tensor], device: torch.device) -> Remake | None:
-    """Return what makes such results again, given the tensors among the arguments; None where it is not known."""
+    """Return a function that remakes results from the tensors among the arguments, or None if none is known."""
     if type(out) is Tensor:
         return _find_remake_of_one(out, tensors, device)
     if out is None or type(out) is torch.dtype:
@@ -193,7 +193,7 @@ def _find_remake(out: Any, tensors: Sequence[Tensor], device: torch.device) -> R
 
 
 def _find_remake_of_one(out: Tensor, tensors: Sequence[Tensor], device: torch.device) -> Remake | None:
-    """Return what makes one tensor again."""
+    """Return a function that remakes one tensor, or None if none is known."""
     if out.layout is not torch.strided or out.dtype.is_complex:
         return None
     same = [number for number, tensor in enumerate(tensors) if tensor is out]
@@ -203,7 +203,7 @@ def _find_remake_of_one(out: Tensor, tensors: Sequence[Tensor], device: torch.de
     offset, whole = out.storage_offset(), out.untyped_storage()
     mine = get_storage_key(whole)
     owners = [n for n, tensor in enumerate(tensors) if get_storage_key(tensor.untyped_storage()) == mine]
-    if len(owners) > 1:  # of these arguments; others of the same sizes may each have memory of their own
+    if len(owners) > 1:  # other arguments of the same sizes may not share memory
         return None
     base = owners[0] if owners else None
 
@@ -218,6 +218,6 @@ def _find_remake_of_one(out: Tensor, tensors: Sequence[Tensor], device: torch.de
 
     if base is None:
         plain = torch.empty_strided(size, stride, dtype=dtype, device=META).untyped_storage().nbytes()
-        if offset or plain != whole.nbytes():  # more memory than its elements
+        if offset or plain != whole.nbytes():  # its storage is larger than its elements
             return None
     return remake

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="override, assignment, call-arg"
-"""One process of a group, followed by itself: the others are not there, and do as this one does.
+"""Trace one rank of a process group without the other ranks, which are assumed to act like this rank.
 
-The strategies run as they are over a process group of torch's, whose exchanges come back at once. What would travel is
-noted. What the others would have sent is what this one sent itself, which is right for votes and descriptions, and for
-planes of a volume has the right shape: nobody looks at values here.
+The strategies run unchanged over a process group of torch, whose exchanges return at once and are recorded. A rank
+receives its own data in place of the others'. Votes and descriptions are then right, and planes of a volume have the
+right shape; their values are never read.
 """
 
 import sys
@@ -23,27 +23,27 @@ from volseg.parallel.devices import computing_on
 __all__ = ["Exchange", "LoneGroup", "be_process"]
 
 BACKEND = "volseg_lone"
-"""Name under which torch knows groups of this kind."""
+"""Name of this backend in torch."""
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Tensors on their way between processes, as this one is asked for them."""
+    """An exchange of tensors between processes, seen from this process."""
 
     kind: str
     """``send``, ``receive``, ``all_reduce``, ``all_gather``, ``all_to_all`` or ``broadcast``."""
     shape: tuple[int, ...]
-    """Of the tensor that this process gives, or gets where it gives none."""
+    """Shape of the tensor that this process sends, or receives if it sends none."""
     dtype: torch.dtype
     device: torch.device
     processes: int
-    """That take part."""
+    """Number of processes that take part."""
 
     @property
     def num_bytes(self) -> int:
-        """Of that tensor."""
+        """Bytes of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -51,7 +51,7 @@ Note = Callable[[Exchange], None]
 
 
 class _Done:
-    """The handle of an exchange that is over."""
+    """The handle of a finished exchange."""
 
     def wait(self, timeout: Any = None) -> bool:
         """Return at once."""
@@ -59,25 +59,25 @@ class _Done:
         return True
 
     def is_completed(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
 
 class LoneGroup(dist.ProcessGroup):
-    """A process group whose other processes are not there.
+    """A process group with a single real process.
 
     Parameters
     ----------
     rank
-        This process's number in the group.
+        Rank of this process in the group.
     size
-        Processes in it.
+        Number of processes in the group.
     note
-        Is told of every exchange.
+        Called with every exchange.
     """
 
     group_name = ""
-    """As torch knows it; its own property knows that of groups which C++ made."""
+    """Name of the group in torch; torch's own property works only for groups made in C++."""
 
     def __init__(self, rank: int, size: int, note: Note) -> None:
         super().__init__(rank, size)
@@ -88,11 +88,11 @@ class LoneGroup(dist.ProcessGroup):
         return self._count
 
     def rank(self) -> int:
-        """Return this process's number."""
+        """Return the rank of this process."""
         return self._place
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """Name the kind of group."""
+        """Return the name of the backend."""
         return BACKEND
 
     def _done(self, kind: str, tensor: Tensor, processes: int | None = None) -> _Done:
@@ -100,20 +100,20 @@ class LoneGroup(dist.ProcessGroup):
         return _Done()
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> _Done:
-        """Leave the value, or multiply it by the number of processes."""
+        """Multiply a sum by the number of processes; leave other reductions unchanged."""
         (tensor,) = tensors
         if _has_values(tensor) and (options is None or options.reduceOp == dist.ReduceOp.SUM):
             tensor.mul_(self._count)
         return self._done("all_reduce", tensor)
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any = None) -> _Done:
-        """Leave the value."""
+        """Leave the value unchanged."""
         del options
         (tensor,) = tensors
         return self._done("broadcast", tensor)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None) -> _Done:
-        """Give every process's place the own value."""
+        """Copy this process's value to the output of every process."""
         del options
         (own,), (places,) = inputs, outputs
         if _has_values(own):
@@ -122,7 +122,7 @@ class LoneGroup(dist.ProcessGroup):
         return self._done("all_gather", own)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> _Done:
-        """Give every process's place the own value."""
+        """Copy this process's value to the part of every process in the output."""
         del options
         if _has_values(own):
             output.view(self._count, -1).copy_(own.reshape(1, -1).expand(self._count, -1))
@@ -134,7 +134,7 @@ class LoneGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, own: Tensor, output_sizes: Any = None, input_sizes: Any = None, options: Any = None
     ) -> _Done:
-        """Give every process's place what this one would be sent by itself."""
+        """Copy the piece that this process sends to itself to the part of every process in the output."""
         del options
         if output_sizes or input_sizes:
             raise ParallelError(f"pieces of one size are exchanged, got {input_sizes} and {output_sizes}")
@@ -147,7 +147,7 @@ class LoneGroup(dist.ProcessGroup):
     """Its name before torch 2.13."""
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> _Done:
-        """Note that something goes."""
+        """Record a sent tensor."""
         del target, tag
         (tensor,) = tensors
         return self._done("send", tensor, 2)
@@ -161,28 +161,28 @@ class LoneGroup(dist.ProcessGroup):
         return self._done("receive", tensor, 2)
 
     def barrier(self, options: Any = None) -> _Done:
-        """Wait for nobody."""
+        """Return at once."""
         del options
         return _Done()
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Say whether a tensor is of the plain kind: what is followed has none."""
+    """Return whether a tensor has values, unlike fake tensors."""
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 @contextmanager
 def be_process(rank: int, size: int, note: Note, device: torch.device = CPU) -> Iterator[None]:
-    """Be process ``rank`` of ``size`` in here, whatever groups this process is in otherwise.
+    """Act as process ``rank`` of ``size`` in the body, independently of this process's real groups.
 
     Parameters
     ----------
     rank, size
-        Of torch's group of all processes.
+        Rank and size in torch's group of all processes.
     note
-        Is told of every exchange, of any group that is made in here.
+        Called with every exchange, of any group that the body makes.
     device
-        The device that the process has.
+        The device of the process.
     """
     made: list[LoneGroup] = []
 
@@ -191,7 +191,7 @@ def be_process(rank: int, size: int, note: Note, device: torch.device = CPU) -> 
         made.append(LoneGroup(rank, size, note))
         return made[-1]
 
-    # torch looks the maker up by the name each time that a group is made.
+    # torch looks up the factory by name each time a group is made.
     dist.Backend.register_backend(BACKEND, make, devices=["cpu", "cuda"])
     before, dist.group.WORLD = dist.group.WORLD, None
     told = sys.excepthook  # torch wraps it for each group of all processes, to name the rank

@@ -1,4 +1,4 @@
-"""What is put down of a step that is followed: blocks of memory, kernels and messages of each GPU, in order."""
+"""Collect the events of a traced step: blocks of memory, kernels and messages of each GPU, in order."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -24,17 +24,17 @@ __all__ = ["TracedStep", "find_gpu"]
 
 HOPPER = 9, 0
 OF_PRODUCTS = {False: 8_519_680, True: 32 * 2**20}
-"""Bytes of cuBLAS' scratch memory (``aten/src/ATen/cuda/CublasHandlePool.cpp``), by whether a GPU is that new. Every
-stream has its own in each thread, and a backward pass runs in a thread of autograd's."""
+"""Bytes of cuBLAS' workspace (``aten/src/ATen/cuda/CublasHandlePool.cpp``), by whether the GPU is a Hopper or newer.
+Each stream has its own workspace per thread, and a backward pass runs in a thread of autograd."""
 
 
 class TracedStep(GpuObserver):
-    """What is asked of GPUs that are not there.
+    """The events of a step on fake GPUs.
 
     Attributes
     ----------
     devices
-        They, to be given to a strategy or to ``to``. A tensor of the host lies on ``torch.device("cpu")``.
+        The fake GPUs, for a strategy or for ``to``. Tensors of the host are on ``torch.device("cpu")``.
     """
 
     def __init__(
@@ -49,30 +49,30 @@ class TracedStep(GpuObserver):
         self._is_recorded = False
         self._listener: Callable[[str], None] | None = None
         self.fault: OutOfMemoryError | None = None
-        """By which it was given up: the end of the trace raises it, even if a caller within caught it."""
+        """Error that stopped the trace: its end raises it again if the body caught it."""
         self._sizes = [0] * num_gpus
         self._seconds = [0.0] * num_gpus
         self.devices = [fake_device(index) for index in range(num_gpus)]
         self.mode = FakeTensorMode(allow_fallback_kernels=False)
         self.mode.cache_enabled = (
-            False  # its keys lack torch's switches, and it keeps the memory that ``set_`` is given
+            False  # its keys lack torch's global switches, and it keeps the memory that ``set_`` receives
         )
         self.in_place = InPlace()
         self._events: list[list[Event]] = [[] for _ in self.devices]
         self._held: dict[int, tuple[int, int, int, int]] = {}
-        """By the memory's key: its device, its size, its block and its stream."""
+        """Device, size, block and stream of each storage, by the storage's key."""
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blocks = 0
         self._checked: set[int] = set()
         self._multiplied: set[tuple[torch.device, int, bool]] = set()
 
     def traces(self) -> tuple[StepTrace, ...]:
-        """Return what each device was asked for so far."""
+        """Return the trace of each device so far."""
         return tuple(StepTrace(tuple(events), index) for index, events in enumerate(self._events))
 
     def mark(self, name: str) -> None:
-        """Say on all devices that a part begins; see ``Mark``."""
-        # A step that is not recorded after all is followed anew without, and may need less.
+        """Mark the beginning of a part on all devices; see ``Mark``."""
+        # A step that turns out not to be recordable is traced again without a recording, and may need less.
         self._is_recorded = self._is_recorded or name == "record"
         for number in range(len(self._events)):
             self._put(number, Mark(name))
@@ -80,34 +80,34 @@ class TracedStep(GpuObserver):
             self._listener(name)
 
     def on_mark(self, name: str) -> None:
-        """Say that a part begins: the strategies' own marks."""
+        """Mark the beginning of a part, when a strategy reports it."""
         self.mark(name)
 
     def listen(self, listener: Callable[[str], None] | None) -> None:
-        """Tell a function of each mark from now on, or nobody: what it raises ends the step there."""
+        """Call a function at each mark from now on, or none; its exception ends the step there."""
         self._listener = listener
 
     def copy(self, value: Any) -> Any:
-        """Return a copy without values, of a network or anything that holds tensors; it lies on the host."""
+        """Return a fake copy, on the host, of a network or of any value that holds tensors."""
         return copy_without_values(value, self.mode)
 
     def empty(self, *size: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor without values, by default on the first device."""
+        """Return a fake tensor, by default on the first device."""
         return torch.empty(size, device=self.devices[0] if device is None else device, dtype=dtype)
 
     def on_sent(self, device: torch.device, kind: str, size: int, devices: int = 2) -> None:
-        """Put down data that leave a device."""
+        """Record data that leave a device."""
         if is_gpu(device):
             self._put(self._number(device), Sent(kind, size, devices, current_gpu_stream(device).number))
 
     def read_clock(self, device: torch.device) -> float:
-        """Return the seconds that the kernels of a device should have taken so far."""
+        """Return the estimated seconds of a device's kernels so far."""
         if self._time_kernel is None:
             return super().read_clock(device)
         return self._seconds[self._number(device)]
 
     def on_used(self, tensor: Tensor, stream: int) -> None:
-        """Put down that a stream works on a tensor that is another one's."""
+        """Record that a stream works on a tensor of another stream."""
         key = get_storage_key(tensor.untyped_storage())
         if key in self._held:
             number, _, block, own = self._held[key]
@@ -115,7 +115,7 @@ class TracedStep(GpuObserver):
                 self._put(number, Used(block))
 
     def end(self) -> None:
-        """Trace nothing more: when Python frees what the step leaves, and in which order, is no part of the step."""
+        """End the trace: Python's frees after the step are not part of the step."""
         self._has_ended = True
 
     def _put(self, number: int, event: Event) -> None:
@@ -128,7 +128,7 @@ class TracedStep(GpuObserver):
             self._seconds[number] += self._time_kernel(run)
 
     def note_storage(self, tensor: Tensor) -> None:
-        """Put down the memory of a tensor, if it is new and on a GPU."""
+        """Record the memory of a tensor, if it is new and on a GPU."""
         device = get_tensor_device(tensor)
         if not is_gpu(device):
             return
@@ -137,11 +137,11 @@ class TracedStep(GpuObserver):
         if key in self._held:
             return
         self._take(key, self._number(device), storage.nbytes(), device)
-        # As `weakref.finalize`, which takes as long again: it would be asked for some thousand times in a step.
+        # Does what `weakref.finalize` does in half its time: a step creates thousands of storages.
         self._watched[key] = weakref.ref(storage, lambda _: self._let_go(key))
 
     def on_resized(self, tensor: Tensor) -> None:
-        """Put down that a tensor's memory was given back, or taken again."""
+        """Record that a tensor's memory was freed, or allocated again."""
         storage = tensor.untyped_storage()
         key = get_storage_key(storage)
         if key in self._held:
@@ -163,7 +163,7 @@ class TracedStep(GpuObserver):
             self._put(number, Allocate(self._blocks, size, stream, _find_pool()))
 
     def _is_in_order(self) -> bool:
-        """Say whether tensors that are alive together would be so on GPUs: each device has a thread in backward."""
+        """Return whether tensors would be alive together on real GPUs too: in backward, each device has a thread."""
         return not self._is_recorded and (len(self.devices) == 1 or find_backward_pass() == -1)
 
     def _let_go(self, key: int) -> None:
@@ -181,7 +181,7 @@ class TracedStep(GpuObserver):
     def note_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, known: Known | None = None
     ) -> None:
-        """Put down an operator of torch, on the device of its result; what is remembered of it is not found again."""
+        """Record an operator of torch on the device of its result; ``known`` caches its kernel."""
         if known is None or known.work is None:
             work = self._find_work(function, args, kwargs, out)
             if known is not None:
@@ -196,13 +196,13 @@ class TracedStep(GpuObserver):
     def _find_work(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> tuple[torch.device | None, KernelRun | None]:
-        """Return where an operator runs and its kernel, which follow from what tells its result from others."""
+        """Return the GPU and the kernel of an operator; both follow from the key of `OperatorCache`."""
         tensors = list_tensors((args, kwargs))
         home = find_gpu(list_tensors(out)) or find_gpu(tensors)
         return home, None if home is None else describe_kernel(function, args, kwargs, tensors, out, 0)
 
     def note_product(self, device: torch.device) -> None:
-        """Put down the memory that the first products of a thread and a stream take for good."""
+        """Record the workspace that the first matrix product of a thread and a stream allocates for good."""
         if not is_gpu(device):
             return
         stream, in_backward = current_gpu_stream(device).number, find_backward_pass() != -1
@@ -213,15 +213,15 @@ class TracedStep(GpuObserver):
             self._put(self._number(device), Allocate(self._blocks, size, stream, _find_pool()))
 
     def note_checked(self, found: Tensor) -> None:
-        """Put down that a tensor says whether gradients are finite, which the loss's scaling asks for."""
+        """Record that a tensor holds the check for finite gradients, which the loss scaling reads."""
         self._checked.add(get_storage_key(found.untyped_storage()))
 
     def is_checked(self, tensor: Tensor) -> bool:
-        """Say whether a tensor says that; a step that is followed has finite gradients."""
+        """Return whether a tensor holds the check for finite gradients; in a traced step all gradients are finite."""
         return get_storage_key(tensor.untyped_storage()) in self._checked
 
     def on_kernel(self, kernel: NotedKernel) -> None:
-        """Put down a kernel of ours."""
+        """Record one of volseg's kernels."""
         home = kernel.tensors[0].device
         stream = current_gpu_stream(home).number
         self._note_run(self._number(home), describe_noted(kernel, stream))
@@ -232,7 +232,7 @@ class TracedStep(GpuObserver):
 
 
 def _find_pool() -> str:
-    """Return the name of the pool that a recording takes its memory from; empty where nothing is recorded."""
+    """Return the name of the pool of the current recording; empty if nothing is recorded."""
     fake = get_fake()
     return "" if fake is None else fake.recording
 

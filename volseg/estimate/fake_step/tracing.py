@@ -1,7 +1,7 @@
-"""Run a real training step without a GPU, and write down what each GPU would be asked for.
+"""Run a real training step without a GPU, and record the memory, kernels and messages of each GPU.
 
-Tensors have a shape, a dtype, a layout and a device here, and no values (torch's ``FakeTensorMode``). The step runs as
-it is: the network's own Python, autograd, the optimizer. Every operator and every block of memory comes by::
+Tensors have a shape, a dtype, a layout and a device here, but no values (torch's ``FakeTensorMode``). The step runs
+unchanged: the network's own Python, autograd, the optimizer. Every operator and every block of memory is recorded::
 
     with tracing(gpu) as followed:
         net = followed.copy(net).to(followed.devices[0])
@@ -9,7 +9,7 @@ it is: the network's own Python, autograd, the optimizer. Every operator and eve
         ...
     (trace,) = followed.traces()
 
-A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot be followed and is refused, by name.
+A step that reads a value (``.item()``, a branch on a tensor, NumPy) cannot be traced; the error names its module.
 """
 
 import gc
@@ -59,25 +59,25 @@ def tracing(
     time_kernel: Callable[[KernelRun], float] | None = None,
     limit: int | None = None,
 ) -> Iterator["TracedStep"]:
-    """Let tensors be without values, and write down what the GPUs are asked for.
+    """Run the body of the ``with`` on fake tensors, and trace the memory and the kernels of each GPU.
 
     Parameters
     ----------
     gpu
         The kind of GPU.
     num_gpus
-        How many there are: ``TracedStep.devices``.
+        Number of GPUs: ``TracedStep.devices``.
     time_kernel
-        Says how many seconds a kernel takes, for what would time the network's parts; without it, nothing is timed.
+        Returns the seconds of a kernel, for code that times the network's parts; by default nothing is timed.
     limit
-        Bytes of tensors on a GPU, above which it is not followed any further; by default there is no end. They are
-        looked at where the order of requests is settled, which it is not in a backward pass over several devices, and
-        until a step is recorded, which another one may do without.
+        Bytes of live tensors on a GPU above which the trace stops; by default unlimited. The limit is not checked in a
+        backward pass over several devices, where the order of requests varies, nor once a step is recorded, since the
+        step without a recording may need less.
 
     Raises
     ------
     OutOfMemoryError
-        From within, where a GPU would hold more than the limit; at the end, whatever became of it within.
+        If a GPU would hold more than the limit; raised again at the end if the body catches it.
     """
     followed = TracedStep(num_gpus, time_kernel, limit)
     with ExitStack() as stack:
@@ -96,7 +96,7 @@ def tracing(
         followed.in_place.learn()
         try:
             yield followed
-        except Exception as told:  # a network may replace the error by its own
+        except Exception as told:  # a network may replace the error with its own
             if followed.fault is None or told is followed.fault:
                 raise
             raise followed.fault from told
@@ -106,7 +106,7 @@ def tracing(
 
 
 class _Noting(TorchDispatchMode):
-    """Tell a ``TracedStep`` of each operator and its results."""
+    """Report each operator and its results to a ``TracedStep``."""
 
     def __init__(self, followed: TracedStep) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Noting(TorchDispatchMode):
         self.values = ConstantValues()
 
     def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
-        if func is FIND_DEVICE:  # asked more often than all else together
+        if func is FIND_DEVICE:  # called more often than all other operators together
             return get_tensor_device(args[0])
         kwargs = kwargs or {}
         handler = find_handler(func)
@@ -146,27 +146,27 @@ class _Noting(TorchDispatchMode):
 
     def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain = self.known.run(func, args, kwargs) if func in WITH_RESULT else None
-        with self:  # what the handler calls is noted too
+        with self:  # the handler's own operators are recorded too
             return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
 
 
-# Torch wraps the method of a class that is defined with one, to keep the compiler out of it, which costs as much as all
-# that is done for most operators; nothing is compiled where operators are only followed.
+# If a class body defines this method, torch wraps it to keep the compiler out. The wrapper costs as much as everything
+# else that is done for most operators, and nothing is compiled in a trace.
 _Noting.__torch_dispatch__ = _Noting._dispatch  # type: ignore[assignment,method-assign]
 
 
 def _correct_device(out: Tensor, device: torch.device | None) -> None:
-    """Let a tensor lie where it was asked for: a mode computes what has known values on the host."""
+    """Move a fake tensor to the requested device: a mode computes tensors with known values on the host."""
     if device is not None and isinstance(out, FakeTensor) and is_gpu(device) and out.fake_device != device:
         out.fake_device, out.constant = device, None
 
 
 @contextmanager
 def _making_on_devices() -> Iterator[None]:
-    """Let ``torch.tensor`` and ``torch.as_tensor`` make tensors of a device: they leave a CPU's number away.
+    """Let ``torch.tensor`` and ``torch.as_tensor`` keep the index of a fake GPU, which they drop on CPUs.
 
-    They are replaced by name. A ``TorchFunctionMode`` would be off within functions that have come by it, such as a
-    loss with a form for slabs, and takes its time at every function.
+    Both functions are replaced by name. A ``TorchFunctionMode`` would be off within functions that it has intercepted,
+    such as a loss with a form for slabs, and would slow down every function.
     """
     names = ("tensor", "as_tensor")
     plain = {name: getattr(torch, name) for name in names}
@@ -188,10 +188,10 @@ def _make_on_device(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> T
 
 @contextmanager
 def _isolated_state() -> Iterator[None]:
-    """Follow a step as if nothing was going on: the first batch that asks for a choice may come within autocast.
+    """Trace a step in a default state: the first batch that asks for a choice may arrive within autocast.
 
-    The random numbers of torch, NumPy and Python go on afterwards as if nothing had been followed, so a training is the
-    same, bit by bit, whether its plan was made in the same process.
+    The states of the random generators of torch, NumPy and Python are restored afterwards, so a training is bitwise the
+    same, whether or not its plan was made in the same process.
     """
     python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (a network's own)
     with ExitStack() as stack:
@@ -211,7 +211,7 @@ def _isolated_state() -> Iterator[None]:
 
 @contextmanager
 def _outermost_autocast() -> Iterator[None]:
-    """Let the step's autocast be the outermost: it forgets its copies of weights at its end, and no other one does."""
+    """Make the step's autocast the outermost: only the outermost drops its cached copies of weights at its end."""
     depth = torch.autocast_increment_nesting() - 1
     for _ in range(depth + 1):
         torch.autocast_decrement_nesting()
@@ -226,10 +226,10 @@ def _outermost_autocast() -> Iterator[None]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Let memory be given back where its last name goes, not when Python happens to look for circles.
+    """Free memory when its last reference goes, not when Python's garbage collector happens to run.
 
-    A strategy that looks for them itself (before it records) finds those of the step: what was there before, a million
-    objects of torch's modules, holds nothing of it, and is left out.
+    A strategy that collects cycles itself (before it records) finds those of the step. Older objects, a million of
+    torch's modules, hold no memory of the step, so they are frozen.
     """
     was_enabled, is_first = gc.isenabled(), gc.get_freeze_count() == 0
     gc.disable()
@@ -245,18 +245,18 @@ def _without_collector() -> Iterator[None]:
 
 
 def _take_over(old: Tensor, new: Tensor) -> None:
-    """Give a parameter the memory and the device of another; ``torch.utils.swap_tensors`` refuses what is watched."""
+    """Give a parameter another's memory and device; ``torch.utils.swap_tensors`` refuses weakly referenced tensors."""
     old.data = new.data
-    if isinstance(old, FakeTensor):  # not so where a network is built, with values
+    if isinstance(old, FakeTensor):  # a network is built with plain tensors
         assert isinstance(new, FakeTensor)
         old.fake_device = new.fake_device
 
 
 @contextmanager
 def explaining_refusals() -> Iterator[None]:
-    """Raise ``FollowError`` for what torch refuses where tensors have no values, and for what a module refuses.
+    """Raise ``FollowError`` if a step reads values that fake tensors lack, or if a module raises an error.
 
-    Errors of ours, and those outside of any module's ``forward``, pass as they are.
+    Errors of volseg, and errors outside of any module's ``forward``, pass unchanged.
     """
     try:
         yield
@@ -282,7 +282,7 @@ def explaining_refusals() -> Iterator[None]:
 
 
 def _advise(fault: BaseException) -> str:
-    """Return what to do about code that looks at values."""
+    """Return advice on code that reads values."""
     if any(isinstance(module, Loss) for module, _, _ in _list_modules(fault.__traceback__)):
         return (
             "plan with another loss in its place (DiceCELoss), which tells what everything but this one takes; it can "
@@ -295,7 +295,7 @@ def _advise(fault: BaseException) -> str:
 
 
 def _name_operator(fault: BaseException) -> str:
-    """Return what was asked for, as a user would write it."""
+    """Return the refused operation, as a user would write it."""
     operator = str(getattr(fault, "func", fault))
     if "_local_scalar_dense" in operator or "equal" in operator:
         return f"a tensor's value (.item(), float(), bool(), an if on a tensor: {operator})"
@@ -303,7 +303,7 @@ def _name_operator(fault: BaseException) -> str:
 
 
 def _locate(fault: BaseException) -> str:
-    """Return the innermost module that ran, by its path and type, and the line where it did."""
+    """Return the type and the path of the innermost module that ran, and its line."""
     found = _list_modules(fault.__traceback__)
     if not found:
         return "the step"
@@ -313,7 +313,7 @@ def _locate(fault: BaseException) -> str:
 
 
 def _list_modules(trace: TracebackType | None) -> list[tuple[nn.Module, str, int]]:
-    """Return the modules whose functions ran, outermost first, each with the line where it was."""
+    """Return the modules of a traceback, outermost first, each with its file and line."""
     found = []
     while trace is not None:
         frame = trace.tb_frame
