@@ -38,7 +38,8 @@ def cuda(monkeypatch):
     monkeypatch.setattr(graphs.torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
     monkeypatch.setattr(graphs.torch.cuda, "CUDAGraph", PlayedGraph)
     monkeypatch.setattr(graphs.torch.cuda, "graph_pool_handle", lambda: "its pool")
-    monkeypatch.setattr(graphs, "end_allocations_to_pool", play("end_allocations_to_pool"))
+    for name in ("end_allocations_to_pool", "_end_capture_of_generators"):
+        monkeypatch.setattr(graphs, name, play(name))
     played.stream = SimpleNamespace(device="cuda:1")
     return played
 
@@ -66,13 +67,14 @@ def record_nothing(graph):
 
 @pytest.mark.parametrize("fails", ["capture_begin", "capture_end"])
 def test_the_caller_goes_on_where_it_was_also_after_a_failure(cuda, fails):
-    recorded = Graph(cuda.stream)
+    recorded = Graph(cuda.stream, generators=["a generator"])
     cuda.fails.add(fails)
     with pytest.raises(RuntimeError, match=f"{fails} failed"):
         record_nothing(recorded)
     assert cuda.asked[-2:] == [("set_stream", "the caller's on cuda:1"), ("set_device", 3)]
     assert cuda.asked.count(("set_device", 3)) == 1
     assert (("end_allocations_to_pool", "cuda:1", "its pool") in cuda.asked) is (fails == "capture_end")
+    assert (("_end_capture_of_generators", "cuda:1", ("a generator",)) in cuda.asked) is (fails == "capture_end")
 
 
 def test_a_function_shares_memory_with_another_and_is_ended_where_it_fails(cuda):
@@ -194,3 +196,24 @@ def test_memory_returns_after_a_capture_that_cuda_has_broken():
     torch.cuda.synchronize()
     values.clone()  # the allocator looks at its events
     assert torch.cuda.memory_stats()["active_bytes.all.current"] == before
+
+
+@pytest.mark.gpu
+def test_random_numbers_are_drawn_after_a_capture_that_cuda_has_broken():
+    """Generators stayed in the capturing state: "Offset increment outside graph capture encountered unexpectedly"."""
+    own = torch.Generator("cuda")
+    for graph in (Graph(torch.cuda.Stream(), generators=[own]), Graph(torch.cuda.Stream())):
+        drawn = []
+        for breaks in (False, True):
+            torch.manual_seed(0)
+            own.manual_seed(1)
+            if breaks:
+                values = torch.ones(2, device="cuda")
+                graph.begin()
+                values.normal_()
+                with pytest.raises(RuntimeError):
+                    values.nonzero()
+                with pytest.raises(RuntimeError):
+                    graph.end()
+            drawn.append((torch.rand(4, device="cuda"), torch.rand(4, device="cuda", generator=own)))
+        torch.testing.assert_close(drawn[1], drawn[0], rtol=0, atol=0)

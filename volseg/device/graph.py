@@ -169,9 +169,8 @@ class Graph:
     def __init__(self, stream: torch.cuda.Stream, pool: Any = None, generators: Iterable[torch.Generator] = ()) -> None:
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self._graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            self._graph.register_generator_state(generator)
+        self._generators = tuple(generators)
+        self._graph = _make_cuda_graph(self._generators)
         self._before: tuple[int, torch.cuda.Stream] | None = None
 
     @property
@@ -199,6 +198,7 @@ class Graph:
             self._graph.capture_end()
         except BaseException:
             end_allocations_to_pool(self._stream.device, self._pool)
+            _end_capture_of_generators(self._stream.device, self._generators)
             raise
         finally:
             self._go_back()
@@ -217,6 +217,29 @@ class Graph:
     def release(self) -> None:
         """Free the graph; NCCL ends a group only once no graph holds its collectives."""
         self._graph.reset()
+
+
+def _make_cuda_graph(generators: Iterable[torch.Generator]) -> torch.cuda.CUDAGraph:
+    """Return a new graph that knows the generators."""
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    return graph
+
+
+def _end_capture_of_generators(device: torch.device, generators: Iterable[torch.Generator]) -> None:
+    """Capture one kernel after a capture that failed.
+
+    Generators leave the capturing state only at the end of a complete capture, and refuse eager draws until then.
+    """
+    value = torch.zeros(1, device=device)
+    graph = _make_cuda_graph(generators)
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        value.add_(1)
+    finally:
+        graph.capture_end()
+        graph.reset()
 
 
 class _FakeGraph:
