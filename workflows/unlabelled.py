@@ -34,10 +34,12 @@ def main() -> None:
         arguments.error("--share is between 0 and 1, --keep above 0 and at most 1, --entropy from 0 to 1")
     configs = given.configs * (2 if len(given.configs) == 1 else 1)
     folders = [given.output / f"teacher_{seed}" for seed in range(len(configs))]
+    first = load_config(configs[0], given.set)
+    window = f"inference={first.inference.model_dump_json()}"  # an ensemble predicts with one window
     for seed, folder in enumerate(folders):
-        train(load_config(configs[seed], [*given.set, f"output={folder}", f"seed={seed}"]))
+        train(load_config(configs[seed], [*given.set, window, f"output={folder}", f"seed={seed}"]))
     predicted = predict(folders, given.images, given.output / "predicted", uncertainty=True, strict=True)
-    chosen = choose_cases(load_config(configs[0], given.set))
+    chosen = choose_cases(first)
     labels, names = chosen.task.labels, chosen.task.modalities
     data = given.output / "data"
     doubts = {}

