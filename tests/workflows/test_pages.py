@@ -94,7 +94,7 @@ def test_unlabelled(run):
         volume = nibabel.load(image)
         nibabel.save(nibabel.Nifti1Image(volume.get_fdata() + 1, volume.affine), f"new/{name}.nii.gz")
     config = Path("configs/task04_cpu.yaml")
-    other = config.with_name("other.yaml")  # an ensemble of two windows was refused, after both had trained
+    other = Path("other.yaml")  # an ensemble of two windows was refused, after both had trained
     text = config.read_text(encoding="utf-8")
     other.write_text(text.replace("inference: {mirror: true}", "inference: {window: [24, 24, 24]}"), encoding="utf-8")
     said = run("unlabelled.py", "new", str(config), str(other), "--keep", "0.67", "--entropy", "0.9", values=values)
