@@ -10,9 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
 import networks_listed
 import plan_accuracy_compared
-import plan_accuracy_one_gpu
 from plan_accuracy_compared import choose_on_one, compare, describe, judge_choices, list_changes, plot, summarise
-from plan_accuracy_rows import NETWORKS, fill_row, list_rows, measure, name_row
+from plan_accuracy_rows import NETWORKS, fill_row, list_one_gpu_rows, list_rows, measure, name_row
 
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.step_memory import MemoryUse
@@ -88,7 +87,7 @@ def test_the_plot_has_a_dot_for_each(compared, tmp_path):
 
 
 def test_configurations_of_one_gpu_take_one_and_cover_every_network_once_recorded():
-    rows = plan_accuracy_one_gpu.list_rows()
+    rows = list_one_gpu_rows()
     assert len(rows) >= 40
     assert len({name_row(row) for row in rows}) == len(rows)
     assert {row["spatial"] * row["pipeline"] for row in rows} == {1}

@@ -10,9 +10,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
 import rate_others as others
 import rate_passes as passes
+from kernel_rates import list_cases
 from rate_cases import LAYOUTS, Layout
 from rate_convolutions import SAME, STRIDED, TRANSPOSED, TimedConvolution
-from rate_listing import list_cases
 
 CPU = torch.device("cpu")
 

@@ -9,28 +9,38 @@ All GPUs of the machine share the cases of kernels; with two or more the links a
 import argparse
 import json
 import os
+import random
 import shlex
 import socket
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rate_cases import LAYOUTS, Prepared, RateCase, bind, count_run
-from rate_convolutions import TimedConvolution
+from rate_cases import LAYOUTS, Prepared, RateCase, count_run
+from rate_convolutions import TimedConvolution, list_convolutions
 from rate_links import measure_copies, measure_group
-from rate_listing import list_cases, measure_cases
+from rate_others import list_others
+from rate_passes import list_passes
 from torch import nn
 
-from volseg.estimate.calibration import describe_machine, measure_host, record, time_once
+from volseg.device import triton_tiles
+from volseg.estimate.calibration import describe_machine, measure_host, record, time_calls, time_once
+from volseg.estimate.trace import KernelRun
 from volseg.losses.dice import passes as dice
 from volseg.losses.dice.reference import Terms
 from volseg.parallel import FastKernels
+
+Measured = dict[str, Any]
+"""A row of the table: the fields of a ``KernelRun``, and ``seconds``."""
 
 
 def main() -> None:
@@ -99,6 +109,43 @@ def work(rank: int, gpus: int, seconds: float, folder: str) -> None:
         dist.barrier(device_ids=[rank])
         save(found, rank, folder)
         dist.destroy_process_group()
+
+
+def list_cases() -> list[RateCase]:
+    """Return all cases in an order of which any beginning covers every kind."""
+    cases = [*list_convolutions(), *list_passes(), *list_others()]
+    if not triton_tiles.available():
+        cases = [case for case in cases if "ours" not in case.name]
+    random.Random(0).shuffle(cases)  # noqa: S311  (the same order everywhere: processes share the list)
+    return cases
+
+
+def describe_run(run: KernelRun, seconds: float) -> Measured:
+    """Return a row as JSON keeps it."""
+    return {**asdict(run), "dtype": str(run.dtype).removeprefix("torch."), "seconds": seconds}
+
+
+def measure_cases(
+    cases: Sequence[RateCase], device: torch.device, until: float
+) -> tuple[list[Measured], dict[str, str]]:
+    """Time the cases in their order until ``time.monotonic`` says ``until``; return rows, and why others have none."""
+    rows: list[Measured] = []
+    left_out: dict[str, str] = {}
+    # Not what is left of another process's memory while it starts: half of what this GPU has.
+    room = torch.cuda.get_device_properties(device).total_memory // 2
+    with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):
+        for case in cases:
+            if time.monotonic() > until:
+                left_out[case.name] = "no time was left"
+            elif 2 * case.size > room:
+                left_out[case.name] = f"takes {case.size / 2**30:.1f} GiB"
+            else:
+                try:
+                    rows += [describe_run(run, time_calls(call, stream)) for run, call in case.prepare(device)]
+                except Exception as fault:  # no such kernel on this GPU, too little memory: the others count
+                    left_out[case.name] = f"{type(fault).__name__}: {fault}"[:300]
+                    torch.cuda.synchronize()  # raises, where the GPU itself has failed
+    return rows, left_out
 
 
 BLOCKS, KERNELS_OF_A_BLOCK = 10, 9
@@ -177,7 +224,7 @@ def list_loss_cases() -> list[RateCase]:
         RateCase(
             f"dice of ours, {classes} classes, {side}^3",
             8 * classes * side**3,
-            bind(prepare_loss, classes, side),
+            partial(prepare_loss, classes, side),
         )
         for classes, side in LOGITS
     ]

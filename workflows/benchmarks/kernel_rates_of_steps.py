@@ -20,9 +20,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from kernel_rates import describe_run
 from plan_accuracy_compared import WAYS, build_work
 from plan_accuracy_rows import Row
-from rate_listing import describe_run
 
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate

@@ -80,12 +80,10 @@ def main() -> None:
 def find_rows(chosen: argparse.Namespace) -> list[Row]:
     """Return the configurations that were asked for."""
     # It imports torch: a worker does so by itself, and this program needs the list only.
-    import plan_accuracy_one_gpu
-    import plan_accuracy_rows
-    from plan_accuracy_rows import name_row
+    from plan_accuracy_rows import list_one_gpu_rows, list_rows, name_row
 
-    list_rows = (plan_accuracy_one_gpu if chosen.one_gpu else plan_accuracy_rows).list_rows
-    rows = json.loads(chosen.rows.read_text(encoding="utf-8")) if chosen.rows else list_rows()
+    own = list_one_gpu_rows if chosen.one_gpu else list_rows
+    rows = json.loads(chosen.rows.read_text(encoding="utf-8")) if chosen.rows else own()
     rows = [{"name": name_row(row), **row} for row in rows]
     return [row for row in rows if all(words in row["name"] for words in chosen.only)]
 

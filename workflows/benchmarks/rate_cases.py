@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from volseg.estimate.trace import KernelRun
 
-__all__ = ["LAYOUTS", "Layout", "Prepared", "RateCase", "bind", "count_run", "draw", "name_layout"]
+__all__ = ["LAYOUTS", "Layout", "Prepared", "RateCase", "count_run", "draw", "name_layout"]
 
 Prepared = tuple[KernelRun, Callable[[], object]]
 """What is counted, and the call that does it."""
@@ -58,8 +57,3 @@ def name_layout(layout: Layout) -> str:
     """Return the layout in words."""
     dtype, last = layout
     return f"{str(dtype).removeprefix('torch.')}, {'channels last' if last else 'contiguous'}"
-
-
-def bind(prepare: Callable[..., list[Prepared]], *given: Any) -> Callable[[torch.device], list[Prepared]]:
-    """Return a function of the device alone, which comes behind what is given."""
-    return lambda device: prepare(*given, device)

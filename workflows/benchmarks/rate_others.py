@@ -1,10 +1,11 @@
 """Matrix products, a transformer's windows, and optimizers."""
 
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 
 import torch
-from rate_cases import Prepared, RateCase, bind, count_run, draw
+from rate_cases import Prepared, RateCase, count_run, draw
 from torch import Tensor
 
 from volseg.device.torch_internals import (
@@ -129,13 +130,13 @@ def list_others() -> Iterator[RateCase]:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             size = dtype.itemsize * (sizes[0] * sizes[1] + sizes[1] * sizes[2] + sizes[0] * sizes[2])
             told = f"matrix product {sizes}, {dtype}".replace("torch.", "")
-            yield RateCase(told, size, bind(prepare_product, sizes, dtype))
+            yield RateCase(told, size, partial(prepare_product, sizes, dtype))
     for rows, width in ((343 * 343, 48), (343 * 64, 96), (343 * 8, 192), (343, 384)):
         for dtype in (torch.bfloat16, torch.float32):
             size = dtype.itemsize * rows * (8 * width + 4 * 343 * (width // 16))
             told = f"tokens {rows} x {width}, {dtype}".replace("torch.", "")
-            yield RateCase(told, size, bind(prepare_tokens, rows, width, dtype))
+            yield RateCase(told, size, partial(prepare_tokens, rows, width, dtype))
     for millions in (5, 45):
         yield RateCase(
-            f"optimizers, {millions} million weights", 16_000_000 * millions, bind(prepare_optimizers, millions)
+            f"optimizers, {millions} million weights", 16_000_000 * millions, partial(prepare_optimizers, millions)
         )

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from rate_cases import LAYOUTS, Layout, Prepared, RateCase, bind, count_run, draw, name_layout
+from rate_cases import LAYOUTS, Layout, Prepared, RateCase, count_run, draw, name_layout
 from torch import Tensor
 
 from volseg.device.norm import passes, statistics
@@ -209,7 +209,7 @@ def list_passes() -> Iterator[RateCase]:
                 if last and "group_norm" in name:
                     continue  # its backward takes contiguous volumes only
                 told = f"{name} of {channels} x {side}^3, {name_layout((dtype, last))}"
-                yield RateCase(told, 4 * size, bind(prepare_passes, (name,), channels, side, (dtype, last), False))
+                yield RateCase(told, 4 * size, partial(prepare_passes, (name,), channels, side, (dtype, last), False))
     for channels, side in BATCHES:
         for dtype, last in LAYOUTS[:4]:
             size = SAMPLES * channels * side**3 * dtype.itemsize
@@ -218,4 +218,4 @@ def list_passes() -> Iterator[RateCase]:
     for channels, side in ((32, 128), (32, 64), (128, 32), (256, 16), (256, 8), (16, 128), (16, 64)):
         size = channels * side**3
         told = f"norm of ours, {channels} x {side}^3"
-        yield RateCase(told, 8 * size, bind(prepare_passes, (), channels, side, LAYOUTS[0], True))
+        yield RateCase(told, 8 * size, partial(prepare_passes, (), channels, side, LAYOUTS[0], True))

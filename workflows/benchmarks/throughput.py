@@ -173,14 +173,25 @@ def ours(config: ExperimentConfig, task: Task, cases: list[Case], device: torch.
 
 
 def in_processes(config: ExperimentConfig, task: Task, cases: list[Case], device: torch.device, clock: Windows) -> None:
-    """Run the plain loop, samples made in one worker process per core."""
-    loader = in_workers(config, cases, len(os.sched_getaffinity(0)), NEVER)
+    """Run the plain loop; one worker process per core makes augmented batches."""
+    set_track_meta(True)  # MONAI's default
+    dataset = CacheDataset(tensors(cases), transforms(config, "cpu"), progress=False)
+    loader = DataLoader(
+        dataset,
+        batch_size=config.patch.batch,
+        sampler=sampler(config, dataset),
+        num_workers=len(os.sched_getaffinity(0)),
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=True,
+    )
     until_measured(steps(config, task, loader, device), clock)
 
 
 def in_threads(config: ExperimentConfig, task: Task, cases: list[Case], device: torch.device, clock: Windows) -> None:
-    """Run MONAI's fast form."""
-    loader = on_gpu(config, cases, device, NEVER)
+    """Run MONAI's fast form: cases are cached and augmented on the device."""
+    set_track_meta(False)  # as the guide does
+    dataset = CacheDataset(tensors(cases), transforms(config, device), progress=False, copy_cache=False)
+    loader = ThreadDataLoader(dataset, batch_size=config.patch.batch, sampler=sampler(config, dataset), num_workers=0)
     until_measured(steps(config, task, loader, device), clock)
 
 
@@ -200,28 +211,6 @@ def restart_on(cores: int | None) -> None:
         return
     os.sched_setaffinity(0, first_cores(cores))
     os.execv(sys.executable, sys.orig_argv)  # noqa: S606 (this very program, its own arguments)
-
-
-def in_workers(config: ExperimentConfig, cases: Sequence[Case], workers: int, num_batches: int) -> Iterable[dict]:
-    """Return a loader of so many augmented batches, made by worker processes."""
-    set_track_meta(True)  # MONAI's default
-    dataset = CacheDataset(tensors(cases), transforms(config, "cpu"), progress=False)
-    return DataLoader(
-        dataset,
-        batch_size=config.patch.batch,
-        sampler=sampler(config, dataset, num_batches),
-        num_workers=workers,
-        pin_memory=torch.cuda.is_available(),
-        persistent_workers=workers > 0,
-    )
-
-
-def on_gpu(config: ExperimentConfig, cases: Sequence[Case], device: torch.device, num_batches: int) -> Iterable[dict]:
-    """Return a loader of so many batches, cached and augmented on the device."""
-    set_track_meta(False)  # as the guide does
-    dataset = CacheDataset(tensors(cases), transforms(config, device), progress=False, copy_cache=False)
-    shuffled = sampler(config, dataset, num_batches)
-    return ThreadDataLoader(dataset, batch_size=config.patch.batch, sampler=shuffled, num_workers=0)
 
 
 def steps(config: ExperimentConfig, task: Task, batches: Iterable[dict], device: torch.device) -> Iterator[None]:
@@ -325,9 +314,9 @@ def augmentations(on: AugmentationConfig, device: torch.device) -> list[Any]:
     ]
 
 
-def sampler(config: ExperimentConfig, dataset: Dataset, num_batches: int) -> RandomSampler:
+def sampler(config: ExperimentConfig, dataset: Dataset) -> RandomSampler:
     """Return cases in random order without an end of an epoch, at which worker processes would run empty."""
-    return RandomSampler(dataset, replacement=True, num_samples=num_batches * config.patch.batch)
+    return RandomSampler(dataset, replacement=True, num_samples=NEVER * config.patch.batch)
 
 
 def tensors(cases: Sequence[Case]) -> list[dict[str, torch.Tensor]]:
