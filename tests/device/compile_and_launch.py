@@ -48,8 +48,8 @@ def main() -> None:
         if chosen.count:
             continue
         with Compiling(capability, 1) as compiling:
-            for each in wanted.values():
-                compiling.ask_for(each)
+            for call in heard[capability]:
+                compiling.ask(call)
             problems += [each.problem for each in compiling.compiled if each.problem]
     before = list_cache()
     for capability in () if chosen.count else capabilities:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import plain_kernels
 import pytest
 import torch
 from kernels import DEVICE, INTERPRETED, fewer, with_kernels
@@ -81,8 +82,8 @@ def run_exactly(
 ) -> list[Tensor]:
     gradient, query, key, value = exact(gradient, query, key, value)
     terms, wanted = widen(terms), [True] * len(terms)
-    out, logs = attention.attend_plainly(query, key, value, terms, scale)
-    *found, slopes = attention.differentiate_plainly(gradient, query, key, value, out, logs, terms, scale, wanted)
+    out, logs = plain_kernels.attend(query, key, value, terms, scale)
+    *found, slopes = plain_kernels.differentiate_attention(gradient, query, key, value, out, logs, terms, scale, wanted)
     return [out, logs, *found, *slopes]
 
 
@@ -160,7 +161,7 @@ def test_what_is_no_number_stays_none(broken: int, number: float) -> None:
     given[broken].view(-1)[5 * 16 + 3] = number
     query, key, value, term = given
     got, _ = attention.attend(query, key, value, [Addend(term, 1, 2)], 0.25)
-    wanted, _ = attention.attend_plainly(*exact(query, key, value), widen([Addend(term, 1, 2)]), 0.25)
+    wanted, _ = plain_kernels.attend(*exact(query, key, value), widen([Addend(term, 1, 2)]), 0.25)
     assert got.isfinite().equal(wanted.isfinite())
     assert not got.isfinite().all()
     assert got[:, 1].isfinite().all()

@@ -42,7 +42,7 @@ def chosen(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
     gradient = volume(slab.shape[0], weight.shape[0], *output, dtype=dtype, device=device)
     return [
         find_name(direction, ConvolutionCall(slab, weight, bias, settings, given))
-        for direction, given in (("forward", slab.new_empty(0)), ("weight gradient", gradient))
+        for direction, given in (("forward", None), ("weight gradient", gradient))
     ]
 
 

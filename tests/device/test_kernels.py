@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,10 +30,9 @@ from volseg.device.convolution import (
 )
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
-from volseg.device.norm.activation import Activation
+from volseg.device.norm.activation import Activation, Term
 from volseg.device.norm.grouping import ALONE, Grouping
 from volseg.device.norm.running import Running
-from volseg.device.norm.term import Term
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
 from volseg.diagnosis.gatherers import tried_kernel
@@ -308,17 +308,6 @@ def moments() -> None:
             assert_near(statistics.moments(x), reference.moments(x.double()), 1e-5)
 
 
-@covers("device.norm.gathered._coefficients_kernel", "device.norm.gathered._backward_kernel")
-def coefficients() -> None:
-    stacked, mean, rstd = values(3, 2, 2, 7), values(2, 7), values(2, 7)
-    shares = torch.tensor([0.5, 0.2, 0.3], device=DEVICE).reshape(3, 1, 1)
-    for weight, bias in ((values(7), values(7)), (values(7), None), (None, None)):
-        wanted = reference.coefficients(*wide(stacked, shares, weight, bias), 1e-5, None)
-        assert_near(gathered.coefficients(stacked, shares, weight, bias, 1e-5), wanted, 1e-5)
-        wanted = reference.backward_coefficients(*wide(stacked, mean, rstd, weight), 77, None)
-        assert_near(gathered.backward_coefficients(stacked, mean, rstd, weight, 77), wanted, 1e-5)
-
-
 @covers("device.norm.gathered._given_kernel")
 def given_coefficients() -> None:
     slab, mean, variance = volume(2, 7, 3, 3, 4), values(7), values(7)
@@ -435,7 +424,7 @@ def double_volume() -> None:
         part, slab = upsample2x.DoubledPart(3, planes[0], outputs), volume(1, 3, 3, 2, 1, dtype=dtype, last=last)
         slab = slab[:, :, slice(*planes)]
         exact = slab.double().requires_grad_()
-        wanted = upsample2x.double_plainly(exact, part, linear)
+        wanted = plain_kernels.double(exact, part, linear)
         assert_near(upsample2x.double(slab, part, linear), wanted.detach(), ROUNDING[dtype])
         gradient = volume(*wanted.shape, dtype=dtype, last=last)
         (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
@@ -457,12 +446,12 @@ def attend() -> None:
     terms = [attention.Addend(values(2, 70, 40), 1, 2), attention.Addend(values(2, 70, 40), 2, 2)]
     exact = [attention.Addend(term.values.double(), term.every, term.count) for term in terms]
     out, logs = attention.attend(query, key, value, terms, 0.5)
-    wanted = attention.attend_plainly(*wide(query, key, value), exact, 0.5)
+    wanted = plain_kernels.attend(*wide(query, key, value), exact, 0.5)
     assert_near(out, wanted[0], 2 * ROUNDING[torch.float16])
     assert_near(logs, wanted[1], 1e-5)
     given = gradient, query, key, value, out, logs
     *found, slopes = attention.differentiate(*given, terms, 0.5, [True, False])
-    *right, exactly = attention.differentiate_plainly(*wide(*given), exact, 0.5, [True, False])
+    *right, exactly = plain_kernels.differentiate_attention(*wide(*given), exact, 0.5, [True, False])
     assert slopes[1] is None
     for one, other in zip([*found, slopes[0]], [*right, exactly[0]], strict=True):
         assert_near(one, other, 4 * ROUNDING[torch.float16])
@@ -502,7 +491,7 @@ def compare_gated(dtype: torch.dtype, channels: int, last: bool, gradient_last: 
     got = broadcast_mul.multiply(x, gate)
     assert got.stride() == x.stride()
     assert_near(got, x.double() * gate.double(), ROUNDING[dtype])
-    wanted = broadcast_mul.differentiate_plainly(*wide(gradient, x, gate))
+    wanted = plain_kernels.differentiate_product(*wide(gradient, x, gate))
     for one, other in zip(broadcast_mul.differentiate(gradient, x, gate), wanted, strict=True):
         assert one.dtype == dtype
         assert_near(one, other, ROUNDING[dtype])

@@ -20,8 +20,7 @@ from volseg.device import attention, broadcast_mul, gpus, layer_norm, layout, tr
 from volseg.device.convolution import depthwise, few_channels, few_taps, one_voxel, rules
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
-from volseg.device.norm.activation import IDENTITY, Activation
-from volseg.device.norm.term import Term
+from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.errors import ParallelError
 from volseg.losses.dice import passes as dice_passes
 

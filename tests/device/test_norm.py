@@ -8,7 +8,7 @@ from torch import Tensor
 
 from volseg.device import triton_tiles
 from volseg.device.layout import copy_into, in_layout
-from volseg.device.norm import choice, exchanged, gathered, passes, reference, statistics
+from volseg.device.norm import choice, exchanged, passes, reference, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.grouping import Grouping
 from volseg.device.norm.running import Running
@@ -87,22 +87,6 @@ def test_triton_equals_plain(dtype: torch.dtype, layout: str, activation: Activa
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("affine", [False, True])
-def test_triton_combines_shards_like_plain(shards: int, affine: bool) -> None:
-    stacked = torch.rand(shards, 2, 2, 40, device="cuda") + 0.1
-    shares = torch.full((shards, 1, 1), 1 / shards, device="cuda")
-    weight, bias = (torch.rand(40, device="cuda") if affine else None for _ in range(2))
-    wide = [None if t is None else t.double() for t in (stacked, shares, weight, bias)]
-    got = choice.coefficients(stacked, shares, weight, bias, 1e-5, None)
-    torch.testing.assert_close(got.double(), choice.coefficients(*wide, 1e-5, None), rtol=1e-4, atol=1e-5)
-    mean, rstd = torch.rand(2, 2, 40, device="cuda")
-    got = choice.backward_coefficients(stacked, mean, rstd, weight, 77, None)
-    wanted = choice.backward_coefficients(wide[0], mean.double(), rstd.double(), wide[2], 77, None)
-    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["contiguous", "channels last", "room", "slice of channels"])
 @pytest.mark.parametrize("last", [False, True])
 def test_triton_copies_between_layouts(layout: str, last: bool) -> None:
@@ -117,17 +101,14 @@ def test_triton_copies_between_layouts(layout: str, last: bool) -> None:
 
 @with_kernels
 def test_weights_need_not_be_dense() -> None:
-    x, stacked, sums = (torch.randn(shape, device=DEVICE) for shape in [(2, 7, 3, 4, 5), (3, 2, 2, 7), (3, 2, 2, 7)])
+    x, sums = (torch.randn(shape, device=DEVICE) for shape in [(2, 7, 3, 4, 5), (3, 2, 2, 7)])
     mean, rstd, share = torch.randn(2, 7, device=DEVICE), torch.rand(2, 7, device=DEVICE), torch.ones((), device=DEVICE)
-    shares = (share / 3).expand(3).contiguous()
     every_second, one = torch.randn(14, device=DEVICE)[::2], torch.randn(1, device=DEVICE).expand(7)
     for weight, bias in ((every_second, one), (one, every_second)):
         results = [
             (
                 exchanged.exchange_coefficients(x, share, own_weight, own_bias, 1e-5, None),
-                gathered.coefficients(stacked.abs(), shares, own_weight, own_bias, 1e-5),
                 exchanged.exchange_backward_coefficients(sums, mean, rstd, own_weight, 60, None),
-                gathered.backward_coefficients(sums, mean, rstd, own_weight, 180),
             )
             for own_weight, own_bias in ((weight, bias), (weight.clone().contiguous(), bias.clone().contiguous()))
         ]

@@ -21,6 +21,13 @@ class Played:
         self.released = True
 
 
+class Stateless:
+    def begin(self):
+        pass
+
+    keep = put_back = done = find_change = begin
+
+
 @pytest.fixture
 def made():
     return []
@@ -33,7 +40,7 @@ def make(made):
         return made[-1]
 
     def make(record=record, agree=lambda yes: yes, **options):
-        return Recorder(lambda x: "ran", record, agree, **{"warm_up": 2, "limit": 2, **options})
+        return Recorder(lambda x: "ran", record, agree, **{"warm_up": 2, "limit": 2, "state": Stateless(), **options})
 
     return make
 
@@ -166,7 +173,7 @@ def recorded_together():
 
     results = {}
     for name, record in (("fails", fails_on_one), ("works", lambda x: Replay("everywhere"))):
-        recorder = Recorder(total, record, agree, warm_up=1, limit=1)
+        recorder = Recorder(total, record, agree, warm_up=1, limit=1, state=Stateless())
         results[name] = [recorder(torch.full((size,), 1.0 + rank)) for size in (1, 1, 1)]
         results[f"{name}: refused"] = recorder.refused
     return results

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from volseg.profiling.kernels import StepPlace, find_kind, travels
-from volseg.profiling.trace_file import SeenKernel, match
+from volseg.profiling.kernels import StepPlace, TimedKernel, find_kind, travels
+from volseg.profiling.trace_file import ReadKernel, match
 
 FILES = [
     "dynunet_h200_kernels_weak128_rank0",
@@ -15,39 +15,45 @@ FILES = [
 ]
 
 
+def seen(name, grid=(), seconds=1.0, layer=""):
+    return ReadKernel(
+        timed=TimedKernel(name=name, place=StepPlace(layer, "forward"), start=0, seconds=seconds), grid=grid
+    )
+
+
 def read_steps(request, name):
     """Return the kernels of both steps of a stored profile: those of a recording, on the streams of two replays."""
     file = request.config.rootpath / "workflows" / "benchmarks" / "results" / f"{name}.json.gz"
     kernels = sorted(json.loads(gzip.decompress(file.read_bytes())))
-    seen = [SeenKernel(name=each[3], grid=tuple(each[4] or ()), seconds=each[1] * 1e-6) for each in kernels]
-    half = len(seen) // 2
-    return seen[:half], seen[half:]
+    found = [seen(each[3], tuple(each[4] or ()), each[1] * 1e-6, str(number)) for number, each in enumerate(kernels)]
+    half = len(found) // 2
+    return found[:half], found[half:]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_step_of_an_h200_is_found_in_the_next_one(request, name):
     first, second = read_steps(request, name)
-    numbered = [(kernel, StepPlace(str(number), "forward")) for number, kernel in enumerate(first)]
-    places, matched = match(second, numbered)
+    places, matched = match(second, first)
     assert matched == 1.0
     assert sorted(int(place.layer) for place in places) == list(range(len(first))), "each found once"
     for kernel, place in zip(second, places, strict=True):
-        assert (first[int(place.layer)].name, first[int(place.layer)].grid) == (kernel.name, kernel.grid)
+        eager = first[int(place.layer)]
+        assert (eager.timed.name, eager.grid) == (kernel.timed.name, kernel.grid)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_long_kernel_of_an_h200_is_of_a_kind(request, name):
     first, _ = read_steps(request, name)
-    total = sum(kernel.seconds for kernel in first)
-    convolving = sum(kernel.seconds for kernel in first if find_kind(kernel.name) == "convolution")
+    kernels = [kernel.timed for kernel in first]
+    total = sum(kernel.seconds for kernel in kernels)
+    convolving = sum(kernel.seconds for kernel in kernels if find_kind(kernel.name) == "convolution")
     assert convolving > total / 3, "these are convolutional networks"
-    assert any(travels(kernel.name) for kernel in first) == ("x" in name.partition("_")[2].partition("_")[0])
+    assert any(travels(kernel.name) for kernel in kernels) == ("x" in name.partition("_")[2].partition("_")[0])
 
 
 def test_sorts_that_differ_in_number_are_not_guessed():
-    eager = [(SeenKernel(name="a", seconds=1), StepPlace("one", "forward"))] * 2
-    eager.append((SeenKernel(name="b", grid=(2,), seconds=1), StepPlace("two", "forward")))
-    replayed = [SeenKernel(name=name, grid=grid, seconds=1) for name, grid in (("b", (1,)), ("a", ()), ("c", ()))]
+    eager = [*[seen("a", layer="one")] * 2, seen("b", (2,), layer="two")]
+    replayed = [seen("b", (1,)), seen("a"), seen("c")]
     places, matched = match(replayed, eager)
     assert [place.layer for place in places] == ["two", "two", "two"], "b by its name, the others behind it"
     assert matched == pytest.approx(1 / 3)

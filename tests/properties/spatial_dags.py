@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
+import plain_kernels
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -805,8 +806,8 @@ def as_if_large(plan: Plan) -> Iterator[None]:
         patch(f"{spatial}.convolution.around.LARGE", (0, 0, 3000, 2**26)[plan.seed % 4]),
         patch(f"{spatial}.lazy.scores._has_kernel", return_value=True),
         patch(f"{spatial}.lazy.scores.WIDTHS", {torch.float64}),
-        patch.object(attention, "attend", attention.attend_plainly),
-        patch.object(attention, "differentiate", attention.differentiate_plainly),
+        patch.object(attention, "attend", plain_kernels.attend),
+        patch.object(attention, "differentiate", plain_kernels.differentiate_attention),
     ):
         yield
 

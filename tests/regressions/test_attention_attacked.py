@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,8 +52,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    monkeypatch.setattr(attention, "attend", noted("attend", attention.attend_plainly))
-    monkeypatch.setattr(attention, "differentiate", noted("differentiate", attention.differentiate_plainly))
+    monkeypatch.setattr(attention, "attend", noted("attend", plain_kernels.attend))
+    monkeypatch.setattr(attention, "differentiate", noted("differentiate", plain_kernels.differentiate_attention))
     monkeypatch.setattr("volseg.parallel.spatial.lazy.scores._has_kernel", lambda slab: True)
     monkeypatch.setattr("volseg.parallel.spatial.lazy.scores.WIDTHS", {torch.float64})
     return found
@@ -306,8 +307,8 @@ def throw_away(then: str) -> str:
     gc.disable()
     try:
         with (
-            mock.patch.object(attention, "attend", attention.attend_plainly),
-            mock.patch.object(attention, "differentiate", attention.differentiate_plainly),
+            mock.patch.object(attention, "attend", plain_kernels.attend),
+            mock.patch.object(attention, "differentiate", plain_kernels.differentiate_attention),
             mock.patch("volseg.parallel.spatial.lazy.scores._has_kernel", return_value=True),
             mock.patch("volseg.parallel.spatial.lazy.scores.WIDTHS", {torch.float64}),
         ):

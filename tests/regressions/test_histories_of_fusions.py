@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -152,13 +153,13 @@ def doubled_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         @staticmethod
         def forward(ctx: Any, slab: Tensor, part: upsample2x.DoubledPart, linear: bool) -> Tensor:
             ctx.slab, ctx.part, ctx.linear = slab.detach(), part, linear
-            return upsample2x.double_plainly(slab, part, linear)
+            return plain_kernels.double(slab, part, linear)
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
             with torch.enable_grad():
                 slab = ctx.slab.requires_grad_()
-                doubled = upsample2x.double_plainly(slab, ctx.part, ctx.linear)
+                doubled = plain_kernels.double(slab, ctx.part, ctx.linear)
             return torch.autograd.grad(doubled, slab, gradient)[0], None, None
 
     monkeypatch.setattr(resize, "_takes", lambda volume: True)

@@ -7,8 +7,7 @@ import torch
 from kernels import DEVICE, with_kernels
 
 from volseg.device.norm import addition_passes, passes, reference
-from volseg.device.norm.activation import Activation
-from volseg.device.norm.term import Term
+from volseg.device.norm.activation import Activation, Term
 from volseg.inference.original_grid import LabelRule, decide, measure_entropy
 from volseg.inference.sampling import Aligned, Held, sample_grid
 from volseg.transforms.grid import Grid

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,13 +75,13 @@ def _kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather_gradient(gradient: Tensor, shape: Any, part: Any, linear: bool) -> Tensor:
         with torch.enable_grad():
             slab = torch.zeros(shape, dtype=gradient.dtype, requires_grad=True)
-            doubled = upsample2x.double_plainly(slab, part, linear)
+            doubled = plain_kernels.double(slab, part, linear)
         return torch.autograd.grad(doubled, slab, gradient)[0]
 
     monkeypatch.setattr(broadcast_mul, "multiply", torch.mul)
-    monkeypatch.setattr(broadcast_mul, "differentiate", broadcast_mul.differentiate_plainly)
+    monkeypatch.setattr(broadcast_mul, "differentiate", plain_kernels.differentiate_product)
     monkeypatch.setattr(pointwise, "_has_kernel", lambda volume: True)
-    monkeypatch.setattr(upsample2x, "double", upsample2x.double_plainly)
+    monkeypatch.setattr(upsample2x, "double", plain_kernels.double)
     monkeypatch.setattr(upsample2x, "gather_gradient", gather_gradient)
     monkeypatch.setattr(resize, "_takes", lambda volume: True)
     monkeypatch.setattr(plan, "TILE_ELEMENTS", 64)

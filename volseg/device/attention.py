@@ -18,7 +18,7 @@ from volseg.device.gpus import on_gpu
 from volseg.device.triton_kernels import triton
 from volseg.device.triton_tiles import available, count_processors, select_device
 
-__all__ = ["Addend", "attend", "attend_plainly", "differentiate", "differentiate_plainly", "fits", "takes"]
+__all__ = ["Addend", "attend", "differentiate", "fits", "takes"]
 
 MOST_FEATURES = 128
 """Limit of features of a query or a value: a tile of rows holds all of them."""
@@ -33,34 +33,24 @@ LARGEST = 2**31
 """Limit of elements in one matrix: they are counted in 32 bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Tile of a kernel: its own rows per program, and the other rows per iteration."""
-
-    own: int = 64
-    others: int = 32
-    """More columns need more registers than exist."""
-    warps: int = 4
-    stages: int = 2
-
-    def arguments(self, query: Tensor, value: Tensor, *, of_keys: bool = False) -> dict[str, int]:
-        """Return the constants for which a kernel is compiled; its own rows are queries', or keys'."""
-        rows, columns = (self.others, self.own) if of_keys else (self.own, self.others)
-        features = [max(16, triton.next_power_of_2(tensor.shape[3])) for tensor in (query, value)]
-        sides = {"BN": rows, "BM": columns, "BF": features[0], "BG": features[1]}
-        return {**sides, "num_warps": self.warps, "num_stages": self.stages}
+OWN = 64
+"""Rows of a tile that are its program's own; the other rows come in steps."""
 
 
-def choose_tile(kernel: str, query: Tensor, value: Tensor, terms: int) -> Tile:
-    """Return the tile of a kernel: ``"result"``, ``"query"``, ``"key"`` or ``"term"``.
+def choose_tile(kernel: str, query: Tensor, value: Tensor, terms: int) -> dict[str, int]:
+    """Return the constants of a kernel: ``"result"``, ``"query"``, ``"key"``, whose own rows are keys', or ``"term"``.
 
     Measured for windows of 343 tokens, 16 features and two terms, and for 64 features without terms, of 512 to 8000
     tokens (``workflows/benchmarks/results/attention_h100_tiles.json``).
     """
-    features = max(query.shape[3], value.shape[3])
-    if terms == 0 and FEW_FEATURES < features <= MANY_FEATURES:
-        return Tile(others=32 if kernel == "key" else 64, stages=3)
-    return Tile(warps=4 if features <= FEW_FEATURES else 8)
+    features = [max(16, triton.next_power_of_2(tensor.shape[3])) for tensor in (query, value)]
+    most = max(query.shape[3], value.shape[3])
+    others, warps, stages = 32, 4 if most <= FEW_FEATURES else 8, 2  # more columns need more registers than exist
+    if terms == 0 and FEW_FEATURES < most <= MANY_FEATURES:
+        others, warps, stages = 32 if kernel == "key" else 64, 4, 3
+    rows, columns = (others, OWN) if kernel == "key" else (OWN, others)
+    sides = {"BN": rows, "BM": columns, "BF": features[0], "BG": features[1]}
+    return {**sides, "num_warps": warps, "num_stages": stages}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +136,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], s
     # Not a view: torch would refuse in-place changes of it behind a custom function.
     out = query.new_empty_strided((batch, heads, rows, last), (rows * heads * last, last, heads * last, 1))
     logs = torch.empty((batch * heads, rows), dtype=torch.float32, device=query.device)
-    tile = choose_tile("result", query, value, len(terms))
     with select_device(query):
-        attention_kernels.attention_kernel[(batch * heads * triton.cdiv(rows, tile.own),)](
+        attention_kernels.attention_kernel[(batch * heads * triton.cdiv(rows, OWN),)](
             query, key, value, out, logs, *_read(query, key, value, out), *_describe(terms, query),
-            *_measure(query, key, value), scale, TERMS=len(terms), **tile.arguments(query, value),
+            *_measure(query, key, value), scale, TERMS=len(terms), **choose_tile("result", query, value, len(terms)),
         )  # fmt: skip
     return out, logs
 
@@ -180,15 +169,14 @@ def differentiate(
     sums = torch.empty_like(logs)  # sum of the products of each row of out with its gradient
     given = query, key, value, gradient
     described = *_describe(terms, query), *_measure(query, key, value)
-    of_query, of_key = (choose_tile(kernel, query, value, len(terms)) for kernel in ("query", "key"))
     with select_device(query):
-        attention_kernels.attention_query_kernel[(batch * heads * triton.cdiv(rows, of_query.own),)](
+        attention_kernels.attention_query_kernel[(batch * heads * triton.cdiv(rows, OWN),)](
             *given, out, found[0], logs, sums, *_read(*given, out, found[0]), *described, scale,
-            TERMS=len(terms), **of_query.arguments(query, value),
+            TERMS=len(terms), **choose_tile("query", query, value, len(terms)),
         )  # fmt: skip
-        attention_kernels.attention_key_kernel[(batch * heads * triton.cdiv(columns, of_key.own),)](
+        attention_kernels.attention_key_kernel[(batch * heads * triton.cdiv(columns, OWN),)](
             *given, found[1], found[2], logs, sums, *_read(*given, found[1], found[2]), *described, scale,
-            TERMS=len(terms), **of_key.arguments(query, value, of_keys=True),
+            TERMS=len(terms), **choose_tile("key", query, value, len(terms)),
         )  # fmt: skip
         slopes = [
             _differentiate_term(given, logs, sums, terms, described, scale, term) if own else None
@@ -205,7 +193,7 @@ def _differentiate_term(
     query, key, value, _ = given
     rows, columns = query.shape[2], key.shape[2]
     members = len(logs) // term.count
-    tile = choose_tile("term", query, value, len(terms)).arguments(query, value)
+    tile = choose_tile("term", query, value, len(terms))
     tiles = triton.cdiv(rows, tile["BN"]) * triton.cdiv(columns, tile["BM"])
     per_program = triton.cdiv(members, max(1, 8 * count_processors(query.device) // (tiles * term.count)))
     parts = triton.cdiv(members, per_program)
@@ -238,43 +226,3 @@ def _describe(terms: Sequence[Addend], like: Tensor) -> list[object]:
 def _measure(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
     """Return heads, rows, columns, and features of queries and values."""
     return query.shape[1], query.shape[2], key.shape[2], query.shape[3], value.shape[3]
-
-
-def attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float
-) -> tuple[Tensor, Tensor]:
-    """Compute ``attend`` in plain torch: the reference of the kernels.
-
-    Parameters
-    ----------
-    query, key, value, terms, scale
-        See ``attend``.
-    """
-    scores = (query @ key.transpose(-2, -1)).flatten(0, 1) * scale
-    places = torch.arange(len(scores), device=query.device)
-    for term in terms:
-        scores = scores + term.values[places // term.every % term.count]
-    weights = torch.softmax(scores, -1).to(value.dtype).unflatten(0, query.shape[:2])
-    return weights @ value, torch.logsumexp(scores, -1)
-
-
-def differentiate_plainly(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, terms: Sequence[Addend],
-    scale: float, wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
-    """Compute ``differentiate`` in plain torch.
-
-    Parameters
-    ----------
-    gradient, query, key, value, out, logs, terms, scale, wanted
-        See ``differentiate``.
-    """
-    del out, logs
-    with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        values = [term.values.detach().requires_grad_(own) for term, own in zip(terms, wanted, strict=True)]
-        own_terms = [Addend(own, term.every, term.count) for own, term in zip(values, terms, strict=True)]
-        again, _ = attend_plainly(leaves[0], leaves[1], leaves[2], own_terms, scale)
-        found = torch.autograd.grad(again, [*leaves, *(own for own in values if own.requires_grad)], gradient)
-    slopes = iter(found[3:])
-    return found[0], found[1], found[2], [next(slopes) if own else None for own in wanted]

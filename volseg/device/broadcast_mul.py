@@ -22,7 +22,7 @@ from volseg.device.triton_tiles import (
     takes,
 )
 
-__all__ = ["differentiate", "differentiate_plainly", "multiply", "takes"]
+__all__ = ["differentiate", "multiply", "takes"]
 
 
 @kernel()
@@ -100,17 +100,6 @@ def differentiate(gradient: Tensor, slab: Tensor, gate: Tensor) -> tuple[Tensor,
             *_read_steps(gate), *read_strides(of_slab), **describe_tile(tile),
         )  # fmt: skip
     return of_slab, of_gate
-
-
-def differentiate_plainly(gradient: Tensor, slab: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``differentiate`` in plain torch: the reference of the kernel.
-
-    Parameters
-    ----------
-    gradient, slab, gate
-        See ``differentiate``.
-    """
-    return gradient * gate, (gradient * slab).sum(1, keepdim=True)
 
 
 def _read_steps(gate: Tensor) -> tuple[int, int]:

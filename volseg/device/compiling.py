@@ -15,8 +15,7 @@ construction, it uses the cache entry that a launch on such a GPU uses. Triton c
 """
 
 import os
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -104,7 +103,8 @@ def _get_kind(value: Any, parameter: Any) -> Any:
 
 def can_compile() -> bool:
     """Return whether Triton is installed and compiles: its interpreter does not."""
-    return INSTALLED and hasattr(import_module("triton.runtime.jit"), "JITFunction") and not _is_interpreting()
+    interprets = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    return INSTALLED and hasattr(import_module("triton.runtime.jit"), "JITFunction") and not interprets
 
 
 def starts_by_compiler() -> bool:
@@ -112,17 +112,11 @@ def starts_by_compiler() -> bool:
     return hasattr(import_module("triton.backends.nvidia.driver"), "make_launcher")
 
 
-def _is_interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """Result of compiling a specialization."""
 
     name: str
-    seconds: float
-    """Seconds until it was compiled, or found in the cache."""
     problem: str = ""
     """Reason why it could not be compiled."""
 
@@ -172,11 +166,8 @@ class Compiling:
         self._pool.shutdown(cancel_futures=fault[0] is not None)
 
     def ask(self, call: KernelCall) -> None:
-        """Compile the kernel of a call, unless it was requested before."""
-        self.ask_for(Specialization.of(call))
-
-    def ask_for(self, wanted: Specialization) -> None:
-        """Compile a specialization, unless it was requested before."""
+        """Compile the kernel of a call, unless its specialization was requested before."""
+        wanted = Specialization.of(call)
         if wanted.key not in self._asked:
             self._asked[wanted.key] = self._pool.submit(_compile, wanted)
 
@@ -192,15 +183,10 @@ class Compiling:
     @property
     def compiled(self) -> list[Compiled]:
         """Results of all requests, once the last one is done."""
-        return list(_collect(self._asked.values()))
-
-
-def _collect(futures: Iterable[Future[Compiled]]) -> Iterable[Compiled]:
-    for future in futures:
         try:
-            yield future.result()
+            return [future.result() for future in self._asked.values()]
         except BrokenProcessPool as fault:
-            yield Compiled("", 0.0, f"a process that compiled kernels was killed ({fault})")
+            return [Compiled("", f"a process that compiled kernels was killed ({fault})")]
 
 
 _starter: Any = None
@@ -248,12 +234,11 @@ def take_capability(capability: tuple[int, int], *, runs_here: bool = False) -> 
 def _compile(wanted: Specialization) -> Compiled:
     module, name = wanted.home
     kernel: TritonKernel = getattr(import_module(module), name)
-    begin = time.perf_counter()
     try:
         function: Any = kernel.compiled
         binary = function.warmup(*wanted.arguments, grid=(1,), **dict(wanted.options))
         if _starter is not None:
             _starter(binary.src, binary.metadata)
     except Exception as fault:  # any compiler error: launching the kernel raises it again
-        return Compiled(kernel.name, time.perf_counter() - begin, f"{type(fault).__name__}: {fault}")
-    return Compiled(kernel.name, time.perf_counter() - begin)
+        return Compiled(kernel.name, f"{type(fault).__name__}: {fault}")
+    return Compiled(kernel.name)

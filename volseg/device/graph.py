@@ -9,10 +9,10 @@ depends on besides the state of a network: ``signature`` of its inputs, and the 
 """
 
 import gc
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
-from typing import Any, Protocol, Self, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from volseg.device.torch_internals import end_allocations_to_pool, get_version, 
 from volseg.errors import ParallelError
 
 __all__ = [
-    "Composed",
     "Graph",
     "RecordedFunction",
     "describe_inputs",
@@ -40,22 +39,12 @@ PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.d
 """Types of arguments, besides tensors, that are fully described by their value."""
 
 
-class Composed(Protocol):
-    """A tensor made of other tensors, such as a volume of slabs."""
+def is_composed(leaf: Any) -> bool:
+    """Return whether a tensor is made of others, such as a volume of slabs.
 
-    @property
-    def arrangement(self) -> Hashable:
-        """How it is composed: must be equal for a recording to apply."""
-
-    def pieces(self) -> Sequence[Tensor]:
-        """Return the component tensors."""
-
-    def with_pieces(self, pieces: Sequence[Tensor]) -> Self:
-        """Return a tensor of the same arrangement with other components."""
-
-
-def is_composed(leaf: Any) -> TypeGuard[Composed]:
-    """Return whether a tensor is made of others."""
+    Its ``arrangement`` must be equal for a recording to apply; ``pieces()`` are the other tensors, and
+    ``with_pieces(pieces)`` is a tensor of the same arrangement with others.
+    """
     return hasattr(type(leaf), "with_pieces")
 
 
@@ -76,7 +65,9 @@ def describe_inputs(inputs: Any, with_strides: bool = False) -> tuple[Any, ...] 
     found: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            made = leaf.arrangement if is_composed(leaf) else leaf.stride() if with_strides else None
+            made: Any = leaf.stride() if with_strides else None
+            if is_composed(leaf):
+                made = leaf.arrangement  # type: ignore[attr-defined]
             found.append((type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, made))
         elif (plain := describe_plain(leaf)) is not None:
             found.append(plain)

@@ -73,18 +73,6 @@ class State(Protocol):
         """Return the name of a change since the function was recorded, or None."""
 
 
-class Stateless:
-    """State of a function that depends only on its inputs."""
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    keep = put_back = done = begin
-
-    def find_change(self) -> None:
-        """Return None: nothing changes."""
-
-
 R = TypeVar("R", bound=Recording)
 
 
@@ -221,7 +209,7 @@ class Recorder:
         Number of eager calls per kind.
     limit : int
         Number of kinds to record; calls of further kinds run eagerly.
-    state : State, optional
+    state : State
         Further state on which the function depends. When it changes, recordings are freed and made anew; it must change
         in all processes in the same way.
     name : str
@@ -238,12 +226,11 @@ class Recorder:
         *,
         warm_up: int,
         limit: int,
-        state: State | None = None,
+        state: State,
         name: str = "the training step",
         advice: str = "set training.record to false, or call the step without RecordedStep",
     ) -> None:
-        self._state: State = Stateless() if state is None else state
-        self._name, self._advice = name, advice
+        self._state, self._name, self._advice = state, name, advice
         self._run, self._record, self._agree = run, record, agree
         self._recordings: Recordings[Kind[Recording]] = Recordings(Kind, warm_up=warm_up, limit=limit)
         self._changes = 0

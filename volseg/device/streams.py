@@ -1,4 +1,4 @@
-"""Streams and events of real or fake GPUs; all work of a fake GPU runs in order, so nothing waits.
+"""Streams of real or fake GPUs; all work of a fake GPU runs in order, so nothing waits.
 
 A fake stream has a number: torch's allocator hands a block only to the stream that the block belongs to.
 """
@@ -12,40 +12,8 @@ import torch
 from torch import Tensor
 
 from volseg.device.gpus import get_device_cache, observer
-from volseg.errors import ParallelError
 
-__all__ = [
-    "FakeEvent",
-    "FakeStream",
-    "current_gpu_stream",
-    "make_event",
-    "make_stream",
-    "note_use",
-    "on_stream",
-    "turn_to_stream",
-]
-
-
-@dataclass(eq=False)
-class FakeEvent:
-    """A point in the work of a fake GPU's stream: nothing has to wait for it."""
-
-    def record(self, stream: Any = None) -> None:
-        """Do nothing."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def query(self) -> bool:
-        """Return True: the work is done."""
-        return True
-
-    def elapsed_time(self, end: "FakeEvent") -> float:
-        """Refuse: fake kernels take no time."""
-        raise ParallelError(f"a step that is traced without a GPU takes no time to measure, up to {end}")
+__all__ = ["FakeStream", "current_gpu_stream", "make_stream", "note_use", "on_stream"]
 
 
 @dataclass(eq=False)
@@ -61,16 +29,9 @@ class FakeStream:
     def wait_event(self, event: Any) -> None:
         """Do nothing."""
 
-    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        """Return the event."""
-        return FakeEvent() if event is None else event
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def query(self) -> bool:
-        """Return True: the work is done."""
-        return True
+    def record_event(self) -> object:
+        """Return a point in its work, for which nothing has to wait."""
+        return object()
 
 
 @dataclass(eq=False)
@@ -95,18 +56,13 @@ def _get_streams() -> _Streams | None:
     return found
 
 
-def make_stream(device: torch.device, **options: Any) -> Any:
+def make_stream(device: torch.device) -> Any:
     """Return a new stream of a GPU: ``torch.cuda.Stream``."""
     streams = _get_streams()
     if streams is None:
-        return torch.cuda.Stream(device, **options)
+        return torch.cuda.Stream(device)
     streams.made += 1
     return FakeStream(device, streams.made)
-
-
-def make_event(**options: Any) -> Any:
-    """Return a new event: ``torch.cuda.Event``."""
-    return torch.cuda.Event(**options) if _get_streams() is None else FakeEvent()
 
 
 def current_gpu_stream(device: torch.device) -> Any:
@@ -123,15 +79,6 @@ def note_use(tensor: Tensor, stream: Any) -> None:
         observer().on_used(tensor, stream.number)
     else:
         tensor.record_stream(stream)
-
-
-def turn_to_stream(stream: Any) -> None:
-    """Queue the following work on a stream: ``torch.cuda.set_stream``."""
-    streams = _get_streams()
-    if not isinstance(stream, FakeStream) or streams is None:
-        torch.cuda.set_stream(stream)
-    else:
-        streams.current[stream.device] = stream
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:

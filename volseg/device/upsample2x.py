@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.layout import layout_of
@@ -24,7 +23,7 @@ from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import MOST_VOXELS, choose_tile, describe_tile, select_device, takes
 from volseg.errors import ParallelError
 
-__all__ = ["DoubledPart", "double", "double_plainly", "gather_gradient", "halve", "spread_gradient", "takes"]
+__all__ = ["DoubledPart", "double", "gather_gradient", "halve", "spread_gradient", "takes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,20 +224,3 @@ def spread_gradient(gradient: Tensor) -> Tensor:
 def _describe_halves(shape: Sequence[int]) -> tuple[list[int], DoubledPart]:
     planes = shape[2] // 2
     return [*shape[:2], *(size // 2 for size in shape[2:])], DoubledPart(planes, 0, (0, 2 * planes))
-
-
-def double_plainly(slab: Tensor, part: DoubledPart, linear: bool) -> Tensor:
-    """Compute ``double`` in plain torch: the reference of the kernel.
-
-    Parameters
-    ----------
-    slab, part, linear
-        See ``double``.
-    """
-    wide = slab.float() if slab.dtype in (torch.float16, torch.bfloat16) else slab
-    # The rest of the volume may have any values: no requested plane reads it.
-    behind = part.planes - part.first - slab.shape[2]
-    whole = F.pad(wide, (0, 0, 0, 0, part.first, behind))
-    mode = "trilinear" if linear else "nearest"
-    doubled = F.interpolate(whole, scale_factor=2, mode=mode)
-    return doubled[:, :, slice(*part.outputs)].to(slab.dtype)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.device.defragment import move_together
+from volseg.device.gpu_memory import move_together
 from volseg.device.gpus import is_gpu
 from volseg.device.graph import RecordedFunction
 from volseg.device.record_policy import Recorder

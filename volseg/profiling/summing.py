@@ -1,5 +1,6 @@
 """Sum kernels and their work by layer, direction and kind: pure arithmetic."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -7,16 +8,7 @@ from typing import Any
 from volseg.profiling.kernels import PlacedWork, StepPlace, TimedKernel, find_kind
 from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow
 
-__all__ = [
-    "Interval",
-    "as_kernels",
-    "count_overlap",
-    "measure",
-    "sum_device_times",
-    "sum_kinds",
-    "sum_layers",
-    "unite",
-]
+__all__ = ["as_kernels", "measure", "sum_device_times", "sum_kinds", "sum_layers"]
 
 
 def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
@@ -54,7 +46,7 @@ def sum_device_times(
     seconds = measure(computing) / steps
     communicating = sum(end - begin for begin, end in sending) / steps
     if exposed is None:
-        exposed = (measure(sending) - count_overlap(computing, sending)) / steps
+        exposed = measure([*computing, *sending]) / steps - seconds
     exposed = min(max(0.0, exposed), communicating)
     step = max(step, seconds + exposed)
     return DeviceTimes(
@@ -186,39 +178,14 @@ def _describe(values: Mapping[str, Any], step: float, peaks: DevicePeaks | None)
     }
 
 
-Interval = tuple[float, float]
-
-
-def unite(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals as sorted intervals that do not touch.
-
-    >>> unite([(3, 4), (0, 2), (1, 2.5), (4, 5)])
-    [(0, 2.5), (3, 5)]
-    """
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        elif end > begin:
-            found.append((begin, end))
-    return found
-
-
-def measure(intervals: Iterable[Interval]) -> float:
+def measure(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of intervals.
 
     >>> measure([(0, 2), (1, 3), (5, 6)])
-    4
+    4.0
     """
-    return sum(end - begin for begin, end in unite(intervals))
-
-
-def count_overlap(some: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Return the length of the overlap of two unions of intervals.
-
-    >>> count_overlap([(0, 2), (1, 3)], [(2, 5)])
-    1
-    """
-    first: Sequence[Interval] = list(some)
-    second: Sequence[Interval] = list(others)
-    return measure(first) + measure(second) - measure([*first, *second])
+    length, reached = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        length += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return length

@@ -23,68 +23,7 @@ from typing import Any
 from volseg.errors import VolsegError
 from volseg.profiling.kernels import AUGMENTATION, LOSS, MARK, OPTIMIZER, OUTSIDE, StepPlace, TimedKernel, travels
 
-__all__ = ["ReadKernel", "SeenKernel", "match", "read_trace", "replace_replayed"]
-
-# Which kernel of a replayed step is which of the same step run eagerly.
-#
-# A replay has the kernels of the step that was recorded and no Python, so no profiler knows for what each runs. It has
-# other streams and another order between them than the eager step. So a kernel is found by what both tell of it, its
-# name and its grid: where both steps have as many of a sort, the first is the first, the second the second::
-#
-#     eager     conv a   norm   conv a   copy   conv b
-#     replay    conv a   copy   norm   conv a   memset   conv b
-#                  1       1      1      2        -        1
-#
-# What is left (copies of inputs, which only a replay has; a kernel that a library chose anew) belongs where the
-# matched kernel before it does that computes, and counts as not matched.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenKernel:
-    """Properties of a kernel that do not depend on its caller."""
-
-    name: str
-    grid: tuple[int, ...] = ()
-    device: int = 0
-    seconds: float = 0.0
-
-
-def match(
-    replayed: Sequence[SeenKernel], eager: Sequence[tuple[SeenKernel, StepPlace]]
-) -> tuple[list[StepPlace], float]:
-    """Return the place of each replayed kernel, and the share of their time that was matched.
-
-    Parameters
-    ----------
-    replayed
-        Kernels of one step, in order of their begin.
-    eager
-        Kernels of the same step run eagerly, with their places, in order of their begin.
-    """
-    found: dict[int, int] = {}
-    for find_sort in (attrgetter("name", "grid", "device"), attrgetter("name", "device")):
-        taken = set(found.values())
-        own = _group((number, find_sort(kernel)) for number, kernel in enumerate(replayed) if number not in found)
-        others = _group((number, find_sort(kernel)) for number, (kernel, _) in enumerate(eager) if number not in taken)
-        for sort, numbers in own.items():
-            if len(numbers) == len(others.get(sort, ())):
-                found.update(zip(numbers, others[sort], strict=True))
-    total = fsum(kernel.seconds for kernel in replayed)
-    matched = fsum(replayed[number].seconds for number in found)
-    places, before = [], StepPlace(OUTSIDE, "other")
-    for number in range(len(replayed)):
-        place = eager[found[number]][1] if number in found else before
-        before = place if place.direction != "communication" else before
-        places.append(place)
-    return places, matched / total if total else 1.0
-
-
-def _group(sorts: Iterable[tuple[int, Hashable]]) -> dict[Hashable, list[int]]:
-    found: dict[Hashable, list[int]] = defaultdict(list)
-    for number, sort in sorts:
-        found[sort].append(number)
-    return found
-
+__all__ = ["ReadKernel", "match", "read_trace", "replace_replayed"]
 
 MICROSECOND = 1e-6
 OF_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -107,12 +46,54 @@ class ReadKernel:
     is_replayed: bool = False
     """Whether a graph replay started the kernel; its place is then that of the whole replay."""
 
-    @property
-    def seen(self) -> SeenKernel:
-        """The properties for matching."""
-        return SeenKernel(
-            name=self.timed.name, grid=self.grid, device=self.timed.device, seconds=self.timed.seconds
-        )  # fmt: skip
+
+# Which kernel of a replayed step is which of the same step run eagerly.
+#
+# A replay has the kernels of the step that was recorded and no Python, so no profiler knows for what each runs. It has
+# other streams and another order between them than the eager step. So a kernel is found by what both tell of it, its
+# name and its grid: where both steps have as many of a sort, the first is the first, the second the second::
+#
+#     eager     conv a   norm   conv a   copy   conv b
+#     replay    conv a   copy   norm   conv a   memset   conv b
+#                  1       1      1      2        -        1
+#
+# What is left (copies of inputs, which only a replay has; a kernel that a library chose anew) belongs where the
+# matched kernel before it does that computes, and counts as not matched.
+
+
+def match(replayed: Sequence[ReadKernel], eager: Sequence[ReadKernel]) -> tuple[list[StepPlace], float]:
+    """Return the place of each replayed kernel, and the share of their time that was matched.
+
+    Parameters
+    ----------
+    replayed
+        Kernels of one step, in order of their begin.
+    eager
+        Kernels of the same step run eagerly, at their places, in order of their begin.
+    """
+    found: dict[int, int] = {}
+    for find_sort in (attrgetter("timed.name", "grid", "timed.device"), attrgetter("timed.name", "timed.device")):
+        taken = set(found.values())
+        own = _group((number, find_sort(kernel)) for number, kernel in enumerate(replayed) if number not in found)
+        others = _group((number, find_sort(kernel)) for number, kernel in enumerate(eager) if number not in taken)
+        for sort, numbers in own.items():
+            if len(numbers) == len(others.get(sort, ())):
+                found.update(zip(numbers, others[sort], strict=True))
+    total = fsum(kernel.timed.seconds for kernel in replayed)
+    matched = fsum(replayed[number].timed.seconds for number in found)
+    places, before = [], StepPlace(OUTSIDE, "other")
+    for number in range(len(replayed)):
+        place = eager[found[number]].timed.place if number in found else before
+        before = place if place.direction != "communication" else before
+        places.append(place)
+    return places, matched / total if total else 1.0
+
+
+def _group(sorts: Iterable[tuple[int, Hashable]]) -> dict[Hashable, list[int]]:
+    found: dict[Hashable, list[int]] = defaultdict(list)
+    for number, sort in sorts:
+        found[sort].append(number)
+    return found
 
 
 def read_trace(events: Iterable[Event], name_layer: Callable[[int], str]) -> list[ReadKernel]:
@@ -155,7 +136,7 @@ def replace_replayed(kernels: Sequence[ReadKernel], eager: Sequence[ReadKernel])
     eager
         Kernels of a step with marked layers.
     """
-    reference = [(kernel.seen, kernel.timed.place) for kernel in eager if _is_of_step(kernel)]
+    reference = [kernel for kernel in eager if _is_of_step(kernel)]
     by_step: dict[int, list[ReadKernel]] = defaultdict(list)
     found = []
     for kernel in kernels:
@@ -166,7 +147,7 @@ def replace_replayed(kernels: Sequence[ReadKernel], eager: Sequence[ReadKernel])
             found.append(kernel)
     matched = total = 0.0
     for own in by_step.values():
-        places, part = match([kernel.seen for kernel in own], reference)
+        places, part = match(own, reference)
         seconds = sum(kernel.timed.seconds for kernel in own)
         matched, total = matched + part * seconds, total + seconds
         found += [

@@ -29,8 +29,7 @@ from volseg.device.convolution import choice, depth_chunks, rules
 from volseg.device.convolution.forms import Direction
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
-from volseg.device.norm.activation import IDENTITY, Activation
-from volseg.device.norm.term import Term
+from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.monitoring.environment import environment
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "input gradient", "weight gradient")

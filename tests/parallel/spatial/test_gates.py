@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import plain_kernels
 import pytest
 import torch
 from monai.networks.nets.attentionunet import AttentionBlock
@@ -88,7 +89,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for name, plain in (("multiply", torch.mul), ("differentiate", broadcast_mul.differentiate_plainly)):
+    for name, plain in (("multiply", torch.mul), ("differentiate", plain_kernels.differentiate_product)):
         monkeypatch.setattr(broadcast_mul, name, noted(name, plain))
     monkeypatch.setattr(pointwise, "_has_kernel", lambda volume: fusions.is_on("gates"))
     return found

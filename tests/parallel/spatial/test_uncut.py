@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import plain_kernels
 import pytest
 import torch
 from in_group import in_group
@@ -306,8 +307,8 @@ def compare(plain: nn.Module, way: str, size: tuple[int, ...], samples: int = 2)
 def with_kernels() -> Iterator[None]:
     """Let a CPU take the way of attention's kernels, by their plain forms."""
     with (
-        patch.object(attention, "attend", attention.attend_plainly),
-        patch.object(attention, "differentiate", attention.differentiate_plainly),
+        patch.object(attention, "attend", plain_kernels.attend),
+        patch.object(attention, "differentiate", plain_kernels.differentiate_attention),
         patch.object(scores, "_has_kernel", lambda slab: True),
         patch.object(scores, "WIDTHS", {torch.float64, torch.float32}),
     ):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -211,8 +212,8 @@ def by_plain_forms() -> Iterator[list[str]]:
 
     scores, widths = "volseg.parallel.spatial.lazy.scores", {torch.float64, torch.float32, torch.bfloat16}
     with (
-        patch.object(attention, "attend", noted("attend", attention.attend_plainly)),
-        patch.object(attention, "differentiate", noted("differentiate", attention.differentiate_plainly)),
+        patch.object(attention, "attend", noted("attend", plain_kernels.attend)),
+        patch.object(attention, "differentiate", noted("differentiate", plain_kernels.differentiate_attention)),
         patch(f"{scores}._has_kernel", lambda slab: True),
         patch(f"{scores}.WIDTHS", widths),
     ):

@@ -314,7 +314,8 @@ def test_an_input_that_needs_a_gradient_is_not_recorded() -> None:
 
 
 def test_an_argument_that_cannot_be_known_is_never_recorded(made: SimpleNamespace) -> None:
-    recorder = Recorder(lambda x, y: "ran", made.recorder._record, bool, warm_up=1, limit=2)
+    state = RecordedState(made.net)
+    recorder = Recorder(lambda x, y: "ran", made.recorder._record, bool, warm_up=1, limit=2, state=state)
     assert [recorder(X, SimpleNamespace()) for _ in range(4)] == ["ran"] * 4
 
 

@@ -108,23 +108,39 @@ def compute_in_form(form: Form, direction: Direction, call: ConvolutionCall) -> 
     return compute(call.given, call.slab, call.weight, call.settings, **arguments)
 
 
+def _with_settings(compute: Callable[..., Tensor]) -> Callable[[ConvolutionCall], Tensor]:
+    """Let a module's function compute an output, or a gradient if it is called for one, from all settings."""
+    return lambda call: (
+        compute(call.slab, call.weight, call.bias, call.settings)
+        if call.gradient is None
+        else compute(call.gradient, call.slab, call.weight, call.settings)
+    )
+
+
+def _with_padding(compute: Callable[..., Tensor]) -> Callable[[ConvolutionCall], Tensor]:
+    """Let a module's function compute an output, or the weight's gradient if it is called for one, from the padding."""
+    return lambda call: (
+        compute(call.slab, call.weight, call.bias, call.settings.padding)
+        if call.gradient is None
+        else compute(call.gradient, call.slab, call.weight, call.settings.padding)
+    )
+
+
+def _to_input(compute: Callable[..., Tensor]) -> Callable[[ConvolutionCall], Tensor]:
+    """Let a module's function compute the input's gradient, which needs no input."""
+    return lambda call: compute(call.given, call.weight, call.settings.padding)
+
+
+def _suits_depthwise(call: ConvolutionCall) -> bool:
+    volumes = (call.slab,) if call.gradient is None else (call.slab, call.gradient)
+    return all(rules.is_depthwise(volume, call.weight, call.settings) for volume in volumes)
+
+
 TABLES: Mapping[Direction, Sequence[Kernel]] = {
     "forward": (
-        Kernel(
-            "depthwise",
-            lambda call: rules.is_depthwise(call.slab, call.weight, call.settings),
-            lambda call: depthwise.forward(call.slab, call.weight, call.bias, call.settings),
-        ),
-        Kernel(
-            "few channels",
-            rules.is_few_channels,
-            lambda call: few_channels.forward(call.slab, call.weight, call.bias, call.settings.padding),
-        ),
-        Kernel(
-            "few channels in",
-            rules.is_few_in,
-            lambda call: few_in.forward(call.slab, call.weight, call.bias, call.settings.padding),
-        ),
+        Kernel("depthwise", _suits_depthwise, _with_settings(depthwise.forward)),
+        Kernel("few channels", rules.is_few_channels, _with_padding(few_channels.forward)),
+        Kernel("few channels in", rules.is_few_in, _with_padding(few_in.forward)),
         Kernel(
             "few taps",
             lambda call: rules.is_few_taps(call) and (call.bias is None or rules.has_own_taps(call.weight)),
@@ -137,45 +153,25 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
             lambda call: rules.is_one_voxel(call.slab, call.weight, call.settings) or rules.is_uneven_head(call),
             lambda call: one_voxel.forward(call.slab, call.weight, call.bias),
         ),
-        Kernel(
-            "few channels out",
-            rules.computes_few_out,
-            lambda call: few_out.forward(call.slab, call.weight, call.bias, call.settings.padding),
-        ),
-        Kernel(
-            "many taps",
-            rules.turns_many_taps,
-            lambda call: flipped_weights.forward(call.slab, call.weight, call.bias, call.settings),
-        ),
+        Kernel("few channels out", rules.computes_few_out, _with_padding(few_out.forward)),
+        Kernel("many taps", rules.turns_many_taps, _with_settings(flipped_weights.forward)),
     ),
     # Except ``one_voxel``, which computes both gradients in one pass: see ``differentiate``.
     "input gradient": (
-        Kernel(
-            "depthwise",
-            rules.differentiates_depthwise,
-            lambda call: depthwise.input_gradient(call.given, call.slab, call.weight, call.settings),
-        ),
+        Kernel("depthwise", _suits_depthwise, _with_settings(depthwise.input_gradient)),
         Kernel(
             "few channels",
             lambda call: rules.is_few_channels(call) and rules.pads_less_than_kernel(call.weight, call.settings),
-            lambda call: few_channels.input_gradient(call.given, call.weight, call.settings.padding),
+            _to_input(few_channels.input_gradient),
         ),
-        Kernel(
-            "few channels out",
-            rules.differentiates_few_out,
-            lambda call: few_out.input_gradient(call.given, call.weight, call.settings.padding),
-        ),
+        Kernel("few channels out", rules.differentiates_few_out, _to_input(few_out.input_gradient)),
     ),
     "weight gradient": (
-        Kernel(
-            "depthwise",
-            rules.differentiates_depthwise,
-            lambda call: depthwise.weight_gradient(call.given, call.slab, call.weight, call.settings),
-        ),
+        Kernel("depthwise", _suits_depthwise, _with_settings(depthwise.weight_gradient)),
         Kernel(
             "few channels in",
             lambda call: rules.is_few_in(call) and call.given.stride(1) == 1,
-            lambda call: few_in.weight_gradient(call.given, call.slab, call.weight, call.settings.padding),
+            _with_padding(few_in.weight_gradient),
         ),
         Kernel(
             "few taps",
@@ -187,7 +183,7 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         Kernel(
             "few channels out",
             partial(rules.differentiates_few_out, most=inf),
-            lambda call: few_out.weight_gradient(call.given, call.slab, call.weight, call.settings.padding),
+            _with_padding(few_out.weight_gradient),
         ),
         Kernel(
             "many taps",

@@ -26,7 +26,6 @@ __all__ = [
     "ConvolutionCall",
     "computes_few_out",
     "count_voxels",
-    "differentiates_depthwise",
     "differentiates_few_out",
     "differentiates_many_taps",
     "has_own_taps",
@@ -214,8 +213,3 @@ def is_depthwise(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     if settings.groups == 1 or not fusions.is_on("depthwise") or not _is_half(tensor, weight):
         return False
     return depthwise.fits(weight.shape, settings)
-
-
-def differentiates_depthwise(call: ConvolutionCall) -> bool:
-    """Return whether ``depthwise`` computes the gradients of a convolution."""
-    return all(is_depthwise(volume, call.weight, call.settings) for volume in (call.slab, call.given))

@@ -1,15 +1,15 @@
-"""Activation after a norm, computed in the same pass over the voxels."""
+"""A norm's term of a sum, and the activation after a norm, computed in the same pass over the voxels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import pi, sqrt
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["IDENTITY", "Activation"]
+__all__ = ["IDENTITY", "Activation", "Term"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +57,26 @@ def _differentiate_smooth(kind: str, x: Tensor) -> Tensor:
 
 
 IDENTITY = Activation()
+
+
+class Term(NamedTuple):
+    """A term of a sum: ``activation(slab * scale + shift)``, or the slab itself if scale and shift are None."""
+
+    slab: Tensor
+    mean: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    activation: Activation = IDENTITY
+    slope: Tensor | None = None
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the term is scaled and shifted."""
+        return self.scale is not None
+
+    @property
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """Scale and shift of a norm."""
+        assert self.scale is not None
+        assert self.shift is not None
+        return self.scale, self.shift

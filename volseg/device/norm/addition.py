@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.norm import addition_passes, choice, reference
-from volseg.device.norm.activation import IDENTITY, Activation
-from volseg.device.norm.term import Term
+from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.device.triton_tiles import takes
 
 __all__ = ["add", "add_gradients", "add_sums"]
@@ -43,10 +42,7 @@ def add(
         Ends of a norm without a second term: see ``reference.affine``.
     """
     if second is None:
-        slab, _, scale, shift, kind, slope = first
-        assert scale is not None
-        assert shift is not None
-        return choice.affine(slab, scale, shift, kind, out, ends, slope)
+        return choice.affine(first.slab, *first.affine, first.activation, out, ends, first.slope)
     if takes(first.slab):
         return addition_passes.add(first, second, activation, out)
     dtype = torch.promote_types(first.slab.dtype, second.slab.dtype)
@@ -58,9 +54,7 @@ def _compute(term: Term) -> Tensor:
     """Return a term's value in plain torch, half precision as float32."""
     half = term.slab.dtype in (torch.float16, torch.bfloat16)
     wide = term.slab.float() if half else term.slab
-    if term.scale is None or term.shift is None:
-        return wide
-    return reference.affine(wide, term.scale, term.shift, term.activation, slope=term.slope)
+    return reference.affine(wide, *term.affine, term.activation, slope=term.slope) if term.is_norm else wide
 
 
 def _passes_on(second: Term, activation: Activation) -> bool:
@@ -85,11 +79,7 @@ def add_sums(gradient: Tensor, first: Term, second: Term | None, activation: Act
         See ``add``.
     """
     if second is None or _passes_on(second, activation):
-        slab, mean, scale, shift, kind, slope = first
-        assert mean is not None
-        assert scale is not None
-        assert shift is not None
-        return [choice.gradient_sums_of_parts(gradient, slab, mean, scale, shift, kind, slope)]
+        return [choice.gradient_sums_of_parts(gradient, *first)]  # type: ignore[arg-type]  # a norm has them all
     norms = [term for term in (first, second) if term.is_norm]
     if not takes(first.slab):
         inner = _differentiate(gradient, first, second, activation)
@@ -123,19 +113,16 @@ def add_gradients(
         Whether a second term that is no norm needs a gradient; otherwise its gradient is None.
     """
     if second is None or _passes_on(second, activation):
-        slab, _, scale, shift, kind, slope = first
-        assert scale is not None
-        assert shift is not None
-        own = choice.gradient_input(gradient, slab, scale, shift, *found[0], kind, out=outs[0], slope=slope)
+        own = choice.gradient_input(
+            gradient, first.slab, *first.affine, *found[0], first.activation, out=outs[0], slope=first.slope
+        )
         return own, gradient if both else None
     if not takes(first.slab):
         inner = _differentiate(gradient, first, second, activation)
         slabs = [
-            reference.gradient_input(
-                inner, term.slab, term.scale, term.shift, *own, term.activation, out=out, slope=term.slope
-            )
+            reference.gradient_input(inner, term.slab, *term.affine, *own, term.activation, out=out, slope=term.slope)
             for term, own, out in zip((first, second), found, outs, strict=False)
-            if term.scale is not None and term.shift is not None
+            if term.is_norm
         ]
         if second.is_norm:
             return slabs[0], slabs[1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from volseg.device import triton_tiles
-from volseg.device.norm.activation import Activation
+from volseg.device.norm.activation import Activation, Term
 from volseg.device.norm.passes import (
     KINDS,
     activate,
@@ -21,7 +21,6 @@ from volseg.device.norm.passes import (
     keep_negative,
     load_alpha,
 )
-from volseg.device.norm.term import Term
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import (
     choose_tile,

@@ -10,6 +10,7 @@ from torch import Tensor
 from volseg.device.norm import gathered, passes, reference, statistics
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.exchanged import exchange_backward_coefficients, exchange_coefficients
+from volseg.device.norm.reference import backward_coefficients, coefficients
 from volseg.device.triton_tiles import takes
 
 __all__ = [
@@ -49,47 +50,6 @@ def compute_shares(counts: tuple[int, ...], dtype: torch.dtype, device: torch.de
     """Return each shard's share of the voxels, ``(shards, 1, 1)``."""
     voxels = torch.tensor(counts, dtype=torch.float64)
     return (voxels / voxels.sum()).to(dtype).reshape(-1, 1, 1).to(device)
-
-
-def coefficients(
-    stacked: Tensor,
-    shares: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    average: Callable[[Tensor], Tensor] | None,
-) -> Tensor:
-    """Compute ``reference.coefficients``.
-
-    Parameters
-    ----------
-    stacked, shares, weight, bias, eps, average
-        See ``reference.coefficients``.
-    """
-    if average is None and takes(stacked) and stacked.dtype == torch.float32:
-        return gathered.coefficients(stacked, shares, weight, bias, eps)
-    return reference.coefficients(stacked, shares, weight, bias, eps, average)
-
-
-def backward_coefficients(
-    stacked: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    voxels: int,
-    average: Callable[[Tensor], Tensor] | None,
-    given: bool = False,
-) -> Tensor:
-    """Compute ``reference.backward_coefficients``.
-
-    Parameters
-    ----------
-    stacked, mean, rstd, weight, voxels, average, given
-        See ``reference.backward_coefficients``.
-    """
-    if average is None and not given and takes(stacked) and stacked.dtype == torch.float32:
-        return gathered.backward_coefficients(stacked, mean, rstd, weight, voxels)
-    return reference.backward_coefficients(stacked, mean, rstd, weight, voxels, average, given)
 
 
 def given_coefficients(

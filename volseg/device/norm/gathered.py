@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Coefficients of the norms in Triton, from existing statistics: scale and shift, and those of backward."""
+"""Coefficients of the norms in Triton: scale and shift of existing statistics, and what ``exchanged`` stores."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,6 @@ from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 
 __all__ = [
-    "backward_coefficients",
-    "coefficients",
     "given_coefficients",
     "keep_gradients",
     "make_dense",
@@ -100,42 +98,6 @@ def _given_kernel(
     store_coefficients(m, v, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
 
 
-@kernel()
-def _coefficients_kernel(
-    stacked, shares, weight, bias, out, eps, C, pairs, shards,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < pairs
-    mean = tl.zeros((BLOCK,), tl.float32)
-    for shard in range(shards):
-        mean += tl.load(shares + shard) * tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
-    variance = tl.zeros((BLOCK,), tl.float32)
-    for shard in range(shards):
-        share = tl.load(shares + shard)
-        delta = tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0) - mean
-        own = tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
-        variance += share * (own + delta * delta)
-    store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
-
-
-@kernel()
-def _backward_kernel(
-    stacked, mean, rstd, weight, out, voxels, C, pairs, shards,
-    WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < pairs
-    total = tl.zeros((BLOCK,), tl.float32)
-    moment = tl.zeros((BLOCK,), tl.float32)
-    for shard in range(shards):
-        total += tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
-        moment += tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
-    keep_gradients(total, moment, rstd, out + 2 * pairs, i, inside, pairs)
-    first, second = weigh_sums(total, moment, rstd, weight, i, inside, C, WEIGHT)
-    store_backward(first, second, mean, rstd, out, voxels, pairs, 1, 1, pairs, False, False, 1, BLOCK)
-
-
 def given_coefficients(
     slab: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
@@ -153,44 +115,6 @@ def given_coefficients(
         _given_kernel[(triton.cdiv(pairs, 128),)](
             mean.contiguous(), variance.contiguous(), make_dense(weight), make_dense(bias), out, eps, channels, pairs,
             WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=128, num_warps=4,
-        )  # fmt: skip
-    return out
-
-
-def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Compute ``reference.coefficients``.
-
-    Parameters
-    ----------
-    stacked, shares, weight, bias, eps
-        See ``reference.coefficients``.
-    """
-    shards, _, batch, channels = stacked.shape
-    pairs = batch * channels
-    out = stacked.new_empty((5, batch, channels))
-    with select_device(stacked):
-        _coefficients_kernel[(triton.cdiv(pairs, 128),)](
-            stacked, shares, make_dense(weight), make_dense(bias), out, eps, channels, pairs, shards,
-            WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=128, num_warps=4,
-        )  # fmt: skip
-    return out
-
-
-def backward_coefficients(stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int) -> Tensor:
-    """Compute ``reference.backward_coefficients``.
-
-    Parameters
-    ----------
-    stacked, mean, rstd, weight, voxels
-        See ``reference.backward_coefficients``.
-    """
-    shards, _, batch, channels = stacked.shape
-    pairs = batch * channels
-    out = stacked.new_empty((4, batch, channels))
-    with select_device(stacked):
-        _backward_kernel[(triton.cdiv(pairs, 128),)](
-            stacked, mean, rstd, make_dense(weight), out, float(voxels), channels, pairs, shards,
-            WEIGHT=weight is not None, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -20,8 +20,7 @@ from volseg.device import fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.device.norm import addition
-from volseg.device.norm.activation import IDENTITY, Activation
-from volseg.device.norm.term import Term
+from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.recipes import Normalize
 from volseg.parallel.spatial.lazy.statistics import Affine, NormPlan, NormStatistics, Pooled

@@ -18,8 +18,7 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import addition
-from volseg.device.norm.activation import IDENTITY, Activation
-from volseg.device.norm.term import Term
+from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, find_norm, sum_to_slope
 from volseg.parallel.spatial.lazy.recipes import WaitingRecipe
 from volseg.parallel.spatial.lazy.statistics import NormPlan

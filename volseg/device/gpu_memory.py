@@ -1,18 +1,48 @@
-"""Defragment GPU memory: long-lived tensors among freed activations keep whole segments allocated.
+"""Memory of a GPU: a separate pool for one purpose, and a move that brings long-lived tensors together.
 
-torch's allocator returns memory by whole segments. The optimizer's state is created at the end of the first step, in
-gaps between freed activations, and so are gradients. After one move they occupy only their own segments.
+torch's allocator returns memory by whole segments. Blocks of a pool do not fragment the memory of others. The
+optimizer's state is created at the end of the first step, in gaps between freed activations, and so are gradients.
+After one move they occupy only their own segments.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import empty_cache, get_tensor_device, on_gpu
+from volseg.device.gpus import empty_cache, fake_recording, get_tensor_device, has_values, on_gpu
 from volseg.device.torch_internals import PLAIN_TENSORS, count_references
 
-__all__ = ["move_together"]
+__all__ = ["MemoryPool", "move_together"]
+
+
+class MemoryPool:
+    """A part of torch's allocator.
+
+    Parameters
+    ----------
+    name : str
+        Name of its purpose, for traces without a GPU.
+    device : torch.device
+        Device of the pool; a CPU has no separate pool.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
+        self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Allocate from the pool in this thread."""
+        if self._pool is not None:
+            with torch.cuda.use_mem_pool(self._pool, self.device):
+                yield
+        elif not has_values(self.device):
+            with fake_recording(self.name):
+                yield
+        else:
+            yield
 
 
 def move_together(tensors: Iterable[Tensor]) -> None:
