@@ -225,13 +225,13 @@ def test_a_text_without_an_encoding_is_seen(text: str, lines: list[int]) -> None
 
 
 LIMITS = {
-    "lines of code": 63_250,
-    "modules": 540,
+    "lines of code": 63_010,
+    "modules": 538,
     "modules of the largest folder": 24,
-    "functions called find_": 38,
+    "functions called find_": 37,
     "lines of tests": 76_500,
-    "benchmark scripts": 30,
-    "lines of benchmarks": 7_620,
+    "benchmark scripts": 29,
+    "lines of benchmarks": 7_570,
     "words of docs": 57_800,
 }
 """How large the house may be. Lower a number when the house shrinks; raise none: what a change adds, it takes away.

@@ -30,19 +30,7 @@ MARKS = (("libtorch_cpu", "with torch"), ("_multiarray_umath", "with numpy"))
 def try_signal(
     verb: str, arguments: Sequence[str], number: signal.Signals, folder: Path, chance: random.Random
 ) -> dict:
-    """Send a signal at a random moment of a command's first ten seconds; return how the process ends.
-
-    Parameters
-    ----------
-    verb, arguments
-        The command line.
-    number
-        The signal.
-    folder
-        For the output of the process.
-    chance
-        Chooses the moment, and whether the process is the script or ``python -m``.
-    """
+    """Send a signal at a random moment of a command's first ten seconds; return how the process ends."""
     folder.mkdir()
     module = run_module("volseg")
     start = module if chance.random() < 0.5 else [str(Path(sys.executable).with_name("volseg"))]

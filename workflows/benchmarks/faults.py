@@ -335,19 +335,7 @@ def terminate(bench: Bench, count: int) -> dict:
 def ask_to_stop(
     bench: Bench, folder: Path, sitting: Sitting, ask: Callable[[], object], expected: str, more: Sequence[str] = ()
 ) -> dict:
-    """Return how a process stops when asked to, and how its training ends after a restart.
-
-    Parameters
-    ----------
-    bench, folder, sitting
-        The process, and its run folder.
-    ask
-        Asks it to stop.
-    expected
-        The fingerprint of the undisturbed run.
-    more
-        Further arguments of the command.
-    """
+    """Return how a process stops when asked to, and how its training ends after a restart."""
     where, before, at = sitting.look(), time.time(), time.monotonic()
     ask()
     status = sitting.end()

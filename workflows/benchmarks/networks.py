@@ -225,19 +225,7 @@ def take_turns(group: Sequence["Running"], turns: int, kernels: Path | None = No
 
 
 class Running:
-    """The processes of a row.
-
-    Parameters
-    ----------
-    row : dict
-        What they are to measure.
-    gpu : int
-        Which they have, if one of them is enough.
-    chosen : Namespace
-        Options of the program.
-    scratch : Path
-        For what they print.
-    """
+    """The processes of a row."""
 
     is_over: ClassVar[bool] = False
     """Whether this program is being ended: nothing is begun any more."""

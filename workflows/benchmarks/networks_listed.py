@@ -103,17 +103,7 @@ NETWORKS = (*TUNED, *UNTUNED)
 
 
 def build(name: str, sides: Sides, *, small: bool = False) -> nn.Module:
-    """Return a network without dropout, whose masks would be others for each way to run it; from a fixed seed.
-
-    Parameters
-    ----------
-    name : str
-        One of ``NETWORKS``.
-    sides : (int, int, int)
-        D, H, W of a volume; UNETR is made for them.
-    small : bool
-        Narrow and flat.
-    """
+    """Return a network without dropout, whose masks would be others for each way to run it; from a fixed seed."""
     torch.manual_seed(0)
     net = UNTUNED[name](CLASSES, small) if name in UNTUNED else (SMALL if small else FULL)[name](sides)
     for module in net.modules():

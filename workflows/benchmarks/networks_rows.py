@@ -148,15 +148,7 @@ class LogitsAlone(nn.Module):
 
 
 class MeasuredStep:
-    """Forward, loss, backward and SGD in bfloat16 on one volume that stays the same, as a row says.
-
-    Parameters
-    ----------
-    row : dict
-        As ``ROWS`` has it, with ``network``, ``sides`` of one GPU, ``small``.
-    device : torch.device
-        Of this process.
-    """
+    """Forward, loss, backward and SGD in bfloat16 on one volume that stays the same, as a row says."""
 
     def __init__(self, row: Row, device: torch.device) -> None:
         self.row, self.device = row, device
@@ -331,17 +323,7 @@ def worst(theirs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> d
 
 
 def profile(run: Any, image: Any, label: Any, path: Path) -> None:
-    """Write the kernels of two steps on this rank: start and duration (us), stream, name and grid.
-
-    Parameters
-    ----------
-    run : callable
-        One step.
-    image, label
-        What it takes.
-    path : Path
-        A ``.json.gz``.
-    """
+    """Write the kernels of two steps on this rank: start and duration (us), stream, name and grid."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run(image, label)
         run(image, label)

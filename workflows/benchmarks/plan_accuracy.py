@@ -159,17 +159,7 @@ def count_gpus(row: Row) -> int:
 
 
 class Pool:
-    """Processes that have imported everything, and measure one configuration each.
-
-    Parameters
-    ----------
-    chosen : Namespace
-        Arguments of the program.
-    scratch : Path
-        For the accounts of the allocator, and what processes print.
-    needed : int
-        Processes that will be used in all.
-    """
+    """Processes that have imported everything, and measure one configuration each."""
 
     def __init__(self, chosen: argparse.Namespace, scratch: Path, needed: int) -> None:
         self.chosen, self.scratch, self.needed = chosen, scratch, needed

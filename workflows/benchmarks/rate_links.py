@@ -84,15 +84,7 @@ def _exchange(planes: torch.Tensor, into: torch.Tensor, rank: int, size: int) ->
 
 
 def measure_group(rank: int, size: int, device: torch.device) -> list[Link]:
-    """Return the rows of a group of processes with a GPU each; all call it, and get the same times.
-
-    Parameters
-    ----------
-    rank, size
-        Number of this process, and how many there are.
-    device
-        Its GPU.
-    """
+    """Return the rows of a group of processes with a GPU each; all call it, and get the same times."""
     rows: list[Link] = []
 
     def note(kind: str, way: str, sent: int, seconds: float) -> None:

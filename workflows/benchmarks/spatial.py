@@ -8,7 +8,7 @@ are not all equally fast. A row is forward, loss, backward and optimizer step in
 steps. The JSON is rewritten after every group.
 
 `--parts same` prints the peak of N GPUs against one Nth of that of one GPU, for the same volume; `--parts largest`
-searches the largest cube that trains, and writes a table and a plot beside the JSON.
+searches the largest cube that trains, and writes a table beside the JSON.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from spatial_largest import finished, plot, search, table
+from spatial_largest import finished, search, table
 from torch import Tensor, nn
 
 from volseg.commands import run_module
@@ -291,13 +291,12 @@ def main() -> None:
 
 
 def write(report: dict[str, Any], path: Path) -> None:
-    """Write the JSON, and beside it the table and plot of the largest cubes."""
+    """Write the JSON, and beside it the table of the largest cubes."""
     if ratios := same_volume(report["rows"]):
         report["same_volume"] = ratios
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if searched := [row for row in report["rows"] if row["kind"] == "largest"]:
         path.with_suffix(".md").write_text(table(searched) + "\n", encoding="utf-8")
-        plot(searched, path.with_suffix(".svg"))
 
 
 def launch(batch: list[dict[str, Any]], path: Path, limit: float, number: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The largest cube that N GPUs train, found by trying, and how it is told: a table and a plot.
+"""The largest cube that N GPUs train, found by trying, and a table of it.
 
 A try is a whole training step that keeps nothing it can recompute. Tries that fit follow each other in one group of
 processes. Where memory ends on one process the others wait in an exchange that nobody will answer: the group ends, and
@@ -12,16 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from svg import rectangle, text, write
 
-__all__ = ["finished", "forecast", "next_side", "plot", "search", "table"]
+__all__ = ["finished", "forecast", "next_side", "search", "table"]
 
 Row = dict[str, Any]
 
 BYTES_PER_VOXEL = 480
 """Where the search begins; a wrong value costs tries, not the result."""
-
-COLOURS = {"dynunet": "#1b6ca8", "vnet": "#d9a441"}
 
 
 def forecast(memory_bytes: float, gpus: int, multiple: int) -> int:
@@ -127,18 +124,3 @@ def table(found: Sequence[Row]) -> str:
             f"| {best['bytes_per_voxel']:.0f} | {best['ms'] / 1e3:.2f} | {refused} |"
         )
     return "\n".join(lines)
-
-
-def plot(found: Sequence[Row], path: Path) -> None:
-    """Draw the voxels of the largest cubes as bars."""
-    best = [(row, fitting) for row in found if (fitting := _ends(row)[0]) is not None]
-    most = max((fitting["side"] ** 3 for _, fitting in best), default=1)
-    drawn, y = [text(10, 20, "the largest cube that trains (bars: voxels), activations recomputed")], 35
-    for row, fitting in best:
-        width = 500 * fitting["side"] ** 3 / most
-        drawn.append(text(10, y + 12, f"{row['net']}, {row['gpus']} GPU"))
-        drawn.append(rectangle(120, y, width, 15, COLOURS.get(row["net"], "#777")))
-        words = f"{fitting['side']}^3, {fitting['peak_gib']:.1f} GiB per GPU, {fitting['ms'] / 1e3:.2f} s per step"
-        drawn.append(text(128 + width, y + 12, words))
-        y += 21
-    write(path, drawn, 860, y + 10)
