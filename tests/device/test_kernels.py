@@ -5,6 +5,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,14 @@ import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
+from convolution_cases import OWN, check_small
 from kernel_launches import Launch
 from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
 import volseg
 from volseg.device import attention, broadcast_mul, layer_norm, layout, triton_tiles, upsample2x
-from volseg.device.convolution import (
-    depthwise,
-    few_channels,
-    few_in,
-    few_out,
-    few_taps,
-    flipped_weights,
-    many_taps,
-    one_voxel,
-)
-from volseg.device.convolution.settings import Settings
+from volseg.device.convolution import flipped_weights
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation, Term
 from volseg.device.norm.grouping import ALONE, Grouping
@@ -85,30 +77,16 @@ def covers(*kernels: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     return register
 
 
+def group_by_case() -> list[list[str]]:
+    """Return the kernels of each case."""
+    groups: dict[int, list[str]] = {}
+    for kernel, case in CASES.items():
+        groups.setdefault(id(case), []).append(kernel)
+    return list(groups.values())
+
+
 def test_each_kernel_has_a_case() -> None:
     assert set(CASES) == find_kernels()
-
-
-@with_kernels
-@pytest.mark.parametrize("kernel", CASES)
-def test_kernels_equal_plain_torch(kernel: str, monkeypatch: pytest.MonkeyPatch, watched_kernels: list[Any]) -> None:
-    module, name = kernel.rsplit(".", 1)
-    monkeypatch.setattr(triton_tiles, "TILE", 32)  # several programs, of a few voxels
-    grids: list[Any] = []
-
-    class Spy:
-        def __getitem__(self, grid: Any) -> Any:
-            grids.append(grid)
-            return compiled[grid]
-
-    compiled = getattr(importlib.import_module(module), name)
-    monkeypatch.setattr(importlib.import_module(module), name, Spy())
-    CASES[kernel]()
-    assert grids, f"the case of {kernel} does not run it"
-    watched = [launch for launch in watched_kernels if launch.name == kernel and type(launch) is Launch]
-    assert watched or not INTERPRETED, (
-        f"no launch in the case of {kernel} is watched: it has too many programs, or bytes"
-    )
 
 
 def volume(*shape: int, dtype: torch.dtype = torch.float32, last: bool = False) -> Tensor:
@@ -535,164 +513,17 @@ def exchange_planes() -> None:
             assert behind.equal(slabs[rank + 1][:, :, :1] if rank < 2 else nothing)
 
 
-@covers("device.convolution.few_taps._forward_kernel", "device.convolution.few_taps._weight_kernel")
-def convolve_few_taps() -> None:
-    for dtype in HALVES:
-        for shape, channels, kernel, padding in (
-            ((2, 1, 5, 4, 6), 16, (3, 3, 3), (1, 1, 1)),
-            ((1, 2, 4, 5, 3), 20, (3, 3, 3), (0, 1, 2)),
-        ):
-            x, weight = volume(*shape, dtype=dtype), volume(channels, shape[1], *kernel, dtype=dtype) / 5
-            wanted, weight_gradient, _, gradient = convolve_widely(x, weight, None, padding)
-            assert_near(few_taps.forward(x, weight, padding), wanted, ROUNDING[dtype])
-            for given in (gradient, with_room(gradient)[1].copy_(gradient)):  # dense, and planes of several samples
-                got = few_taps.weight_gradient(given, x, weight, padding)
-                assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
-        for sides, stride, padding in (((5, 4, 6), (2, 2, 2), (1, 1, 1)), ((6, 5, 4), (1, 2, 3), (0, 1, 1))):
-            x, weight, bias = volume(2, 1, *sides, dtype=dtype), volume(20, 1, 3, 3, 3, dtype=dtype) / 5, values(20)
-            wanted, weight_gradient, _, gradient = convolve_widely(x, weight, bias.to(dtype), padding, stride)
-            assert_near(few_taps.forward(x, weight, padding, stride, bias.to(dtype)), wanted, ROUNDING[dtype])
-            got = few_taps.weight_gradient(gradient, x, weight, padding, stride)
-            assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
-
-
-@covers("device.convolution.few_in._forward_kernel", "device.convolution.few_in._weight_kernel")
-def convolve_few_in() -> None:
-    for dtype in HALVES:
-        for shape, channels, kernel, padding, with_bias in (
-            ((2, 1, 5, 6, 9), 16, (5, 5, 5), (2, 2, 2), True),  # all lines of taps in one tile
-            ((1, 2, 7, 3, 6), 20, (5, 3, 5), (0, 1, 2), False),  # a slab with its halo
-            ((1, 4, 4, 9, 5), 33, (3, 5, 4), (3, 2, 0), True),  # two lines in a tile, and one left
-            ((1, 6, 3, 4, 7), 16, (2, 5, 5), (1, 1, 1), False),
-        ):
-            x, weight = volume(*shape, dtype=dtype, last=True), volume(channels, shape[1], *kernel, dtype=dtype) / 5
-            bias = values(channels).to(dtype) if with_bias else None
-            wanted, weight_gradient, _, gradient = convolve_widely(x, weight, bias, padding)
-            got = few_in.forward(x, weight, bias, padding)
-            assert got.is_contiguous(memory_format=torch.channels_last_3d)
-            assert_near(got, wanted, ROUNDING[dtype])
-            assert_near(few_in.weight_gradient(gradient, x, weight, padding), weight_gradient, 2 * ROUNDING[dtype])
-        convolve_planes_far_apart(dtype)
-
-
-def convolve_planes_far_apart(dtype: torch.dtype) -> None:
-    """Of one sample, whose stride takes 64 bits: the places of planes in front of the first wrap round 32."""
-    plane, reach = 2**26, 32
-    x = torch.zeros(plane + 1, dtype=dtype, device=DEVICE).as_strided((1, 1, 2, 1, 1), (2**31, 1, plane, 1, 1))
-    x[0, 0, :, 0, 0] = torch.tensor([1.0, 2.0])
-    weight, padding = volume(16, 1, 2 * reach + 1, 1, 1, dtype=dtype), (reach, 0, 0)
-    assert few_in.can_read(x)
-    wanted, weight_gradient, _, gradient = convolve_widely(x, weight, None, padding)
-    assert_near(few_in.forward(x, weight, None, padding), wanted, ROUNDING[dtype])
-    assert_near(few_in.weight_gradient(gradient, x, weight, padding), weight_gradient, 2 * ROUNDING[dtype])
-
-
-@covers("device.convolution.few_out._forward_kernel")
-def convolve_few_out() -> None:
-    for dtype in HALVES:
-        for shape, channels, kernel, padding, with_bias in (
-            ((2, 16, 5, 6, 9), 3, (5, 5, 5), (2, 2, 2), True),
-            ((1, 32, 7, 3, 6), 2, (5, 3, 5), (0, 1, 2), False),  # a slab with its halo
-            ((1, 16, 2, 3, 40), 5, (1, 3, 3), (0, 2, 1), True),
-            ((3, 16, 3, 4, 1), 1, (3, 1, 1), (1, 0, 0), False),
-        ):
-            x, weight = volume(*shape, dtype=dtype, last=True), volume(channels, shape[1], *kernel, dtype=dtype) / 5
-            bias = values(channels).to(dtype) if with_bias else None
-            wanted, weight_gradient, input_gradient, gradient = convolve_widely(x, weight, bias, padding)
-            for programs in (1, 4):  # one has several tiles where there are more voxels than one takes
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(few_out, "PROGRAMS", programs)
-                    got = few_out.forward(x, weight, bias, padding)
-                assert got.is_contiguous(memory_format=torch.channels_last_3d)
-                assert_near(got, wanted, ROUNDING[dtype])
-            assert_near(few_out.input_gradient(gradient, weight, padding), input_gradient, ROUNDING[dtype])
-            assert_near(few_out.weight_gradient(gradient, x, weight, padding), weight_gradient, 2 * ROUNDING[dtype])
-
-
-@covers("device.convolution.few_channels._convolve_few_kernel")
-def convolve_few_channels() -> None:
-    for dtype in HALVES:
-        for shape, channels, kernel, padding, with_bias in (
-            ((2, 3, 4, 5, 6), 3, (3, 3, 3), (1, 1, 1), True),
-            ((1, 2, 6, 5, 7), 4, (3, 1, 2), (0, 0, 1), False),  # a slab with its halo
-            ((1, 1, 4, 3, 5), 1, (3, 3, 3), (2, 1, 1), True),
-        ):
-            x, weight = volume(*shape, dtype=dtype, last=True), volume(channels, shape[1], *kernel, dtype=dtype) / 5
-            bias = values(channels).to(dtype) if with_bias else None
-            wanted, _, input_gradient, gradient = convolve_widely(x, weight, bias, padding)
-            got = few_channels.forward(x, weight, bias, padding)
-            assert got.is_contiguous(memory_format=torch.channels_last_3d)
-            assert_near(got, wanted, ROUNDING[dtype])
-            got = few_channels.input_gradient(gradient, weight, padding)
-            assert_near(got, input_gradient, ROUNDING[dtype])
-
-
-@covers("device.convolution.one_voxel._forward_kernel", "device.convolution.one_voxel._backward_kernel")
-def convolve_one_voxel() -> None:
-    for dtype in HALVES:
-        for last in (False, True):
-            x, bias = volume(2, 20, 3, 5, 7, dtype=dtype, last=last), values(3).to(dtype)
-            weight = volume(3, 20, 1, 1, 1, dtype=dtype) / 5
-            wanted, weight_gradient, input_gradient, gradient = convolve_widely(x, weight, bias, (0, 0, 0))
-            assert_near(one_voxel.forward(x, weight, bias), wanted, ROUNDING[dtype])
-            got = one_voxel.backward(gradient, x, weight, needs_input=True)
-            wanted_of_bias = gradient.double().sum((0, 2, 3, 4))
-            for one, other in zip(got, (input_gradient, weight_gradient, wanted_of_bias), strict=True):
-                assert one is not None
-                assert_near(one, other, 2 * ROUNDING[dtype])
-        x, many = volume(2, 20, 3, 5, 7, dtype=dtype, last=True), 130  # more than a tile of classes
-        weight, bias = volume(many, 20, 1, 1, 1, dtype=dtype) / 5, values(many).to(dtype)
-        assert_near(one_voxel.forward(x, weight, bias), convolve_widely(x, weight, bias, (0, 0, 0))[0], ROUNDING[dtype])
-
-
-@covers("device.convolution.many_taps._weight_kernel")
-def convolve_many_taps() -> None:
-    for dtype in HALVES:
-        x = volume(2, 130, 4, 5, 3, dtype=dtype, last=True)  # more than a tile of channels
-        weight, padding = volume(20, 130, 2, 1, 3, dtype=dtype), (1, 0, 2)
-        _, weight_gradient, _, gradient = convolve_widely(x, weight, None, padding)
-        got = many_taps.weight_gradient(gradient, x, weight, padding)
-        assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
-        x, weight = volume(2, 32, 2, 3, 4, dtype=dtype, last=True), volume(5, 32, 2, 1, 3, dtype=dtype)
-        _, weight_gradient, _, gradient = convolve_widely(x, weight, None, (1, 0, 1))
-        got = many_taps.weight_gradient(gradient, x, weight, (1, 0, 1), 4)
-        assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
+for _name, _own in OWN.items():
+    covers(*(f"device.convolution.{_name}.{kernel}" for kernel in _own.kernels))(partial(check_small, _name, HALVES))
 
 
 @covers("device.convolution.flipped_weights._turn_kernel")
 def turn_weights_round() -> None:
-    for dtype in WIDE_AND_HALF:
-        weight = volume(70, 5, 2, 1, 3, dtype=dtype, last=True)  # more than a tile of channels
+    for dtype, last in itertools.product(WIDE_AND_HALF, (True, False)):
+        weight = volume(70, 5, 2, 1, 3, dtype=dtype, last=last)  # more than a tile of channels
         got = flipped_weights.turn_by_triton(weight)
         assert got.is_contiguous(memory_format=torch.channels_last_3d)
         assert got.equal(weight.flip(2, 3, 4).transpose(0, 1))
-
-
-@covers("device.convolution.depthwise._depthwise_kernel", "device.convolution.depthwise._depthwise_weight_kernel")
-def convolve_depthwise() -> None:
-    for dtype in WIDE_AND_HALF:
-        x, weight, bias = (
-            volume(*shape, dtype=dtype, last=len(shape) == 5) for shape in ((2, 5, 6, 3, 4), (5, 1, 3, 2, 3), (5,))
-        )
-        settings = Settings((2, 1, 1), (1, 0, 1), (1, 1, 2), False, (0, 0, 0), 5)
-        exact = [tensor.double().requires_grad_() for tensor in (x, weight)]
-        wanted = torch.ops.aten.convolution(*exact, bias.double(), *settings.arguments)
-        gradient = volume(*wanted.shape, dtype=dtype, last=True)
-        of_input, of_weight = torch.autograd.grad(wanted, exact, gradient.double())
-        assert_near(depthwise.forward(x, weight, bias, settings), wanted.detach(), ROUNDING[dtype])
-        assert_near(depthwise.input_gradient(gradient, x, weight, settings), of_input, ROUNDING[dtype])
-        assert_near(depthwise.weight_gradient(gradient, x, weight, settings), of_weight, 2 * ROUNDING[dtype])
-
-
-def convolve_widely(
-    x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...], stride: tuple[int, ...] = (1, 1, 1)
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output, the gradients of weight and input, all in float64, and the output's gradient."""
-    exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    output = F.conv3d(*exact, None if bias is None else bias.double(), stride=stride, padding=padding)
-    gradient = volume(*output.shape, dtype=x.dtype, last=True)
-    of_input, of_weight = torch.autograd.grad(output, exact, gradient.double())
-    return output.detach(), of_weight, of_input, gradient
 
 
 @covers("losses.dice.passes._sums_kernel", "losses.dice.passes._combine_kernel", "losses.dice.passes._gradient_kernel")
@@ -769,3 +600,30 @@ def decide_labels() -> None:
     cells = range(3), range(4), range(5)
     ((_, labels, _),) = triton_decision.decide(sampling, Held(probabilities), cells, None, torch.uint8)
     assert labels.long().equal(expected)
+
+
+@with_kernels
+@pytest.mark.parametrize("kernels", [pytest.param(names, id=names[0]) for names in group_by_case()])
+def test_kernels_equal_plain_torch(
+    kernels: list[str], monkeypatch: pytest.MonkeyPatch, watched_kernels: list[Any]
+) -> None:
+    monkeypatch.setattr(triton_tiles, "TILE", 32)  # several programs, of a few voxels
+    ran: set[str] = set()
+
+    def spy(kernel: str) -> None:
+        module, name = kernel.rsplit(".", 1)
+        compiled = getattr(importlib.import_module(module), name)
+
+        class Spy:
+            def __getitem__(self, grid: Any) -> Any:
+                ran.add(kernel)
+                return compiled[grid]
+
+        monkeypatch.setattr(importlib.import_module(module), name, Spy())
+
+    for kernel in kernels:
+        spy(kernel)
+    CASES[kernels[0]]()
+    assert ran == set(kernels), "the case runs each"
+    watched = {launch.name for launch in watched_kernels if type(launch) is Launch}
+    assert not INTERPRETED or watched >= set(kernels), "a launch that is not watched has too many programs, or bytes"
