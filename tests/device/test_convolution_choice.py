@@ -105,6 +105,9 @@ def test_the_rest_is_left_to_torch(
     for changed in (*strided, {"groups": 2}, {"transposed": True}):
         assert chosen(slab, weight, None, settings(padding, **changed)) == [None, None], changed
     assert chosen(volume(*shape, device="cpu"), volume(*kernel, device="cpu"), None, plain) == [None, None]
+    empty = volume(0, *shape[1:])
+    assert chosen(empty, weight, None, plain) == [None, None]
+    assert not rules.is_one_voxel(empty, weight, plain)
     image = [volume(*sizes[:2], *sizes[3:]) for sizes in (shape, kernel)]
     flat = Settings((1, 1), padding[1:], (1, 1), False, (0, 0), 1)
     assert chosen(*image, None, flat) == [None, None]
@@ -196,17 +199,6 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
     # 2**31 elements: cuDNN's kernels, a stack of planes at a time.
     assert depth_chunks.LIMIT == 2**31 - 1
     assert names((1, 128, 256, 256, 256), (128, 128, 5, 5, 5), 2) == [None, None]
-
-
-@pytest.mark.parametrize(("shape", "kernel", "padding"), CONVOLUTIONS)
-def test_no_samples_are_left_to_torch(
-    shape: tuple[int, ...], kernel: tuple[int, ...], padding: int, settings: Callable[..., Settings]
-) -> None:
-    told = settings((padding,) * 3)
-    assert chosen(volume(*shape), volume(*kernel), None, told)[0] is not None
-    empty, weight = volume(0, *shape[1:]), volume(*kernel)
-    assert chosen(empty, weight, None, told) == [None, None]
-    assert not rules.is_one_voxel(empty, weight, told)
 
 
 def test_outputs_that_32_bits_do_not_count_are_left_to_torch(settings: Callable[..., Settings]) -> None:

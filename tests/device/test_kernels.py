@@ -19,7 +19,8 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
 import volseg
-from volseg.device import attention, broadcast_mul, layer_norm, layout, triton_tiles, upsample2x
+from volseg.device import attention, broadcast_mul, layer_norm, triton_tiles, upsample2x
+from volseg.device import layout as layouts
 from volseg.device.convolution import flipped_weights
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation, Term
@@ -94,6 +95,17 @@ def volume(*shape: int, dtype: torch.dtype = torch.float32, last: bool = False) 
     return x.contiguous(memory_format=torch.channels_last_3d) if last else x
 
 
+LAYOUTS = ["contiguous", "channels last", "slice of channels", "room"]
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """Return the same values in a layout: of its own, or as a part of a larger volume."""
+    last = x.contiguous(memory_format=torch.channels_last_3d)
+    if layout == "slice of channels":
+        return torch.cat([last, last], 1).contiguous(memory_format=torch.channels_last_3d)[:, x.shape[1] :]
+    return with_room(last)[1].copy_(x) if layout == "room" else last if layout == "channels last" else x.contiguous()
+
+
 def values(*shape: int) -> Tensor:
     return torch.rand(shape, device=DEVICE) + 0.5
 
@@ -110,12 +122,12 @@ def wide(*tensors: Tensor | None) -> list[Any]:
 
 @covers("device.layout._copy_kernel")
 def copy() -> None:
-    for dtype in (*WIDE_AND_HALF, torch.uint8, torch.int32):
+    for dtype, layout in itertools.product((*WIDE_AND_HALF, torch.uint8, torch.int32), LAYOUTS):
         for last in (False, True):
-            x = (10 * values(2, 3, 3, 4, 5)).to(dtype).contiguous(memory_format=torch.channels_last_3d)
+            x = lay_out((10 * values(2, 3, 3, 4, 5)).to(dtype), layout)
             target = torch.full((2, 8, 3, 4, 5), 77, device=DEVICE, dtype=dtype)
             target = target.contiguous(memory_format=torch.channels_last_3d) if last else target
-            layout.copy_by_triton(x, target[:, 4:7])
+            layouts.copy_by_triton(x, target[:, 4:7])
             assert target[:, 4:7].equal(x)
             assert bool((target[:, [0, 1, 2, 3, 7]] == 77).all())
 
@@ -128,9 +140,9 @@ def tried_by_the_doctor() -> None:
 @covers("device.norm.passes._affine_kernel")
 def affine() -> None:
     for dtype in WIDE_AND_HALF:
-        for last in (False, True):
-            x, scale, shift = volume(2, 3, 5, 3, 4, dtype=dtype, last=last), values(2, 3), values(2, 3) - 1
-            for activation in ACTIVATIONS:
+        for number, layout in enumerate(LAYOUTS):
+            x, scale, shift = lay_out(volume(2, 3, 5, 3, 4, dtype=dtype), layout), values(2, 3), values(2, 3) - 1
+            for activation in ACTIVATIONS if number < 2 else ACTIVATIONS[:1]:
                 wanted = reference.affine(*wide(x, scale, shift), activation)
                 got = passes.affine(x, scale, shift, activation)
                 assert got.dtype == dtype
@@ -149,9 +161,12 @@ def affine() -> None:
 @covers("device.norm.passes._sums_kernel")
 def gradient_sums() -> None:
     for dtype in WIDE_AND_HALF:
-        x, gradient = volume(2, 3, 5, 3, 4, dtype=dtype, last=True), volume(2, 3, 5, 3, 4, dtype=dtype)
-        mean, scale, shift = values(2, 3), values(2, 3), values(2, 3) - 1
-        for activation in ACTIVATIONS:
+        gradient, (mean, scale, shift) = (
+            volume(2, 3, 5, 3, 4, dtype=dtype),
+            (values(2, 3), values(2, 3), values(2, 3) - 1),
+        )
+        for layout, activation in zip(LAYOUTS[1:], ACTIVATIONS, strict=True):
+            x = lay_out(volume(2, 3, 5, 3, 4, dtype=dtype), layout)
             wanted = reference.gradient_sums(*wide(gradient, x, mean, scale, shift), activation)
             parts = passes.gradient_sums(gradient, x, mean, scale, shift, activation)
             assert_near(parts.sum(0), wanted, 1e-5)  # nothing is rounded but sums in float32
@@ -166,9 +181,9 @@ def gradient_sums() -> None:
 @covers("device.norm.passes._input_kernel")
 def gradient_input() -> None:
     for dtype in WIDE_AND_HALF:
-        x, gradient = volume(2, 3, 5, 3, 4, dtype=dtype), volume(2, 3, 5, 3, 4, dtype=dtype, last=True)
-        pairs = [values(2, 3) - 0.7 for _ in range(4)]
-        for activation in ACTIVATIONS:
+        gradient, pairs = volume(2, 3, 5, 3, 4, dtype=dtype, last=True), [values(2, 3) - 0.7 for _ in range(4)]
+        for layout, activation in zip(["contiguous", *LAYOUTS[2:]], ACTIVATIONS, strict=True):
+            x = lay_out(volume(2, 3, 5, 3, 4, dtype=dtype), layout)
             wanted = reference.gradient_input(*wide(gradient, x, *pairs), activation)
             got = passes.gradient_input(gradient, x, *pairs, activation)
             assert_near(got, wanted, ROUNDING[dtype])
@@ -280,9 +295,9 @@ def differentiate_added_norms() -> None:
 
 @covers("device.norm.statistics._moments_kernel", "device.norm.statistics._join_kernel")
 def moments() -> None:
-    for dtype in WIDE_AND_HALF:
-        for last in (False, True):
-            x = volume(2, 3, 5, 7, 4, dtype=dtype, last=last) * 3 + 20
+    for dtype, channels in zip(WIDE_AND_HALF, (3, 20), strict=True):
+        for layout in LAYOUTS:
+            x = lay_out(volume(2, channels, 5, 7, 4, dtype=dtype) * 3 + 20, layout)
             assert_near(statistics.moments(x), reference.moments(x.double()), 1e-5)
 
 
@@ -532,18 +547,25 @@ def dice() -> None:
         0.3, 2.0, include_background=False, batch=True, squared=True, jaccard=True, smooth_nr=0.2, smooth_dr=0.4
     )
     for dtype in WIDE_AND_HALF:
-        for terms, last in ((Terms(), False), (everything, True)):
-            x = volume(2, 3, 4, 5, 6, dtype=dtype, last=last)
-            y = torch.randint(0, 3, (2, 1, 8, 5, 12), device=DEVICE)[:, :, 1::2, :, 1::2]  # a coarser head's
+        for terms, layout, classes, kind in (
+            (Terms(), "contiguous", 3, torch.uint8),
+            (everything, "channels last", 3, torch.int64),
+            (everything, "room", 20, torch.float32),
+            (Terms(), "room", 2, torch.uint8),
+        ):
+            x = lay_out(3 * volume(2, classes, 4, 5, 6, dtype=dtype), layout)
+            y = torch.randint(0, classes, (2, 1, 8, 5, 12), device=DEVICE).to(kind)
+            y = y[:, :, 1::2, :, 1::2]  # a coarser head's
             got, wanted = (compute(x_, y, terms.squared) for compute, x_ in sums_of(x))
             assert_near(got.sum(0), wanted.sum(0), 1e-5)
+            assert got.equal(dice_passes.sums(x, y, terms.squared))
             (loss, slopes), (exact, exact_slopes) = (
                 combine(sums, terms, x.shape)
                 for combine, sums in ((dice_passes.combine, got), (dice_reference.combine, wanted))
             )
             assert math.isclose(float(loss), float(exact), rel_tol=1e-5)
             assert_near(slopes, exact_slopes, 1e-5)
-            by_pair, exact_by_pair = (s.expand(4, 2, 3) for s in (slopes, exact_slopes))
+            by_pair, exact_by_pair = (s.expand(4, 2, classes) for s in (slopes, exact_slopes))
             gradient = dice_passes.gradient(x, y, by_pair, terms.squared)
             exact_gradient = dice_reference.gradient(x.double(), y, exact_by_pair, terms.squared)
             assert_near(gradient, exact_gradient, 2 * ROUNDING[dtype])

@@ -1,27 +1,16 @@
 """What torch's private names do that the package relies on; a torch in which one does not fails here, by its name."""
 
-import ast
 import warnings
-from collections import OrderedDict, namedtuple
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from volseg.device import fake_internals as of_fakes
 from volseg.device import module_internals as of_modules
 from volseg.device import torch_internals as internals
-
-
-def test_each_name_is_tried_here() -> None:
-    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
-    tried = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for name, module in (("internals", internals), ("of_modules", of_modules), ("of_fakes", of_fakes)):
-        assert {f"{name}.{each}" for each in module.__all__} <= tried
 
 
 def test_versions_count_changes_in_place_of_all_that_share_memory() -> None:
@@ -47,21 +36,6 @@ def test_views_and_their_bases() -> None:
     assert internals.is_view(x[:2])
     assert internals.get_base(x[:2].detach()) is None  # although it shares the memory
     assert internals.get_base(x.clone()) is None
-
-
-def test_wrapper_subclasses_have_a_shape_and_no_memory() -> None:
-    class Shell(Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-            raise AssertionError(func)
-
-    shell = internals.make_wrapper_subclass(
-        Shell, (2, 3), strides=(3, 1), dtype=torch.float16, device="cpu", requires_grad=False
-    )
-    assert type(shell) is Shell
-    assert (tuple(shell.shape), shell.dtype, shell.stride()) == ((2, 3), torch.float16, (3, 1))
-    with pytest.raises(RuntimeError):
-        shell.untyped_storage().data_ptr()
 
 
 class Operators(internals.TorchDispatchMode):
@@ -210,90 +184,6 @@ def test_overrides_are_left_out_and_called_again() -> None:
         assert called() == [True, True]
 
 
-def test_functions_and_schemas() -> None:
-    assert internals.nn_functions.gelu is F.gelu
-    schemas = internals.find_schemas("aten::add")
-    assert {"Tensor", "Scalar"} <= {schema.overload_name for schema in schemas}
-    assert internals.find_schemas("aten::no_such_operator") == []
-    schema = internals.get_schema(torch.ops.aten.add_.Tensor)
-    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
-    assert schema.returns[0].alias_info.is_write
-    assert internals.get_schema(torch.ops.aten.add.Tensor).returns[0].alias_info is None
-
-
-def test_lists_of_tensors_are_computed_together() -> None:
-    first, second = ([torch.full((2,), float(number + i)) for i in range(3)] for number in (1, 10))
-    assert [int(t[0]) for t in internals.add_each(first, second)] == [11, 13, 15]
-    assert [int(t[0]) for t in internals.multiply_each(first, 2)] == [2, 4, 6]
-    versions = [internals.get_version(t) for t in first]
-    internals.add_each_(first, second)
-    internals.lerp_each_(first, second, 0.5)
-    assert [float(t[0]) for t in first] == [10.5, 12.0, 13.5]
-    internals.zero_each_(first)
-    assert not any(t.any() for t in first)
-    internals.multiply_each_(second, 3)
-    assert [internals.get_version(t) for t in first] == [version + 3 for version in versions]
-    assert [float(norm) for norm in internals.norm_each([t[:1] for t in second])] == [30, 33, 36]
-
-
-@pytest.mark.parametrize(
-    ("kind", "states", "step"),
-    [
-        (
-            torch.optim.AdamW,
-            ("exp_avg", "exp_avg_sq", "step"),
-            lambda weight, gradient, first, second, count: internals.step_adamw(
-                [weight], [gradient], [first], [second], [], [count.add_(1)],
-                lr=0.1, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
-            ),
-        ),
-        (
-            torch.optim.SGD,
-            ("momentum_buffer",),
-            lambda weight, gradient, momentum: internals.step_sgd(
-                [weight], [gradient], [momentum],
-                lr=0.1, momentum=0.9, weight_decay=0.01, dampening=0.0, nesterov=True, maximize=False,
-                is_first_step=False,
-            ),
-        ),
-    ],
-)  # fmt: skip
-def test_fused_optimizers_step_as_their_classes_do(kind: Any, states: tuple[str, ...], step: Any) -> None:
-    weight = nn.Parameter(torch.randn(5))
-    momentum = {"momentum": 0.9, "nesterov": True} if kind is torch.optim.SGD else {}
-    optimizer = kind([weight], lr=0.1, weight_decay=0.01, fused=True, **momentum)
-    weight.grad = torch.randn(5)
-    optimizer.step()
-    copies = [tensor.detach().clone() for tensor in (weight, *(optimizer.state[weight][name] for name in states))]
-    step(copies[0], weight.grad, *copies[1:])
-    optimizer.step()
-    for copy, tensor in zip(copies, (weight, *(optimizer.state[weight][name] for name in states)), strict=True):
-        assert torch.equal(copy, tensor.detach())
-
-
-def test_batch_norm_and_its_backward_pass() -> None:
-    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((2, 3, 4), (3,), (3,)))
-    expected = F.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5)
-    with torch.no_grad():
-        found, mean, rstd, reserved, by = internals.norm_batch(x, weight, bias, None, None, True, 0.1, 1e-5, True)
-        gradients = internals.norm_batch_backward(
-            by, x, torch.ones_like(x), weight, None, None, mean, rstd, True, 1e-5, [True] * 3, reserved
-        )
-    assert torch.equal(found, expected)
-    for gradient, tensor in zip(gradients, torch.autograd.grad(expected.sum(), (x, weight, bias)), strict=True):
-        torch.testing.assert_close(gradient, tensor)
-
-
-def test_softmax_by_its_operators() -> None:
-    x = torch.randn(3, 4, requires_grad=True)
-    found = internals.softmax(x, 1, False)
-    assert torch.equal(found, x.softmax(1))
-    assert torch.equal(internals.log_softmax(x, 1, False), x.log_softmax(1))
-    given = torch.randn(3, 4)
-    expected = torch.autograd.grad(found, x, given)[0]
-    assert torch.equal(internals.softmax_backward(given, found.detach(), 1, torch.float32), expected)
-
-
 def test_values_are_read_and_gradients_are_checked_by_operators_of_their_own() -> None:
     with Operators() as operators:
         assert torch.ones(()).item() == 1
@@ -317,28 +207,6 @@ def test_hooks_of_saved_tensors_are_found() -> None:
                 assert internals.find_saved_tensors_hooks(ignores_tracing) == (abs, same)
 
 
-def test_backward_passes_have_numbers() -> None:
-    numbers = []
-
-    class Note(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            numbers.append(internals.find_backward_pass())
-            return gradient
-
-    for _ in range(2):
-        x = torch.zeros(2, requires_grad=True)
-        Note.apply(Note.apply(x)).sum().backward()
-    assert internals.find_backward_pass() == -1
-    assert numbers[0] == numbers[1] != -1
-    assert numbers[2] == numbers[3] != -1
-    assert numbers[0] != numbers[2]
-
-
 def test_a_refusal_of_what_was_changed_in_place_is_told_from_others() -> None:
     x = torch.zeros(2, requires_grad=True)
     read = x.exp()
@@ -353,26 +221,6 @@ def test_a_refusal_of_what_was_changed_in_place_is_told_from_others() -> None:
     with pytest.raises(RuntimeError) as freed:
         twice.backward()
     assert not internals.is_changed_in_place(freed.value)
-
-
-def test_the_node_of_a_backward_pass_is_known_within_it() -> None:
-    names = []
-    x = torch.zeros(2, requires_grad=True) * 2
-    x.register_hook(lambda gradient: names.append(internals.find_backward_node().name()))
-    x.exp().sum().backward()
-    assert names == ["MulBackward0"]
-    assert internals.find_backward_node() is None
-
-
-def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
-    x = torch.ones(2, requires_grad=True)
-    before = internals.find_next_node_number()
-    first = x * 2
-    between = internals.find_next_node_number()
-    second = first.exp()
-    numbers = [internals.get_node_number(made.grad_fn) for made in (first, second)]
-    assert numbers == [before, between]
-    assert before < between < internals.find_next_node_number()
 
 
 def test_references_tell_who_else_holds_a_tensor_and_its_memory() -> None:
@@ -419,22 +267,6 @@ class Part(nn.Module):
         return x
 
 
-def test_modules_register_what_they_own_by_name() -> None:
-    part = Part()
-    assert of_modules.get_parameters(part) == {"weight": part.weight}
-    assert set(of_modules.get_buffers(part)) == {"kept", "left"}
-    assert of_modules.get_modules(part) == {"child": part.child}
-    for name, getter in (
-        (of_modules.PARAMETERS, of_modules.get_parameters),
-        (of_modules.BUFFERS, of_modules.get_buffers),
-        (of_modules.MODULES, of_modules.get_modules),
-    ):
-        assert vars(part)[name] is getter(part)
-    assert vars(part)[of_modules.NOT_PERSISTENT] == {"left"}
-    of_modules.get_buffers(part)["kept"] = replaced = torch.ones(2)
-    assert part.kept is replaced
-
-
 def test_hooks_of_modules_and_tensors() -> None:
     part, x = Part(), torch.zeros(2, requires_grad=True)
     getters = {
@@ -467,85 +299,6 @@ def test_hooks_of_modules_and_tensors() -> None:
     assert list(getattr(x, of_modules.POST_ACCUMULATE_GRAD_HOOKS).values()) == [abs]
 
 
-def test_hooks_of_all_modules_are_registered_in_the_same_place() -> None:
-    registers = (
-        nn.modules.module.register_module_forward_hook,
-        nn.modules.module.register_module_forward_pre_hook,
-        nn.modules.module.register_module_full_backward_hook,
-        nn.modules.module.register_module_full_backward_pre_hook,
-    )
-    for hooks, register in zip(of_modules.HOOKS_OF_ALL_MODULES, registers, strict=True):
-        before = list(hooks.values())
-        handle = register(print)
-        assert list(hooks.values()) == [*before, print]
-        handle.remove()
-        assert list(hooks.values()) == before
-
-
-def test_compiled_modules_are_told() -> None:
-    part = Part()
-    assert not internals.is_compiled(part)
-    wrapped = torch.compile(part, backend="eager")
-    assert internals.is_compiled(wrapped)
-    part.compile(backend="eager")
-    assert internals.is_compiled(part)
-
-
-def test_modules_apply_functions_to_what_they_own() -> None:
-    part = Part()
-    weight = part.weight
-    assert of_modules.apply_to_tensors(part, lambda tensor: tensor.double()) is part
-    assert part.weight is weight  # of a new dtype, in place: optimizers hold it
-    assert {tensor.dtype for tensor in (part.weight, part.kept, part.left)} == {torch.float64}
-
-
-def test_modules_load_what_they_own() -> None:
-    part, missing = Part(), []
-    state = OrderedDict({"at.weight": torch.ones(2), "at.child.other": torch.ones(1)})
-    of_modules.load_from_state_dict(part, state, "at.", {}, True, missing, [], [])
-    assert part.weight.tolist() == [1, 1]
-    assert missing == ["at.kept"]
-
-
-def test_classes_of_layers() -> None:
-    assert all(issubclass(kind, of_modules.ConvNd) for kind in (nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d))
-    batch_norms = (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm3d)
-    assert all(issubclass(kind, of_modules.NormBase) for kind in batch_norms)
-    assert not issubclass(nn.GroupNorm, of_modules.NormBase)
-    assert all(issubclass(kind, of_modules.DropoutNd) for kind in (nn.Dropout, nn.Dropout3d, nn.AlphaDropout))
-    assert all(issubclass(kind, of_modules.Loss) for kind in (nn.MSELoss, nn.CrossEntropyLoss))
-
-
-def test_trees_of_arguments() -> None:
-    pair = namedtuple("pair", ["x", "y"])
-    tree = {"a": [1, (2, None)], "b": pair(3, OrderedDict(c=4))}
-    leaves, structure = internals.tree_flatten(tree)
-    assert leaves == internals.tree_leaves(tree) == [1, 2, None, 3, 4]
-    assert internals.tree_unflatten(leaves, structure) == tree
-    assert internals.tree_map(lambda leaf: leaf, tree) == internals.tree_map_only(int, abs, tree) == tree
-    again = internals.tree_flatten({"a": [5, (6, 7)], "b": pair(8, OrderedDict(c=9))})[1]
-    assert (structure, hash(str(structure))) == (again, hash(str(again)))
-    assert {dict, list, tuple, OrderedDict} <= set(internals.SUPPORTED_NODES)
-    assert set not in internals.SUPPORTED_NODES
-    assert internals.tree_leaves({1}) == [{1}]
-    assert internals.pytree.tree_map is internals.tree_map
-
-
-def test_the_default_group_is_that_of_all_processes() -> None:
-    with pytest.raises(ValueError, match="process group has not been initialized"):
-        internals.get_default_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group = internals.get_default_group()
-        assert group is dist.group.WORLD
-        assert internals.get_group_name(group) == group.group_name
-        gathered = torch.zeros(2)
-        internals.gather_into(gathered, torch.ones(2))  # a warning of its name would fail here
-        assert gathered.tolist() == [1.0, 1.0]
-    finally:
-        dist.destroy_process_group()
-
-
 def test_memory_is_told_by_its_key() -> None:
     tensor, other = torch.zeros(4), torch.zeros(4)
     key = internals.get_storage_key(tensor.untyped_storage())
@@ -564,12 +317,6 @@ def test_gradients_of_other_streams_may_be_accepted(monkeypatch: pytest.MonkeyPa
     assert told == [False]
     monkeypatch.delattr(torch.autograd.graph, name)
     internals.accept_gradients_of_other_streams()  # an older torch warns of nothing
-
-
-def test_a_process_that_is_no_copy_is_in_no_bad_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert internals.is_in_bad_fork() is False
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert internals.is_in_bad_fork() is True
 
 
 @pytest.mark.gpu
@@ -630,15 +377,6 @@ def test_modes_are_put_aside() -> None:
         assert operators.seen == []
         assert isinstance(torch.ones(2), of_fakes.FakeTensor)
         assert operators.seen != []
-
-
-def test_layouts_are_told_by_strides() -> None:
-    x = torch.zeros(2, 3, 4, 4, 4)
-    last = x.contiguous(memory_format=torch.channels_last_3d)
-    assert internals.suggest_memory_format(x) is torch.contiguous_format
-    assert internals.suggest_memory_format(last) is torch.channels_last_3d
-    assert internals.suggest_memory_format(last[:, :1]) is torch.channels_last_3d
-    assert internals.suggest_memory_format(x[:, :1].contiguous()) is torch.contiguous_format
 
 
 def test_operators_are_overridden_for_a_while() -> None:

@@ -256,7 +256,7 @@ def test_a_number_that_means_nothing_is_refused(name: str, strange: int) -> None
 
 
 def test_logits_of_another_task_are_refused() -> None:
-    with pytest.raises(DataError, match=r"need logits \(B, 3, D, H, W\), one channel per region"):
+    with pytest.raises(DataError, match=r"need logits \(B, 3, D, H, W\) with one channel per region"):
         known_dice_cross_entropy(
             make_logits(TARGETS["ignored"]), make_label(TARGETS["ignored"]), TARGETS["regions"], Terms()
         )

@@ -54,5 +54,5 @@ def test_a_module_that_fails_keeps_its_own_too():
 def test_asking_for_the_grid_leaves_shared_modules_alone():
     """The first answer left such layers on the meta device: the network could not be trained."""
     net = SharesAll()
-    assert probe_grid_rule(net, 1).divisors == (1, 1, 1)
+    assert probe_grid_rule(net).divisors == (1, 1, 1)
     assert {tensor.device.type for tensor in (*net.parameters(), *net.buffers())} == {"cpu"}

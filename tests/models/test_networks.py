@@ -16,20 +16,11 @@ def build(name, patch_size=(40, 56, 40), **parameters):
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("VNet", {}),
-        ("UNet", {}),
         ("UNet", {"channels": [4, 8, 16]}),
         ("UNet", {"channels": [4, 8, 16], "strides": [1, 2], "num_res_units": 0}),
-        ("DynUNet", {}),
         ("DynUNet", {"strides": [1, 2, 2]}),
-        ("SegResNet", {"init_filters": 8}),
-        ("BasicUNet", {}),
-        ("AttentionUnet", {}),
         ("SwinUNETR", {"feature_size": 12}),
         ("UNETR", {"hidden_size": 48, "mlp_dim": 96}),
-        ("MedNeXt", {"init_filters": 8}),
-        ("MedNeXtS", {}),
-        ("HighResNet", {}),
     ],
 )
 def test_stock_networks_give_logits_on_the_grid(name, parameters):

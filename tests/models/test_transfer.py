@@ -10,7 +10,6 @@ from volseg.models.weights import trace_dependent_dims, transfer_weights
 
 SPECS = {
     "UNet": {"name": "UNet", "channels": [4, 8, 16], "strides": [2, 2]},
-    "VNet": {"name": "VNet"},
     "DynUNet": {"name": "DynUNet", "deep_supervision": True, "filters": [4, 8, 8, 8]},
     "SegResNet": {"name": "SegResNet", "init_filters": 8},
     "BasicUNet": {"name": "BasicUNet", "features": [4, 4, 8, 8, 16, 4]},

@@ -302,8 +302,6 @@ class RecordedFunction:
         Stream of the recording.
     shares : RecordedFunction, optional
         A recording whose memory this one uses too: the results of each hold until the next call of either.
-    is_step : bool
-        Whether it is a training step, for a trace.
     """
 
     def __init__(
@@ -314,7 +312,6 @@ class RecordedFunction:
         generators: Iterable[torch.Generator] = (),
         stream: torch.cuda.Stream | None = None,
         shares: "RecordedFunction | None" = None,
-        is_step: bool = True,
     ) -> None:
         self.signature = describe_inputs(inputs)
         if any(tensor.requires_grad for tensor in _list_tensors(dict(inputs))):
@@ -322,9 +319,8 @@ class RecordedFunction:
         self._inputs = tree_map(_clone, dict(inputs))
         versions = _read_versions(self._inputs)
         stream = torch.cuda.Stream() if stream is None else stream
-        self._graph: Graph | _FakeGraph = make_graph(
-            stream, None if shares is None else shares._graph.pool, generators, is_step=is_step
-        )
+        pool = None if shares is None else shares._graph.pool
+        self._graph: Graph | _FakeGraph = make_graph(stream, pool, generators)
         with undisturbed():
             # A recording has its own memory, and needs what earlier calls have cached.
             empty_cache(stream.device)

@@ -1,9 +1,9 @@
 """Every private name of torch that this package uses, under a public name; no other module uses private names.
 
 ``module_internals``, ``fake_internals`` and ``compiler_internals`` have those of torch's modules, fake tensors and
-compiler. All names exist in torch 2.8, the oldest supported version, unless a comment says otherwise. Each has a test
-of the required behaviour, so the tests detect a torch that has moved or changed a name, and this module adapts. Names
-that are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
+compiler. All names exist in torch 2.8, the oldest supported version, unless a comment says otherwise. Behaviour that is
+relied on and shows in few other tests has a test of its own. Names that are used on every call of an operator are the
+objects themselves, or C functions: they cost nothing.
 """
 
 import sys
@@ -30,8 +30,6 @@ __all__ = [
     "SUPPORTED_NODES",
     "TorchDispatchMode",
     "accept_gradients_of_other_streams",
-    "add_each",
-    "add_each_",
     "as_plain",
     "as_savable",
     "check_gradients",
@@ -67,18 +65,11 @@ __all__ = [
     "log_softmax",
     "make_wrapper_subclass",
     "multiply_each",
-    "multiply_each_",
     "nn_functions",
-    "norm_batch",
-    "norm_batch_backward",
-    "norm_each",
     "overriding_operators",
     "pytree",
     "read_value",
     "softmax",
-    "softmax_backward",
-    "step_adamw",
-    "step_sgd",
     "suggest_memory_format",
     "to_copy",
     "tree_flatten",
@@ -92,7 +83,6 @@ __all__ = [
     "without_dispatch_modes",
     "without_overrides",
     "without_subclass_overrides",
-    "zero_each_",
 ]
 
 # Tensors.
@@ -160,25 +150,11 @@ find_schemas: Callable[[str], list[Any]] = torch._C._jit_get_schemas_for_operato
 get_schema: Callable[[Any], Any] = attrgetter("_schema")
 """Return the schema of one overload, such as ``torch.ops.aten.add.Tensor``."""
 
-add_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_add
-add_each_: Callable[..., None] = torch._foreach_add_
 multiply_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_mul
-multiply_each_: Callable[..., None] = torch._foreach_mul_
-norm_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
 lerp_each_: Callable[..., None] = torch._foreach_lerp_
-zero_each_: Callable[..., None] = torch._foreach_zero_
-"""Add, multiply, interpolate, set to zero each tensor of a list, or take its norm, by few kernels for all of them."""
-
-step_adamw: Callable[..., None] = torch._fused_adamw_
-step_sgd: Callable[..., None] = torch._fused_sgd_
-"""Change weights and the optimizer's states in place, as ``AdamW`` and ``SGD`` do with ``fused=True``."""
-
-norm_batch: Callable[..., tuple[Any, ...]] = torch._batch_norm_impl_index
-norm_batch_backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._batch_norm_impl_index_backward.default
-"""Backward pass of batch norm, by cuDNN or torch; the fifth result of forward names the choice."""
+"""Multiply or interpolate each tensor of a list, by few kernels for all of them."""
 
 softmax = torch.ops.aten._softmax.default
-softmax_backward = torch.ops.aten._softmax_backward_data.default
 log_softmax = torch.ops.aten._log_softmax.default
 """Operators behind ``softmax``. Only a GPU may read half precision and write float32: the third argument."""
 

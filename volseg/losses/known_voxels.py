@@ -36,7 +36,7 @@ from volseg.device.first_order import first_order
 from volseg.device.gpus import keeping, on_gpu
 from volseg.errors import DataError
 from volseg.losses.dice.reference import Terms, empty_gradient, iterate_chunks
-from volseg.losses.dice_cross_entropy import read_at_grid
+from volseg.losses.dice_cross_entropy import check_shapes, read_at_grid
 from volseg.losses.overlap import leave_overlap
 from volseg.losses.targets import Targets
 
@@ -76,18 +76,7 @@ def known_dice_cross_entropy(logits: Tensor, label: Tensor, targets: Targets, te
 
 def check_outputs(logits: Tensor, label: Tensor, targets: Targets) -> None:
     """Raise unless logits and label have one batch size, and the logits have the targets' outputs."""
-    wanted = (logits.shape[0], 1)
-    if (
-        logits.ndim != 5
-        or label.ndim != 5
-        or logits.shape[1] != targets.num_outputs
-        or tuple(label.shape[:2]) != wanted
-    ):
-        raise DataError(
-            f"need logits (B, {targets.num_outputs}, D, H, W), one channel per "
-            f"{'region' if targets.regions else 'class'}, and a label map (B, 1, D, H, W), got {tuple(logits.shape)} "
-            f"and {tuple(label.shape)}"
-        )
+    check_shapes(logits, label, targets.num_outputs, "region" if targets.regions else "class")
 
 
 def sum_known(logits: Tensor, label: Tensor, targets: Targets, terms: Terms) -> Tensor:

@@ -135,22 +135,21 @@ _BASES = (96, 64, 128, 160, 48, 80, 112, 32)
 """Cubes to try first: their sides have many divisors, among which the network's are searched."""
 
 
-def probe_grid_rule(net: nn.Module, in_channels: int | None = None) -> GridRule:
+def probe_grid_rule(net: nn.Module) -> GridRule:
     """Return the rule of a module's sides, found by probing.
 
     Parameters
     ----------
     net : nn.Module
-        Maps (B, C, D, H, W) to a volume of the same D, H, W (or a list of volumes, the first of which has them).
-    in_channels : int, optional
-        C; by default the input channels of the module's first 3D convolution.
+        Maps (B, C, D, H, W) to a volume of the same D, H, W (or a list of volumes, the first of which has them). C is
+        the number of input channels of its first 3D convolution.
 
     Raises
     ------
     GridError
         If the module accepts no cube of 32 to 160 voxels.
     """
-    answer = _Answers(net, _first_channels(net) if in_channels is None else in_channels)
+    answer = _Answers(net)
     base = next((side for side in _BASES if answer.takes((side,) * 3)), None)
     if base is None:
         raise GridError(
@@ -187,9 +186,10 @@ def probe_grid_rule(net: nn.Module, in_channels: int | None = None) -> GridRule:
 class _Answers:
     """Probe on meta tensors whether a module accepts a volume; its mode, state and values stay unchanged."""
 
-    def __init__(self, net: nn.Module, in_channels: int) -> None:
+    def __init__(self, net: nn.Module) -> None:
         self.net = net
-        self.in_channels = in_channels
+        convolutions = (module for module in net.modules() if isinstance(module, nn.Conv3d))
+        self.in_channels = next((module.in_channels for module in convolutions), 1)
         self.last_fault = "every output has another shape"
 
     def takes(self, sides: Sides) -> bool:
@@ -210,13 +210,6 @@ class _Answers:
         while isinstance(output, list | tuple) and output:
             output = output[0]
         return len(getattr(output, "shape", ())) >= 5 and tuple(output.shape[-3:]) == sides
-
-
-def _first_channels(net: nn.Module) -> int:
-    for module in net.modules():
-        if isinstance(module, nn.Conv3d):
-            return module.in_channels
-    return 1
 
 
 def run_on_copies(net: nn.Module, copy: Callable[[Tensor], Tensor], *args: Any) -> Any:

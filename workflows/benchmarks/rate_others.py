@@ -9,13 +9,7 @@ from rate_cases import Prepared, RateCase, count_run, draw
 from torch import Tensor
 
 from volseg.device.torch_internals import (
-    add_each_,
-    multiply_each_,
-    norm_each,
     softmax,
-    softmax_backward,
-    step_adamw,
-    step_sgd,
 )
 
 __all__ = ["list_others", "prepare_optimizers", "prepare_product", "prepare_tokens"]
@@ -70,7 +64,7 @@ def prepare_tokens(rows: int, width: int, dtype: torch.dtype, device: torch.devi
         (count_run("aten._softmax", dtype, (scores, scores)), lambda: softmax(scores, -1, False)),
         (
             count_run("aten._softmax_backward_data", dtype, (scores, scores, scores)),
-            lambda: softmax_backward(scores, scores, -1, dtype),
+            lambda: torch.ops.aten._softmax_backward_data.default(scores, scores, -1, dtype),
         ),
         (count_run("aten.roll", dtype, (x, x)), lambda: torch.roll(x, 3, 0)),
     ]
@@ -79,14 +73,14 @@ def prepare_tokens(rows: int, width: int, dtype: torch.dtype, device: torch.devi
 def _step_adam(
     weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], seconds: list[Tensor], steps: list[Tensor]
 ) -> None:
-    step_adamw(
+    torch._fused_adamw_(
         weights, gradients, momenta, seconds, [], steps,
         lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=1e-5, eps=1e-8, amsgrad=False, maximize=False,
     )  # fmt: skip
 
 
 def _step_sgd(weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> None:
-    step_sgd(
+    torch._fused_sgd_(
         weights, gradients, momenta,
         weight_decay=1e-5, momentum=0.9, lr=1e-3, dampening=0.0, nesterov=True, maximize=False, is_first_step=False,
     )  # fmt: skip
@@ -106,13 +100,13 @@ def prepare_optimizers(millions: int, device: torch.device) -> list[Prepared]:
     return [
         (
             count_run("aten._foreach_add_", kind, [*weights, *gradients]),
-            lambda: add_each_(weights, gradients, alpha=-1e-6),
+            lambda: torch._foreach_add_(weights, gradients, alpha=-1e-6),
         ),
         (
             count_run("aten._foreach_mul_", kind, momenta),
-            lambda: multiply_each_(momenta, 0.999),
+            lambda: torch._foreach_mul_(momenta, 0.999),
         ),
-        (count_run("aten._foreach_norm", kind, gradients), lambda: norm_each(gradients)),
+        (count_run("aten._foreach_norm", kind, gradients), lambda: torch._foreach_norm(gradients)),
         (
             count_run("aten._fused_adamw_", kind, every),
             lambda: _step_adam(weights, gradients, momenta, seconds, steps),

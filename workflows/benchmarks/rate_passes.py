@@ -11,10 +11,7 @@ from torch import Tensor
 from volseg.device.norm import passes, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.torch_internals import (
-    norm_batch,
-    norm_batch_backward,
     softmax,
-    softmax_backward,
 )
 
 __all__ = ["list_passes", "prepare_passes"]
@@ -73,7 +70,7 @@ PASSES: dict[str, Build] = {
     "aten._softmax": lambda v: ((v.x, v.y), lambda: softmax(v.x, 1, False)),
     "aten._softmax_backward_data": lambda v: (
         (v.x, v.y, v.x),
-        lambda: softmax_backward(v.x, v.y, 1, v.x.dtype),
+        lambda: aten._softmax_backward_data.default(v.x, v.y, 1, v.x.dtype),
     ),
     "aten._log_softmax": lambda v: ((v.x, v.y), lambda: aten._log_softmax(v.x, 1, False)),
     "aten._log_softmax_backward_data": lambda v: (
@@ -136,13 +133,15 @@ def _pool_backward(x: Tensor) -> tuple[Sequence[Tensor], Callable[[], object]]:
 def _batch_norm(x: Tensor) -> Any:
     """Return the norm by whom torch chooses, cuDNN or itself, and what backward needs."""
     weight = torch.ones(x.shape[1], device=x.device)
-    return norm_batch(x, weight, weight, None, None, True, 0.1, 1e-5, True)
+    return torch._batch_norm_impl_index(x, weight, weight, None, None, True, 0.1, 1e-5, True)
 
 
 def _batch_norm_backward(x: Tensor, y: Tensor) -> Callable[[], object]:
     weight = torch.ones(x.shape[1], device=x.device)
     _, mean, rstd, reserved, number = _batch_norm(x)
-    return lambda: norm_batch_backward(number, x, y, weight, None, None, mean, rstd, True, 1e-5, [True] * 3, reserved)
+    return lambda: aten._batch_norm_impl_index_backward.default(
+        number, x, y, weight, None, None, mean, rstd, True, 1e-5, [True] * 3, reserved
+    )
 
 
 def _group_norm(x: Tensor) -> Any:
