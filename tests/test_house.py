@@ -225,11 +225,11 @@ def test_a_text_without_an_encoding_is_seen(text: str, lines: list[int]) -> None
 
 
 LIMITS = {
-    "lines of code": 63_010,
+    "lines of code": 62_980,
     "modules": 538,
     "modules of the largest folder": 23,
     "functions called find_": 37,
-    "lines of tests": 76_350,
+    "lines of tests": 75_780,
     "benchmark scripts": 29,
     "lines of benchmarks": 7_570,
     "words of docs": 57_800,

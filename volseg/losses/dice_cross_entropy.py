@@ -62,12 +62,10 @@ def check_shapes(logits: Tensor, label: Tensor, outputs: int | None = None, unit
     """Raise unless logits and label have one batch size, and the logits a channel per output: two classes or more."""
     fits = logits.ndim == label.ndim == 5 and tuple(label.shape[:2]) == (logits.shape[0], 1)
     if not fits or (logits.shape[1] < 2 if outputs is None else logits.shape[1] != outputs):
-        wanted = (
-            "K, D, H, W) of two classes at least" if outputs is None else f"{outputs}, D, H, W), a channel per {unit},"
-        )
+        rule = "of two classes at least" if outputs is None else f"with one channel per {unit}"
         raise DataError(
-            f"need logits (B, {wanted} and a label map (B, 1, D, H, W), got {tuple(logits.shape)} and "
-            f"{tuple(label.shape)}"
+            f"need logits (B, {outputs or 'K'}, D, H, W) {rule} and a label map (B, 1, D, H, W), got "
+            f"{tuple(logits.shape)} and {tuple(label.shape)}"
         )
 
 
