@@ -138,9 +138,9 @@ def _suits_depthwise(call: ConvolutionCall) -> bool:
 
 TABLES: Mapping[Direction, Sequence[Kernel]] = {
     "forward": (
-        Kernel("depthwise", _suits_depthwise, _with_settings(depthwise.forward)),
-        Kernel("few channels", rules.is_few_channels, _with_padding(few_channels.forward)),
-        Kernel("few channels in", rules.is_few_in, _with_padding(few_in.forward)),
+        Kernel("depthwise", _suits_depthwise, _with_settings(lambda *given: depthwise.forward(*given))),
+        Kernel("few channels", rules.is_few_channels, _with_padding(lambda *given: few_channels.forward(*given))),
+        Kernel("few channels in", rules.is_few_in, _with_padding(lambda *given: few_in.forward(*given))),
         Kernel(
             "few taps",
             lambda call: rules.is_few_taps(call) and (call.bias is None or rules.has_own_taps(call.weight)),
@@ -153,25 +153,29 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
             lambda call: rules.is_one_voxel(call.slab, call.weight, call.settings) or rules.is_uneven_head(call),
             lambda call: one_voxel.forward(call.slab, call.weight, call.bias),
         ),
-        Kernel("few channels out", rules.computes_few_out, _with_padding(few_out.forward)),
-        Kernel("many taps", rules.turns_many_taps, _with_settings(flipped_weights.forward)),
+        Kernel("few channels out", rules.computes_few_out, _with_padding(lambda *given: few_out.forward(*given))),
+        Kernel("many taps", rules.turns_many_taps, _with_settings(lambda *given: flipped_weights.forward(*given))),
     ),
     # Except ``one_voxel``, which computes both gradients in one pass: see ``differentiate``.
     "input gradient": (
-        Kernel("depthwise", _suits_depthwise, _with_settings(depthwise.input_gradient)),
+        Kernel("depthwise", _suits_depthwise, _with_settings(lambda *given: depthwise.input_gradient(*given))),
         Kernel(
             "few channels",
             lambda call: rules.is_few_channels(call) and rules.pads_less_than_kernel(call.weight, call.settings),
-            _to_input(few_channels.input_gradient),
+            _to_input(lambda *given: few_channels.input_gradient(*given)),
         ),
-        Kernel("few channels out", rules.differentiates_few_out, _to_input(few_out.input_gradient)),
+        Kernel(
+            "few channels out",
+            rules.differentiates_few_out,
+            _to_input(lambda *given: few_out.input_gradient(*given)),
+        ),
     ),
     "weight gradient": (
-        Kernel("depthwise", _suits_depthwise, _with_settings(depthwise.weight_gradient)),
+        Kernel("depthwise", _suits_depthwise, _with_settings(lambda *given: depthwise.weight_gradient(*given))),
         Kernel(
             "few channels in",
             lambda call: rules.is_few_in(call) and call.given.stride(1) == 1,
-            _with_padding(few_in.weight_gradient),
+            _with_padding(lambda *given: few_in.weight_gradient(*given)),
         ),
         Kernel(
             "few taps",
@@ -183,7 +187,7 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         Kernel(
             "few channels out",
             partial(rules.differentiates_few_out, most=inf),
-            _with_padding(few_out.weight_gradient),
+            _with_padding(lambda *given: few_out.weight_gradient(*given)),
         ),
         Kernel(
             "many taps",
