@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from volseg.device import fusions, gpus, triton_tiles
 from volseg.device.convolution import choice, depth_chunks, forms, many_taps, rules
 from volseg.device.convolution.choice import TABLES
-from volseg.device.convolution.forms import Direction, Groups, Turned, ZeroChannels
+from volseg.device.convolution.forms import Direction, Groups, ZeroChannels
 from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 
@@ -64,18 +64,18 @@ def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> 
         ((1, 32, 8, 8, 8), (32, 1, 3, 3, 3), (1, 1, 1), ["depthwise", "depthwise"]),
         ((1, 32, 8, 8, 8), (32, 32, 3, 3, 3), (1, 1, 1), [None, None]),
         ((1, 3, 8, 8, 8), (3, 3, 3, 3, 3), (1, 1, 1), ["few channels", None]),
-        ((1, 16, 64, 64, 64), (16, 16, 3, 3, 3), (1, 1, 1), ["turned weights", "pairs"]),
+        ((1, 16, 64, 64, 64), (16, 16, 3, 3, 3), (1, 1, 1), ["pairs", "pairs"]),
         ((1, 32, 64, 64, 64), (32, 32, 3, 3, 3), (1, 1, 1), [None, "pairs"]),
-        ((1, 48, 64, 64, 64), (48, 48, 3, 3, 3), (1, 1, 1), ["turned weights", "zero channels"]),
+        ((1, 48, 64, 64, 64), (48, 48, 3, 3, 3), (1, 1, 1), ["zero channels", "zero channels"]),
         ((1, 48, 16, 32, 32), (48, 48, 3, 3, 3), (1, 1, 1), [None, None]),
-        ((1, 96, 64, 64, 64), (48, 96, 3, 3, 3), (1, 1, 1), ["turned weights", None]),
+        ((1, 96, 64, 64, 64), (48, 96, 3, 3, 3), (1, 1, 1), ["zero channels", None]),
     ]
     for shape, kernel, padding, expected in cases:
         told = settings(padding, groups=shape[1] // kernel[1])
         assert chosen(volume(*shape), volume(*kernel), None, told) == expected, (shape, kernel)
     named = {name for *_, names in cases for name in names if name is not None}
     ours = {kernel.name for direction in ("forward", "weight gradient") for kernel in TABLES[direction]}
-    assert named == {*ours, "pairs", "zero channels", "turned weights"}
+    assert named == {*ours, "pairs", "zero channels"}
 
 
 CONVOLUTIONS = [
@@ -193,8 +193,6 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
     assert many_taps.FEWEST_VOXELS == 16**3
     assert names((1, 256, 4, 4, 4), (256, 256, 5, 5, 5), 2) == ["many taps", "many taps"]
     assert names((1, 256, 4, 4, 4), (255, 256, 5, 5, 5), 2) == [None, "many taps"]
-    with fusions.without("turned weights"):
-        assert names(wide, (128, 128, 5, 5, 5), 2) == [None, "many taps"]
     assert names((1, 128, 16, 16, 15), (128, 128, 5, 5, 5), 2) == [None, "many taps"]
     # 2**31 elements: cuDNN's kernels, a stack of planes at a time.
     assert depth_chunks.LIMIT == 2**31 - 1
@@ -275,7 +273,7 @@ def test_forms_are_ranked_by_the_measured_times(direction: Direction) -> None:
             assert all(0 < time <= 0.9 * plain for time in estimated), (taps, given, out)
             assert estimated == sorted(estimated)
             chosen |= {type(form) for form in ranked[:1]}
-    assert chosen == ({Groups, ZeroChannels} | ({Turned} if direction != "weight gradient" else set()))
+    assert chosen == {Groups, ZeroChannels}
 
 
 def test_a_slow_kernel_of_torchs_is_replaced(settings: Callable[..., Settings]) -> None:
@@ -297,8 +295,7 @@ def test_forms_are_taken_where_they_can_be(
 
     def takes_groups(sides: tuple[int, ...] = (64, 64, 64), **changed: Any) -> bool:
         found = choose_form(direction, case, settings, sides, **changed)
-        form = found and found.compute.args[0]  # type: ignore[attr-defined]
-        return isinstance(form, Groups) or (isinstance(form, Turned) and form.voxels > 1)
+        return found is not None and found.name == "pairs"
 
     torchs = name()
     padding = case[2] // 2
@@ -311,12 +308,9 @@ def test_forms_are_taken_where_they_can_be(
     for changed in ({"stride": (2, 1, 1)}, {"groups": 2}, {"device": "cpu"}, {"taps": (case[2], case[2], 1)}):
         assert name(**changed) is None, changed
     assert name(dilation=(4, 4, 4), padding=(4 * padding,) * 3) is None, "not measured"
-    large = choose_form(direction, case, settings, (2**15, 64, 256))
-    is_turned = large is not None and large.name == "turned weights"
-    assert not is_turned or direction != "forward", "a transposed convolution is not cut into stacks"
     with torch.backends.cudnn.flags(enabled=False):
         assert name() in (None, "many taps")
-    with fusions.without("pairs", "zero channels", "turned weights"):
+    with fusions.without("pairs", "zero channels"):
         assert name() in (None, "many taps")
     for capability in ((8, 0), (10, 0), (7, 0)):
         monkeypatch.setattr(gpus, "get_capability", lambda device, told=capability: told)
@@ -363,7 +357,7 @@ def test_weights_gradients_over_groups_of_voxels(
 def test_torch_adds_the_bias_of_pairs_in_a_pass_of_its_own(settings: Callable[..., Settings]) -> None:
     """So a bias waits for the norm behind the convolution, as behind torch's own."""
     slab, weight, padded = volume(1, 16, 64, 64, 64), volume(16, 16, 3, 3, 3), settings((1, 1, 1))
-    assert chosen(slab, weight, volume(16), padded)[0] in ("pairs", "turned weights")
+    assert chosen(slab, weight, volume(16), padded)[0] == "pairs"
     assert not choice.adds_bias(slab, weight, padded, channels_last=True)
     few = volume(1, 3, 64, 64, 64), volume(3, 3, 3, 3, 3)
     assert choice.adds_bias(*few, padded, channels_last=True)

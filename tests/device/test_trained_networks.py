@@ -8,9 +8,7 @@ import torch
 from monai.networks.nets.attentionunet import AttentionBlock
 from torch import Tensor, nn
 
-from volseg.device.convolution import choice, many_taps
-from volseg.device.convolution.forms import Turned
-from volseg.device.convolution.rules import ConvolutionCall
+from volseg.device.convolution import many_taps
 
 Beside = Callable[..., list[tuple[Tensor, Tensor]]]
 
@@ -82,28 +80,6 @@ def assert_near(pairs: list[tuple[Tensor, Tensor]]) -> None:
     largest = max(float(wanted.norm()) for _, wanted in pairs)
     for one, other in pairs:
         assert float((one - other).norm()) < 0.05 * max(float(other.norm()), 1e-2 * largest)
-
-
-@pytest.mark.gpu
-def test_a_network_trains_with_turned_weights(beside_float64: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def find(direction: str, call: ConvolutionCall) -> list[Turned]:
-        fits = direction != "weight gradient" and call.weight.shape[2:].numel() > 1 and call.settings.groups == 1
-        if not fits:
-            return []
-        asked.append(direction)
-        return [Turned(2 if direction == "forward" else 1)]
-
-    monkeypatch.setattr(choice, "_list_forms", find)
-
-    def layers() -> list[nn.Module]:
-        first = [nn.Conv3d(1, 48, 3, padding=1), nn.InstanceNorm3d(48), nn.PReLU(48)]
-        second = [nn.Conv3d(48, 64, 5, padding=2), nn.BatchNorm3d(64), nn.ELU()]
-        return [*first, *second, nn.Conv3d(64, 3, 1)]
-
-    assert_near(beside_float64(layers, torch.randn(2, 1, 12, 14, 16, device="cuda")))
-    assert {"forward", "input gradient"} == set(asked)
 
 
 @pytest.mark.gpu

@@ -12,8 +12,8 @@ from monai.networks.nets.highresnet import DEFAULT_LAYER_PARAMS_3D
 from narrow_vnet import NarrowVNet
 from torch import Tensor, nn
 
-from volseg.device.convolution import choice, flipped_weights, padded, space_to_channels
-from volseg.device.convolution.forms import Form, Groups, Turned, ZeroChannels
+from volseg.device.convolution import choice, padded, space_to_channels
+from volseg.device.convolution.forms import Form, Groups, ZeroChannels
 from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 from volseg.parallel import ModelParallel, Spatial
@@ -105,35 +105,6 @@ def test_a_network_trains_in_groups(
     monkeypatch.setattr(choice, "_list_forms", lambda direction, call: [Groups(voxels)])
     check_training(build, shape, shards, options)
     assert set(taken) == {"forward", "input_gradient", "weight_gradient"}
-    for form, found in taken.items():
-        assert found >= kernels, form
-
-
-@pytest.mark.parametrize(
-    ("shards", "options", "voxels"),
-    every_pair([1, 2], OPTIONS[0], [1, 2], ids=["12", OPTIONS[1], "12"]),
-)
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_trains_with_weights_turned_round(
-    name: str, shards: int, options: dict[str, Any], voxels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build, shape, kernels = NETWORKS[name]
-    taken: dict[str, set[str]] = {}
-
-    def note(form: str, compute: Callable[..., Tensor], *given: Any, **group: int) -> Tensor:
-        assert group == {"voxels": voxels}
-        taken.setdefault(form, set()).add(name_kernel(given[1], given[-1]))
-        return compute(*given, **group)
-
-    def list_forms(direction: str, call: ConvolutionCall) -> list[Form]:
-        plain = call.settings.stride == (1, 1, 1) and call.settings.groups == 1 and not call.settings.transposed
-        return [Turned(voxels)] if plain and direction != "weight gradient" else []
-
-    for form in ("forward", "input_gradient"):
-        monkeypatch.setattr(flipped_weights, form, partial(note, form, getattr(flipped_weights, form)))
-    monkeypatch.setattr(choice, "_list_forms", list_forms)
-    check_training(build, shape, shards, options)
-    assert set(taken) == {"forward", "input_gradient"}
     for form, found in taken.items():
         assert found >= kernels, form
 

@@ -23,15 +23,14 @@ NAMES = (
     "gates",
     "pairs",
     "zero channels",
-    "turned weights",
     "attention",
     "layer norms",
 )
 """Statistics of groups and batches, and of norms in evaluation; PReLU, sigmoid, SiLU and GELU behind norms; sums that
 take norms along; bias gradients that are zero; biases that norms take away; volumes of twice the size; 1 x 1 x 1
 convolutions as matrix products; convolutions of few channels to few; depthwise ones; volumes times one channel;
-convolutions of few channels over groups of voxels, or with channels of zeros; convolutions as input gradients of
-others, and the other way round; attention without its scores; layer norms of short lines."""
+convolutions of few channels over groups of voxels, or with channels of zeros; attention without its scores; layer norms
+of short lines."""
 
 _off: set[str] = set()
 

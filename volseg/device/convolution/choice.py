@@ -21,14 +21,13 @@ from volseg.device.convolution import (
     few_out,
     few_taps,
     flipped_weights,
-    forms,
     many_taps,
     one_voxel,
     padded,
     rules,
     space_to_channels,
 )
-from volseg.device.convolution.forms import Direction, Form, Groups, Turned, ZeroChannels, rank_forms
+from volseg.device.convolution.forms import Direction, Form, Groups, ZeroChannels, rank_forms
 from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
@@ -68,39 +67,25 @@ def _list_forms(direction: Direction, call: ConvolutionCall) -> Sequence[Form]:
         return ()
     voxels, device = rules.count_voxels(volume), gpus.get_tensor_device(volume)
     ranked = rank_forms(direction, call.weight.shape, call.settings.dilation, voxels, device)
-    grouped = fusions.is_on("pairs")
-    return [form for form in ranked if fusions.is_on(_name(form)) and (grouped or not forms.is_grouped(form))]
+    return [form for form in ranked if fusions.is_on(_name(form))]
 
 
 def _can_take(form: Form, direction: Direction, call: ConvolutionCall) -> bool:
     """Return whether a form supports the convolution and the volumes' memory layout."""
     if isinstance(form, ZeroChannels):
         return True
-    if isinstance(form, Turned):
-        volumes = [call.slab if direction == "forward" else call.given]
-        # Forward is a transposed convolution, which is not cut into chunks.
-        is_large = rules.count_voxels(volumes[0]) * max(call.weight.shape[:2]) > depth_chunks.LIMIT
-        if (direction == "forward" and is_large) or not rules.pads_less_than_kernel(call.weight, call.settings):
-            return False
-    else:
-        volumes = [call.slab] if direction == "forward" else [call.slab, call.given]
-    grouped = partial(space_to_channels.can_group, weight=call.weight, settings=call.settings, voxels=form.voxels)
-    return not forms.is_grouped(form) or all(map(grouped, volumes))
+    volumes = [call.slab] if direction == "forward" else [call.slab, call.given]
+    return all(space_to_channels.can_group(volume, call.weight, call.settings, form.voxels) for volume in volumes)
 
 
 def _name(form: Form) -> str:
     """Return a form's name among the fusions."""
-    return {Groups: "pairs", ZeroChannels: "zero channels", Turned: "turned weights"}[type(form)]
+    return "pairs" if isinstance(form, Groups) else "zero channels"
 
 
 def compute_in_form(form: Form, direction: Direction, call: ConvolutionCall) -> Tensor:
-    """Compute the output, or a gradient, in a form; flipped weights do not compute the weight's gradient."""
+    """Compute the output, or a gradient, in a form."""
     arguments = form._asdict()
-    if isinstance(form, Turned):
-        if direction == "forward":
-            return flipped_weights.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
-        assert direction == "input gradient", direction
-        return flipped_weights.input_gradient(call.given, call.weight, call.settings, **arguments)
     module = space_to_channels if isinstance(form, Groups) else padded
     if direction == "forward":
         return module.forward(call.slab, call.weight, call.bias, call.settings, **arguments)

@@ -1,16 +1,16 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Compute a convolution as the input's gradient of another one with flipped weights, or vice versa.
+"""Compute a convolution as the input's gradient of another one, whose weight is flipped.
 
 Both are the same sums, but cuDNN has different kernels for them: on an H100 it computed the input's gradient of a
-convolution of 64 channels to 64 with 5 x 5 x 5 taps at 560 TFLOP/s, and forward at 410. Flipping a weight mirrors it
-along D, H and W and exchanges its input and output channels::
+convolution of 64 channels to 64 with 5 x 5 x 5 taps at 560 TFLOP/s, and forward at 410. On an H200 V-Net's wide
+convolutions take 1.2 ms instead of 11. Flipping a weight mirrors it along D, H and W and exchanges its input and output
+channels::
 
-    forward(w) = input gradient(turned w)        turned w[i, o, d, h, t] = w[o, i, D - 1 - d, H - 1 - h, W - 1 - t]
-    input gradient(w) = forward(turned w)
+    forward(w) = input gradient(flipped w)        flipped w[i, o, d, h, t] = w[o, i, D - 1 - d, H - 1 - h, W - 1 - t]
 
-A kernel flips the weight in one pass. ``forms`` and ``many_taps`` list where this pays. Both directions may also be
-computed over groups of voxels: see ``space_to_channels``.
+A kernel flips the weight in one pass. ``many_taps`` lists where this pays: with 3 x 3 x 3 taps nothing is gained
+(``workflows/benchmarks/results/networks_h200_convolutions.json``).
 
 Not supported: strides, groups, transposed convolutions, and more padding than the kernel's reach.
 """
@@ -20,13 +20,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import depth_chunks, space_to_channels
+from volseg.device.convolution import depth_chunks
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device, takes
 
-__all__ = ["forward", "input_gradient", "turn_by_triton", "turn_round"]
+__all__ = ["forward", "turn_by_triton", "turn_round"]
 
 SIDE = 64
 """Input and output channels of a tile."""
@@ -64,32 +64,15 @@ def turn_by_triton(weight: Tensor) -> Tensor:
     return out
 
 
-def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, voxels: int = 1) -> Tensor:
+def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
     """Return the convolution, ``(B, O, D, H, W)`` with channels last, as an input's gradient.
 
     Parameters
     ----------
     slab, weight, bias, settings
         See ``choice.convolve``.
-    voxels
-        Voxels of a group along W; 1 for no groups.
     """
-    settings = replace(_turn_settings(weight, settings), transposed=True, output_padding=(0, 0, 0))
-    return _convolve(slab, turn_round(weight), bias, settings, voxels)
-
-
-def input_gradient(gradient: Tensor, weight: Tensor, settings: Settings, voxels: int = 1) -> Tensor:
-    """Return the gradient of the input from that of the output, with channels last, as a forward convolution."""
-    return _convolve(gradient, turn_round(weight), None, _turn_settings(weight, settings), voxels)
-
-
-def _turn_settings(weight: Tensor, settings: Settings) -> Settings:
-    """Return the settings of the convolution whose input's gradient is this one."""
     along = zip(weight.shape[2:], settings.dilation, settings.padding, strict=True)
-    return replace(settings, padding=tuple((side - 1) * step - around for side, step, around in along))
-
-
-def _convolve(volume: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, voxels: int) -> Tensor:
-    if voxels > 1:
-        return space_to_channels.forward(volume, weight, bias, settings, voxels)
-    return in_layout(depth_chunks.convolve(volume, weight, bias, settings.arguments), channels_last=True)
+    padding = tuple((side - 1) * step - around for side, step, around in along)
+    turned = replace(settings, padding=padding, transposed=True, output_padding=(0, 0, 0))
+    return in_layout(depth_chunks.convolve(slab, turn_round(weight), bias, turned.arguments), channels_last=True)

@@ -2,9 +2,8 @@
 
 cuDNN computes in tiles of channels, and has its own rules for kernels: on an H200, with 3 x 3 x 3 taps, 16 channels
 take as long as 32, 24 channels to 80 take twice as long as 32 to 96, and the weight's gradient of 64 channels to 16
-takes 290 ms for 128^3 voxels, that of 64 to 32 takes 1. Three forms of a convolution give cuDNN other channels: groups
-of voxels along W (``space_to_channels``), channels of zeros (``padded``), and forward and the input's gradient
-exchanged (``flipped_weights``).
+takes 290 ms for 128^3 voxels, that of 64 to 32 takes 1. Two forms of a convolution give cuDNN other channels: groups
+of voxels along W (``space_to_channels``), and channels of zeros (``padded``).
 
 The time of a form is that of the convolution that cuDNN then computes, from `TABLE` (bfloat16, channels last, 96^3
 voxels, recorded by ``workflows/benchmarks/kernel_timings.py table``), plus its copies. Of 372 random convolutions on an
@@ -33,10 +32,8 @@ __all__ = [
     "Direction",
     "Form",
     "Groups",
-    "Turned",
     "ZeroChannels",
     "estimate_time",
-    "is_grouped",
     "rank_forms",
 ]
 
@@ -59,14 +56,7 @@ class ZeroChannels(NamedTuple):
     """Whether the output, and its gradient, gets them."""
 
 
-class Turned(NamedTuple):
-    """Convolution as the input's gradient of another one, or vice versa: see ``flipped_weights``."""
-
-    voxels: int = 1
-    """Voxels of an additional group along W; 1 for no groups."""
-
-
-Form: TypeAlias = Groups | ZeroChannels | Turned
+Form: TypeAlias = Groups | ZeroChannels
 
 FORMS: Sequence[Form] = (
     Groups(2),
@@ -74,8 +64,6 @@ FORMS: Sequence[Form] = (
     ZeroChannels(True, False),
     ZeroChannels(False, True),
     ZeroChannels(True, True),
-    Turned(),
-    Turned(2),
 )
 
 TABLE = Path(__file__).with_name("times_h200.json")
@@ -93,8 +81,8 @@ GAIN = 0.9
 COPY_PS = 0.53
 """Picoseconds per byte that a copy reads or writes: 1.9 TB/s."""
 
-OVERHEAD_PS = {Groups: 15e6, ZeroChannels: 12e6, Turned: 5e6}
-"""Picoseconds of the kernels that expand, pad or flip the weight, whatever the size of the volume."""
+OVERHEAD_PS = {Groups: 15e6, ZeroChannels: 12e6}
+"""Picoseconds of the kernels that expand or pad the weight, whatever the size of the volume."""
 
 Sides = tuple[int, ...]
 Lookup: TypeAlias = Mapping[tuple[Sides, Sides], Mapping[Direction, Mapping[tuple[int, int], int | None]]]
@@ -136,18 +124,6 @@ class ConvolutionShape(NamedTuple):
         wide = self._replace(inputs=self.inputs * voxels, outputs=self.outputs * voxels, voxels=self.voxels // voxels)
         return wide._replace(taps=taps, dilation=(*self.dilation[:2], 1))
 
-    def turn(self) -> "ConvolutionShape | None":
-        """Return the convolution that gives the same result with a flipped weight."""
-        other: Mapping[Direction, Direction] = {"forward": "input gradient", "input gradient": "forward"}
-        if self.direction not in other:
-            return None
-        return self._replace(direction=other[self.direction], inputs=self.outputs, outputs=self.inputs)
-
-
-def is_grouped(form: Form) -> bool:
-    """Return whether a form is computed over groups of voxels."""
-    return not isinstance(form, ZeroChannels) and form.voxels > 1
-
 
 def estimate_time(form: Form | None, convolved: ConvolutionShape) -> float | None:
     """Return the picoseconds of a convolution in a form (None: torch's own); None if the table does not contain it."""
@@ -156,13 +132,11 @@ def estimate_time(form: Form | None, convolved: ConvolutionShape) -> float | Non
     if isinstance(form, ZeroChannels):
         time = _estimate_zeros(form, convolved)
     else:
-        time = _estimate_groups(form.voxels, convolved.turn() if isinstance(form, Turned) else convolved)
+        time = _estimate_groups(form.voxels, convolved)
     return None if time is None else time + OVERHEAD_PS[type(form)]
 
 
-def _estimate_groups(voxels: int, convolved: ConvolutionShape | None) -> float | None:
-    if convolved is None or voxels == 1:
-        return None if convolved is None else convolved.look_up()
+def _estimate_groups(voxels: int, convolved: ConvolutionShape) -> float | None:
     wide = convolved.group(voxels)
     time = wide.look_up()
     # The expanded weight, or its gradient, is written and read.
@@ -214,7 +188,7 @@ def _rank(direction: Direction, weight: Sides, dilation: Sides, voxels: int) -> 
         return ()
     found = []
     for form in FORMS:
-        time = None if is_grouped(form) and voxels < FEWEST_OF_GROUPS else estimate_time(form, convolved)
+        time = None if isinstance(form, Groups) and voxels < FEWEST_OF_GROUPS else estimate_time(form, convolved)
         if time is not None and time <= GAIN * plain:
             found.append((time, form))
     return [form for _, form in sorted(found, key=lambda pair: pair[0])]

@@ -179,8 +179,6 @@ def _is_many_taps(call: ConvolutionCall) -> bool:
 
 def turns_many_taps(call: ConvolutionCall) -> bool:
     """Return whether a convolution of many channels is computed forward with flipped weights (``flipped_weights``)."""
-    if not fusions.is_on("turned weights"):
-        return False
     fewest, voxels = min(call.weight.shape[:2]), count_voxels(call.slab)
     is_known = fewest >= many_taps.ALWAYS_TURNED or voxels >= many_taps.FEWEST_VOXELS
     return fewest >= many_taps.FEWEST_CHANNELS and is_known and _is_many_taps(call)
