@@ -230,8 +230,8 @@ LIMITS = {
     "modules of the largest folder": 23,
     "functions called find_": 37,
     "lines of tests": 75_780,
-    "benchmark scripts": 29,
-    "lines of benchmarks": 7_570,
+    "benchmark scripts": 25,
+    "lines of benchmarks": 7_460,
     "words of docs": 57_800,
 }
 """How large the house may be. Lower a number when the house shrinks; raise none: what a change adds, it takes away.

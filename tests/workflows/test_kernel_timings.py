@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels import DEVICE, with_kernels
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
@@ -19,33 +18,21 @@ DIRECTIONS = ["forward", "input gradient", "weight gradient"]
 SMALL = [[24, 8, 3, 1, 8], [4, 32, [1, 5, 3], 2, [4, 6, 8]], [40, 40, 1, 1, 4]]
 
 
-def measure(tmp_path, part, *options, shapes=None, device="cpu"):
-    result, given = tmp_path / "new" / "result.json", [part, "--device", device, *options]
-    if shapes is not None:
-        (tmp_path / "shapes.json").write_text(json.dumps(shapes), encoding="utf-8")
-        given += ["--shapes", str(tmp_path / "shapes.json")]
-    benchmark.main([*given, "--result", str(result)])
+def measure(tmp_path, part, *options):
+    result = tmp_path / "new" / "result.json"
+    benchmark.main([part, "--device", "cpu", *options, "--result", str(result)])
     return json.loads(result.read_text(encoding="utf-8"))
 
 
-def test_each_direction_of_a_convolution_is_timed(tmp_path):
-    told = measure(tmp_path, "convolutions", shapes=SMALL)
+def test_each_direction_of_a_convolution_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "draw_shapes", lambda _: [Shape(*shape) for shape in SMALL])
+    told = measure(tmp_path, "convolutions")
     assert (told["left_out"], told["environment"]["libraries"]["torch"]) == ([], torch.__version__)
     for row, shape in zip(told["rows"], SMALL, strict=True):
         assert (row["shape"], row["failed"], list(row["us"])) == (shape, {}, DIRECTIONS)
         assert all(list(times) == ["torch"] and times["torch"] > 0 for times in row["us"].values()), (
             "a CPU has no other"
         )
-
-
-@with_kernels
-def test_each_reduction_of_a_norm_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "BYTES", 2**20)
-    rows = measure(tmp_path, "norms", shapes=[[5, 4], [8, 3]], device=DEVICE)["rows"]
-    kernels = ["moments", "sums", "sums of two norms"]
-    found = [(row["channels"], row["side"], row["kernel"]) for row in rows]
-    assert found == [(c, side, kernel) for c, side in ((5, 4), (8, 3)) for kernel in kernels]
-    assert all(row["us"] > 0 for row in rows)
 
 
 def test_no_shape_is_begun_behind_the_seconds(tmp_path):
@@ -66,7 +53,8 @@ def test_a_form_that_fails_is_named_and_torchs_is_timed(monkeypatch):
 def test_the_table_of_torchs_convolutions_is_read_as_it_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "TABLE_SIDE", 4)
     monkeypatch.setattr(benchmark, "MOST_PRODUCTS", 8)
-    told = measure(tmp_path, "table", shapes=[[[3, 3, 3], [1, 1, 1], [2, 4]], [[1, 3, 3], [1, 2, 2], [2, 4]]])
+    monkeypatch.setattr(benchmark, "KERNELS", [([3, 3, 3], [1, 1, 1], [2, 4]), ([1, 3, 3], [1, 2, 2], [2, 4])])
+    told = measure(tmp_path, "table")
     assert [row["taps"] for row in told["rows"]] == [[3, 3, 3], [1, 3, 3]]
     monkeypatch.setattr(forms, "TABLE", tmp_path / "new" / "result.json")
     for times in forms.load_table.__wrapped__().values():

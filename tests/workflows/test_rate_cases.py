@@ -8,11 +8,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
-import rate_others as others
 import rate_passes as passes
 from kernel_rates import list_cases
-from rate_cases import LAYOUTS, Layout
 from rate_convolutions import SAME, STRIDED, TRANSPOSED, TimedConvolution
+from rate_passes import LAYOUTS, Layout
 
 CPU = torch.device("cpu")
 
@@ -53,9 +52,9 @@ def test_a_convolution_counts_its_multiplications(table: dict, stride: int, tran
 
 def test_products_windows_and_optimizers_can_be_called() -> None:
     prepared = [
-        *others.prepare_product((5, 6, 7), torch.float32, CPU),
-        *others.prepare_tokens(343, 48, torch.float32, CPU),
-        *others.prepare_optimizers(1, CPU),
+        *passes.prepare_product((5, 6, 7), torch.float32, CPU),
+        *passes.prepare_tokens(343, 48, torch.float32, CPU),
+        *passes.prepare_optimizers(1, CPU),
     ]
     for _, call in prepared:
         call()

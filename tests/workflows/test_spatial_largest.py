@@ -8,8 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
-from spatial import same_volume
-from spatial_largest import finished, forecast, next_side, search, table
+from spatial import finished, forecast, next_side, same_volume, search, table
 
 
 def row(**more: Any) -> dict[str, Any]:

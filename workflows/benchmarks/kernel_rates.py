@@ -25,11 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rate_cases import LAYOUTS, Prepared, RateCase, count_run
 from rate_convolutions import TimedConvolution, list_convolutions
 from rate_links import measure_copies, measure_group
-from rate_others import list_others
-from rate_passes import list_passes
+from rate_passes import LAYOUTS, Prepared, RateCase, count_run, list_others, list_passes
 from torch import nn
 
 from volseg.device import triton_tiles

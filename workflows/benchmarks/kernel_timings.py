@@ -1,14 +1,13 @@
-"""How long kernels take, one by one, in bf16: convolutions, and the norms' reductions.
+"""How long convolutions take, one by one, in bf16.
 
     python workflows/benchmarks/kernel_timings.py convolutions --seconds 60 --result convolutions.json
-    python workflows/benchmarks/kernel_timings.py norms --result norms.json
     python workflows/benchmarks/kernel_timings.py table --seconds 200 --result volseg/device/convolution/times_h200.json
 
 ``convolutions``: of `RANDOM` random shapes and each direction, with channels last, microseconds of torch's own and of
 what volseg chooses instead, with its expanded weights and copies; ``difference`` is relative to the largest value.
-``norms``: statistics and sums of the gradient, and the bytes that they read in GB/s. ``table``: torch's
-convolutions of all pairs of channels, from which volseg estimates other forms (``volseg/device/convolution/forms.py``).
-Behind ``--seconds`` nothing is begun. ``--device cpu`` tries it without a GPU (norms with ``TRITON_INTERPRET=1``).
+``table``: torch's convolutions of all pairs of channels, from which volseg estimates other forms
+(``volseg/device/convolution/forms.py``). Nothing is begun after ``--seconds``. ``--device cpu`` tries it
+without a GPU.
 """
 
 import argparse
@@ -28,8 +27,6 @@ from torch import Tensor
 from volseg.device.convolution import choice, depth_chunks, rules
 from volseg.device.convolution.forms import Direction
 from volseg.device.convolution.settings import Settings
-from volseg.device.norm import addition_passes, passes, statistics
-from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.monitoring.environment import environment
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "input gradient", "weight gradient")
@@ -61,12 +58,6 @@ MOST_PRODUCTS = 256 * 320
 TABLE_SIDE = 96
 """Voxels along each side of the table's volumes."""
 
-NORMS = ((16, 128), (32, 128), (64, 128), (80, 128), (64, 64), (128, 32))
-"""Channels, and voxels along each side."""
-
-BYTES = 800_000_000
-"""That are gone through before a volume is read again; more than any cache holds."""
-
 
 class Shape(NamedTuple):
     """A convolution that is padded by its reach."""
@@ -95,14 +86,13 @@ class Shape(NamedTuple):
 def main(given: Sequence[str] | None = None) -> None:
     """Measure one part, and write one file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("convolutions", "norms", "table"))
+    parser.add_argument("part", choices=("convolutions", "table"))
     parser.add_argument("--seconds", type=float, default=60, help="after which nothing is begun")
-    parser.add_argument("--shapes", type=Path, help="JSON list of shapes, as a result has them, instead")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--result", type=Path, required=True)
     chosen = parser.parse_args(given)
     begun, rows, left_out = time.monotonic(), [], []
-    for name, measure in list_cases(chosen.part, chosen.shapes, chosen.device):
+    for name, measure in list_cases(chosen.part, chosen.device):
         if time.monotonic() - begun > chosen.seconds:
             left_out.append(name)
             continue
@@ -124,25 +114,14 @@ def main(given: Sequence[str] | None = None) -> None:
 Rows = list[dict[str, Any]]
 
 
-def list_cases(part: str, shapes: Path | None, device: torch.device) -> Iterator[tuple[str, Callable[[], Rows]]]:
+def list_cases(part: str, device: torch.device) -> Iterator[tuple[str, Callable[[], Rows]]]:
     """Yield what is measured of a part: a name, and a call that returns its rows."""
     if part == "convolutions":
-        for shape in read_shapes(shapes) if shapes else draw_shapes(RANDOM):
+        for shape in draw_shapes(RANDOM):
             yield str(shape), partial(measure_convolution, shape, device)
-    elif part == "table":
-        for taps, dilation, channels in json.loads(shapes.read_text(encoding="utf-8")) if shapes else KERNELS:
-            yield f"{taps}, {dilation}", partial(measure_kernel, taps, dilation, channels, device)
     else:
-        wanted = json.loads(shapes.read_text(encoding="utf-8")) if shapes else NORMS
-        for channels, side in wanted:
-            yield f"{channels} channels, {side}^3", partial(measure_norm, channels, side, device)
-
-
-def read_shapes(path: Path) -> list[Shape]:
-    """Return the shapes of a JSON list."""
-    read: list[list[Any]] = json.loads(path.read_text(encoding="utf-8"))
-    rows: list[list[Any]] = [[tuple(one) if isinstance(one, list) else one for one in row] for row in read]
-    return [Shape(*row) for row in rows]
+        for taps, dilation, channels in KERNELS:
+            yield f"{taps}, {dilation}", partial(measure_kernel, taps, dilation, channels, device)
 
 
 def draw_shapes(count: int) -> list[Shape]:
@@ -282,42 +261,6 @@ def time_call(call: Callable[[], object], count: int = 1) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / count / 1e3
-
-
-def measure_norm(channels: int, side: int, device: torch.device) -> Rows:
-    """Return microseconds and GB/s of the reductions of a norm with leaky ReLU."""
-    elements = channels * side**3
-    copies = 3 if device.type == "cpu" else max(4, min(64, BYTES // (2 * elements)))
-    volumes = [draw(device, (1, channels, side, side, side), torch.bfloat16) for _ in range(copies)]
-    pairs, activation = [torch.rand(1, channels, device=device) for _ in range(3)], Activation("leaky", 0.01)
-    kernels: list[tuple[str, int, Callable[..., object], list[tuple[Any, ...]]]] = [
-        ("moments", 1, statistics.compute_moments_of_parts, [(x,) for x in volumes]),
-        ("sums", 2, passes.gradient_sums, [(g, x, *pairs, activation, None) for g, x in take(volumes, 2)]),
-        (
-            "sums of two norms",
-            3,
-            addition_passes.add_sums,
-            [(g, Term(x, *pairs, activation, None), Term(y, *pairs), IDENTITY) for g, x, y in take(volumes, 3)],
-        ),
-    ]
-    rows = []
-    for name, reads, call, sets in kernels:
-        place = iter(range(10**9))
-
-        def run(call: Callable[..., object] = call, sets: list[Any] = sets, place: Iterator[int] = place) -> object:
-            return call(*sets[next(place) % len(sets)])
-
-        run()
-        us = 1e6 * time_form(run, device)
-        gigabytes = reads * 2 * elements / us / 1e3
-        rows.append({"kernel": name, "channels": channels, "side": side, "us": us, "GB_per_s": gigabytes})
-    return rows
-
-
-def take(volumes: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]:
-    """Return so many of the volumes at a time, each as long as possible after it was read last."""
-    step = len(volumes) // count
-    return [tuple(volumes[(i + j * step) % len(volumes)] for j in range(count)) for i in range(len(volumes))]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from plan_accuracy import ENVIRONMENT, Pool, write
-from spatial_largest import next_side
+from spatial import next_side
 
 Row = dict[str, Any]
 

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from rate_cases import LAYOUTS, Layout, Prepared, RateCase, count_run, draw, name_layout
+from rate_passes import LAYOUTS, Layout, Prepared, RateCase, count_run, draw, name_layout
 from torch import Tensor
 
 from volseg.device.convolution import choice, rules

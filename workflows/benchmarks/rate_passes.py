@@ -1,20 +1,83 @@
-"""Operators that read and write volumes: pointwise ones, norms, pooling, resizing; torch's and ours."""
+"""Timed calls, each with its ``KernelRun``: passes over volumes, matrix products, transformer windows, optimizers."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from rate_cases import LAYOUTS, Layout, Prepared, RateCase, count_run, draw, name_layout
 from torch import Tensor
 
 from volseg.device.norm import passes, statistics
 from volseg.device.norm.activation import Activation
-from volseg.device.torch_internals import (
-    softmax,
+from volseg.device.torch_internals import softmax
+from volseg.estimate.trace import KernelRun
+
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "Prepared",
+    "RateCase",
+    "count_run",
+    "draw",
+    "list_others",
+    "list_passes",
+    "name_layout",
+    "prepare_optimizers",
+    "prepare_passes",
+    "prepare_product",
+    "prepare_tokens",
+]
+
+Prepared = tuple[KernelRun, Callable[[], object]]
+"""What is counted, and the call that does it."""
+
+
+@dataclass(frozen=True)
+class RateCase:
+    """Calls on one set of tensors."""
+
+    name: str
+    size: int
+    """Bytes of its tensors, about."""
+    prepare: Callable[[torch.device], list[Prepared]]
+    """Makes the tensors."""
+
+
+Layout = tuple[torch.dtype, bool]
+"""Type of the tensors, and whether channels are last."""
+
+LAYOUTS: tuple[Layout, ...] = (
+    (torch.bfloat16, True),
+    (torch.bfloat16, False),
+    (torch.float32, False),
+    (torch.float32, True),
+    (torch.float16, True),
+    (torch.float16, False),
 )
 
-__all__ = ["list_passes", "prepare_passes"]
+
+def draw(device: torch.device, shape: Sequence[int], dtype: torch.dtype, channels_last: bool) -> Tensor:
+    """Return noise: zeros would let matrix units run at a higher clock."""
+    layout = torch.channels_last_3d if channels_last and len(shape) == 5 else torch.contiguous_format
+    return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=layout).normal_()
+
+
+def count_run(
+    name: str, dtype: torch.dtype, tensors: Sequence[Tensor], channels_last: bool = False, flops: int = 0
+) -> KernelRun:
+    """Return what a trace would hold of a kernel that reads or writes each tensor once."""
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    return KernelRun(name, dtype, flops, moved, shapes, channels_last)
+
+
+def name_layout(layout: Layout) -> str:
+    """Return the layout in words."""
+    dtype, last = layout
+    return f"{str(dtype).removeprefix('torch.')}, {'channels last' if last else 'contiguous'}"
+
 
 VOLUMES = ((32, 128), (32, 64), (128, 32), (256, 16), (256, 8), (2, 128))
 """Channels and side of what norms and passes over memory are timed on."""
@@ -218,3 +281,123 @@ def list_passes() -> Iterator[RateCase]:
         size = channels * side**3
         told = f"norm of ours, {channels} x {side}^3"
         yield RateCase(told, 8 * size, partial(prepare_passes, (), channels, side, LAYOUTS[0], True))
+
+
+PRODUCTS = (
+    (343 * 343, 48, 144),
+    (343 * 343, 48, 192),
+    (343 * 343, 192, 48),
+    (14 * 14 * 14 * 8, 96, 288),
+    (7 * 7 * 7 * 8, 192, 768),
+    (7 * 7 * 7, 768, 3072),
+    (4096, 4096, 4096),
+    (512, 512, 512),
+)
+"""Rows, inner and columns of matrix products; those of a SwinUNETR first."""
+
+
+def prepare_product(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[Prepared]:
+    """Return a matrix product."""
+    rows, inner, columns = sizes
+    a, b = draw(device, (rows, inner), dtype, False), draw(device, (inner, columns), dtype, False)
+    out = a @ b
+    return [(count_run("aten.mm", dtype, (a, b, out), flops=2 * prod(sizes)), lambda: torch.mm(a, b))]
+
+
+def prepare_tokens(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> list[Prepared]:
+    """Return the norm, the attention and the roll of a transformer's windows of 343 tokens."""
+    x = draw(device, (rows, width), dtype, False)
+    windows, heads = max(1, rows // 343), max(1, width // 16)
+    weight = torch.ones(width, device=device, dtype=dtype)
+    out, mean, rstd = aten.native_layer_norm(x, [width], weight, weight, 1e-5)
+    query, key = (draw(device, (windows * heads, 343, 16), dtype, False) for _ in range(2))
+    scores = torch.bmm(query, key.transpose(1, 2))
+    norm_backward = aten.native_layer_norm_backward
+    work = 2 * windows * heads * 343 * 343 * 16
+    return [
+        (
+            count_run("aten.native_layer_norm", dtype, (x, out)),
+            lambda: aten.native_layer_norm(x, [width], weight, weight, 1e-5),
+        ),
+        (
+            count_run("aten.native_layer_norm_backward", dtype, (out, x, x)),
+            lambda: norm_backward(out, x, [width], mean, rstd, weight, weight, [True] * 3),
+        ),
+        (
+            count_run("aten.bmm", dtype, (query, key.transpose(1, 2), scores), flops=work),
+            lambda: torch.bmm(query, key.transpose(1, 2)),
+        ),
+        (count_run("aten.bmm", dtype, (scores, key, query), flops=work), lambda: torch.bmm(scores, key)),
+        (count_run("aten._softmax", dtype, (scores, scores)), lambda: softmax(scores, -1, False)),
+        (
+            count_run("aten._softmax_backward_data", dtype, (scores, scores, scores)),
+            lambda: torch.ops.aten._softmax_backward_data.default(scores, scores, -1, dtype),
+        ),
+        (count_run("aten.roll", dtype, (x, x)), lambda: torch.roll(x, 3, 0)),
+    ]
+
+
+def _step_adam(
+    weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], seconds: list[Tensor], steps: list[Tensor]
+) -> None:
+    torch._fused_adamw_(
+        weights, gradients, momenta, seconds, [], steps,
+        lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=1e-5, eps=1e-8, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def _step_sgd(weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> None:
+    torch._fused_sgd_(
+        weights, gradients, momenta,
+        weight_decay=1e-5, momentum=0.9, lr=1e-3, dampening=0.0, nesterov=True, maximize=False, is_first_step=False,
+    )  # fmt: skip
+
+
+def prepare_optimizers(millions: int, device: torch.device) -> list[Prepared]:
+    """Return steps over so many million weights in 60 tensors, as torch's optimizers run them by default."""
+    of_each = millions * 1_000_000 // 60
+    weights, gradients, momenta, seconds = (
+        [draw(device, (of_each,), torch.float32, False).abs_() for _ in range(60)] for _ in range(4)
+    )
+    steps = [torch.ones((), device=device) for _ in range(60)]
+    lists = {"weights": weights, "gradients": gradients, "momenta": momenta, "seconds": seconds}
+    every = [tensor for tensors in lists.values() for tensor in tensors]
+    three = [*weights, *gradients, *momenta]
+    kind = torch.float32
+    return [
+        (
+            count_run("aten._foreach_add_", kind, [*weights, *gradients]),
+            lambda: torch._foreach_add_(weights, gradients, alpha=-1e-6),
+        ),
+        (
+            count_run("aten._foreach_mul_", kind, momenta),
+            lambda: torch._foreach_mul_(momenta, 0.999),
+        ),
+        (count_run("aten._foreach_norm", kind, gradients), lambda: torch._foreach_norm(gradients)),
+        (
+            count_run("aten._fused_adamw_", kind, every),
+            lambda: _step_adam(weights, gradients, momenta, seconds, steps),
+        ),
+        (
+            count_run("aten._fused_sgd_", kind, three),
+            lambda: _step_sgd(weights, gradients, momenta),
+        ),
+    ]
+
+
+def list_others() -> Iterator[RateCase]:
+    """List all of them."""
+    for sizes in PRODUCTS:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            size = dtype.itemsize * (sizes[0] * sizes[1] + sizes[1] * sizes[2] + sizes[0] * sizes[2])
+            told = f"matrix product {sizes}, {dtype}".replace("torch.", "")
+            yield RateCase(told, size, partial(prepare_product, sizes, dtype))
+    for rows, width in ((343 * 343, 48), (343 * 64, 96), (343 * 8, 192), (343, 384)):
+        for dtype in (torch.bfloat16, torch.float32):
+            size = dtype.itemsize * rows * (8 * width + 4 * 343 * (width // 16))
+            told = f"tokens {rows} x {width}, {dtype}".replace("torch.", "")
+            yield RateCase(told, size, partial(prepare_tokens, rows, width, dtype))
+    for millions in (5, 45):
+        yield RateCase(
+            f"optimizers, {millions} million weights", 16_000_000 * millions, partial(prepare_optimizers, millions)
+        )

@@ -8,26 +8,30 @@ are not all equally fast. A row is forward, loss, backward and optimizer step in
 steps. The JSON is rewritten after every group.
 
 `--parts same` prints the peak of N GPUs against one Nth of that of one GPU, for the same volume; `--parts largest`
-searches the largest cube that trains, and writes a table beside the JSON.
+searches the largest cube that trains by whole steps that keep nothing they can recompute, and writes a table beside the
+JSON. Where memory ends on one process the others wait in an exchange that has no answer: the group ends, and the search
+goes on in a new one.
 """
 
 import argparse
 import gc
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from spatial_largest import finished, search, table
-from torch import Tensor, nn
+import torch.distributed as dist
+from networks_listed import CLASSES, build
+from torch import Tensor
 
 from volseg.commands import run_module
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
@@ -35,26 +39,10 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.recorded_step import RecordedStep
 
-CLASSES = 3
+Row = dict[str, Any]
 
 
-def build(name: str) -> nn.Module:
-    """Return a stock network of MONAI."""
-    from monai.networks.nets import DynUNet, VNet
-
-    if name == "dynunet":
-        kernels, strides = [3] * 5, [1, 2, 2, 2, 2]
-        return DynUNet(3, 1, CLASSES, kernels, strides, strides[1:], filters=[32, 64, 128, 256, 320])
-    if name == "small":  # for dry runs
-        return DynUNet(3, 1, CLASSES, [3] * 3, [1, 2, 2], [2, 2], filters=[4, 8, 8])
-    net = VNet(out_channels=CLASSES)
-    for module in net.modules():  # the plain network and ours would draw different masks
-        if isinstance(module, nn.Dropout3d):
-            module.p = 0.0
-    return net
-
-
-def measure(row: dict[str, Any]) -> dict[str, Any]:
+def measure(row: Row) -> Row:
     """Return time per step, memory and loss of one configuration, in this process group."""
     from monai.losses import DiceCELoss
 
@@ -63,13 +51,13 @@ def measure(row: dict[str, Any]) -> dict[str, Any]:
     if cuda:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
-    net = build(row["net"]).to(device)
     shape = tuple(row["shape"])
+    net = build(row["net"], shape, small=row.get("small", False)).to(device)
     model: Any
     plain = row["kind"] == "plain"
     alone = row["kind"] == "alone"
-    if alone and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(device_id=device if cuda else None)
+    if alone and not dist.is_initialized():
+        dist.init_process_group(device_id=device if cuda else None)
     if alone:  # as many networks as GPUs, at the same time
         model, own = ModelParallel(net, strategy="spatial", devices=[device]), (1, 1, *shape)
     elif plain:
@@ -129,7 +117,7 @@ def measure(row: dict[str, Any]) -> dict[str, Any]:
     median = statistics.median(times)
     if alone:
         each: list[float] = [0.0] * world
-        torch.distributed.all_gather_object(each, median)
+        dist.all_gather_object(each, median)
         return {"ms_each": each, "ms": max(each), "mvoxel_per_s": sum(voxels / ms for ms in each) / 1e3}
     return {
         "ms": median,
@@ -145,14 +133,14 @@ def measure(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def worker(wanted: list[dict[str, Any]], path: Path) -> None:
+def worker(wanted: list[Row], path: Path) -> None:
     """Run rows on this rank; the first rank writes each when it is done."""
     warnings.simplefilter("ignore")
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
-    results: list[dict[str, Any]] = []
+    results: list[Row] = []
 
-    def tell(further: list[dict[str, Any]]) -> None:
+    def tell(further: list[Row]) -> None:
         if (
             path.exists()
             and len(told := json.loads(path.read_text(encoding="utf-8"))) == len(results)
@@ -184,14 +172,123 @@ def worker(wanted: list[dict[str, Any]], path: Path) -> None:
     os._exit(0)
 
 
-def _searched(row: dict[str, Any], tell: Callable[[list[dict[str, Any]]], None]) -> dict[str, Any]:
-    def attempt(shape: list[int]) -> dict[str, Any]:
+def _searched(row: Row, tell: Callable[[list[Row]], None]) -> Row:
+    def attempt(shape: list[int]) -> Row:
         return measure(row | {"kind": "spatial", "shape": shape})
 
     return search(row, attempt, lambda found: tell([found]) if int(os.environ["RANK"]) == 0 else None)
 
 
-def same_volume(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+BYTES_PER_VOXEL = 480
+"""Where the search begins; a wrong value costs tries, not the result."""
+
+
+def forecast(memory_bytes: float, gpus: int, multiple: int) -> int:
+    """Return the side to try first."""
+    side = (0.95 * memory_bytes * gpus / BYTES_PER_VOXEL) ** (1 / 3)
+    return max(multiple, int(side) // multiple * multiple)
+
+
+def next_side(tries: Sequence[Row], first: int, multiple: int) -> int | None:
+    """Return the side to try next, or None where the largest is known.
+
+    From the first guess in growing strides until one side fits and another does not, then by halves.
+    """
+    fitting = [attempt["side"] for attempt in tries if attempt["fits"]]
+    failing = [attempt["side"] for attempt in tries if not attempt["fits"]]
+    if not tries:
+        return first
+    low, high = max(fitting, default=0), min(failing, default=0)
+    if not failing:
+        return low + multiple * 2 ** (len(fitting) - 1)
+    if high - low <= multiple:
+        return None
+    if not fitting:
+        return max(multiple, high - multiple * 2 ** (len(failing) - 1))
+    return low + (high - low) // multiple // 2 * multiple
+
+
+def search(row: Row, measure: Callable[[list[int]], Row], tell: Callable[[Row], None]) -> Row:
+    """Go on with the tries of ``row`` in this group of processes; every process calls this.
+
+    ``tell`` is given what is known after each try. The result has ``"ended"`` where memory ended: this group is of no
+    further use then.
+    """
+    found: Row = {"tries": list(row.get("tries", ()))}
+    memory = _memory(row.get("memory_gib"))
+    first = row.get("first") or forecast(memory, row["gpus"], row["multiple"])
+    while (side := next_side(found["tries"], first, row["multiple"])) is not None:
+        try:
+            attempt = measure([side] * 3)
+            if dist.is_initialized():
+                dist.barrier()  # it fits where it fits on every process
+        except (RuntimeError, MemoryError) as fault:
+            if not _is_out_of_memory(fault):
+                raise
+            found["tries"].append({"side": side, "fits": False, "why": str(fault).partition("\n")[0][:300]})
+            return found | {"ended": "out of memory"}
+        found["tries"].append({"side": side, "fits": True, **attempt})
+        tell(found)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return found
+
+
+def _memory(limit_gib: float | None) -> float:
+    """Return the bytes that this process may use; where asked for, let it have no more."""
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        if limit_gib:
+            torch.cuda.set_per_process_memory_fraction(limit_gib * 2**30 / total)
+        return limit_gib * 2**30 if limit_gib else total
+    if not limit_gib:
+        return 2**30  # a dry run
+    limit = int(limit_gib * 2**30)
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + limit, resource.RLIM_INFINITY))
+    return limit
+
+
+def _is_out_of_memory(fault: BaseException) -> bool:
+    # Libraries below torch, and torch on a CPU, raise a plain RuntimeError.
+    told = str(fault).lower()
+    return isinstance(fault, MemoryError) or "out of memory" in told or "can't allocate memory" in told
+
+
+def finished(row: Row) -> bool:
+    """Say whether the search of this row has an answer."""
+    tries = row.get("tries") or []
+    return bool(tries) and next_side(tries, 0, row["multiple"]) is None
+
+
+def _ends(row: Row) -> tuple[Row | None, int | None]:
+    """Return the largest try that fitted, and the smallest side that did not."""
+    tries = row.get("tries") or []
+    fitting = max((attempt for attempt in tries if attempt["fits"]), key=lambda attempt: attempt["side"], default=None)
+    return fitting, min((attempt["side"] for attempt in tries if not attempt["fits"]), default=None)
+
+
+def table(found: Sequence[Row]) -> str:
+    """Return the searches as a table in Markdown."""
+    lines = [
+        "| network | GPUs | largest cube | Mvoxel | GiB per GPU | bytes per voxel | s per step | did not fit |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found:
+        best, above = _ends(row)
+        refused = " ".join([f"{above}^3"] * bool(above) + ["(search not finished)"] * (not finished(row)))
+        if best is None:
+            lines.append(f"| {row['net']} | {row['gpus']} | none | | | | | {refused} |")
+            continue
+        side = best["side"]
+        lines.append(
+            f"| {row['net']} | {row['gpus']} | {side}^3 | {side**3 / 1e6:.0f} | {best['peak_gib']:.1f} "
+            f"| {best['bytes_per_voxel']:.0f} | {best['ms'] / 1e3:.2f} | {refused} |"
+        )
+    return "\n".join(lines)
+
+
+def same_volume(found: list[Row]) -> list[Row]:
     """Return the peak on N GPUs over one Nth of the peak on one, where both ran the same volume."""
     peaks = {
         (row["net"], row["gpus"]): row["peak_gib"] for row in found if row["part"] == "same" and row.get("peak_gib")
@@ -203,15 +300,15 @@ def same_volume(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def rows(gpus: list[int], chosen: set[str]) -> list[dict[str, Any]]:
+def rows(gpus: list[int], chosen: set[str]) -> list[Row]:
     """Return what to measure, the most telling first."""
-    found: list[dict[str, Any]] = []
-    for net in ("dynunet", "vnet"):
+    found: list[Row] = []
+    for net in ("DynUNet", "VNet"):
         found += [
             {"part": "plain", "kind": "plain", "net": net, "gpus": 1, "shape": [128] * 3, "channels_last": last}
             for last in (False, True)
         ]
-    for net in ("dynunet", "vnet"):
+    for net in ("DynUNet", "VNet"):
         for count in gpus:
             common = {"kind": "spatial", "net": net, "gpus": count}
             found += [
@@ -229,7 +326,7 @@ def rows(gpus: list[int], chosen: set[str]) -> list[dict[str, Any]]:
             found.append({"part": "tiled", **common, "shape": [160 * count, 320, 320], "checkpoint": "tiled"})
             found.append({"part": "same", **common, "shape": [640, 320, 320], "steps": 3, "warm": 3})
     for count in gpus:
-        common = {"kind": "spatial", "net": "dynunet", "gpus": count, "checkpoint": "all", "steps": 2, "warm": 1}
+        common = {"kind": "spatial", "net": "DynUNet", "gpus": count, "checkpoint": "all", "steps": 2, "warm": 1}
         found.append({"part": "huge", **common, "shape": [1024, 512, 512]})
         found.append({"part": "largest", **common, "kind": "largest", "steps": 1})
     return [row for row in found if not chosen or row["part"] in chosen]
@@ -240,7 +337,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
     parser.add_argument("--parts", nargs="*", default=[])
-    parser.add_argument("--nets", nargs="*", default=["dynunet", "vnet"])
+    parser.add_argument("--nets", nargs="*", default=["DynUNet", "VNet"])
     parser.add_argument("--rows", help="JSON list of rows to run instead")
     parser.add_argument("--limit", type=float, default=30, help="seconds per row")
     parser.add_argument("--search", type=float, default=180, help="seconds per search of the largest cube")
@@ -254,7 +351,7 @@ def main() -> None:
     for row in wanted:
         if row["kind"] == "largest":
             row |= {"multiple": arguments.multiple, "memory_gib": arguments.memory}
-    report: dict[str, Any] = {
+    report: Row = {
         "command": " ".join(sys.argv),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
@@ -290,7 +387,7 @@ def main() -> None:
         print("same volume, peak over one GPU's share:", json.dumps(ratio))
 
 
-def write(report: dict[str, Any], path: Path) -> None:
+def write(report: Row, path: Path) -> None:
     """Write the JSON, and beside it the table of the largest cubes."""
     if ratios := same_volume(report["rows"]):
         report["same_volume"] = ratios
@@ -299,7 +396,7 @@ def write(report: dict[str, Any], path: Path) -> None:
         path.with_suffix(".md").write_text(table(searched) + "\n", encoding="utf-8")
 
 
-def launch(batch: list[dict[str, Any]], path: Path, limit: float, number: int) -> list[dict[str, Any]]:
+def launch(batch: list[Row], path: Path, limit: float, number: int) -> list[Row]:
     """Run rows of one number of GPUs in one group of processes; the last result may be an error."""
     command = run_module("torch.distributed.run", "--nproc-per-node", str(batch[0]["gpus"]))
     command += ["--master-port", str(29600 + number), __file__, "--worker", json.dumps(batch), str(path)]
@@ -309,7 +406,7 @@ def launch(batch: list[dict[str, Any]], path: Path, limit: float, number: int) -
         except subprocess.TimeoutExpired:
             group.terminate()  # killed, the launcher would leave its processes behind, and their memory taken
             error = "took too long" + group.communicate()[1][-1500:]
-    results: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    results: list[Row] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     path.unlink(missing_ok=True)
     lost = results and ("error" in results[-1] or "ended" in results[-1])
     if group.returncode and not lost:
