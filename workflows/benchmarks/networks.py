@@ -62,7 +62,7 @@ def main() -> None:
         help="by default without max-autotune, and with all fusions",
     )
     parser.add_argument("--sides", type=int, nargs=3, default=(128, 128, 128), metavar=("D", "H", "W"))
-    parser.add_argument("--gpus", type=int, choices=(1, 2, 4), help="rows of so many GPUs only")
+    parser.add_argument("--gpus", type=int, choices=(1, 2, 4, 8), help="rows of so many GPUs only")
     parser.add_argument("--kernels", type=Path, help="folder for the kernels of rows of several GPUs")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=540, help="after which no network is begun")

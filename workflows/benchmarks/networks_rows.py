@@ -64,6 +64,8 @@ ROWS: dict[str, Row] = {
     "ours on 2 GPUs": {"kind": "slabs", "record": True, "gpus": 2},
     "ours on each of 4 GPUs alone": {"kind": "ours", "record": True, "gpus": 4},
     "ours on 4 GPUs": {"kind": "slabs", "record": True, "gpus": 4},
+    "ours on each of 8 GPUs alone": {"kind": "ours", "record": True, "gpus": 8},
+    "ours on 8 GPUs": {"kind": "slabs", "record": True, "gpus": 8},
 }  # fmt: skip
 """By name. Rows of as many GPUs are compared with one another.
 
@@ -361,7 +363,11 @@ def compare(networks: Mapping[str, Mapping[str, Rows]]) -> list[dict[str, Any]]:
                 }
             if (recorded := _find_best(speeds, "recorded, compiled")) is not None:
                 found |= {"recorded, compiled": speeds[recorded], "recorded, compiled by": recorded}
-            for gpus, by_itself, times in ((2, "each GPU", "twice"), (4, "each of 4 GPUs", "four times")):
+            for gpus, by_itself, times in (
+                (2, "each GPU", "twice"),
+                (4, "each of 4 GPUs", "four times"),
+                (8, "each of 8 GPUs", "eight times"),
+            ):
                 alone, together = speeds.get(f"ours on {by_itself} alone"), speeds.get(f"ours on {gpus} GPUs")
                 if alone and together:
                     found |= {f"ours on {gpus} GPUs": together, f"of {times} one GPU": together / alone}
