@@ -6,6 +6,7 @@ which torch finds unused parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,9 +41,7 @@ class FollowedReplicas(nn.Module):
         object.__setattr__(self, "_model", model)  # its parameters are not this module's
         self._processes = processes
         trained = list(parameters)
-        for device in dict.fromkeys(
-            parameter.device for parameter in trained
-        ):  # the broadcast of the first replica's weights
+        for device in dict.fromkeys(parameter.device for parameter in trained):  # the first replica's weights are sent
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in trained if parameter.device == device])
             observer().on_sent(device, "broadcast", flat.nbytes, processes)
             del flat
@@ -65,35 +64,25 @@ class _Bucket:
         self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         begin = 0
         for parameter in parameters:
-            parameter.register_hook(_Arriving(self, slice(begin, begin + parameter.numel())))
+            parameter.register_hook(partial(self.take, slice(begin, begin + parameter.numel())))
             begin += parameter.numel()
 
-    def take(self, gradient: Tensor, place: slice) -> None:
-        """Copy a gradient into the bucket, and back as after the sum.
+    def take(self, place: slice, gradient: Tensor) -> Tensor:
+        """Multiply a gradient as in `Piped`, so that its mean is a sum; copy it into the bucket, and back.
 
         A parameter that the step does not use gets no gradient: the next pass reports the sum of its bucket.
         """
+        multiplied = gradient * self._processes
         begun, self._pass = self._pass, find_backward_pass()
         if self._arrived and begun != self._pass:
             observer().on_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
             self._arrived = 0
-        view = self._flat[place].view_as(gradient)
-        view.copy_(gradient)
+        view = self._flat[place].view_as(multiplied)
+        view.copy_(multiplied)
         self._arrived = (self._arrived + 1) % self._count
         if self._arrived == 0:
             observer().on_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
-        gradient.copy_(view)
-
-
-class _Arriving:
-    """Receive a parameter's gradient, multiplied as in `Piped`, so that its mean is a sum."""
-
-    def __init__(self, bucket: _Bucket, place: slice) -> None:
-        self._bucket, self._place = bucket, place
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        multiplied = gradient * self._bucket._processes
-        self._bucket.take(multiplied, self._place)
+        multiplied.copy_(view)
         return multiplied
 
 

@@ -121,9 +121,8 @@ class Piped:
         )
         if self._replicas.fixed_order:
             wrapped.register_comm_hook(group, _average_in_order)
-        times = _Times(weakref.ref(self), self._replicas.num_processes)
         for parameter in trained:
-            parameter.register_hook(times)
+            parameter.register_hook(partial(_multiply, weakref.ref(self), self._replicas.num_processes))
         return wrapped
 
     def prepare_recording(self) -> list[torch.Generator]:
@@ -136,14 +135,9 @@ class Piped:
         return nullcontext()
 
 
-class _Times:
-    """Multiply a parameter's gradient, as long as the replicas exist."""
-
-    def __init__(self, owner: "weakref.ref[Piped]", factor: int) -> None:
-        self._owner, self._factor = owner, factor
-
-    def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        return gradient if gradient is None or self._owner() is None else gradient * self._factor
+def _multiply(owner: "weakref.ref[Piped]", factor: int, gradient: Tensor | None) -> Tensor | None:
+    """Multiply a parameter's gradient, as its hook, as long as the replicas exist."""
+    return gradient if gradient is None or owner() is None else gradient * factor
 
 
 def _average_in_order(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:

@@ -151,6 +151,8 @@ class Observer(runs.Run):
         since = [block.made for block in (blocks if differentiates else [block for _, block in rewritten])]
         named = (self._states.get(id(tensor)) or getattr(tensor, "_volseg_alias", None) for tensor in read)
         states = dict.fromkeys(name for name in named if name is not None)
+        with host_values():
+            is_random = not torch.equal(dice, _read_random_state(read))
         self.events.append(
             Operation(
                 number=self._number,
@@ -158,7 +160,7 @@ class Observer(runs.Run):
                 uses=self._list_makers(read),
                 states=tuple(states),
                 changed_since=min(since, default=None),
-                is_random=_differ(dice, _read_random_state(read)),
+                is_random=is_random,
                 guard=self._number_guard(),
             )
         )
@@ -205,11 +207,6 @@ class Observer(runs.Run):
         made = self._list_makers(pytree.tree_leaves(output))
         names = frozenset(self._aliased), frozenset(self._written)
         return Trace(tuple(self.events), made, *names, self._changes_arguments)
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    with host_values():
-        return not torch.equal(one, other)
 
 
 def _read_random_state(read: list[Tensor]) -> Tensor:
