@@ -235,8 +235,15 @@ class _Replicated:
 
     def __init__(self, model: nn.Module, net: nn.Module, replicas: Replicas) -> None:
         self.replicas, self._net, self._call = replicas, net, model
-        self.inner = _get_strategy(model, replicas)
-        devices = self.inner.devices if isinstance(self.inner, Piped) else self.inner.step_devices
+        self._placed: SpatialStrategy | PipelineStrategy | OneDevice
+        if isinstance(model, ModelParallel):
+            placed: Strategy = model.strategy
+            self._placed = placed if isinstance(placed, PipelineStrategy) else placed.volumes
+        else:
+            self._placed = OneDevice(model, replicas)
+        pipeline = self._placed if isinstance(self._placed, PipelineStrategy) else None
+        self.inner = Piped(model, pipeline, replicas) if pipeline is not None else self._placed
+        devices = self._placed.step_devices if pipeline is None else pipeline.devices
         self.home = devices[0]
         check_norms(net, replicas)
         self._devices = list(dict.fromkeys(devices))
@@ -255,7 +262,7 @@ class _Replicated:
                 self.inner.context.share_batches(replicas, norms_over_replicas)
         elif isinstance(self.inner, SpatialStrategy):
             self.seeds = self.inner.seeds
-        self._sums = _sum_gradients(self.inner, replicas)
+        self._sums = _sum_gradients(self._placed, replicas)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network on rows of one replica."""
@@ -344,32 +351,32 @@ class _Replicated:
     @property
     def partition(self) -> Any:
         """Assignment of devices in this process."""
-        return self.inner.partition
+        return self._placed.partition
 
     @property
     def is_shared(self) -> bool:
         """Whether a volume is spread over several processes."""
-        return self.inner.is_shared
+        return self._placed.is_shared
 
     @property
     def is_recordable(self) -> bool:
         """Whether a process runs the network on one device, so that a whole step can be one CUDA graph there."""
-        return self.inner.is_recordable
+        return self._placed.is_recordable
 
     @property
     def is_replaying(self) -> bool:
         """Whether the strategy replays recordings of its own."""
-        return self.inner.is_replaying
+        return self._placed.is_replaying
 
     @property
     def step_devices(self) -> Sequence[torch.device]:
         """Devices of this process that a whole step works on."""
-        return self.inner.step_devices
+        return self._placed.step_devices
 
     @property
     def volumes(self) -> SpatialStrategy:
         """How volumes are cut; raises a ParallelError for a strategy that does not cut them."""
-        return self.inner.volumes
+        return self._placed.volumes
 
     def agree(self, yes: bool) -> bool:
         """Return whether all processes that run a step together agree."""
@@ -388,7 +395,8 @@ class _Replicated:
                 f"the network draws random numbers, which each of the {len(self.replicas.own)} replicas of this "
                 "process draws from a seed of its own; a recorded step has one"
             )
-        return self.inner.prepare_recording()
+        assert not isinstance(self._placed, PipelineStrategy), "a pipeline records its stages"
+        return self._placed.prepare_recording()
 
     @contextmanager
     def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
@@ -396,25 +404,17 @@ class _Replicated:
         if self._sums is not None:
             self._sums.look()
         self._passes, self._pass_seeds = 0, []
-        with self._randomness(), self.inner.replaying(generators):
+        assert not isinstance(self._placed, PipelineStrategy), "a pipeline records its stages"
+        with self._randomness(), self._placed.replaying(generators):
             yield
 
 
-def _get_strategy(model: nn.Module, replicas: Replicas) -> SpatialStrategy | OneDevice | Piped:
-    if not isinstance(model, ModelParallel):
-        return OneDevice(model, replicas)
-    strategy: Strategy = model.strategy
-    return Piped(model, strategy, replicas) if isinstance(strategy, PipelineStrategy) else strategy.volumes
-
-
-def _sum_gradients(strategy: SpatialStrategy | OneDevice | Piped, replicas: Replicas) -> GradientSums | None:
+def _sum_gradients(strategy: SpatialStrategy | PipelineStrategy | OneDevice, replicas: Replicas) -> GradientSums | None:
     """Make the strategy sum its gradients over processes, and return the sums; None for a single process."""
-    if replicas.group is None:
+    if replicas.group is None or isinstance(strategy, PipelineStrategy):  # `Piped` sums by itself
         return None
     if isinstance(strategy, SpatialStrategy):
         return strategy.sum_gradients(replicas.group, fixed_order=replicas.fixed_order)
-    if isinstance(strategy, Piped):
-        return None  # a pipeline sums by itself
     strategy.sums = GradientSums(replicas.group, strategy.step_devices[0], fixed_order=replicas.fixed_order)
     return strategy.sums
 

@@ -7,8 +7,7 @@ is the sum.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ __all__ = ["Piped"]
 
 
 class Piped:
-    """The strategy of one replica that is a pipeline.
+    """Call one replica that is a pipeline.
 
     Parameters
     ----------
@@ -44,10 +43,6 @@ class Piped:
         All replicas, and the processes that compute them.
     """
 
-    is_shared = False
-    is_recordable = False
-    group: None = None
-
     def __init__(self, model: nn.Module, strategy: PipelineStrategy, replicas: Replicas) -> None:
         processes = replicas.num_processes
         if replicas.fixed_order and processes & (processes - 1):
@@ -57,31 +52,6 @@ class Piped:
         self._model, self._strategy, self._replicas = model, strategy, replicas
         self._wrapped: nn.Module | None = None
         self._summed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-
-    @property
-    def devices(self) -> Sequence[torch.device]:
-        """Devices of the stages."""
-        return self._strategy.devices
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether stages are replayed."""
-        return self._strategy.is_replaying
-
-    @property
-    def partition(self) -> Any:
-        """Assignment of layers to devices."""
-        return self._strategy.partition
-
-    @property
-    def step_devices(self) -> Any:
-        """Devices that a whole step works on; raises, as a pipeline records its stages."""
-        return self._strategy.step_devices
-
-    @property
-    def volumes(self) -> Any:
-        """How volumes are cut; raises, as a pipeline cuts none."""
-        return self._strategy.volumes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline; its backward pass sums the gradients."""
@@ -124,15 +94,6 @@ class Piped:
         for parameter in trained:
             parameter.register_hook(partial(_multiply, weakref.ref(self), self._replicas.num_processes))
         return wrapped
-
-    def prepare_recording(self) -> list[torch.Generator]:
-        """Prepare a CUDA graph of a step; never called, as a pipeline records its stages."""
-        return []
-
-    def replaying(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
-        """Replay in this block: nothing to do."""
-        assert not generators
-        return nullcontext()
 
 
 def _multiply(owner: "weakref.ref[Piped]", factor: int, gradient: Tensor | None) -> Tensor | None:

@@ -98,9 +98,8 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
             probe = copy.deepcopy(net)
     except Exception as failure:
         raise PartitionError(
-            f"the pipeline measures a copy of the network, and copy.deepcopy of {type(net).__name__} failed: "
-            f"{failure}. "
-            f"Make it copyable (tensors kept as attributes belong in buffers)"
+            f"the pipeline measures a copy of the network, and copy.deepcopy of {type(net).__name__} failed: {failure}."
+            " Make it copyable (tensors kept as attributes belong in buffers)"
         ) from failure
     if not with_hooks:
         runs.remove_hooks(probe)

@@ -110,10 +110,9 @@ def balance(
     if fastest is None:
         peak = max(list_held(memory, balance_stages(memory, stages)))
         raise PartitionError(
-            f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one "
-            f"device, and the "
-            f"devices have {', '.join(f'{limit / 2**30:.3f}' for limit in limits)} GiB; "
-            f"use more devices, a smaller batch or smaller volumes"
+            f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one device, and "
+            f"the devices have {', '.join(f'{limit / 2**30:.3f}' for limit in limits)} GiB; use more devices, a "
+            "smaller batch or smaller volumes"
         )
     if held is None:
         return list(fastest[1])

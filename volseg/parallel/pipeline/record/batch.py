@@ -42,7 +42,7 @@ from volseg.parallel.pipeline.flow.transfer import copy_between
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join, split
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE
-from volseg.parallel.pipeline.record.graphs import BatchGraph, Lanes, RecordRefusedError
+from volseg.parallel.pipeline.record.graphs import Lanes, RecordRefusedError
 from volseg.parallel.timeline import Timeline, get_timeline
 
 __all__ = ["RecordedBatch"]
@@ -241,14 +241,14 @@ class RecordedBatch:
     def release(self) -> None:
         """Drop the recording: its memory is freed once no forward waits for its backward, which holds the memory."""
 
-    def _record_forward(self) -> tuple[BatchGraph, list[Any]]:
-        """Record every micro-batch; keep its outputs, return the graph and the joined outputs' tensors."""
+    def _record_forward(self) -> tuple[Callable[[], None], list[Any]]:
+        """Record every micro-batch; keep its outputs, return the replay and the joined outputs' tensors."""
         self._roots: list[_Output] = []
         given = [(tensor, runs.read_version(tensor)) for tensor in self._inputs]
-        graph, homes = self._lanes.record(self._run_forward)
+        replay, homes = self._lanes.record(self._run_forward)
         if runs.list_changed_tensors(given):
             raise RecordRefusedError("forward changes its arguments in place")
-        return graph, homes
+        return replay, homes
 
     def _run_forward(self) -> list[Any]:
         contexts: dict[int, BatchContext] = defaultdict(BatchContext)
@@ -278,7 +278,7 @@ class RecordedBatch:
         self._placement.forget_marks(homes)
         return homes
 
-    def _record_backward(self) -> BatchGraph | None:
+    def _record_backward(self) -> Callable[[], None] | None:
         """Record the gradients of the inputs and of the parameters from those of the outputs."""
         wanted = [*self._inputs, *self._aliases.values()]
         self._places = {id(tensor): place for place, tensor in enumerate(wanted) if tensor.requires_grad}
@@ -298,11 +298,11 @@ class RecordedBatch:
         pieces = [(root, next(gradients[root.number])) for root in self._roots if root.number in gradients]
         pieces = [(root, piece) for root, piece in pieces if root.source.requires_grad]
         before = [parameter.grad for parameter in self.parameters]
-        graph, found = self._lanes.record(partial(self._run_backward, pieces, wanted))
+        replay, found = self._lanes.record(partial(self._run_backward, pieces, wanted))
         if any(parameter.grad is not own for parameter, own in zip(self.parameters, before, strict=True)):
             raise RecordRefusedError("backward itself computes gradients of parameters (reentrant checkpoints)")
         self._gradients = dict(zip(self._places.values(), found, strict=True))
-        return graph
+        return replay
 
     def _run_backward(
         self, pieces: Sequence[tuple[_Output, Tensor]], wanted: Sequence[Tensor]
@@ -347,7 +347,7 @@ class RecordedBatch:
         """Replay the forward pass; return new tensors, and update running statistics."""
         for tensor, static in zip(tensors, self._inputs, strict=True):
             static.copy_(tensor)
-        self._forward.replay()
+        self._forward()
         if (timeline := get_timeline()) is not None:
             timeline.marks += self._forward_marks
         self._statistics.commit()
@@ -374,7 +374,7 @@ class RecordedBatch:
             else:
                 arriving.copy_(gradient)
                 reached |= self._reaches[number]
-        self._backward.replay()
+        self._backward()
         if (timeline := get_timeline()) is not None:
             timeline.marks += self._backward_marks
         found: list[Tensor | None] = [None] * (len(self._inputs) + len(self.parameters))
