@@ -31,11 +31,15 @@ class EpochLosses:
 
     Parameters
     ----------
-    names : sequence of str epoch : int
+    names : sequence of str
+        Of the losses.
+    epoch : int
         Number of the epoch, from 0; messages count from 1.
     losses : iterable of mapping
         Losses of the completed batches, if a training resumes within an epoch; already checked.
-    cases : iterable of sequence of str gather : callable
+    cases : iterable of sequence of str
+        Cases of the completed batches.
+    gather : callable
         Maps this process's cases of a batch to the cases of all processes that share the batch, for a message; every
         process calls it.
     """
