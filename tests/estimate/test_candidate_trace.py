@@ -23,7 +23,7 @@ from volseg.estimate.step_time import select_step
 from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, Sent, StepTrace
 from volseg.estimate.work import Work
 from volseg.parallel import ModelParallel, Spatial
-from volseg.parallel.followed_replicas import _fill_buckets
+from volseg.parallel.piped import _fill_buckets
 from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.spatial.transport import halo
 

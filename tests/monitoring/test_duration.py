@@ -14,15 +14,8 @@ def train(caplog, *, epochs, seconds, first=100.0):
     network = torch.nn.Conv3d(1, 2, 1)
     batches = [{"image": torch.ones(1, 1, 2, 2, 2), "label": torch.zeros(1, 2, 2, 2).long()}] * 8
     clock = accumulate(repeat(seconds), initial=first).__next__
-    training = Training(
-        network,
-        torch.nn.functional.cross_entropy,
-        torch.optim.SGD(network.parameters(), lr=0.1),
-        batches,
-        epochs=epochs,
-        hooks=[Duration(clock)],
-    )
-    training.run()
+    optimizer, loss = torch.optim.SGD(network.parameters(), lr=0.1), torch.nn.functional.cross_entropy
+    Training(network, loss, optimizer, batches, epochs=epochs, hooks=Duration(clock)).run()
     return [record.getMessage() for record in caplog.records]
 
 

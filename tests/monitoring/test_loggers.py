@@ -18,6 +18,9 @@ from volseg.monitoring.loggers import LOGGERS, History, LoggedRun, Logger, Tenso
 from volseg.monitoring.run_files import read_history
 from volseg.monitoring.training_log import TrainingLog, list_scalars
 
+# TensorBoard's reader still asks NumPy for old names.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 CONFIG = {"name": "a", "optimizer": {"name": "SGD", "lr": 0.1}, "losses": [{"name": "DiceCELoss"}]}
 
 
@@ -87,7 +90,6 @@ def test_a_logger_hears_of_a_training_from_its_begin_to_its_final_scores():
     assert heard.events[-1] == ("end", {"final/dice_mean": 0.8})
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader still asks NumPy for old names
 def test_tensorboard_and_the_history_have_the_same_numbers(tmp_path):
     log_two_epochs(TensorBoard(tmp_path / "tensorboard"), History(tmp_path / "history.jsonl"))
     lines = read_history(tmp_path / "history.jsonl")
@@ -105,7 +107,6 @@ def test_tensorboard_and_the_history_have_the_same_numbers(tmp_path):
     assert [event.step for event in events.Scalars("final/dice_mean")] == [2]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader still asks NumPy for old names
 def test_the_tab_of_hyper_parameters_has_every_setting_and_says_when_the_training_ended(tmp_path):
     log_two_epochs(TensorBoard(tmp_path), texts={"config": "name: a"})
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -122,7 +123,6 @@ def test_the_tab_of_hyper_parameters_has_every_setting_and_says_when_the_trainin
     assert "config/text_summary" in told
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader still asks NumPy for old names
 def test_tensorboard_has_patches_and_losses_of_the_first_batch_and_losses_each_half_minute(tmp_path, monkeypatch):
     now = iter([100.0, 100.0, 129.0, 131.0, 131.0])
     monkeypatch.setattr("volseg.monitoring.training_log.time.monotonic", lambda: next(now))
@@ -144,7 +144,6 @@ def test_tensorboard_has_patches_and_losses_of_the_first_batch_and_losses_each_h
     assert [(event.step, event.value) for event in losses] == [(1, 0.5), (3, 0.5)]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader still asks NumPy for old names
 def test_a_training_that_goes_on_replaces_the_events_past_its_checkpoint(tmp_path):
     for begin, epochs in ((0, (0, 1, 2)), (1, (1,))):
         training = FinishedTraining()
@@ -172,10 +171,7 @@ def test_a_full_disk_ends_no_training_and_is_said_once(tmp_path, caplog):
         for epoch in range(100):
             hook.on_epoch_end(FinishedTraining(), make_record(epoch))
         hook.on_training_end(FinishedTraining())
-        hook = TrainingLog([TensorBoard(folder / "another")])
-        hook.on_training_begin(FinishedTraining())
-        hook.on_epoch_end(FinishedTraining(), make_record(0))
-        hook.on_training_end(FinishedTraining())
+        log_two_epochs(TensorBoard(folder / "another"))
     finally:
         subprocess.run(["umount", folder], check=True)
     told = [line for line in caplog.messages if "no more is logged by TensorBoard" in line]
@@ -282,8 +278,7 @@ def test_what_makes_no_logger_is_refused():
 def test_weights_and_biases_keeps_a_run_offline(tmp_path):
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     logger = build_logger({"name": "wandb", "mode": "offline"})
-    log = log_two_epochs(logger, run=LoggedRun(name="a", folder=tmp_path, config=CONFIG), texts={"network": "a table"})
-    del log
+    log_two_epochs(logger, run=LoggedRun(name="a", folder=tmp_path, config=CONFIG), texts={"network": "a table"})
     written = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(written) == 1
     content = written[0].read_bytes()

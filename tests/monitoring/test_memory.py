@@ -8,7 +8,7 @@ from in_group import in_group
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch.nn import functional
 
-from volseg import Named, Training
+from volseg import Training
 from volseg.estimate.step_memory import MemoryUse
 from volseg.monitoring.loggers import TensorBoard
 from volseg.monitoring.memory import DeviceMemory, FirstSteps, GpuMeter
@@ -41,20 +41,8 @@ def forecast(reserved):
 def train(*hooks, batches=12, epochs=1, accumulate=1):
     net = torch.nn.Conv3d(1, 2, 1)
     made = [{"image": torch.ones(1, 1, 2, 2, 2), "label": torch.zeros(1, 2, 2, 2).long()}] * batches
-    training = Training(
-        Named(net, ["image"], ["logits"]),
-        Named(functional.cross_entropy, ["logits", "label"], ["loss"]),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        made,
-        epochs=epochs,
-        accumulate=accumulate,
-        hooks=hooks,
-    )
-    training.run()
-
-
-def steps_read(hook):
-    return [reading.steps for reading in hook.readings]
+    optimizer, options = torch.optim.SGD(net.parameters(), lr=0.1), {"epochs": epochs, "accumulate": accumulate}
+    Training(net, functional.cross_entropy, optimizer, made, hooks=hooks, **options).run()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +52,7 @@ def steps_read(hook):
 def test_the_first_steps_and_those_after_a_recording_are_read(batches, epochs, accumulate, steps):
     hook = FirstSteps(Meter())
     train(hook, batches=batches, epochs=epochs, accumulate=accumulate)
-    assert steps_read(hook) == steps
+    assert [reading.steps for reading in hook.readings] == steps
 
 
 def test_one_line_and_the_record_say_how_far_the_estimate_is(caplog):

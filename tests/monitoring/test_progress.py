@@ -74,6 +74,13 @@ def test_a_bar_never_ends_a_training(before, stream):
     assert done.returncode in (0, 120)  # 120: Python could not flush its own standard error
 
 
+def read_log(logs="", more=""):
+    """Return the lines that a program says to what is no terminal."""
+    before = f"import os; os.environ['VOLSEG_LOGS'] = {logs!r}" if logs else ""
+    command = [sys.executable, "-c", BARS.format(before=before) + more]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr.splitlines()
+
+
 def run_bars(tmp_path, **variables):
     """Return what a program says on a terminal of 200 columns, as the lines that it leaves there."""
     reading, writing = os.openpty()
@@ -103,25 +110,20 @@ def test_bars_are_drawn_on_a_terminal_and_stay_there(tmp_path):
 
 
 def test_a_log_gets_a_line_for_each_epoch_and_no_bars():
-    command = [sys.executable, "-c", BARS.format(before="")]
-    said = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr
-    assert [line.partition(":")[0] for line in said.splitlines()] == ["epoch 1/2", "epoch 2/2"]
-    assert re.match(r"epoch 1/2: loss \d\.\d{4}, .* s \(.* s waiting\)", said)
+    said = read_log()
+    assert [line.partition(":")[0] for line in said] == ["epoch 1/2", "epoch 2/2"]
+    assert re.match(r"epoch 1/2: loss \d\.\d{4}, .* s \(.* s waiting\)", said[0])
 
 
 def test_scripts_get_each_epoch_as_json():
-    command = [sys.executable, "-c", BARS.format(before="import os; os.environ['VOLSEG_LOGS'] = 'json'")]
-    said = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr
-    told = [json.loads(line) for line in said.splitlines()]
+    told = [json.loads(line) for line in read_log("json")]
     assert [line["epoch"] for line in told] == [1, 2]
     assert told[0]["scalars"]["train/loss"] > told[1]["scalars"]["train/loss"]
     assert told[0]["message"].startswith("epoch 1/2: loss")
 
 
 def test_quiet_says_warnings_alone():
-    before = "import os; os.environ['VOLSEG_LOGS'] = 'quiet'"
-    code = f"{BARS.format(before=before)}\nlogging.info('not this'); logging.warning('this')"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stderr == b"this\n"
+    assert read_log("quiet", "logging.info('not this'); logging.warning('this')") == ["this"]
 
 
 class Terminal(io.StringIO):

@@ -55,13 +55,8 @@ def ask(*arguments):
 def test_a_running_training_says_how_far_it_is(tmp_path):
     status, said = ask(make_run(tmp_path / "run", HERE, age=3.0), "--max-age", "10m")
     assert status == 0
-    for part in (
-        "training",
-        "3 of 10 done, batch 20 of 250",
-        "loss 0.2500, Dice 0.8750, best 0.9000",
-        "1 h 6 min left",
-    ):
-        assert part in said
+    parts = ("3 of 10 done, batch 20 of 250", "loss 0.2500, Dice 0.8750, best 0.9000", "1 h 6 min left")
+    assert all(part in said for part in ("training", *parts))
     assert re.search(rf"\d s ago, by process {os.getpid()} on {re.escape(socket.gethostname())}", said)
 
 
@@ -88,16 +83,12 @@ def test_of_a_run_on_another_machine_no_process_is_looked_for(tmp_path):
     assert f"process {gone.pid} is gone and said nothing" in said
 
 
-def test_a_clock_that_is_ahead_is_said_and_no_fault(tmp_path):
+def test_a_clock_that_is_ahead_is_said_and_no_fault_and_so_is_one_that_is_behind_the_disks(tmp_path):
     run = make_run(tmp_path / "run", ELSEWHERE, age=-7200.0)
     status, said = ask(run, "--max-age", "10m")
     assert status == 0
     assert "the clock of another-machine is at least 2 h ahead of this machine's" in " ".join(said.split())
-
-
-def test_a_clock_that_is_behind_the_disks_is_said(tmp_path):
-    run = make_run(tmp_path / "run", ELSEWHERE, age=600.0)
-    os.utime(run / STATUS)  # the disk got it a moment ago
+    os.utime(make_run(run, ELSEWHERE, age=600.0) / STATUS)  # the disk got it a moment ago
     assert "the clock of another-machine is 10 min behind the disk's" in " ".join(ask(run)[1].split())
 
 

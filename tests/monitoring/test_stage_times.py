@@ -1,6 +1,6 @@
 import torch
 
-from volseg import ModelParallel, Named, Training
+from volseg import ModelParallel, Training
 from volseg.monitoring import stage_times
 from volseg.monitoring.loggers import Logger
 from volseg.monitoring.stage_times import StageTimes
@@ -26,14 +26,8 @@ def train(network):
     heard = Heard()
     log = TrainingLog([heard])
     batches = [{"image": torch.ones(2, 1, 4, 4, 4), "label": torch.zeros(2, 4, 4, 4).long()}] * 4
-    Training(
-        Named(network, ["image"], ["logits"]),
-        Named(torch.nn.functional.cross_entropy, ["logits", "label"], ["loss"]),
-        torch.optim.SGD(network.parameters(), lr=0.1),
-        batches,
-        epochs=2,
-        hooks=[StageTimes(log), log],
-    ).run()
+    optimizer, loss = torch.optim.SGD(network.parameters(), lr=0.1), torch.nn.functional.cross_entropy
+    Training(network, loss, optimizer, batches, epochs=2, hooks=[StageTimes(log), log]).run()
     return heard
 
 
@@ -41,9 +35,12 @@ def make_network():
     return torch.nn.Sequential(torch.nn.Conv3d(1, 4, 3, padding=1), torch.nn.Conv3d(4, 2, 1))
 
 
+def train_pipeline():
+    return train(ModelParallel(make_network(), strategy=Pipeline(split_size=1, cuts=["1"]), devices=["cpu", "cpu"]))
+
+
 def test_a_pipeline_shows_when_each_stage_works():
-    model = ModelParallel(make_network(), strategy=Pipeline(split_size=1, cuts=["1"]), devices=["cpu", "cpu"])
-    heard = train(model)
+    heard = train_pipeline()
     for values in heard.values:
         assert 0 < values["gpu/0/idle_share"] < 1
         assert 0 < values["gpu/1/idle_share"] < 1
@@ -56,8 +53,7 @@ def test_a_pipeline_shows_when_each_stage_works():
 
 def test_a_timeline_that_cannot_be_drawn_ends_no_training(monkeypatch, caplog):
     monkeypatch.setitem(stage_times.COLOURS, "forward", "no colour")
-    model = ModelParallel(make_network(), strategy=Pipeline(split_size=1, cuts=["1"]), devices=["cpu", "cpu"])
-    heard = train(model)
+    heard = train_pipeline()
     assert len(heard.values) == 2
     assert (heard.pictures.keys(), heard.texts) == ({"train/patches"}, {})
     assert "no timeline of the pipeline (ValueError: unknown color" in caplog.text

@@ -19,7 +19,7 @@ from training_hooks import At, raising
 
 from volseg.checkpointing.file import BEST, LATEST, PREVIOUS
 from volseg.errors import CheckpointError, NonFiniteLossError
-from volseg.workflow import Checkpoints, EpochRecord, Hook, Named, Training, load_checkpoint, save_checkpoint
+from volseg.workflow import Checkpoints, EpochRecord, Hook, Training, load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
@@ -37,13 +37,9 @@ class Batches:
 def made(optimizer="Adam", width=4, **options):
     torch.manual_seed(3)
     net = nn.Sequential(nn.Conv3d(1, width, 3, padding=1), nn.BatchNorm3d(width), nn.Conv3d(width, 2, 1))
-    return Training(
-        Named(net, inputs=["image"], outputs=["logits"]),
-        Named(nn.functional.cross_entropy, inputs=["logits", "label"], outputs=["loss"]),
-        getattr(torch.optim, optimizer)(net.parameters(), lr=0.01),
-        Batches(),
-        **{"epochs": 2, "average_decay": 0.9, **options},
-    )
+    steps = getattr(torch.optim, optimizer)(net.parameters(), lr=0.01)
+    options = {"epochs": 2, "average_decay": 0.9, **options}
+    return Training(net, nn.functional.cross_entropy, steps, Batches(), **options)
 
 
 def equal(one, other):
@@ -284,13 +280,8 @@ def small_disk(tmp_path):
 
 def run_full(folder, width, **options):
     code = FULL.format(tests=os.path.dirname(__file__))
-    return subprocess.run(
-        [sys.executable, "-c", code, str(folder), str(width)],
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-        **options,
-    )
+    command = [sys.executable, "-c", code, str(folder), str(width)]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False, **options)
 
 
 def test_a_full_disk_is_told_after_the_next_batch_and_the_good_checkpoints_stay(small_disk):
@@ -412,13 +403,8 @@ def test_a_training_goes_on_in_another_memory_layout(optimizer, fused):
         net = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 3, padding=1))
         net.to(memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format)
         options = {"momentum": 0.9} if optimizer == "SGD" else {}
-        return Training(
-            Named(net, inputs=["image"], outputs=["logits"]),
-            Named(nn.functional.cross_entropy, inputs=["logits", "label"], outputs=["loss"]),
-            getattr(torch.optim, optimizer)(net.parameters(), lr=0.1, fused=fused, **options),
-            Batches(),
-            epochs=2,
-        )
+        steps = getattr(torch.optim, optimizer)(net.parameters(), lr=0.1, fused=fused, **options)
+        return Training(net, nn.functional.cross_entropy, steps, Batches(), epochs=2)
 
     first = training(channels_last=False)
     first.epochs = 1

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from volseg import Checkpoints, Named, Training
+from volseg import Checkpoints, Training
 from volseg.checkpointing.background import HostCopies
 from volseg.checkpointing.file import LATEST
 from volseg.workflow import load_checkpoint
@@ -16,14 +16,8 @@ def make_training(**options):
     torch.manual_seed(0)
     network = torch.nn.Conv3d(1, 2, 3, padding=1)
     batches = [{"image": torch.randn(1, 1, 4, 4, 4), "label": torch.zeros(1, 4, 4, 4).long()} for _ in range(6)]
-    return Training(
-        Named(network, ["image"], ["logits"]),
-        Named(torch.nn.functional.cross_entropy, ["logits", "label"], ["loss"]),
-        torch.optim.SGD(network.parameters(), lr=0.1),
-        batches,
-        epochs=1,
-        **options,
-    )
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    return Training(network, torch.nn.functional.cross_entropy, optimizer, batches, epochs=1, **options)
 
 
 def test_a_step_that_float16_leaves_out_keeps_no_checkpoint_from_being_written(tmp_path):

@@ -28,6 +28,10 @@ def wrap(net: nn.Module) -> DataParallel:
     return DataParallel(net, join_mesh(2).replicas())
 
 
+def wrap_pipeline(net: nn.Module) -> DataParallel:
+    return wrap(ModelParallel(net, strategy=Pipeline(split_size=1), devices=["cpu", "cpu:1"]))
+
+
 def draw(batch: int = 3) -> Tensor:
     return torch.randn(batch, 1, 6, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -135,8 +139,7 @@ def unfreeze_in_a_pipeline() -> str | None:
     """What was frozen when the pipeline first ran was never summed."""
     net = build()
     net.get_submodule("0").requires_grad_(False)
-    pipeline = ModelParallel(net, strategy=Pipeline(split_size=1), devices=["cpu", "cpu:1"])
-    model = DataParallel(pipeline, join_mesh(2).replicas())
+    model = wrap_pipeline(net)
     take_step(model, draw())
     net.get_submodule("0").requires_grad_(True)
     return expect_refusal("0.weight is trained now", lambda: take_step(model, draw()))
@@ -144,9 +147,7 @@ def unfreeze_in_a_pipeline() -> str | None:
 
 def replace_in_a_pipeline() -> str | None:
     net = build()
-    model = DataParallel(
-        ModelParallel(net, strategy=Pipeline(split_size=1), devices=["cpu", "cpu:1"]), join_mesh(2).replicas()
-    )
+    model = wrap_pipeline(net)
     take_step(model, draw())
     net[1] = nn.Conv3d(4, 3, 1).double()  # type: ignore[index]
     return expect_refusal("1.weight is trained now", lambda: take_step(model, draw()))
@@ -185,10 +186,12 @@ def norm_trained_in_evaluation(way: str, fast: bool) -> str | None:
     return compare(model, plain)
 
 
-def norm_of_torch() -> str | None:
-    return expect_refusal("native_batch_norm", lambda: take_step(wrap(Normed("torch")), draw())) or expect_refusal(
-        "native_batch_norm", lambda: take_step(wrap(Normed("aten")), draw())
-    )
+def norm_of_torch(way: str = "torch") -> str | None:
+    return expect_refusal("native_batch_norm", lambda: take_step(wrap(Normed(way)), draw()))
+
+
+def norm_of_aten() -> str | None:
+    return norm_of_torch("aten")
 
 
 def validate_as_many_as_there_are() -> str | None:
@@ -203,7 +206,7 @@ def validate_as_many_as_there_are() -> str | None:
 
 DIFFER = [wrap_another_layout, change_layout_later, train_channels_last, freeze_in_one_process]
 DIFFER += [freeze_another_one_in_each_process, replace_by_a_frozen_one, tie_in_one_process, wrap_in_a_wrapped_one]
-DIFFER += [unfreeze_in_a_pipeline, replace_in_a_pipeline, norm_of_torch, validate_as_many_as_there_are]
+DIFFER += [unfreeze_in_a_pipeline, replace_in_a_pipeline, norm_of_torch, norm_of_aten, validate_as_many_as_there_are]
 
 
 @pytest.mark.parametrize("story", DIFFER)
@@ -254,7 +257,7 @@ class Batches:
 
 
 def give_other_settings() -> str | None:
-    """They waited for each other for ever, or weighed their losses by parts of different batches."""
+    """The processes waited for each other for ever, or weighed their losses by parts of different batches."""
     mesh = join_mesh(2)
     said = expect_refusal("one count", lambda: DataParallel(build(), mesh.replicas(4 if is_second() else 2)))
     said = said or expect_refusal(
@@ -267,15 +270,9 @@ def give_other_settings() -> str | None:
 
 
 def train(model: DataParallel, batches: Batches, *hooks: Hook) -> None:
-    Training(
-        Named(model, ["image"], ["logits"]),
-        Named(lambda logits: logits.square().mean(), ["logits"], ["loss"]),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        batches,
-        epochs=2,
-        precision="fp32",
-        hooks=hooks,
-    ).run()
+    loss = Named(lambda logits: logits.square().mean(), ["logits"], ["loss"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Training(model, loss, optimizer, batches, epochs=2, precision="fp32", hooks=hooks).run()
 
 
 class ChangeInOneProcess(Hook):
@@ -285,17 +282,14 @@ class ChangeInOneProcess(Hook):
 
 
 def change_a_value_in_one_process() -> str | None:
+    """A state that one process loaded went unseen after the first two steps."""
     model = wrap(build())
     return expect_refusal("0.bias", lambda: train(model, Batches(), ChangeInOneProcess()))
 
 
-def test_replicas_of_other_settings_are_refused() -> None:
-    assert_all_well(in_group(2, give_other_settings))
-
-
-def test_replicas_are_compared_in_each_epoch() -> None:
-    """A state that one process loaded went unseen after the first two steps."""
-    assert_all_well(in_group(2, change_a_value_in_one_process))
+@pytest.mark.parametrize("story", [give_other_settings, change_a_value_in_one_process])
+def test_replicas_of_other_settings_or_values_are_refused_in_each_epoch(story: Callable[[], str | None]) -> None:
+    assert_all_well(in_group(2, story))
 
 
 class Unreadable:
@@ -415,7 +409,7 @@ def wrap_squeezed(kernels: str, way: str = "module") -> DataParallel:
     if slabs:
         model = ModelParallel(net, strategy="spatial", mesh=mesh.spatial_group)
     if kernels == "pipeline":
-        model = ModelParallel(net, strategy=Pipeline(split_size=1), devices=["cpu", "cpu:1"])
+        return wrap_pipeline(net)
     return DataParallel(model, mesh.replicas())
 
 

@@ -18,7 +18,6 @@ import pytest
 import torch.distributed as dist
 
 from volseg.parallel.processes import supervision as module
-from volseg.parallel.processes.progress import get_milestone
 from volseg.parallel.processes.supervision import Supervision
 
 MEMBERS = [{"where": f"process {rank} of 2 (here, cpu)", "machine": "this one", "pid": rank} for rank in range(2)]
@@ -28,8 +27,15 @@ def put_down(store, leaving):
     store.set("life/1", json.dumps({"beat": 1, "count": 1, "at": "validate", "leaving": leaving}))
 
 
+def watch(store, seconds, members=MEMBERS):
+    """Return a supervision, what ends its process, and an event for that."""
+    ended, told = [], threading.Event()
+    watching = Supervision(store, 0, members, seconds, lambda cause, stack: (ended.append(cause), told.set()))
+    return watching, ended, told
+
+
 def test_one_that_leaves_and_ends_between_two_looks_is_not_missed(monkeypatch):
-    store, ended, looked = dist.HashStore(), [], threading.Event()
+    store, looked = dist.HashStore(), threading.Event()
     put_down(store, leaving=False)
 
     def is_running(pid):
@@ -39,7 +45,7 @@ def test_one_that_leaves_and_ends_between_two_looks_is_not_missed(monkeypatch):
         return pid == 0
 
     monkeypatch.setattr(module, "is_running", is_running)
-    watching = Supervision(store, 0, MEMBERS, 10.0, lambda cause, stack: ended.append(cause), get_milestone)
+    watching, ended, _ = watch(store, 10.0)
     assert looked.wait(60)
     watching.stop(60)  # the look that has begun is done
     assert ended == []
@@ -47,10 +53,10 @@ def test_one_that_leaves_and_ends_between_two_looks_is_not_missed(monkeypatch):
 
 
 def test_one_that_ends_without_a_word_is_missed(monkeypatch):
-    store, ended, told = dist.HashStore(), [], threading.Event()
+    store = dist.HashStore()
     put_down(store, leaving=False)
     monkeypatch.setattr(module, "is_running", lambda pid: pid == 0)
-    watching = Supervision(store, 0, MEMBERS, 10.0, lambda cause, stack: (ended.append(cause), told.set()))
+    watching, ended, told = watch(store, 10.0)
     assert told.wait(60)
     watching.stop(60)
     assert "process 1 of 2 (here, cpu) died silently, last seen at validate" in ended[0].message
@@ -58,7 +64,7 @@ def test_one_that_ends_without_a_word_is_missed(monkeypatch):
 
 def test_a_store_that_goes_between_two_looks_is_missed(monkeypatch):
     monkeypatch.setattr(module, "SECONDS_TO_LEAVE", 0.5)
-    store, ended, told = dist.HashStore(), [], threading.Event()
+    store = dist.HashStore()
     put_down(store, leaving=False)
 
     class Going:
@@ -73,7 +79,7 @@ def test_a_store_that_goes_between_two_looks_is_missed(monkeypatch):
             return store.check(keys)
 
     monkeypatch.setattr(module, "is_running", lambda pid: True)
-    watching = Supervision(Going(), 0, MEMBERS, 2.0, lambda cause, stack: (ended.append(cause), told.set()))
+    watching, ended, told = watch(Going(), 2.0)
     assert told.wait(60)
     watching.stop(60)
     assert "the store of this job is gone" in ended[0].message
@@ -98,10 +104,8 @@ def test_a_store_that_gives_no_answer_ends_the_process(monkeypatch, start):
     monkeypatch.setattr(module, "LEAST_SECONDS", 2.0)
     server = start([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, encoding="utf-8")
     store = dist.TCPStore("localhost", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
-    ended, told = [], threading.Event()
     put_down(store, leaving=True)
-    members = [{**member, "pid": os.getpid()} for member in MEMBERS]
-    watching = Supervision(store, 0, members, 10.0, lambda cause, stack: (ended.append(cause), told.set()))
+    watching, ended, told = watch(store, 10.0, [{**member, "pid": os.getpid()} for member in MEMBERS])
     os.kill(server.pid, signal.SIGSTOP)
     assert told.wait(60)
     assert ended[0].message.startswith("process 0 of 2 (here, cpu) is cut off: the store of this job has not answered")

@@ -40,6 +40,23 @@ class SeededBatches:
             yield {"image": image, "label": (image[:, 0] > 0).long(), "case": names}
 
 
+def assert_equal(one, other, place="state"):
+    """Assert that two states are equal bit by bit, through dicts and lists."""
+    assert type(one) is type(other), place
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), place
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), place
+        for name in one:
+            assert_equal(one[name], other[name], f"{place}.{name}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), place
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            assert_equal(*pair, f"{place}.{number}")
+    else:
+        assert one == other, place
+
+
 @pytest.fixture
 def make_training():
     def make(batches=None, seed=7, lr=0.1, dropout=True, **options):

@@ -11,6 +11,10 @@ from volseg.workflow.objective import Objective, require_mean_over_samples
 WEIGHTS = [0.5, 1.0, 3.0]
 
 
+def build(name, **parameters):
+    return build_loss({"name": name, **parameters}, inputs=["logits", "label"], output="loss")
+
+
 def fields():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 8, 8, 8, generator=generator)
@@ -27,17 +31,16 @@ def fields():
     ],
 )
 def test_they_give_what_monais_loss_gives_with_them(name, own):
-    loss = build_loss({"name": name, "weight": WEIGHTS}, inputs=["logits", "label"], output="loss")
+    loss = build(name, weight=WEIGHTS)
     theirs = getattr(monai.losses, name)(weight=torch.tensor(WEIGHTS), **own)
     given = fields()
     torch.testing.assert_close(loss(given)["loss"], theirs(given["logits"], given["label"]))
-    plain = build_loss({"name": name}, inputs=["logits", "label"], output="loss")
-    assert loss(given)["loss"] != plain(given)["loss"]
+    assert loss(given)["loss"] != build(name)(given)["loss"]
 
 
 @pytest.mark.parametrize("name", ["DiceCELoss", "DiceLoss", "FocalLoss"])
 def test_they_follow_the_objective_to_its_device(name):
-    objective = Objective(build_loss({"name": name, "weight": WEIGHTS}, inputs=["logits", "label"], output="loss"))
+    objective = Objective(build(name, weight=WEIGHTS))
     objective.to(torch.device("meta"))
     held = [buffer for loss in objective.losses for buffer in loss.buffers()]
     assert held
@@ -45,10 +48,7 @@ def test_they_follow_the_objective_to_its_device(name):
 
 
 def test_replicas_take_those_that_leave_a_mean_over_samples_and_refuse_the_others():
-    focal, entropy = (
-        Objective(build_loss({"name": name, "weight": WEIGHTS}, inputs=["logits", "label"], output="loss"))
-        for name in ("FocalLoss", "DiceCELoss")
-    )
+    focal, entropy = (Objective(build(name, weight=WEIGHTS)) for name in ("FocalLoss", "DiceCELoss"))
     require_mean_over_samples(focal, num_channels=1, num_classes=3)
     with pytest.raises(ConfigError, match=r"DiceCELoss is no mean over the samples .*no class weights"):
         require_mean_over_samples(entropy, num_channels=1, num_classes=3)

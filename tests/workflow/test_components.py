@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from monai.losses import DeepSupervisionLoss, DiceCELoss, DiceLoss
 from torch.nn.functional import one_hot
 
 from volseg.errors import BatchFieldError, ConfigError
@@ -41,7 +42,7 @@ def test_a_distance_is_in_millimetres(label_maps):
 def test_every_loss_falls_when_logits_become_right(name):
     label = torch.randint(0, 3, (2, 1, 8, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     right = 6 * one_hot(label[:, 0].long(), 3).movedim(-1, 1).float()
-    loss = build_loss({"name": name}, inputs=["logits", "label"], output="loss")
+    loss = loss_of(None, name)
     values = [loss({"logits": share * right, "label": label})["loss"] for share in (0.0, 0.5, 1.0)]
     assert values[0] > values[1] > values[2]
 
@@ -101,12 +102,7 @@ def test_deep_supervision_weighs_the_heads(targets):
 @pytest.mark.parametrize(
     ("targets", "name", "parameters", "match"),
     [
-        (
-            REGIONS,
-            "GeneralizedDiceFocalLoss",
-            {},
-            r"does not know what the label maps hold \(regions\); take DiceCELoss",
-        ),
+        (REGIONS, "GeneralizedDiceFocalLoss", {}, r"not know what the label maps hold \(regions\); take DiceCELoss"),
         (SPARSE, "DiceLoss", {}, r"\(ignored voxels\)"),
         (PARTIAL, "TverskyLoss", {}, r"\(hidden classes\)"),
         (REGIONS, "DiceLoss", {"softmax": True}, "is to take a softmax, but regions overlap"),
@@ -140,3 +136,19 @@ def test_a_metric_of_values_with_gaps_is_that_of_the_classes(label_maps):
     gaps = {**label_maps, **{key: torch.tensor([0, 7, 500])[label_maps[key].long()] for key in ("pred", "label")}}
     dice = build_metric({"name": "DiceMetric"}, inputs=["pred", "label"], output="x", columns=[(0,), (7,), (500,)])
     torch.testing.assert_close(dice(gaps)["x"], metric("DiceMetric")(label_maps)["x"])
+
+
+def test_heads_are_weighted_as_monai_weights_them():
+    label = torch.randint(0, 3, (2, 1, 8, 8, 8))
+    heads = [torch.randn(2, 3, side, side, side) for side in (8, 4, 2)]
+    named = loss_of(None)
+    expected = DeepSupervisionLoss(DiceCELoss(to_onehot_y=True, softmax=True))(heads, label.to(torch.uint8))
+    for labels in (label, label.to(torch.uint8)):
+        torch.testing.assert_close(named({"logits": heads, "label": labels})["loss"], expected)
+
+
+def test_what_the_user_says_counts():
+    label, logits = torch.randint(0, 3, (2, 1, 8, 8, 8)), torch.randn(2, 3, 8, 8, 8)
+    named = loss_of(None, "DiceLoss", softmax=False, sigmoid=True)
+    expected = DiceLoss(to_onehot_y=True, sigmoid=True)(logits, label)
+    assert torch.equal(named({"logits": logits, "label": label})["loss"], expected)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from volseg import ModelParallel, Named, Training
+from volseg import ModelParallel, Training
 from volseg.parallel import Pipeline, Spatial
 
 
@@ -24,15 +24,8 @@ BATCHES = [
 
 
 def train(network, **settings):
-    training = Training(
-        Named(network, ["image"], ["logits"]),
-        Named(torch.nn.functional.cross_entropy, ["logits", "label"], ["loss"]),
-        torch.optim.SGD(network.parameters(), lr=0.0),
-        BATCHES,
-        epochs=1,
-        **settings,
-    )
-    return training.run()[0]
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    return Training(network, torch.nn.functional.cross_entropy, optimizer, BATCHES, epochs=1, **settings).run()[0]
 
 
 def compute_expected(batches):
@@ -43,24 +36,18 @@ def compute_expected(batches):
     return math.sqrt(sum(parameter.grad.square().sum().item() for parameter in network.parameters()))
 
 
-def test_it_is_the_mean_of_the_steps_norms_before_clipping_and_without():
-    expected = sum(compute_expected([batch]) for batch in BATCHES) / 3
-    assert train(make_network(), clip=1e-3).gradient_norm == pytest.approx(expected, rel=1e-5)
-    assert train(make_network()).gradient_norm == pytest.approx(expected, rel=1e-5)
-
-
 def test_of_gathered_batches_it_is_that_of_their_mean():
     expected = (compute_expected(BATCHES[:2]) + compute_expected(BATCHES[2:])) / 2
     assert train(make_network(), accumulate=2).gradient_norm == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "strategy", [Spatial(axes="D"), Pipeline(split_size=1, cuts=["1"])], ids=["spatial", "pipeline"]
-)
-def test_it_is_the_same_over_several_devices(strategy):
+@pytest.mark.parametrize("clip", [1e-3, 12.0, None])
+@pytest.mark.parametrize("strategy", [None, Spatial(axes="D"), Pipeline(split_size=1, cuts=["1"])])
+def test_it_is_the_mean_of_the_steps_norms_before_clipping_on_any_devices(strategy, clip):
     expected = sum(compute_expected([batch]) for batch in BATCHES) / 3
-    model = ModelParallel(make_network(), strategy=strategy, devices=["cpu", "cpu"])
-    assert train(model, clip=12.0).gradient_norm == pytest.approx(expected, rel=1e-5)
+    net = make_network()
+    model = net if strategy is None else ModelParallel(net, strategy=strategy, devices=["cpu", "cpu"])
+    assert train(model, clip=clip).gradient_norm == pytest.approx(expected, rel=1e-5)
 
 
 def test_records_say_where_the_time_went_and_how_many_voxels_a_second():
@@ -73,15 +60,8 @@ def test_records_say_where_the_time_went_and_how_many_voxels_a_second():
 def test_a_recorded_step_gives_the_norm_of_each_batch():
     expected = compute_expected([BATCHES[0]])
     network = make_network().cuda()
-    training = Training(
-        Named(network, ["image"], ["logits"]),
-        Named(torch.nn.functional.cross_entropy, ["logits", "label"], ["loss"]),
-        torch.optim.SGD(network.parameters(), lr=0.0, fused=True),
-        [BATCHES[0], BATCHES[1]] * 5,
-        epochs=1,
-        precision="fp32",
-        clip=12.0,
-    )
+    optimizer, loss = torch.optim.SGD(network.parameters(), lr=0.0, fused=True), torch.nn.functional.cross_entropy
+    training = Training(network, loss, optimizer, BATCHES[:2] * 5, epochs=1, precision="fp32", clip=12.0)
     step, norms = training.step, []
     training.step = Noted(step, norms)
     training.run()

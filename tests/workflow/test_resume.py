@@ -10,6 +10,7 @@ import pytest
 import torch
 from training_hooks import At, raising
 
+from tests.workflow.conftest import assert_equal
 from volseg.checkpointing.file import LATEST
 from volseg.checkpointing.state import CLOCKED
 from volseg.workflow import Checkpoints, Hook, load_checkpoint
@@ -38,46 +39,15 @@ class Drawing:
 
 
 class SignalAt(Hook):
+    """Send SIGTERM at an event, once so many batches of an epoch are done."""
+
     def __init__(self, event, epoch=0, position=0):
-        self.event, self.at = event, (epoch, position)
+        self.at = epoch, position
+        setattr(self, event, self._look)
 
-    def _look(self, event, training):
-        if (event, training.epoch, training.position) == (self.event, *self.at):
+    def _look(self, training, *_):
+        if (training.epoch, training.position) == self.at:
             os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_training_begin(self, training):
-        self._look("on_training_begin", training)
-
-    def on_epoch_begin(self, training):
-        self._look("on_epoch_begin", training)
-
-    def on_batch_begin(self, training, batch):
-        self._look("on_batch_begin", training)
-
-    def on_batch_end(self, training, fields):
-        self._look("on_batch_end", training)
-
-    def on_best(self, training, record):
-        self._look("on_best", training)
-
-    def on_epoch_end(self, training, record):
-        self._look("on_epoch_end", training)
-
-
-def assert_equal(one, other, place="state"):
-    assert type(one) is type(other), place
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), place
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), place
-        for name in one:
-            assert_equal(one[name], other[name], f"{place}.{name}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), place
-        for number, pair in enumerate(zip(one, other, strict=True)):
-            assert_equal(*pair, f"{place}.{number}")
-    else:
-        assert one == other, place
 
 
 def content(path):

@@ -61,7 +61,8 @@ def require_components(folder: Path, *, resumes: bool) -> None:
 
     Parameters
     ----------
-    folder : Path resumes : bool
+    folder : Path
+    resumes : bool
         Whether the run resumes: then its readers must be available, and files must hold the same bytes. Otherwise a
         changed file is only logged.
 

@@ -37,7 +37,8 @@ def save_checkpoint(
     ----------
     state : TrainingState or mapping
         State to write; a mapping is the result of `Training.state_dict`.
-    path : path previous : path, optional
+    path : path
+    previous : path, optional
         Path, in the same folder, for the former checkpoint at ``path``.
     make_folder : bool
         Create a missing folder.

@@ -36,7 +36,8 @@ class JobFolder:
 
     Parameters
     ----------
-    config : ExperimentConfig held : ExitStack
+    config : ExperimentConfig
+    held : ExitStack
         Holds the lock of the folder; closed when the training ends in any way.
     leads : bool, optional
         Whether this process writes the folder; by default only process 0.

@@ -17,7 +17,7 @@ Three decisions differ between the two, because either way would be worse for on
 
 - *Effect of a change of the network.* A step's recordings end with it (``Recorder`` and its ``State``): the network
   trains, its optimizer belongs to it, and there is room for two recordings. A batch's recordings stay, since the
-  network's condition is part of the kind (``state.conditions``): training and validation alternate, and each finds its
+  network's condition is part of the kind (``Conditions``): training and validation alternate, and each finds its
   own recordings again.
 - *Right to refuse.* A step's processes vote after each attempt, since a replaying and an eager process would wait for
   each other's collectives forever; a failure ends all recording. A pipeline is one process, which refuses its kinds of

@@ -143,7 +143,9 @@ class Bar:
 
     Parameters
     ----------
-    title : str Title of the bar. total : int, optional
+    title : str
+        Title of the bar.
+    total : int, optional
         Number of items; None if unknown.
     done : int
         Number of items already done.

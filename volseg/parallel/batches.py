@@ -4,7 +4,6 @@ The description of the batch travels as JSON over gloo (a host-side message: the
 travel over the group's own backend, each slab only to its owner.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.processes.progress_sync import exchange
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.spatial.transport.communicator import narrow_to
@@ -121,20 +121,12 @@ def _describe(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share_header(strategy: SpatialStrategy, fields: dict[str, Any] | None) -> dict[str, Any]:
-    group, first = strategy.message_group(), strategy.first_process
     try:
-        text = b"" if fields is None else json.dumps(fields).encode()
+        shared: dict[str, Any] = exchange(fields, strategy.message_group())[0]
     except TypeError as error:
         raise ParallelError(
             f"a batch field is neither a tensor nor JSON ({error}); leave it out before scattering"
         ) from None
-    length = torch.tensor([len(text)])
-    dist.broadcast(length, first, group=group)
-    message = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-    if fields is None:
-        message = torch.empty(int(length.item()), dtype=torch.uint8)
-    dist.broadcast(message, first, group=group)
-    shared: dict[str, Any] = json.loads(bytes(message.tolist()))
     return shared
 
 

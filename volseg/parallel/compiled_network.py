@@ -25,7 +25,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.device import compiler_internals
 from volseg.device.first_order import refuse_forward_mode
-from volseg.device.gpus import has_values
+from volseg.device.gpus import has_values, is_recording
 from volseg.device.graph import without_cached_casts
 from volseg.device.module_internals import (
     BUFFERS,
@@ -33,10 +33,6 @@ from volseg.device.module_internals import (
     MODULES,
     NOT_PERSISTENT,
     PARAMETERS,
-    get_backward_hooks,
-    get_backward_pre_hooks,
-    get_forward_hooks,
-    get_forward_pre_hooks,
 )
 from volseg.device.torch_internals import (
     count_dispatch_modes,
@@ -49,6 +45,7 @@ from volseg.device.torch_internals import (
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import check_network
 from volseg.parallel.norms import name_batch_norm
+from volseg.parallel.pipeline.observe.run import HOOKS
 from volseg.parallel.state.description import opaque
 from volseg.parallel.state.module import REGISTRIES
 
@@ -187,7 +184,8 @@ class CompiledNetwork(nn.Module):
             refusing(type(self.net).__name__),
             without_cached_casts(),
             compiler_internals.never_running_plain(MOST_VARIANTS),
-            _compiling_nothing() if _is_recording(device) else nullcontext(),
+            # A recording holds only kernels of code that was compiled before.
+            torch.compiler.set_stance("fail_on_recompile") if is_recording(device) else nullcontext(),
         ):
             result = self._compiled(*args, **kwargs)
         if not pieces.count:
@@ -267,7 +265,7 @@ class CompiledNetwork(nn.Module):
         if find_transform() is not None:
             raise ParallelError(f"a compiled {name} was called inside a transform of torch.func; {instead}")
         of_all = any(HOOKS_OF_ALL_MODULES)
-        hooked = next((path for path, module in self.net.named_modules() if _has_hooks(module)), None)
+        hooked = next((path for path, part in self.net.named_modules() if any(getattr(part, k) for k in HOOKS)), None)
         if of_all or hooked is not None:
             where = "all modules" if of_all else repr(hooked) if hooked else "the network itself"
             raise ParallelError(
@@ -308,34 +306,19 @@ def _require_all(result: Any) -> Any:
         found = dict(zip(found, _HandedOn.apply(*found.values()), strict=True))
     outputs = list(found.values())
     node: Any = outputs[0].grad_fn
-    node.register_prehook(_Required([output.output_nr for output in outputs]))
+    node.register_prehook(partial(_require_gradients, [output.output_nr for output in outputs]))
     return tree_unflatten([found.get(id(leaf), leaf) for leaf in leaves], structure)
 
 
-class _Required:
+def _require_gradients(numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
     """Refuse a backward pass that skips some outputs of a node."""
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self._numbers = numbers
-
-    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        if missing := [place for place, number in enumerate(self._numbers) if gradients[number] is None]:
-            raise ParallelError(
-                f"backward() does not reach the outputs {missing} (from 0) of the {len(self._numbers)} of a "
-                "compiled network (or of a piece of it, including tensors that it keeps as attributes): "
-                "parameters that only these outputs need would get a gradient of zeros instead of none, and an "
-                "optimizer would let them decay; let the loss use every output in one backward(), or run the "
-                "plain network (in a config training.kernels: torch)"
-            )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        get_forward_hooks(module)
-        or get_forward_pre_hooks(module)
-        or get_backward_hooks(module)
-        or get_backward_pre_hooks(module)
-    )
+    if missing := [place for place, number in enumerate(numbers) if gradients[number] is None]:
+        raise ParallelError(
+            f"backward() does not reach the outputs {missing} (from 0) of the {len(numbers)} of a compiled network "
+            "(or of a piece of it, including tensors that it keeps as attributes): parameters that only these outputs "
+            "need would get a gradient of zeros instead of none, and an optimizer would let them decay; let the loss "
+            "use every output in one backward(), or run the plain network (in a config training.kernels: torch)"
+        )
 
 
 @contextmanager
@@ -352,14 +335,3 @@ def refusing(name: str) -> Iterator[None]:
             f"torch.compile cannot compile {name} ({type(fault).__name__}: {said}); run the plain "
             "network instead (in a config training.kernels: torch)"
         ) from fault
-
-
-def _is_recording(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-@contextmanager
-def _compiling_nothing() -> Iterator[None]:
-    """Raise if something would be compiled in this block: a recording holds only kernels of code compiled before."""
-    with torch.compiler.set_stance("fail_on_recompile"):
-        yield

@@ -16,18 +16,17 @@ function mixes the samples of one replica.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from volseg.device.gpus import is_recording
-from volseg.device.torch_internals import get_version
+from volseg.device.torch_internals import get_version, tree_flatten, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.gradient_sums import GradientSums
 from volseg.parallel.model_parallel import ModelParallel, check_network
 from volseg.parallel.norms import check_norms, norms_over_replicas
-from volseg.parallel.one_device import OneDevice
 from volseg.parallel.piped import Piped
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.processes.group import agree
@@ -169,13 +168,82 @@ def get_replicas(network: nn.Module) -> Replicas | None:
     return network.replicas if isinstance(network, DataParallel) else None
 
 
+class OneDevice:
+    """The strategy of a plain network on one device: its own ``forward``, with torch's kernels."""
+
+    is_shared = False
+    is_recordable = True
+    is_replaying = False
+    group = None
+
+    def __init__(self, net: nn.Module, replicas: Replicas) -> None:
+        devices = {tensor.device for tensor in (*net.parameters(), *net.buffers())}
+        if len(devices) > 1:
+            raise ParallelError(
+                f"the network is on {', '.join(sorted(map(str, devices)))}; move it to one device, or place it by "
+                "ModelParallel(net, strategy='pipeline')"
+            )
+        self.net, self.replicas = net, replicas
+        self.step_devices = [next(iter(devices), torch.device("cpu"))]
+        self.sums: GradientSums | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network; the backward pass of its outputs sums the gradients."""
+        # A network in evaluation may contain a norm in training: by its mode, or by an argument in forward.
+        shares_norms = self.replicas.count > 1 and (self.net.training or torch.is_grad_enabled())
+        with norms_over_replicas(self.replicas) if shares_norms else nullcontext():
+            marked = self.sums.mark(self.net) if self.sums is not None and torch.is_grad_enabled() else None
+            if marked is None:
+                return self.net(*args, **kwargs)
+            with marked.used(self.net):
+                result = self.net(*args, **kwargs)
+        leaves, structure = tree_flatten(result)
+        marked.check_outputs(leaves)
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for place, tensor in zip(places, marked.tie([leaves[place] for place in places]), strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, structure)
+
+    @property
+    def partition(self) -> str:
+        """Assignment of layers to devices."""
+        return f"the network on {self.step_devices[0]}"
+
+    @property
+    def volumes(self) -> NoReturn:
+        """Raise a ParallelError: volumes are whole here.
+
+        Raises
+        ------
+        ParallelError
+            Always.
+        """
+        raise ParallelError("volumes are cut for strategy='spatial', and each replica of this network has whole ones")
+
+    def prepare_recording(self) -> list[torch.Generator]:
+        """Prepare a CUDA graph of a step: nothing to do."""
+        return []
+
+    def replaying(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
+        """Replay in this block: nothing to do."""
+        assert not generators
+        return nullcontext()
+
+
 class _Replicated:
     """The strategy of one replica, and its exchanges with the others."""
 
     def __init__(self, model: nn.Module, net: nn.Module, replicas: Replicas) -> None:
         self.replicas, self._net, self._call = replicas, net, model
-        self.inner = _get_strategy(model, replicas)
-        devices = self.inner.devices if isinstance(self.inner, Piped) else self.inner.step_devices
+        self._placed: SpatialStrategy | PipelineStrategy | OneDevice
+        if isinstance(model, ModelParallel):
+            placed: Strategy = model.strategy
+            self._placed = placed if isinstance(placed, PipelineStrategy) else placed.volumes
+        else:
+            self._placed = OneDevice(model, replicas)
+        pipeline = self._placed if isinstance(self._placed, PipelineStrategy) else None
+        self.inner = Piped(model, pipeline, replicas) if pipeline is not None else self._placed
+        devices = self._placed.step_devices if pipeline is None else pipeline.devices
         self.home = devices[0]
         check_norms(net, replicas)
         self._devices = list(dict.fromkeys(devices))
@@ -194,7 +262,7 @@ class _Replicated:
                 self.inner.context.share_batches(replicas, norms_over_replicas)
         elif isinstance(self.inner, SpatialStrategy):
             self.seeds = self.inner.seeds
-        self._sums = _sum_gradients(self.inner, replicas)
+        self._sums = _sum_gradients(self._placed, replicas)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network on rows of one replica."""
@@ -283,32 +351,32 @@ class _Replicated:
     @property
     def partition(self) -> Any:
         """Assignment of devices in this process."""
-        return self.inner.partition
+        return self._placed.partition
 
     @property
     def is_shared(self) -> bool:
         """Whether a volume is spread over several processes."""
-        return self.inner.is_shared
+        return self._placed.is_shared
 
     @property
     def is_recordable(self) -> bool:
         """Whether a process runs the network on one device, so that a whole step can be one CUDA graph there."""
-        return self.inner.is_recordable
+        return self._placed.is_recordable
 
     @property
     def is_replaying(self) -> bool:
         """Whether the strategy replays recordings of its own."""
-        return self.inner.is_replaying
+        return self._placed.is_replaying
 
     @property
     def step_devices(self) -> Sequence[torch.device]:
         """Devices of this process that a whole step works on."""
-        return self.inner.step_devices
+        return self._placed.step_devices
 
     @property
     def volumes(self) -> SpatialStrategy:
         """How volumes are cut; raises a ParallelError for a strategy that does not cut them."""
-        return self.inner.volumes
+        return self._placed.volumes
 
     def agree(self, yes: bool) -> bool:
         """Return whether all processes that run a step together agree."""
@@ -327,7 +395,8 @@ class _Replicated:
                 f"the network draws random numbers, which each of the {len(self.replicas.own)} replicas of this "
                 "process draws from a seed of its own; a recorded step has one"
             )
-        return self.inner.prepare_recording()
+        assert not isinstance(self._placed, PipelineStrategy), "a pipeline records its stages"
+        return self._placed.prepare_recording()
 
     @contextmanager
     def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
@@ -335,28 +404,17 @@ class _Replicated:
         if self._sums is not None:
             self._sums.look()
         self._passes, self._pass_seeds = 0, []
-        with self._randomness(), self.inner.replaying(generators):
+        assert not isinstance(self._placed, PipelineStrategy), "a pipeline records its stages"
+        with self._randomness(), self._placed.replaying(generators):
             yield
 
 
-def _get_strategy(model: nn.Module, replicas: Replicas) -> SpatialStrategy | OneDevice | Piped:
-    if not isinstance(model, ModelParallel):
-        return OneDevice(model, replicas)
-    strategy: Strategy = model.strategy
-    if isinstance(strategy, SpatialStrategy):
-        return strategy
-    assert isinstance(strategy, PipelineStrategy)
-    return Piped(model, strategy, replicas)
-
-
-def _sum_gradients(strategy: SpatialStrategy | OneDevice | Piped, replicas: Replicas) -> GradientSums | None:
+def _sum_gradients(strategy: SpatialStrategy | PipelineStrategy | OneDevice, replicas: Replicas) -> GradientSums | None:
     """Make the strategy sum its gradients over processes, and return the sums; None for a single process."""
-    if replicas.group is None:
+    if replicas.group is None or isinstance(strategy, PipelineStrategy):  # `Piped` sums by itself
         return None
     if isinstance(strategy, SpatialStrategy):
         return strategy.sum_gradients(replicas.group, fixed_order=replicas.fixed_order)
-    if isinstance(strategy, Piped):
-        return None  # a pipeline sums by itself
     strategy.sums = GradientSums(replicas.group, strategy.step_devices[0], fixed_order=replicas.fixed_order)
     return strategy.sums
 

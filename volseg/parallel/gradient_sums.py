@@ -20,6 +20,7 @@ that sums overlap with the backward pass of earlier layers.
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -220,7 +221,7 @@ class _Guard:
         for parameter in parameters:
             if self._watched.get(id(parameter)) is not parameter:
                 self._watched[id(parameter)] = parameter
-                parameter.register_hook(_Look(weakref.ref(self), id(parameter)))
+                parameter.register_hook(partial(_look, weakref.ref(self), id(parameter)))
 
     def expect(self, parameters: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         """Set the gradients that the parameters will get."""
@@ -239,16 +240,11 @@ class _Guard:
             )
 
 
-class _Look:
-    """Hook of one parameter; it does nothing once the sums are gone."""
-
-    def __init__(self, guard: "weakref.ref[_Guard]", key: int) -> None:
-        self._guard, self._key = guard, key
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        guard = self._guard()
-        if guard is not None and gradient is not None:
-            guard.check(self._key, gradient)
+def _look(guard: "weakref.ref[_Guard]", key: int, gradient: Tensor | None) -> None:
+    """Check the gradient of one parameter, as its hook; do nothing once the sums are gone."""
+    watching = guard()
+    if watching is not None and gradient is not None:
+        watching.check(key, gradient)
 
 
 class _Work(NamedTuple):

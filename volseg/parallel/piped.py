@@ -7,8 +7,7 @@ is the sum.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,20 +18,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from volseg.device.compiler_internals import watching_scripts
-from volseg.device.gpus import has_values
+from volseg.device.gpus import has_values, observer
 from volseg.device.module_internals import NormBase
+from volseg.device.torch_internals import find_backward_pass, tree_map_only
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
-from volseg.parallel.followed_replicas import FollowedReplicas
 from volseg.parallel.norms import check_script, name_batch_norm
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
 
-__all__ = ["Piped"]
+__all__ = ["FollowedReplicas", "Piped"]
+
+BUCKET_LIMITS = (2**20, 25 * 2**20)
+"""Bytes at which a bucket is full: the first bucket of a device, and the others."""
 
 
 class Piped:
-    """The strategy of one replica that is a pipeline.
+    """Call one replica that is a pipeline.
 
     Parameters
     ----------
@@ -44,10 +46,6 @@ class Piped:
         All replicas, and the processes that compute them.
     """
 
-    is_shared = False
-    is_recordable = False
-    group: None = None
-
     def __init__(self, model: nn.Module, strategy: PipelineStrategy, replicas: Replicas) -> None:
         processes = replicas.num_processes
         if replicas.fixed_order and processes & (processes - 1):
@@ -57,31 +55,6 @@ class Piped:
         self._model, self._strategy, self._replicas = model, strategy, replicas
         self._wrapped: nn.Module | None = None
         self._summed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-
-    @property
-    def devices(self) -> Sequence[torch.device]:
-        """Devices of the stages."""
-        return self._strategy.devices
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether stages are replayed."""
-        return self._strategy.is_replaying
-
-    @property
-    def partition(self) -> Any:
-        """Assignment of layers to devices."""
-        return self._strategy.partition
-
-    @property
-    def step_devices(self) -> Any:
-        """Devices that a whole step works on; raises, as a pipeline records its stages."""
-        return self._strategy.step_devices
-
-    @property
-    def volumes(self) -> Any:
-        """How volumes are cut; raises, as a pipeline cuts none."""
-        return self._strategy.volumes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline; its backward pass sums the gradients."""
@@ -121,29 +94,14 @@ class Piped:
         )
         if self._replicas.fixed_order:
             wrapped.register_comm_hook(group, _average_in_order)
-        times = _Times(weakref.ref(self), self._replicas.num_processes)
         for parameter in trained:
-            parameter.register_hook(times)
+            parameter.register_hook(partial(_multiply, weakref.ref(self), self._replicas.num_processes))
         return wrapped
 
-    def prepare_recording(self) -> list[torch.Generator]:
-        """Prepare a CUDA graph of a step; never called, as a pipeline records its stages."""
-        return []
 
-    def replaying(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
-        """Replay in this block: nothing to do."""
-        assert not generators
-        return nullcontext()
-
-
-class _Times:
-    """Multiply a parameter's gradient, as long as the replicas exist."""
-
-    def __init__(self, owner: "weakref.ref[Piped]", factor: int) -> None:
-        self._owner, self._factor = owner, factor
-
-    def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        return gradient if gradient is None or self._owner() is None else gradient * self._factor
+def _multiply(owner: "weakref.ref[Piped]", factor: int, gradient: Tensor | None) -> Tensor | None:
+    """Multiply a parameter's gradient, as its hook, as long as the replicas exist."""
+    return gradient if gradient is None or owner() is None else gradient * factor
 
 
 def _average_in_order(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -180,3 +138,89 @@ class _NoNormsOfBatch(TorchFunctionMode):
         if name := name_batch_norm(func, args, kwargs):
             raise _refuse_norm(f"the network calls {name} for training")
         return func(*args, **kwargs)
+
+
+class FollowedReplicas(nn.Module):
+    """Stand-in for `DistributedDataParallel` in a step on fake tensors: torch's own is C++ that reads real memory.
+
+    Its steps follow torch's sources (``csrc/distributed/c10d/reducer.cpp``): buckets of flat gradients beside the
+    gradients themselves, a copy of each into its bucket and back, a sum over each bucket, and a copy of the network's
+    outputs, from which torch finds unused parameters.
+
+    Parameters
+    ----------
+    model : callable
+        Network of one replica.
+    parameters : iterable of Tensor
+        Trained parameters, on their devices, in the order of the network.
+    processes : int
+        Number of processes that sum gradients.
+    """
+
+    _model: Callable[..., Any]
+
+    def __init__(self, model: Callable[..., Any], parameters: Iterable[Tensor], processes: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "_model", model)  # its parameters are not this module's
+        self._processes = processes
+        trained = list(parameters)
+        for device in dict.fromkeys(parameter.device for parameter in trained):  # the first replica's weights are sent
+            flat = torch.cat([parameter.detach().reshape(-1) for parameter in trained if parameter.device == device])
+            observer().on_sent(device, "broadcast", flat.nbytes, processes)
+            del flat
+        for bucket in _fill_buckets(trained):
+            _Bucket(bucket, processes)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network, and copy its outputs."""
+        outputs = self._model(*args, **kwargs)
+        return tree_map_only(Tensor, lambda value: value.clone() if value.requires_grad else value, outputs)
+
+
+class _Bucket:
+    """Gradients that are summed in one message; their hooks hold the bucket."""
+
+    def __init__(self, parameters: list[Tensor], processes: int) -> None:
+        first = parameters[0]
+        self._processes, self._count, self._arrived = processes, len(parameters), 0
+        self._pass = -1
+        self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        begin = 0
+        for parameter in parameters:
+            parameter.register_hook(partial(self.take, slice(begin, begin + parameter.numel())))
+            begin += parameter.numel()
+
+    def take(self, place: slice, gradient: Tensor) -> Tensor:
+        """Multiply a gradient as in `Piped`, so that its mean is a sum; copy it into the bucket, and back.
+
+        A parameter that the step does not use gets no gradient: the next pass reports the sum of its bucket.
+        """
+        multiplied = gradient * self._processes
+        begun, self._pass = self._pass, find_backward_pass()
+        if self._arrived and begun != self._pass:
+            observer().on_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
+            self._arrived = 0
+        view = self._flat[place].view_as(multiplied)
+        view.copy_(multiplied)
+        self._arrived = (self._arrived + 1) % self._count
+        if self._arrived == 0:
+            observer().on_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
+        multiplied.copy_(view)
+        return multiplied
+
+
+def _fill_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Group parameters of one device and dtype until a bucket is full."""
+    kinds = dict.fromkeys((parameter.device, parameter.dtype) for parameter in parameters)
+    for kind in kinds:
+        limit, size, bucket = BUCKET_LIMITS[0], 0, list[Tensor]()
+        for parameter in parameters:
+            if (parameter.device, parameter.dtype) != kind:
+                continue
+            bucket.append(parameter)
+            size += parameter.nbytes
+            if size >= limit:
+                yield bucket
+                limit, size, bucket = BUCKET_LIMITS[1], 0, []
+        if bucket:
+            yield bucket

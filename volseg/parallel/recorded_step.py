@@ -194,22 +194,19 @@ def _prepare(network: nn.Module, optimizer: Optimizer | None, device: torch.devi
 
     Memory moves only once: a recording, of this step or another, contains the addresses of the optimizer's state.
     """
-    _move_rates(optimizer, device)
-    if optimizer is None or optimizer in _MOVED:
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)  # a recording reads it there
+        if "capturable" in group:
+            group["capturable"] = True
+    if optimizer in _MOVED:
         return
     _MOVED.add(optimizer)
     recorded = {id(gradient) for each in _RECORDED for gradient in each._gradients}
     gradients = [parameter.grad for parameter in network.parameters() if id(parameter.grad) not in recorded]
     left = chain(gradients, *(state.values() for state in optimizer.state.values()))
     move_together([value for value in left if isinstance(value, Tensor)])
-
-
-def _move_rates(optimizer: Optimizer | None, device: torch.device) -> None:
-    """Move the learning rates of an optimizer to the device, where a recording reads them."""
-    for group in [] if optimizer is None else optimizer.param_groups:
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
-        if "capturable" in group:
-            group["capturable"] = True
 
 
 def _get_group(model: nn.Module) -> Any:

@@ -31,11 +31,15 @@ class EpochLosses:
 
     Parameters
     ----------
-    names : sequence of str epoch : int
+    names : sequence of str
+        Of the losses.
+    epoch : int
         Number of the epoch, from 0; messages count from 1.
     losses : iterable of mapping
         Losses of the completed batches, if a training resumes within an epoch; already checked.
-    cases : iterable of sequence of str gather : callable
+    cases : iterable of sequence of str
+        Cases of the completed batches.
+    gather : callable
         Maps this process's cases of a batch to the cases of all processes that share the batch, for a message; every
         process calls it.
     """
@@ -148,8 +152,10 @@ class AsyncLossReader:
         """
         if not any(value.is_cuda for value in losses.values()):
             return {name: float(value) for name, value in losses.items()}
-        arrived = self._take()
-        now = time.monotonic()
+        arrived, now = None, time.monotonic()
+        if self._on_the_way is not None and self._on_the_way[2].query():
+            names, values, _ = self._on_the_way
+            self._on_the_way, arrived = None, dict(zip(names, values.tolist(), strict=True))
         if self._on_the_way is None and now >= self._next:
             self._next = now + EVERY_SECONDS
             self._send(losses)
@@ -162,15 +168,6 @@ class AsyncLossReader:
         arriving.copy_(stacked, non_blocking=True)
         event = torch.cuda.current_stream(stacked.device).record_event()
         self._on_the_way = list(losses), arriving, event
-
-    def _take(self) -> dict[str, float] | None:
-        if self._on_the_way is None:
-            return None
-        names, values, event = self._on_the_way
-        if not event.query():
-            return None
-        self._on_the_way = None
-        return dict(zip(names, values.tolist(), strict=True))
 
 
 # The seconds of an epoch over all interruptions, and the part of them spent waiting for batches.

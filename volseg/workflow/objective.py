@@ -183,7 +183,8 @@ def require_mean_over_samples(
 
     Parameters
     ----------
-    objective : Objective num_channels, num_classes : int
+    objective : Objective
+    num_channels, num_classes : int
         Channels of the images and of the logits.
     num_indices : int, optional
         Number of label values, from 0 on; one per class by default.

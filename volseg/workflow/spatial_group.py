@@ -7,6 +7,7 @@ slab, and stop at a message without a volume.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, TypeGuard
 from weakref import WeakSet
 
@@ -66,12 +67,9 @@ class GroupBatches:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield this process's part of each batch of epoch ``number`` from batch ``start`` on."""
-        if self.batches is None:
-            for _ in range(start, self.length):
-                yield scatter_batch(self.model, None)
-        else:
-            for batch in self.batches.epoch(number, start=start):
-                yield scatter_batch(self.model, batch)
+        own = repeat(None, self.length - start) if self.batches is None else self.batches.epoch(number, start=start)
+        for batch in own:
+            yield scatter_batch(self.model, batch)
 
 
 _in_pass: WeakSet[ModelParallel] = WeakSet()

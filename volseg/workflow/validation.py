@@ -176,12 +176,8 @@ class Validation:
             volumes = (prediction.as_tensor()[None], reference.as_tensor()[None])
             if self.ignore is not None:  # not annotated: background in both
                 volumes = tuple(volume.masked_fill(volumes[1] == self.ignore, 0) for volume in volumes)
-            fields = {
-                **case,
-                "pred": volumes[0],
-                "label": volumes[1],
-                "spacing": list(measure_sides(reference.affine)),
-            }
+            spacing = list(measure_sides(reference.affine))
+            fields = {**case, "pred": volumes[0], "label": volumes[1], "spacing": spacing}
             further = {
                 key: number
                 for metric in self.metrics
@@ -191,7 +187,8 @@ class Validation:
             if (mapped := case.get("mapped")) is not None:  # a file of the cache
                 mapped.require_unchanged()
             if len(self.examples) < num_examples:
-                self.examples.append(self._example(case, prediction))
+                scored = {value for key in self.labels for value in list_values(key)}
+                self.examples.append(make_example(case, prediction, {0, *self.values, *scored}, self.ignore))
             yield case["case"], JudgedCase(evaluated=evaluated, further=further)
 
     def conclude(self, judged: Sequence[JudgedCase], *, writes: bool = True) -> Validated:
@@ -235,10 +232,6 @@ class Validation:
                 )
                 scores |= {f"undefined/{key}": count} if count else {}
         return scores
-
-    def _example(self, case: Mapping[str, Any], prediction: MetaTensor) -> Example:
-        scored = {value for key in self.labels for value in list_values(key)}
-        return make_example(case, prediction, {0, *self.values, *scored}, self.ignore)
 
     def _part(self, name: str, metric: Tensor, case: Mapping[str, Any]) -> dict[str, float]:
         """Return a case's mean over its scored labels, NaN if unknown, and the metric of each label."""

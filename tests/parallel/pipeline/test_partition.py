@@ -13,7 +13,6 @@ from volseg.parallel.pipeline.plan.balance import (
     list_held,
     measure_unevenness,
     predict_ms,
-    sum_stages,
 )
 from volseg.parallel.pipeline.plan.memory import KeptActivation, compute_held_bytes, sum_runs
 from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
@@ -30,7 +29,7 @@ LAYERS = st.lists(st.tuples(*[st.integers(0, 99)] * 3), min_size=1, max_size=7)
 
 def phases(forward, backward, lengths):
     """Slowest forward and slowest backward stage."""
-    return max(sum_stages(forward, lengths)), max(sum_stages(backward, lengths))
+    return tuple(max(list_held(sum_runs(phase), lengths)) for phase in (forward, backward))
 
 
 @given(layers=LAYERS, data=st.data())

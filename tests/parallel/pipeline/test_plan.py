@@ -19,7 +19,7 @@ def measured(*times: float, activation_bytes: int = 0, host_ms: float = 0.0) -> 
         for n, ms in enumerate(times)
     )
     kept = tuple(KeptActivation(activation_bytes, made=n, kept=(n,)) for n in range(len(times)))
-    return Measured(Trace(()), (), layers, kept, host_ms)
+    return Measured(Trace(()), layers, kept, host_ms)
 
 
 def test_many_micro_batches_use_all_devices():

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from volseg.parallel.pipeline import Pipeline, PipelineStrategy
 from volseg.parallel.pipeline.observe.run import has_foreign_hooks
 from volseg.parallel.pipeline.record.choice import IDLE_BATCHES, MOST_RECORDINGS, WARM_UP, identify_batch
-from volseg.parallel.state.conditions import Conditions
+from volseg.parallel.pipeline.strategy import Conditions
 
 
 class Net(nn.Module):
@@ -61,27 +61,28 @@ def test_a_call_under_a_dispatch_mode_is_never_recorded():
 
 
 def test_kind_follows_everything_plain_that_forward_could_read():
-    net, x, cpu = Net(), torch.zeros(2, 2), torch.device("cpu")
+    net, x = Net(), torch.zeros(2, 2)
     pipeline(net)(x)
     look = Conditions(net, is_hooked)
-    kinds = [identify_batch(look(), ((x,), {}), cpu)]
-    assert identify_batch(look(), ((x.clone(),), {}), cpu) == kinds[0]
-    kinds.append(identify_batch(look(), ((torch.zeros(3, 2),), {}), cpu))
-    kinds.append(identify_batch(look(), ((x.double(),), {}), cpu))
-    kinds.append(identify_batch(look(), ((x,), {"mode": "other"}), cpu))
-    kinds.append(identify_batch(look(), ((x.clone().requires_grad_(),), {}), cpu))
-    with torch.no_grad():
-        kinds.append(identify_batch(look(), ((x,), {}), cpu))
-    with torch.autocast("cpu"):
-        kinds.append(identify_batch(look(), ((x,), {}), cpu))
-    net.gain = 2.0
-    kinds.append(identify_batch(look(), ((x,), {}), cpu))
-    net.b.eval()
-    kinds.append(identify_batch(look(), ((x,), {}), cpu))
-    net.a.weight.requires_grad_(False)
-    kinds.append(identify_batch(look(), ((x,), {}), cpu))
-    net.a.weight.data = net.a.weight.data.clone()
-    kinds.append(identify_batch(look(), ((x,), {}), cpu))
+
+    def identify(*args: Tensor, **kwargs: str) -> object:
+        return identify_batch(look(), (args, kwargs), torch.device("cpu"))
+
+    kinds = [identify(x)]
+    assert identify(x.clone()) == kinds[0]
+    kinds += [identify(torch.zeros(3, 2)), identify(x.double()), identify(x, mode="other")]
+    kinds.append(identify(x.clone().requires_grad_()))
+    for context in (torch.no_grad(), torch.autocast("cpu")):
+        with context:
+            kinds.append(identify(x))
+    for change in (
+        lambda: setattr(net, "gain", 2.0),
+        net.b.eval,
+        lambda: net.a.weight.requires_grad_(False),
+        lambda: setattr(net.a.weight, "data", net.a.weight.data.clone()),
+    ):
+        change()
+        kinds.append(identify(x))
     assert len(set(kinds)) == len(kinds)
 
 

@@ -104,18 +104,18 @@ def test_nobody_outlives_a_killed_launcher(start, launcher: list[str], tmp_path:
     wait_until(lambda: not any(map(is_running, pids)), 60)
 
 
+def run_step(start, number: str, mode: str, folder: Path) -> None:
+    """Run two tasks as a step of Slurm, to a good end."""
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": number, "SLURM_STEP_NUM_TASKS": "2"}
+    step["SLURM_STEP_NODELIST"] = "localhost"
+    command = [sys.executable, *SCRIPT, mode, str(folder)]
+    tasks = [start(command, env={**os.environ, **step, "SLURM_PROCID": n, "SLURM_LOCALID": n}) for n in "01"]
+    assert [task.wait(180) for task in tasks] == [0, 0]
+
+
 def test_slurms_variables_are_enough_and_a_long_reading_is_no_hang(start, tmp_path: Path) -> None:
     # One of the two reads twice as long as the timeout, while the other waits for it in a collective.
-    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    step["SLURM_STEP_NODELIST"] = "localhost"
-    tasks = [
-        start(
-            [sys.executable, *SCRIPT, "read", str(tmp_path)],
-            env={**os.environ, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
-        )
-        for rank in "01"
-    ]
-    assert [task.wait(180) for task in tasks] == [0, 0]
+    run_step(start, "0", "read", tmp_path)
     assert [start[2:] for start in written(tmp_path, "start")] == [[0, 2.0]] * 2
     assert_nothing_is_left(tmp_path)
 
@@ -144,14 +144,5 @@ def test_all_begin_anew_after_what_a_job_survives_and_no_launcher_knows(start, m
 
 
 def test_they_find_each_other_again_where_the_first_one_keeps_the_store(start, tmp_path: Path) -> None:
-    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-    step["SLURM_STEP_NODELIST"] = "localhost"
-    tasks = [
-        start(
-            [sys.executable, *SCRIPT, "anew", str(tmp_path)],
-            env={**os.environ, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
-        )
-        for rank in "01"
-    ]
-    assert [task.wait(180) for task in tasks] == [0, 0]
+    run_step(start, "1", "anew", tmp_path)
     assert_both_began_anew(tmp_path)

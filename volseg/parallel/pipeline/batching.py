@@ -121,9 +121,9 @@ class Batching:
                 or "none of them"
             )
             raise ParallelError(
-                f"the arguments {asked} are as long as the batch, and the network runs with {samples} samples if "
-                f"it cuts {told}; state which have one row per sample: ModelParallel(..., batched=[...]) with "
-                "their positions or names"
+                f"the arguments {asked} are as long as the batch, and the network runs with {samples} samples if it "
+                f"cuts {told}; state which have one row per sample: ModelParallel(..., batched=[...]) with their "
+                "positions or names"
             ) from (failures[0] if failures else None)
         return found[0][0]
 
@@ -226,14 +226,11 @@ def _try_all(
         with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
             try:
                 run(copy_call(call))
-            except Exception as failure:  # reported below, if the last attempt fails too
-                last: Exception | None = failure
+            except Exception as failure:  # raised below, if the last attempt fails too
+                last = failure
             else:
-                last = None
-                break
-    if last is not None:
-        raise last
-    return [], failures
+                return [], failures
+    raise last
 
 
 def _list_ways() -> Iterator[tuple[bool, bool]]:

@@ -204,9 +204,8 @@ def _join_leaf(column: Sequence[Any], sizes: Sequence[int], number: int) -> Any:
         if isinstance(first, PLAIN) and all(leaf == first for leaf in column):
             return first
         raise ParallelError(
-            f"output {number} of the network is {type(first).__name__}; the pipeline joins tensors (B, ...) in "
-            f"tuples, lists and "
-            f"dictionaries, and passes on values that are equal for all micro-batches"
+            f"output {number} of the network is {type(first).__name__}; the pipeline joins tensors (B, ...) in tuples, "
+            "lists and dictionaries, and passes on values that are equal for all micro-batches"
         )
     for leaf, size in zip(column, sizes, strict=True):
         check_length(leaf, size, number)
@@ -231,7 +230,6 @@ def check_length(leaf: Tensor, size: int, number: int) -> None:
     """
     if not leaf.dim() or len(leaf) != size:
         raise ParallelError(
-            f"output {number} of the network has shape {tuple(leaf.shape)} for a micro-batch of {size}; the "
-            f"pipeline needs the "
-            f"batch as dimension 0: return per-sample values and reduce them outside ModelParallel"
+            f"output {number} of the network has shape {tuple(leaf.shape)} for a micro-batch of {size}; the pipeline "
+            "needs the batch as dimension 0: return per-sample values and reduce them outside ModelParallel"
         )

@@ -1,7 +1,7 @@
 """``PipelineStrategy``: the layers of one network over several devices, in one process."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from volseg.device.gpus import host_values
-from volseg.device.torch_internals import accept_gradients_of_other_streams, pytree
+from volseg.device.gpus import host_values, is_gpu
+from volseg.device.module_internals import HOOKS_OF_ALL_MODULES
+from volseg.device.torch_internals import accept_gradients_of_other_streams, is_compiled, pytree
 from volseg.errors import ParallelError, PartitionError
+from volseg.parallel.devices import name_devices
 from volseg.parallel.pipeline.batch import lend_untraced, run_batch
 from volseg.parallel.pipeline.batching import Batching, Runner
-from volseg.parallel.pipeline.boundary import choose_devices, find_start, refuse_hidden
 from volseg.parallel.pipeline.flow.placement import Placement, place
 from volseg.parallel.pipeline.micro_batch import (
     Call,
@@ -26,21 +27,24 @@ from volseg.parallel.pipeline.micro_batch import (
     split,
 )
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.costs import list_kept_activations, measure, observe_copy
+from volseg.parallel.pipeline.observe.costs import list_layers, measure, observe_copy
 from volseg.parallel.pipeline.observe.trace import Trace, list_segments
 from volseg.parallel.pipeline.plan.balance import choose_quickest, list_held
 from volseg.parallel.pipeline.plan.memory import compute_held_bytes
 from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
 from volseg.parallel.pipeline.plan.stages import StagePlan, plan_stages, read_memory_limits
 from volseg.parallel.pipeline.record.choice import BatchRecorder
-from volseg.parallel.state.conditions import Conditions
 from volseg.parallel.state.random import own_random_numbers
+from volseg.parallel.state.watch import Watch
 
-__all__ = ["Pipeline", "PipelineStrategy"]
+__all__ = ["Conditions", "Pipeline", "PipelineStrategy"]
 
 logger = logging.getLogger(__name__)
 
 Devices: TypeAlias = Sequence[str | int | torch.device] | None
+
+MOST_NUMBERS = 64
+"""Number of conditions that are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +116,49 @@ class Pipeline:
         return PipelineStrategy(net, self, devices)
 
 
+class Conditions:
+    """Number the conditions of a network; called before every batch.
+
+    Parameters
+    ----------
+    net
+        The network.
+    needs_python
+        Returns whether the network needs Python on each call, for example for a user's hook.
+    sees_tensors
+        Whether a tensor that replaces another one is a difference.
+    """
+
+    def __init__(self, net: nn.Module, needs_python: Callable[[nn.Module], bool], sees_tensors: bool = True) -> None:
+        self._net, self._ask, self._sees_tensors = net, needs_python, sees_tensors
+        self._watch: Watch | None = None
+        self._numbers: dict[Hashable, int] = {}
+        self._given = 0
+        self.number = 0
+        """Number of the condition at the last call."""
+
+    def __call__(self) -> int | None:
+        """Return the number of the network's condition; ``None`` if Python has to run each time."""
+        if self._watch is None:
+            self._watch = Watch(self._net, sees_tensors=self._sees_tensors)
+            self._renumber(self._watch)
+        elif self._watch.changes():
+            self._renumber(self._watch)
+        return None if self._needs_python else self.number
+
+    def _renumber(self, watch: Watch) -> None:
+        """Give this condition its earlier number, or a new one."""
+        description = watch.description
+        if description not in self._numbers:
+            if len(self._numbers) >= MOST_NUMBERS:
+                # The conditions change all the time; old numbers are not used again.
+                self._numbers.clear()
+            self._given += 1
+            self._numbers[description] = self._given
+        self.number = self._numbers[description]
+        self._needs_python = bool(watch.unknown) or any(HOOKS_OF_ALL_MODULES) or self._ask(self._net)
+
+
 class PipelineStrategy:
     """A network as stages, through which batches flow.
 
@@ -164,16 +211,10 @@ class PipelineStrategy:
 
     seeds: None = None
     """A pipeline draws from the default generators."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether volumes are spread over several processes: never, a pipeline runs in one."""
-        return False
-
-    @property
-    def is_recordable(self) -> bool:
-        """Whether a whole step can be one CUDA graph: no, a pipeline records its stages by itself."""
-        return False
+    is_shared = False
+    """Whether volumes are spread over several processes: a pipeline runs in one."""
+    is_recordable = False
+    """Whether a whole step can be one CUDA graph: a pipeline records its stages by itself."""
 
     @property
     def step_devices(self) -> NoReturn:
@@ -333,17 +374,7 @@ class PipelineStrategy:
         with own_random_numbers(self.devices[:1]):
             _, trace, observer = observe_copy(self.net, *micro_batch(samples), self.devices[0])
         found = list_segments(trace)
-        activations = list_kept_activations(observer, found)
-        sizes = {name: p.nbytes for name, p in self.net.named_parameters(remove_duplicate=False)}
-        layers = [
-            LayerCost(
-                modules=tuple(call.path or type(self.net).__name__ for call in segment.calls),
-                forward_ms=0.0,
-                parameter_bytes=sum(sizes.get(name, 0) for name in segment.states),
-                activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
-            )
-            for number, segment in enumerate(found)
-        ]
+        activations, layers = list_layers(self.net, observer, found, [(0.0, 0.0)] * len(found))
         starts = [find_start(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
         ends = [0, *starts, len(found)]
         if sorted(set(ends)) != ends:
@@ -386,3 +417,54 @@ class PipelineStrategy:
 def _is_hooked(net: nn.Module) -> bool:
     """Return whether a watched network has user hooks."""
     return any(map(runs.has_foreign_hooks, net.modules()))
+
+
+def refuse_hidden(net: nn.Module) -> None:
+    """Refuse modules whose functions cannot be intercepted.
+
+    Raises
+    ------
+    PartitionError
+        If there is such a module.
+    """
+    for path, module in net.named_modules():
+        where = repr(path) if path else "the network itself"
+        if isinstance(module, torch.jit.ScriptModule):
+            kind, remedy = "scripted", "pass the module that torch.jit.script was given"
+        elif is_compiled(module):
+            kind, remedy = "compiled", "pass the module that torch.compile was given (its ._orig_mod)"
+        else:
+            continue
+        raise PartitionError(
+            f"the pipeline intercepts the functions of a network, and {where} ({type(module).__name__}) is "
+            f"{kind}: {remedy}"
+        )
+
+
+def choose_devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.device]:
+    """Return the devices of the stages; all GPUs by default.
+
+    Raises
+    ------
+    ParallelError
+        If a device is missing.
+    """
+    # Host tensors do not keep a device number ("cpu:1").
+    return [device if is_gpu(device) else torch.device(device.type) for device in name_devices(devices)]
+
+
+def find_start(cut: str, starts: Sequence[str]) -> int:
+    """Return the segment that starts with module ``cut`` or inside it.
+
+    Raises
+    ------
+    PartitionError
+        If no segment starts there; lists the possible starts.
+    """
+    for number, path in enumerate(starts):
+        if path == cut or path.startswith(f"{cut}."):
+            return number
+    raise PartitionError(
+        f"no stage can start at {cut!r}: it is not called, or lies between the creation and an in-place change of "
+        f"a tensor. Stages can start at {', '.join(starts[1:]) or 'no module of this network'}"
+    )

@@ -81,7 +81,7 @@ def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn
     trace = "".join(traceback.format_exception(fault))
     if not is_ours:
         say_last(trace.rstrip("\n"))
-    if not (is_ours and _is_told_by_launcher()):
+    if not (is_ours and OWN_LAUNCHER in os.environ and read_launch() is not None):  # volseg's own launcher tells it
         say_last(f"volseg: {message}")
     write_cause(message, trace, lasts=lasts)
     end_now(1)
@@ -224,11 +224,6 @@ def is_lasting(failure: ProcessFailure) -> bool:
     """Return whether a process of the elastic launcher failed for a lasting cause."""
     told: Any = failure.error_file_data.get("message")
     return isinstance(told, dict) and bool(told.get("extraInfo", {}).get("lasts"))
-
-
-def _is_told_by_launcher() -> bool:
-    """Return whether volseg's own launcher prints the message."""
-    return OWN_LAUNCHER in os.environ and read_launch() is not None
 
 
 def _shorten(message: str) -> str:

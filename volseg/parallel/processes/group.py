@@ -252,9 +252,8 @@ def get_supervision() -> Supervision | None:
 def _limit_rendezvous(launch: Launch, seconds: float) -> Iterator[None]:
     """End this process if the block exceeds the time limit: calls of an unreachable store have no timeout."""
     message = (
-        f"process {launch.rank} of {launch.world_size} has had no answer from the job's store at "
-        f"{launch.address}:{launch.port} for {seconds:g} s; the network to that machine is down, or that machine "
-        "hangs"
+        f"process {launch.rank} of {launch.world_size} has had no answer from the job's store at {launch.address}:"
+        f"{launch.port} for {seconds:g} s; the network to that machine is down, or that machine hangs"
     )
     clock = threading.Timer(seconds, end_by, (Cause(message=message, is_own=True),))
     clock.daemon = True

@@ -133,8 +133,14 @@ class Rounds:
     def _take_part(self) -> None:
         try:
             self._run_rounds()
+        except VolsegError as fault:
+            self.failure = fault
         except Exception as fault:  # any error of a broken connection or a listener must end the work
-            self.failure = fault if isinstance(fault, VolsegError) else _explain_broken(fault)
+            self.failure = ParallelError(
+                "a process of the group disconnected, so this process stops too; another process may have been "
+                f"killed: {fault}"
+            )
+            self.failure.__cause__ = fault  # `is_peer_gone` recognises it by this type
 
     def _run_rounds(self) -> None:
         begun = time.monotonic()
@@ -234,14 +240,6 @@ def told_error(message: Sequence[str], where: str) -> Exception:
         error.add_note(f"(first in {where})")
         return error
     return ParallelError(f"{where} failed, so this process stops too: {name}: {text}")
-
-
-def _explain_broken(fault: Exception) -> ParallelError:
-    broken = ParallelError(
-        f"a process of the group disconnected, so this process stops too; another process may have been killed: {fault}"
-    )
-    broken.__cause__ = fault  # `is_peer_gone` recognises it by this type
-    return broken
 
 
 def _gather(numbers: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:

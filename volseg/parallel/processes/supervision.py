@@ -128,9 +128,8 @@ class Supervision:
         self._main = threading.main_thread()
         self._watched = 0.0  # seconds in which this thread ran
         self._states: dict[int, dict[str, Any]] = {}
-        self._seen: dict[
-            int, tuple[float, float]
-        ] = {}  # per process: time of the last heartbeat, and of the last progress
+        # Of each process: time of the last heartbeat, and of the last progress.
+        self._seen: dict[int, tuple[float, float]] = {}
         self._lost: float | None = None
         self._lock = threading.Lock()  # one thread at a time calls the store
         self._publish()
@@ -179,7 +178,7 @@ class Supervision:
             self._watched += min(now - before, 2 * self.period)
             before = now
             try:
-                self._ask(self._publish_and_read)
+                self._ask(self._exchange)
                 cause, show_stack = self._judge()
             except RuntimeError as fault:  # of the store
                 self._miss_store(fault)
@@ -214,17 +213,15 @@ class Supervision:
                 return answer.result(self.period)
         raise _NoAnswer("the store does not answer")
 
-    def _publish_and_read(self) -> None:
-        self._publish()
-        self._read()
-
     def _publish(self) -> None:
         reached = self.look()
         self._beat += 1
         state = {"beat": self._beat, "count": reached.count, "at": str(reached), "leaving": self._is_leaving}
         self.store.set(f"life/{self.rank}", json.dumps(state))
 
-    def _read(self) -> None:
+    def _exchange(self) -> None:
+        """Write this process's state, and read the others'."""
+        self._publish()
         ranks = range(len(self.members))
         keys = {rank: f"life/{rank}" for rank in ranks if rank in self._states or self.store.check([f"life/{rank}"])}
         values = self.store.multi_get(list(keys.values()))
@@ -294,7 +291,8 @@ class Supervision:
             )
             self.end(Cause(message=message, is_own=True), "")
         elif self._watched - self._lost > SECONDS_TO_LEAVE:
-            message = f"the store of this job is gone, and so is its launcher or first machine ({_first_line(fault)})"
+            first = str(fault).strip().partition("\n")[0]
+            message = f"the store of this job is gone, and so is its launcher or first machine ({first})"
             self.end(Cause(message=message, is_own=True), "")
 
     def _is_dead(self, member: Mapping[str, Any]) -> bool:
@@ -325,7 +323,3 @@ def name_machine() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux: treat every process as a machine of its own
         return f"process {os.getpid()}"
-
-
-def _first_line(fault: BaseException) -> str:
-    return str(fault).strip().partition("\n")[0]

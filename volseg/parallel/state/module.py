@@ -14,16 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from volseg.device.module_internals import (
-    BUFFERS,
-    PARAMETERS,
-    get_buffers,
-    get_parameters,
-)
+from volseg.device.module_internals import BUFFERS, PARAMETERS, get_buffers, get_parameters
 from volseg.device.torch_internals import get_version
 from volseg.errors import ParallelError
 
-__all__ = ["Remembered", "is_scripted", "remember"]
+__all__ = ["Remembered", "is_scripted", "read_version", "remember"]
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that ``nn.Module`` itself creates: parameters, children, hooks. A forward pass does not change their
@@ -52,7 +47,7 @@ class _Known:
         self.held: Any = None
         kind = type(value)
         if kind is Tensor:
-            self.version = _read_version(value)
+            self.version = read_version(value)
             # A tensor with history cannot be changed in place without autograd noticing.
             self.held = None if value.requires_grad else value.detach().clone()
         elif kind is dict:
@@ -93,7 +88,7 @@ class _Known:
     def _is_written(self) -> bool:
         """Return whether the tensor was written to; a write through ``data`` does not increase the version."""
         value, held = self.value, self.held
-        return _read_version(value) != self.version or (held is not None and not _is_equal(value, held))
+        return read_version(value) != self.version or (held is not None and not _is_equal(value, held))
 
     def restore(self) -> Any:
         """Return the value itself with its recorded content.
@@ -149,7 +144,8 @@ def _is_open(value: Any) -> bool:
     return kind in CHANGEABLE and not (kind is tuple and PLAIN.issuperset(map(type, value)))
 
 
-def _read_version(tensor: Tensor) -> int:
+def read_version(tensor: Tensor) -> int:
+    """Return a tensor's count of in-place changes; changes in inference mode do not count."""
     return 0 if tensor.is_inference() else get_version(tensor)
 
 

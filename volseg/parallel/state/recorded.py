@@ -18,7 +18,7 @@ from volseg.device.torch_internals import get_version, tree_leaves
 from volseg.errors import ParallelError
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.description import Weak, find_tensor, is_opaque
-from volseg.parallel.state.watch import Watch
+from volseg.parallel.state.watch import Watch, name_tensors
 
 __all__ = ["RecordedState"]
 
@@ -150,7 +150,7 @@ class RecordedState:
         return found
 
     def _find_host_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in _name_tensors(self._net):
+        for name, tensor in name_tensors(self._net):
             if not on_gpu(tensor) and not tensor.is_inference():
                 yield name, tensor
         if self._optimizer is not None:
@@ -158,11 +158,6 @@ class RecordedState:
                 for name, value in state.items():
                     if isinstance(value, Tensor) and not on_gpu(value):
                         yield f"the optimizer's {name}", value
-
-
-def _name_tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from net.named_parameters()
-    yield from net.named_buffers()
 
 
 def _shorten(token: Any) -> str:

@@ -10,10 +10,12 @@ Globals are watched if the network's own functions name them and they can be des
 ``forward`` reads from outside of Python, cannot be watched.
 """
 
-import operator
+import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from enum import Enum
 from itertools import chain
-from operator import is_, itemgetter
+from operator import call, is_, itemgetter
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -43,41 +45,39 @@ from volseg.parallel.state.description import (
     stays,
 )
 from volseg.parallel.state.module import LEFT_OUT, is_scripted
-from volseg.parallel.state.named_globals import AllBut, find_globals, is_of_library
 
-__all__ = ["ABSENT", "UNKNOWN", "Change", "Watch"]
+__all__ = ["ABSENT", "UNKNOWN", "Change", "Watch", "name_tensors"]
 
 FOLLOWED = (
-    PARAMETERS,
-    BUFFERS,
-    MODULES,
-    FORWARD_HOOKS,
-    FORWARD_PRE_HOOKS,
-    BACKWARD_HOOKS,
-    BACKWARD_PRE_HOOKS,
+    *(PARAMETERS, BUFFERS, MODULES),
+    *(FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS),
 )
 """Registries of a module whose members count; the other registries hold flags of these, or concern state dicts."""
 
-HOOKS_OF_ALL = HOOKS_OF_ALL_MODULES
-
 MADE_BY_PYTHON = frozenset({"__call__", "__getattr__"})
 """Special names of a class that may change its behaviour."""
+
+LIBRARIES = frozenset(("builtins", "torch", "torchvision", "monai", "volseg"))
+"""Packages whose networks read no globals that change."""
+
+MOST_LEAVES = 256
+"""Leaves of one global; comparing more would take longer than a recording saves."""
 
 
 _VALUES: Callable[[Any], Iterable[Any]] = dict.values
 
 
-class _Token:
+class _Token(Enum):
     """Token for a value that cannot be described."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    ABSENT = "nothing"
+    UNKNOWN = "what cannot be compared"
 
     def __repr__(self) -> str:
-        return self._name
+        return self.value
 
 
-ABSENT, UNKNOWN = _Token("nothing"), _Token("what cannot be compared")
+ABSENT, UNKNOWN = _Token
 
 
 class Change(NamedTuple):
@@ -265,7 +265,7 @@ class Watch:
         self._values = [value for held in reading for value in held.values]
         self._open = [held for held in self._held if held.contents or held.loose]
         self._tensors = (
-            [(name, tensor, get_address(tensor), tensor.requires_grad) for name, tensor in _name_tensors(self._net)]
+            [(name, tensor, get_address(tensor), tensor.requires_grad) for name, tensor in name_tensors(self._net)]
             if self._sees_tensors
             else []
         )
@@ -293,7 +293,10 @@ class Watch:
     def changes(self) -> list[Change]:
         """Return the changes, and record the current state."""
         same = self._has_same_objects()
-        suspects = [held for held in self._open if not held.is_same_inside()] if same else self._find_differing()
+        if same:
+            suspects = [held for held in self._open if not held.is_same_inside()]
+        else:
+            suspects = [held for held in self._held if not held.is_same()]
         names = [held.names for held in suspects]
         found = [change for held in suspects for change in held.changes()]
         moved = [
@@ -312,21 +315,14 @@ class Watch:
             self._arrange()
         return found + moved + others
 
-    def _find_differing(self) -> list[_Held]:
-        return [held for held in self._held if not held.is_same()]
-
     def _has_same_objects(self) -> bool:
         """Compare all identities at once."""
         if any(self._empty) or list(map(len, self._full)) != self._lengths:
             return False
         try:
-            return all(map(is_, chain.from_iterable(map(_got, self._gets, self._read)), self._values))
+            return all(map(is_, chain.from_iterable(map(call, self._gets, self._read)), self._values))
         except KeyError:  # one name was replaced by another
             return False
-
-
-_got = operator.call
-"""Reads a dictionary with a getter."""
 
 
 def _find_held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) -> Iterator[_Held]:
@@ -339,19 +335,69 @@ def _find_held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) 
         yield _Held(where, vars(module), see, LEFT_OUT)
         for registry in FOLLOWED:
             yield _Held(where, getattr(module, registry), registered)
-    for hooks in HOOKS_OF_ALL:
+    for hooks in HOOKS_OF_ALL_MODULES:
         yield _Held("the hooks of all modules, ", hooks, registered)
     for kind in kinds.keys() - {object, nn.Module}:
         by_python = {name for name in vars(kind) if name.startswith("__")} - MADE_BY_PYTHON
         yield _Held(f"{kind.__name__}.", vars(kind), see, by_python | {"_abc_impl"})
     members = [vars(module) for _, module in _name_modules(net)]
-    for holder, names in find_globals([*members, *(vars(kind) for kind in kinds if not is_of_library(kind))]):
-        yield _Held(f"{holder.get('__name__')}.", holder, see, left_out=AllBut(names))
+    for holder, names in _find_globals([*members, *(vars(kind) for kind in kinds if not _is_of_library(kind))]):
+        yield _Held(f"{holder.get('__name__')}.", holder, see, left_out=_AllBut(names))
     if optimizer is not None:
         for group in optimizer.param_groups:
             yield _Held("the optimizer's ", group, registered)
         for state in optimizer.state.values():
             yield _Held("the optimizer's ", state, registered)
+
+
+class _AllBut(frozenset[str]):
+    """Contains every name except these."""
+
+    def __contains__(self, name: object) -> bool:
+        return not super().__contains__(name)
+
+
+def _find_globals(members: Iterable[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any], frozenset[str]]]:
+    """Yield the globals of functions among ``members``, with the names that are read and can be compared.
+
+    Functions that are found under such a name are followed as well.
+
+    Parameters
+    ----------
+    members
+        Attributes of modules and of classes.
+    """
+    waiting = [each for held in members for member in held.values() for each in _list_functions(member)]
+    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    seen: set[Any] = set()
+    for function in waiting:
+        key = id(function.__globals__), function.__code__  # equal code may belong to two modules
+        if key in seen:
+            continue
+        seen.add(key)
+        holder, names = found.setdefault(id(function.__globals__), (function.__globals__, set()))
+        for name in _list_names_of(function.__code__) & holder.keys():
+            with contextlib.suppress(UnknownError):
+                if len(list_leaves(holder[name])) <= MOST_LEAVES:
+                    names.add(name)
+            waiting += _list_functions(holder[name])
+    yield from ((holder, frozenset(names)) for holder, names in found.values() if names)
+
+
+def _is_of_library(value: Any) -> bool:
+    """Return whether a class or function belongs to one of ``LIBRARIES``."""
+    return (value.__module__ or "").partition(".")[0] in LIBRARIES
+
+
+def _list_functions(value: Any) -> list[FunctionType]:
+    """Return the Python function that a member of a class or module is, if any; none of libraries."""
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return [value] if isinstance(value, FunctionType) and not _is_of_library(value) else []
+
+
+def _list_names_of(code: CodeType) -> set[str]:
+    """Return the names that a function reads from its globals, also in functions that it defines."""
+    return set(code.co_names).union(*(_list_names_of(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 def _name_modules(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -375,6 +421,7 @@ def _list_own(optimizer: Optimizer | None) -> tuple[Any, ...]:
     return (len(optimizer.param_groups), optimizer.param_groups, optimizer.state) if optimizer is not None else ()
 
 
-def _name_tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def name_tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers with their names."""
     yield from net.named_parameters()
     yield from net.named_buffers()

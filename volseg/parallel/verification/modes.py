@@ -70,16 +70,6 @@ def make_copies(count: int) -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cpu", index) for index in range(1, count))]
 
 
-@dataclass(frozen=True, slots=True)
-class Criterion:
-    """Loss and tolerance of a comparison."""
-
-    objective: Callable[[Any], Tensor]
-    """Maps outputs to a loss."""
-    tolerance: float
-    """Largest relative error that counts as equal."""
-
-
 class Comparison:
     """The modes of one strategy, each compared with the plain network.
 
@@ -87,12 +77,14 @@ class Comparison:
     ----------
     net
         The network.
-    inputs
+    shape, more
         The shape of its volume, and its further arguments.
     devices
         Devices of the comparison; None for those of a process group.
-    criterion
-        Loss, and the error that counts as equal.
+    objective
+        Maps outputs to a loss.
+    tolerance
+        Largest relative error that counts as equal.
     strategy, options
         Arguments of ``ModelParallel``.
     """
@@ -100,14 +92,15 @@ class Comparison:
     def __init__(
         self,
         net: nn.Module,
-        inputs: tuple[tuple[int, ...], Sequence[Any]],
+        shape: tuple[int, ...],
+        more: Sequence[Any],
         devices: list[torch.device] | None,
-        criterion: Criterion,
+        objective: Callable[[Any], Tensor],
+        tolerance: float,
         strategy: str,
         options: dict[str, Any],
     ) -> None:
-        self.shape, more = inputs
-        self.devices, self.objective, self.tolerance = devices, criterion.objective, criterion.tolerance
+        self.shape, self.devices, self.objective, self.tolerance = shape, devices, objective, tolerance
         self.strategy, self.options = strategy, dict(options)
         self.levels = self.options.pop("checkpoint", None) or "all"
         split_size = self.options.pop("split_size", None)
@@ -115,7 +108,7 @@ class Comparison:
         self.notes: list[str] = []
         self.faults: list[VolsegError] = []
         home = devices[0] if devices is not None else self._spatial(net).communicator.home
-        self.subjects = {training: Subject(net, training, self.shape, more, home) for training in (True, False)}
+        self.subjects = {mode: Subject(net, mode, shape, more, home, objective) for mode in (True, False)}
         self.shards = self._count_stages() if strategy == "pipeline" else self._count_shards()
 
     def _spatial(self, net: nn.Module) -> SpatialStrategy:
@@ -195,20 +188,17 @@ class Comparison:
     def _pipeline_modes(self) -> list[Mode]:
         assert self.devices is not None
         batch, size = self.shape[0], self.split_size
-        all_of_it, eager = ("split_size", batch), ("record", False)
-        cut = ("split_size", size)
-        modes = [
-            Mode(True, "one micro-batch", (all_of_it, eager)),
-            Mode(True, f"micro-batches of {size}", (cut, eager), split_size=size),
-            Mode(False, f"micro-batches of {size}", (cut, eager), split_size=size),
-            Mode(False, "without gradients", (cut, eager), split_size=size, gradients=False),
-        ]
+        cut, eager, remark = ("split_size", size), ("record", False), f"micro-batches of {size}"
         # Without a GPU, a recording repeats calls on one device.
         home = self.devices[0]
         places = None if home.type == "cuda" else (home,) * len(self.devices)
-        recorded = (cut, ("record", True))
-        modes.append(Mode(True, "recorded", recorded, split_size=size, recorded=True, devices=places))
-        return modes
+        return [
+            Mode(True, "one micro-batch", (("split_size", batch), eager)),
+            Mode(True, remark, (cut, eager), split_size=size),
+            Mode(False, remark, (cut, eager), split_size=size),
+            Mode(False, "without gradients", (cut, eager), split_size=size, gradients=False),
+            Mode(True, "recorded", (cut, ("record", True)), split_size=size, recorded=True, devices=places),
+        ]
 
     def _compare(self, mode: Mode) -> ModeResult:
         """Compare one mode with the plain network."""
@@ -221,7 +211,7 @@ class Comparison:
         if failed is not None and failed.outcome != "failed":
             return failed
         # After the parallel run, which may refuse before any computation; a fault of the plain network is raised.
-        key = (self.objective, steps, mode.gradients, mode.split_size)
+        key = (steps, mode.gradients, mode.split_size)
         theirs = subject.reference(*key)
         if failed is not None:
             return failed

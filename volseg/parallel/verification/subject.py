@@ -70,9 +70,15 @@ class Subject:
     """
 
     def __init__(
-        self, net: nn.Module, training: bool, shape: Sequence[int], more: Sequence[Any], home: torch.device
+        self,
+        net: nn.Module,
+        training: bool,
+        shape: Sequence[int],
+        more: Sequence[Any],
+        home: torch.device,
+        objective: Callable[[Any], Tensor],
     ) -> None:
-        self.training, self.shape = training, tuple(shape)
+        self.training, self.shape, self.objective = training, tuple(shape), objective
         self.state = "train" if training else "eval"
         self.original = _copy(net, training).to(home)
         generator = torch.Generator().manual_seed(0)
@@ -81,15 +87,9 @@ class Subject:
         self.notes: list[str] = []
         self._references: dict[Any, list[Values]] = {}
         self._allowed: dict[Any, list[float]] = {}
-        self._tell_modes()
+        if other := [name or "the network" for name, m in self.original.named_modules() if m.training != training]:
+            self.notes.append(f"in {'eval' if training else 'train'} mode inside {self.state}: {name_few(other)}")
         self._probe([volumes[1], *self.inputs[1:]])
-
-    def _tell_modes(self) -> None:
-        other = [
-            name or "the network" for name, part in self.original.named_modules() if part.training != self.training
-        ]
-        if other:
-            self.notes.append(f"in {'eval' if self.training else 'train'} mode inside {self.state}: {name_few(other)}")
 
     def _probe(self, others: Sequence[Any]) -> None:
         """Test the plain network with one seed twice, with another seed, and with another input."""
@@ -120,15 +120,10 @@ class Subject:
             )
         if not self.trouble:
             elsewhere = self._forward(self.net, others, 0)
-            fixed = [
-                name
-                for name, value in first.items()
-                if isinstance(value, Tensor) and find_kind(name) == "output" and _is_same(value, elsewhere.get(name))
-            ]
-            if fixed:
+            outputs = {n: v for n, v in first.items() if find_kind(n) == "output" and isinstance(v, Tensor)}
+            if fixed := [name for name, value in outputs.items() if _is_same(value, elsewhere.get(name))]:
                 self.notes.append(f"{self.state}: {name_few(fixed)} does not depend on the input")
-            single = [n for n, v in first.items() if find_kind(n) == "output" and _is_low(v)]
-            if single:
+            if single := [n for n, v in outputs.items() if v.is_floating_point() and v.dtype != torch.float64]:
                 self.notes.append(f"{self.state}: {name_few(single)} is not float64, so the network casts inside")
 
     def _forward(self, net: nn.Module, inputs: Sequence[Any], seed: int) -> Values:
@@ -136,18 +131,14 @@ class Subject:
         with self._own_fault(), seeded(seed, list_gpus()):
             return observe_call(model, inputs)
 
-    def reference(
-        self, objective: Callable[[Any], Tensor], steps: int, gradients: bool = True, split_size: int | None = None
-    ) -> list[Values]:
+    def reference(self, steps: int, gradients: bool, split_size: int | None) -> list[Values]:
         """Return the values after steps of the plain network, by micro-batches if ``split_size`` is given."""
         key = steps, gradients, split_size
         if key not in self._references:
-            self._references[key] = self._train(self.inputs, objective, *key)
+            self._references[key] = self._train(self.inputs, *key)
         return self._references[key]
 
-    def round_off(
-        self, objective: Callable[[Any], Tensor], steps: int, gradients: bool = True, split_size: int | None = None
-    ) -> list[float]:
+    def round_off(self, steps: int, gradients: bool, split_size: int | None) -> list[float]:
         """Return for each step the error that the plain network's own round-off explains.
 
         The input is moved by a few units in the last place: a norm over two voxels amplifies this change, and in the
@@ -157,8 +148,8 @@ class Subject:
         if key not in self._allowed:
             generator = torch.Generator().manual_seed(1)
             ulps = torch.randint(-4, 5, self.shape, generator=generator).to(self.inputs[0]) * EPSILON
-            near = self._train([self.inputs[0] * (1 + ulps), *self.inputs[1:]], objective, *key)
-            changes = [compare_values(*pair).errors for pair in zip(self.reference(objective, *key), near, strict=True)]
+            near = self._train([self.inputs[0] * (1 + ulps), *self.inputs[1:]], *key)
+            changes = [compare_values(*pair).errors for pair in zip(self.reference(*key), near, strict=True)]
             largest = [max((error for error in change.values() if error == error), default=0.0) for change in changes]
             self._allowed[key] = [min(MARGIN * change, MOST) for change in largest]
             self.notes.append(
@@ -167,14 +158,7 @@ class Subject:
             )
         return self._allowed[key]
 
-    def _train(
-        self,
-        inputs: Sequence[Any],
-        objective: Callable[[Any], Tensor],
-        steps: int,
-        gradients: bool,
-        split_size: int | None,
-    ) -> list[Values]:
+    def _train(self, inputs: Sequence[Any], steps: int, gradients: bool, split_size: int | None) -> list[Values]:
         """Train a copy of the plain network; see ``reference``."""
         model = copy.deepcopy(self.net)
 
@@ -184,13 +168,13 @@ class Subject:
             return join([model(*piece) for piece in cut_pieces(arguments, split_size)])
 
         with self._own_fault(), seeded(0, list_gpus()):
-            return observe(model, inputs, eager_step(call, objective, gradients), steps, self.leaves)
+            return observe(model, inputs, eager_step(call, self.objective, gradients), steps, self.leaves)
 
     def mixes_samples(self, split_size: int) -> bool:
         """Return whether outputs by micro-batches differ from those of the whole batch."""
         if self.trouble:
             return False
-        whole, parts = (self._train(self.inputs, _nothing, 1, False, size)[0] for size in (None, split_size))
+        whole, parts = (self.reference(1, False, size)[0] for size in (None, split_size))
         return any(
             error > TOLERANCE or error != error
             for name, error in compare_values(whole, parts).errors.items()
@@ -247,11 +231,6 @@ def _without_dropout(net: nn.Module) -> nn.Module:
     return copied
 
 
-def _nothing(outputs: Any) -> Tensor:
-    del outputs
-    return torch.zeros(())
-
-
 def _is_alike(one: Values, other: Values) -> bool:
     """Return whether outputs and buffers agree; GPUs may add in another order."""
     errors = compare_values(one, other).errors
@@ -260,10 +239,6 @@ def _is_alike(one: Values, other: Values) -> bool:
 
 def _is_same(one: Tensor, other: Any) -> bool:
     return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
-
-
-def _is_low(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def name_few(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from volseg.errors import ParallelError
 from volseg.parallel.devices import list_gpus
 from volseg.parallel.state.random import seeded
 from volseg.parallel.verification.comparison import TOLERANCE, compare, default_objective
-from volseg.parallel.verification.modes import Comparison, Criterion, make_copies
+from volseg.parallel.verification.modes import Comparison, make_copies
 from volseg.parallel.verification.report import ModeResult, Report
 
 __all__ = ["TOLERANCE", "ModeResult", "Report", "compare", "default_objective", "verify"]
@@ -92,8 +92,9 @@ def verify(
             f"shape must be (B, C, D, H, W) or (B, C, H, W) with sides of 1 or more, got {tuple(shape)}"
         )
     with seeded(0, list_gpus()), _hear() as said:
-        criterion = Criterion(objective, tolerance)
-        comparison = Comparison(net, (tuple(shape), more), _devices(devices, strategy), criterion, strategy, options)
+        comparison = Comparison(
+            net, tuple(shape), more, _devices(devices, strategy), objective, tolerance, strategy, options
+        )
         return comparison.report(said)
 
 

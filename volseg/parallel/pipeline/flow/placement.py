@@ -108,7 +108,10 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
     """
     locations = tuple(Location(stage, device) for stage, (device, _) in enumerate(zip(devices, lengths, strict=False)))
     stage_of = [location for location, length in zip(locations, lengths, strict=True) for _ in range(length)]
-    modules, states = dict(net.named_modules(remove_duplicate=False)), _name_states(net)
+    modules = dict(net.named_modules(remove_duplicate=False))
+    # Tied parameters and buffers are listed under each of their names.
+    named = net.named_parameters(remove_duplicate=False), net.named_buffers(remove_duplicate=False)
+    states = {name: state for kind in named for name, state in kind}
     anchors: dict[nn.Module, list[Location]] = defaultdict(list)
     owners: dict[int, Location] = {}
     for segment, location in zip(list_segments(trace), stage_of, strict=True):
@@ -132,12 +135,10 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
         state.grad = None if gradient is None else gradient.to(state.device)
     quiet = frozenset(modules[path] for path in _list_quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
     aliased = {id(states[name]) for name in trace.aliased}
-    placement = Placement(
-        locations, dict(anchors), owners, tuple(states.values()), list_batch_counters(net), quiet, aliased
-    )
-    placement.written = tuple(states[name] for name in sorted(trace.written))
-    placement.changes_arguments = trace.changes_arguments
-    placement.buffered = tuple(module for module in net.modules() if get_buffers(module))
+    written = tuple(states[name] for name in sorted(trace.written))
+    buffered = tuple(module for module in net.modules() if get_buffers(module))
+    of_states = tuple(states.values()), list_batch_counters(net), quiet, aliased, written
+    placement = Placement(locations, dict(anchors), owners, *of_states, trace.changes_arguments, buffered)
     runs.install_hooks(net)
     weak = ref(placement)
     for module in net.modules():
@@ -161,11 +162,6 @@ def _is_at_home(module: nn.Module, anchors: Mapping[nn.Module, list[Location]], 
     """Return whether all calls of ``module`` are on the stage that owns its parameters and buffers."""
     owned = {owners[id(state)] for state in (*module.parameters(), *module.buffers())}
     return len(owned.union(anchors.get(module, ()))) == 1
-
-
-def _name_states(net: nn.Module) -> Mapping[str, Tensor]:
-    """Return parameters and buffers by name, tied ones under each of their names."""
-    return {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers(remove_duplicate=False))}
 
 
 @dataclass(eq=False)

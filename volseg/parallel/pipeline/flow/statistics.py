@@ -47,8 +47,7 @@ Norm = Callable[..., Tensor]
 
 def list_batch_counters(net: nn.Module) -> frozenset[int]:
     """Return the identities of the ``num_batches_tracked`` buffers."""
-    norms = (NormBase,)
-    found = (m.num_batches_tracked for m in net.modules() if isinstance(m, norms))
+    found = (m.num_batches_tracked for m in net.modules() if isinstance(m, NormBase))
     return frozenset(id(counter) for counter in found if counter is not None)
 
 

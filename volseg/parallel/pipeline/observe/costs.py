@@ -30,7 +30,7 @@ from volseg.parallel.pipeline.plan.memory import KeptActivation
 from volseg.parallel.pipeline.plan.partition import LayerCost
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["Measured", "copy_network", "list_kept_activations", "measure", "move_call", "observe_copy"]
+__all__ = ["Measured", "copy_network", "list_layers", "measure", "move_call", "observe_copy"]
 
 REPEATS = 2
 """Timed passes on a GPU after one warm-up; the fastest counts. On a host the first pass counts: observing the network
@@ -42,10 +42,9 @@ SLEEP_CYCLES = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A network's segments and their costs for one micro-batch."""
+    """A network's trace, and the costs of its segments for one micro-batch."""
 
     trace: Trace
-    segments: tuple[Segment, ...]
     layers: tuple[LayerCost, ...]
     activations: tuple[KeptActivation, ...]
     host_ms: float
@@ -99,9 +98,8 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
             probe = copy.deepcopy(net)
     except Exception as failure:
         raise PartitionError(
-            f"the pipeline measures a copy of the network, and copy.deepcopy of {type(net).__name__} failed: "
-            f"{failure}. "
-            f"Make it copyable (tensors kept as attributes belong in buffers)"
+            f"the pipeline measures a copy of the network, and copy.deepcopy of {type(net).__name__} failed: {failure}."
+            " Make it copyable (tensors kept as attributes belong in buffers)"
         ) from failure
     if not with_hooks:
         runs.remove_hooks(probe)
@@ -144,24 +142,17 @@ def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devic
         host_ms = _measure_host_ms(probe, *move_call((args, kwargs), device)) if on_gpu else 0.0
     times = np.fmin.reduce(np.stack(passes[1:] or passes))  # NaN for segments that no timed pass ran: the path varies
     np.copyto(times, np.nanmean(times, 0), where=np.isnan(times))
-    activations = list_kept_activations(observer, found)
-    sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
-    layers = [
-        LayerCost(
-            modules=tuple(call.path or type(net).__name__ for call in segment.calls),
-            forward_ms=forward,
-            backward_ms=backward,
-            parameter_bytes=sum(sizes.get(name, 0) for name in segment.states),
-            activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
-            sent_bytes=sum(observer.made_bytes[number] for number in segment.sends),
-        )
-        for number, (segment, (forward, backward)) in enumerate(zip(found, times.tolist(), strict=True))
-    ]
-    return Measured(trace, tuple(found), tuple(layers), tuple(activations), host_ms)
+    activations, layers = list_layers(net, observer, found, times.tolist())
+    return Measured(trace, tuple(layers), tuple(activations), host_ms)
 
 
-def list_kept_activations(observer: Observer, parts: Sequence[Segment]) -> list[KeptActivation]:
-    """Return the memory that outlives an operation, with the segments that use it."""
+def list_layers(
+    net: nn.Module, observer: Observer, parts: Sequence[Segment], times: Sequence[Sequence[float]]
+) -> tuple[list[KeptActivation], list[LayerCost]]:
+    """Return the memory that outlives an operation, with the segments that use it, and the cost of each segment.
+
+    ``times`` are the forward and backward milliseconds of each segment.
+    """
     segment_of = {operation: number for number, part in enumerate(parts) for operation in part.operations}
 
     def name_segments(operations: set[int]) -> tuple[int, ...]:
@@ -174,7 +165,20 @@ def list_kept_activations(observer: Observer, parts: Sequence[Segment]) -> list[
         )
         for block in observer.blocks
     ]
-    return [block for block in found if block.kept or set(block.read) - {block.made}]
+    activations = [block for block in found if block.kept or set(block.read) - {block.made}]
+    sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
+    layers = [
+        LayerCost(
+            modules=tuple(call.path or type(net).__name__ for call in part.calls),
+            forward_ms=forward,
+            backward_ms=backward,
+            parameter_bytes=sum(sizes.get(name, 0) for name in part.states),
+            activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
+            sent_bytes=sum(observer.made_bytes[operation] for operation in part.sends),
+        )
+        for number, (part, (forward, backward)) in enumerate(zip(parts, times, strict=True))
+    ]
+    return activations, layers
 
 
 def _measure_host_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -201,9 +205,9 @@ class Stopwatch(runs.Run):
         self._begins = {(paths[part.calls[0].path], part.calls[0].index): n for n, part in enumerate(parts)}
         self._sends = {number for part in parts for number in part.sends}
         self._parameters = list(net.parameters())
-        self._start_clock = _start_device_clock if device.type == "cuda" else _start_host_clock
+        self._start_clock = _start_device_clock if device.type == "cuda" else partial(_start_clock, time.perf_counter)
         if not has_values(device):
-            self._start_clock = partial(_start_fake_clock, device)
+            self._start_clock = partial(_start_clock, partial(observer().read_clock, device))
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._number = 0
         self._segment = 0
@@ -297,15 +301,9 @@ class Stopwatch(runs.Run):
         return known[1]
 
 
-def _start_host_clock() -> Callable[[], float]:
-    start = time.perf_counter()
-    return lambda: (time.perf_counter() - start) * 1e3
-
-
-def _start_fake_clock(device: torch.device) -> Callable[[], float]:
-    clock = observer().read_clock
-    start = clock(device)
-    return lambda: (clock(device) - start) * 1e3
+def _start_clock(read: Callable[[], float]) -> Callable[[], float]:
+    start = read()
+    return lambda: (read() - start) * 1e3
 
 
 def _start_device_clock() -> Callable[[], float]:

@@ -6,7 +6,7 @@ inference.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,36 +38,6 @@ class Block:
     """Operations that save it for backward."""
 
 
-class _Memory:
-    """The blocks that operations make and read, without those of ``states``."""
-
-    def __init__(self, states: Iterable[tuple[str, Tensor]]) -> None:
-        self.blocks: list[Block] = []
-        # By memory, not identity: a linear layer keeps a transposed view of its weight.
-        self._states = {StorageWeakRef(state.untyped_storage()).cdata: name for name, state in states}
-        self._known: dict[int, tuple[StorageWeakRef, Block]] = {}
-
-    def name_of_owner(self, tensor: Tensor) -> str | None:
-        """Return the name of the parameter or buffer that owns the memory of ``tensor``."""
-        if tensor.layout != torch.strided:
-            return None
-        return self._states.get(StorageWeakRef(tensor.untyped_storage()).cdata)
-
-    def see(self, tensor: Tensor, number: int) -> Block:
-        """Return the block of ``tensor``, made by operation ``number`` if it is new."""
-        if tensor.layout != torch.strided:
-            return Block(0, number)
-        storage = tensor.untyped_storage()
-        weak = StorageWeakRef(storage)
-        known = self._known.get(weak.cdata)
-        # An address is reused once its memory has been freed.
-        if known is None or known[0].expired():
-            self._known[weak.cdata] = known = (weak, Block(storage.nbytes(), number))
-            if weak.cdata not in self._states:
-                self.blocks.append(known[1])
-        return known[1]
-
-
 class Observer(runs.Run):
     """Record a forward."""
 
@@ -79,9 +49,13 @@ class Observer(runs.Run):
         self._paths = {module: path for path, module in net.named_modules()}
         names = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
         self._states = {id(state): name for name, state in reversed(names)}
+        # By memory, not identity: a linear layer keeps a transposed view of its weight.
+        self._owners = {StorageWeakRef(state.untyped_storage()).cdata: name for name, state in names}
+        self.blocks: list[Block] = []
+        """All used memory except that of parameters and buffers."""
+        self._known: dict[int, tuple[StorageWeakRef, Block]] = {}
         self._counters = list_batch_counters(net)
         self._calls: dict[str, int] = defaultdict(int)
-        self._memory = _Memory(names)
         self._guards: list[tuple[Any, bool]] = []
         self._aliased: set[str] = set()
         self._written: set[str] = set()
@@ -102,16 +76,31 @@ class Observer(runs.Run):
 
     def _count(self, tensor: Tensor) -> None:
         """Count a tensor that backward would need, and drop it."""
-        self._memory.see(tensor, self._number).kept.add(self._number)
+        self._see(tensor).kept.add(self._number)
 
     def note_arguments(self, values: Any) -> None:
         """Count the memory of the call's tensors as made before the first operation."""
-        self._arguments = [self._memory.see(tensor, 0) for tensor in runs.iterate_tensors(values)]
+        self._arguments = [self._see(tensor) for tensor in runs.iterate_tensors(values)]
 
-    @property
-    def blocks(self) -> list[Block]:
-        """All used memory except that of parameters and buffers."""
-        return self._memory.blocks
+    def _see(self, tensor: Tensor) -> Block:
+        """Return the block of ``tensor``, made by this operation if it is new."""
+        if tensor.layout != torch.strided:
+            return Block(0, self._number)
+        storage = tensor.untyped_storage()
+        weak = StorageWeakRef(storage)
+        known = self._known.get(weak.cdata)
+        # An address is reused once its memory has been freed.
+        if known is None or known[0].expired():
+            self._known[weak.cdata] = known = (weak, Block(storage.nbytes(), self._number))
+            if weak.cdata not in self._owners:
+                self.blocks.append(known[1])
+        return known[1]
+
+    def _name_owner(self, tensor: Tensor) -> str | None:
+        """Return the name of the parameter or buffer that owns the memory of ``tensor``."""
+        if tensor.layout != torch.strided:
+            return None
+        return self._owners.get(StorageWeakRef(tensor.untyped_storage()).cdata)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the start of a module call."""
@@ -134,7 +123,7 @@ class Observer(runs.Run):
         # A tensor wrapped by torch.vmap has no memory of its own.
         read = [runs.unwrap(tensor) for tensor in runs.iterate_tensors((args, kwargs))]
         versions = [(tensor, runs.read_version(tensor)) for tensor in read]
-        blocks = [self._memory.see(tensor, self._number) for tensor in read]
+        blocks = [self._see(tensor) for tensor in read]
         for block in blocks:
             block.read.add(self._number)
         dice = _read_random_state(read)
@@ -145,12 +134,14 @@ class Observer(runs.Run):
         result = function(*args, **kwargs) if result is None else result
         changed = {id(tensor) for tensor in runs.list_changed_tensors(versions)} - self._counters
         rewritten = [(tensor, block) for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed]
-        self._written.update(name for tensor, _ in rewritten if (name := self._memory.name_of_owner(tensor)))
+        self._written.update(name for tensor, _ in rewritten if (name := self._name_owner(tensor)))
         self._changes_arguments |= any(block in self._arguments for _, block in rewritten)
         # The functions between the differentiated tensor and the derivative stay together.
         since = [block.made for block in (blocks if differentiates else [block for _, block in rewritten])]
         named = (self._states.get(id(tensor)) or getattr(tensor, "_volseg_alias", None) for tensor in read)
         states = dict.fromkeys(name for name in named if name is not None)
+        with host_values():
+            is_random = not torch.equal(dice, _read_random_state(read))
         self.events.append(
             Operation(
                 number=self._number,
@@ -158,7 +149,7 @@ class Observer(runs.Run):
                 uses=self._list_makers(read),
                 states=tuple(states),
                 changed_since=min(since, default=None),
-                is_random=_differ(dice, _read_random_state(read)),
+                is_random=is_random,
                 guard=self._number_guard(),
             )
         )
@@ -179,7 +170,7 @@ class Observer(runs.Run):
         tensors = list(runs.iterate_tensors(result))
         for tensor in tensors:
             tensor._volseg_made = (self, self._number)  # type: ignore[attr-defined]
-            self._memory.see(runs.unwrap(tensor), self._number)
+            self._see(runs.unwrap(tensor))
         self.made_bytes[self._number] = sum(tensor.nbytes for tensor in tensors)
         self._number += 1
 
@@ -201,15 +192,10 @@ class Observer(runs.Run):
     def make_trace(self, output: Any) -> Trace:
         """Return the trace; mark the outputs as read by the caller."""
         for tensor in runs.iterate_tensors(output):
-            self._memory.see(tensor, self._number).read.add(self._number)
+            self._see(tensor).read.add(self._number)
         made = self._list_makers(pytree.tree_leaves(output))
         names = frozenset(self._aliased), frozenset(self._written)
         return Trace(tuple(self.events), made, *names, self._changes_arguments)
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    with host_values():
-        return not torch.equal(one, other)
 
 
 def _read_random_state(read: list[Tensor]) -> Tensor:

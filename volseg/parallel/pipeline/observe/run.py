@@ -31,12 +31,8 @@ from volseg.device.module_internals import (
     get_forward_hooks,
     get_forward_pre_hooks,
 )
-from volseg.device.torch_internals import (
-    find_backward_pass,
-    get_version,
-    is_transformed,
-    unwrap_transformed,
-)
+from volseg.device.torch_internals import find_backward_pass, is_transformed, unwrap_transformed
+from volseg.parallel.state.module import read_version
 
 __all__ = [
     "Arguments",
@@ -74,18 +70,9 @@ _QUESTIONS = frozenset(
         *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_inference"),
         *("is_tensor", "is_storage", "is_same_size", "is_set_to", "is_nonzero", "is_grad_enabled", "get_device"),
         *("data_ptr", "untyped_storage", "record_stream", "requires_grad_", "retain_grad", "register_hook"),
-        *(
-            "register_post_accumulate_grad_hook",
-            "backward",
-            "grad",
-            "detach_",
-            "result_type",
-            "can_cast",
-            "item",
-            "tolist",
-        ),
-        *("numpy", "get_default_dtype", "__len__", "__hash__", "__repr__", "__format__", "__bool__", "__int__"),
-        *("__float__", "__index__", "__contains__", "__dir__", "__reduce_ex__", "__deepcopy__"),
+        *("register_post_accumulate_grad_hook", "backward", "grad", "detach_", "result_type", "can_cast", "item"),
+        *("tolist", "numpy", "get_default_dtype", "__len__", "__hash__", "__repr__", "__format__", "__bool__"),
+        *("__int__", "__float__", "__index__", "__contains__", "__dir__", "__reduce_ex__", "__deepcopy__"),
     )
 )
 
@@ -133,11 +120,6 @@ def unwrap(tensor: Tensor) -> Tensor:
     while is_transformed(tensor):
         tensor = unwrap_transformed(tensor)
     return tensor
-
-
-def read_version(tensor: Tensor) -> int:
-    """Return a tensor's count of in-place changes; changes in inference mode do not count."""
-    return 0 if tensor.is_inference() else get_version(tensor)
 
 
 def list_changed_tensors(read: list[tuple[Tensor, int]]) -> list[Tensor]:

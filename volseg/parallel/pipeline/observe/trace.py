@@ -11,6 +11,7 @@ This module is pure: it reads the events of an ``Observer``. A pipeline may be c
   because checkpoint restores the generators of its inputs' devices only.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -178,18 +179,13 @@ def list_segments(trace: Trace) -> list[Segment]:
     }
     for operation in operations:
         if operation.changed_since is not None:
-            first, last = _get_anchor(starts, operation.changed_since), _get_anchor(starts, operation.number)
-            forbidden.update(range(first + 1, last + 1))
+            # No cut before an anchor that begins later, up to the one in which the change is.
+            forbidden.update(range(bisect(starts, operation.changed_since), bisect(starts, operation.number)))
     cuts = [0, *(number for number in range(1, len(anchors)) if number not in forbidden), len(anchors)]
     runs = [
         (anchors[a:b], range(starts[a], starts[b] if b < len(anchors) else len(operations))) for a, b in pairwise(cuts)
     ]
     return _describe_segments(trace, runs, operations)
-
-
-def _get_anchor(starts: Sequence[int], operation: int) -> int:
-    """Return the index of the last anchor that starts at or before ``operation``."""
-    return max(number for number, start in enumerate(starts) if start <= operation)
 
 
 def _describe_segments(

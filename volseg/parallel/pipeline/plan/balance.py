@@ -29,7 +29,6 @@ __all__ = [
     "list_held",
     "measure_unevenness",
     "predict_ms",
-    "sum_stages",
 ]
 
 TOLERANCE = 0.02
@@ -111,10 +110,9 @@ def balance(
     if fastest is None:
         peak = max(list_held(memory, balance_stages(memory, stages)))
         raise PartitionError(
-            f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one "
-            f"device, and the "
-            f"devices have {', '.join(f'{limit / 2**30:.3f}' for limit in limits)} GiB; "
-            f"use more devices, a smaller batch or smaller volumes"
+            f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one device, and "
+            f"the devices have {', '.join(f'{limit / 2**30:.3f}' for limit in limits)} GiB; use more devices, a "
+            "smaller batch or smaller volumes"
         )
     if held is None:
         return list(fastest[1])
@@ -147,7 +145,7 @@ def _compute_least_full(
 
 
 def list_held(held: Held, lengths: Sequence[int]) -> list[float]:
-    """Return the bytes that each stage holds.
+    """Return the bytes that each stage holds, or its time in a table of times.
 
     Examples
     --------
@@ -222,18 +220,6 @@ def _compute_front(costs: Sequence[Held], limits: Sequence[Sequence[float]], min
                     reached[end].append((worst, lengths))
         best = reached
     return best[-1]
-
-
-def sum_stages(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """Return the sum of each stage.
-
-    Examples
-    --------
-    >>> sum_stages([1, 2, 3, 4], [1, 3])
-    [1, 9]
-    """
-    ends = [0, *accumulate(lengths)]
-    return [sum(values[start:end]) for start, end in pairwise(ends)]
 
 
 def predict_ms(

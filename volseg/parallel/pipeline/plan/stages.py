@@ -9,6 +9,7 @@ import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -24,7 +25,6 @@ from volseg.parallel.pipeline.plan.balance import (
     list_held,
     measure_unevenness,
     predict_ms,
-    sum_stages,
 )
 from volseg.parallel.pipeline.plan.memory import Held, compute_held_bytes, sum_runs
 from volseg.parallel.pipeline.plan.partition import LayerCost
@@ -117,7 +117,7 @@ def plan_stages(
         except PartitionError as refused:
             failure = refused
             continue
-        phases = sum_stages(forward, cuts[stages]), sum_stages(backward, cuts[stages])
+        phases = list_held(sum_runs(forward), cuts[stages]), list_held(sum_runs(backward), cuts[stages])
         copies = _predict_copies_ms(layers, cuts[stages]) if is_gpu(devices[0]) else 0.0
         predicted[stages] = predict_ms(*phases, micro_batches, host_ms, copies)
     if predicted:
@@ -149,8 +149,7 @@ def _describe_memory(memory: Held, lengths: Sequence[int], forward: Sequence[flo
 
 def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> float:
     """Return the time of one micro-batch's copies between all stages."""
-    ends = [sum(lengths[:stage]) for stage in range(1, len(lengths))]
-    return sum(COPY_MS + layers[end - 1].sent_bytes / COPY_BYTES_PER_MS for end in ends)
+    return sum(COPY_MS + layers[end - 1].sent_bytes / COPY_BYTES_PER_MS for end in accumulate(lengths[:-1]))
 
 
 def read_memory_limits(devices: Sequence[torch.device]) -> list[float] | None:

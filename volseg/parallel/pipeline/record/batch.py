@@ -13,7 +13,7 @@ tensor until the first kernel that uses it.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,22 +24,132 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from volseg.device.first_order import first_order
+from volseg.device.gpus import is_gpu
 from volseg.device.module_internals import NormBase
 from volseg.device.streams import current_gpu_stream
 from volseg.device.torch_internals import (
+    TorchDispatchMode,
+    find_saved_tensors_hooks,
+    find_transform,
+    get_storage_key,
     multiply_each,
     pytree,
 )
 from volseg.errors import ParallelError
-from volseg.parallel.pipeline.flow.placement import BatchContext, Placement, mark_return
+from volseg.parallel.pipeline.flow.placement import BatchContext, PlacedRun, Placement, mark_return
+from volseg.parallel.pipeline.flow.statistics import WholeBatchStatistics
 from volseg.parallel.pipeline.flow.transfer import copy_between
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join, split
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.record.graphs import BatchGraph, Lanes, RecordRefusedError
-from volseg.parallel.pipeline.record.recorded_run import CountedStatistics, RecordedRun, RefusedOperations
+from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE
+from volseg.parallel.pipeline.record.graphs import Lanes, RecordRefusedError
 from volseg.parallel.timeline import Timeline, get_timeline
 
 __all__ = ["RecordedBatch"]
+
+VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class RefusedOperations(TorchDispatchMode):
+    """Refuse functions whose result Python reads, or whose shape depends on values: a replay runs no Python.
+
+    Each of them would invalidate a CUDA capture. Random numbers are refused on other GPUs than the one that starts the
+    graph: a replay writes the seeds of each GPU on that GPU's current stream, for which the graph does not wait.
+
+    Parameters
+    ----------
+    first
+        Device that starts the graph.
+    """
+
+    def __init__(self, first: torch.device) -> None:
+        super().__init__()
+        self._first = first
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Indexing has a tag only because of masks.
+        is_index = function is torch.ops.aten.index.Tensor
+        by_mask = is_index and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if by_mask or (not is_index and VALUES.intersection(function.tags)):
+            raise RecordRefusedError(f"the network reads values of a tensor ({function}), which a replay would not")
+        result = function(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in function.tags and any(
+            is_gpu(tensor.device) and tensor.device != self._first for tensor in runs.iterate_tensors(result)
+        ):
+            raise RecordRefusedError(f"random numbers are drawn ({function}) on another GPU than {self._first}")
+        return result
+
+
+class RecordedRun(PlacedRun):
+    """A placed run under ``RefusedOperations`` that also refuses derivatives, hooks of saved tensors and own state.
+
+    Parameters
+    ----------
+    placement, statistics, context
+        As for any placed run.
+    first
+        Device that starts the graph.
+    """
+
+    skips_quiet = False
+
+    def __init__(
+        self, placement: Placement, statistics: WholeBatchStatistics, context: BatchContext, first: torch.device
+    ) -> None:
+        super().__init__(placement, statistics, context)
+        self._refused = RefusedOperations(first)
+
+    def __enter__(self) -> "RecordedRun":
+        self._refused.__enter__()
+        super().__enter__()
+        # By memory instead of identity: ``.data`` is another tensor, with a version of its own.
+        self._memory = {_find_memory(state) for state in self.placement.states}
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._refused.__exit__(*failure)
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in DIFFERENTIATE or find_transform() is not None:
+            raise RecordRefusedError("forward differentiates or maps functions (torch.autograd, torch.func)")
+        if find_saved_tensors_hooks(False) is not None:
+            raise RecordRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
+        plain = [runs.unwrap(tensor) for tensor in runs.iterate_tensors((args, kwargs or {}))]
+        read = [(tensor, runs.read_version(tensor)) for tensor in plain]
+        result = super().__torch_function__(function, types, args, kwargs)
+        # Micro-batches on two streams would change it concurrently.
+        if any(_find_memory(tensor) in self._memory for tensor in runs.list_changed_tensors(read)):
+            raise RecordRefusedError(f"forward changes its own state ({getattr(function, '__name__', function)})")
+        return result
+
+
+def _find_memory(tensor: Tensor) -> int:
+    return get_storage_key(tensor.untyped_storage()) if tensor.layout == torch.strided else -1
+
+
+class CountedStatistics(WholeBatchStatistics):
+    """Leave ``num_batches_tracked`` to the replay."""
+
+    def __init__(self, micro_batches: int) -> None:
+        super().__init__(micro_batches)
+        self._counters: list[Tensor] = []
+
+    def counts_batch(self, counter: Tensor) -> bool:
+        """Count later; return False."""
+        if super().counts_batch(counter):
+            self._counters.append(counter)
+        return False
+
+    def commit(self) -> None:
+        """Update running buffers and counters."""
+        super().commit()
+        for counter in self._counters:
+            counter.add_(1)
 
 
 @dataclass(eq=False)
@@ -87,7 +197,9 @@ class RecordedBatch:
         # Without the caller's tensors, which would live as long as the recording.
         self._net, self._batch = net, replace(batch, call=((), {}), calls=())
         self._ticket: weakref.ref[_Ticket] | None = None
-        self._call: Call = pytree.tree_map_only(Tensor, _copy_input, batch.call)
+        self._call: Call = pytree.tree_map_only(
+            Tensor, lambda given: given.detach().clone().requires_grad_(given.requires_grad), batch.call
+        )
         self._inputs = [leaf for leaf in pytree.tree_leaves(self._call) if isinstance(leaf, Tensor)]
         named = dict(net.named_parameters())
         self.parameters = list(named.values())
@@ -129,20 +241,14 @@ class RecordedBatch:
     def release(self) -> None:
         """Drop the recording: its memory is freed once no forward waits for its backward, which holds the memory."""
 
-    def take_ticket(self) -> _Ticket:
-        """Mark the activations as needed while the returned object exists."""
-        ticket = _Ticket()
-        self._ticket = weakref.ref(ticket)
-        return ticket
-
-    def _record_forward(self) -> tuple[BatchGraph, list[Any]]:
-        """Record every micro-batch; keep its outputs, return the graph and the joined outputs' tensors."""
+    def _record_forward(self) -> tuple[Callable[[], None], list[Any]]:
+        """Record every micro-batch; keep its outputs, return the replay and the joined outputs' tensors."""
         self._roots: list[_Output] = []
         given = [(tensor, runs.read_version(tensor)) for tensor in self._inputs]
-        graph, homes = self._lanes.record(self._run_forward)
+        replay, homes = self._lanes.record(self._run_forward)
         if runs.list_changed_tensors(given):
             raise RecordRefusedError("forward changes its arguments in place")
-        return graph, homes
+        return replay, homes
 
     def _run_forward(self) -> list[Any]:
         contexts: dict[int, BatchContext] = defaultdict(BatchContext)
@@ -172,7 +278,7 @@ class RecordedBatch:
         self._placement.forget_marks(homes)
         return homes
 
-    def _record_backward(self) -> BatchGraph | None:
+    def _record_backward(self) -> Callable[[], None] | None:
         """Record the gradients of the inputs and of the parameters from those of the outputs."""
         wanted = [*self._inputs, *self._aliases.values()]
         self._places = {id(tensor): place for place, tensor in enumerate(wanted) if tensor.requires_grad}
@@ -192,11 +298,11 @@ class RecordedBatch:
         pieces = [(root, next(gradients[root.number])) for root in self._roots if root.number in gradients]
         pieces = [(root, piece) for root, piece in pieces if root.source.requires_grad]
         before = [parameter.grad for parameter in self.parameters]
-        graph, found = self._lanes.record(partial(self._run_backward, pieces, wanted))
+        replay, found = self._lanes.record(partial(self._run_backward, pieces, wanted))
         if any(parameter.grad is not own for parameter, own in zip(self.parameters, before, strict=True)):
             raise RecordRefusedError("backward itself computes gradients of parameters (reentrant checkpoints)")
         self._gradients = dict(zip(self._places.values(), found, strict=True))
-        return graph
+        return replay
 
     def _run_backward(
         self, pieces: Sequence[tuple[_Output, Tensor]], wanted: Sequence[Tensor]
@@ -241,7 +347,7 @@ class RecordedBatch:
         """Replay the forward pass; return new tensors, and update running statistics."""
         for tensor, static in zip(tensors, self._inputs, strict=True):
             static.copy_(tensor)
-        self._forward.replay()
+        self._forward()
         if (timeline := get_timeline()) is not None:
             timeline.marks += self._forward_marks
         self._statistics.commit()
@@ -268,7 +374,7 @@ class RecordedBatch:
             else:
                 arriving.copy_(gradient)
                 reached |= self._reaches[number]
-        self._backward.replay()
+        self._backward()
         if (timeline := get_timeline()) is not None:
             timeline.marks += self._backward_marks
         found: list[Tensor | None] = [None] * (len(self._inputs) + len(self.parameters))
@@ -294,17 +400,16 @@ def _wait(tensor: Tensor, event: Any) -> None:
         current_gpu_stream(tensor.device).wait_event(event)
 
 
-def _copy_input(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
 class _Replayed(torch.autograd.Function):
     """The whole network as one node."""
 
     @staticmethod
     def forward(ctx: Any, recorded: RecordedBatch, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.recorded = recorded
-        ctx.ticket = recorded.take_ticket() if any(ctx.needs_input_grad) else None
+        ctx.ticket = None
+        if any(ctx.needs_input_grad):  # the activations are needed while the ticket exists
+            ctx.ticket = _Ticket()
+            recorded._ticket = weakref.ref(ctx.ticket)
         ctx.set_materialize_grads(False)
         ctx.versions = list(map(runs.read_version, recorded.parameters))
         outputs = recorded.replay_forward(tensors[:num_inputs])

@@ -3,7 +3,7 @@
 A recording repeats kernels, not Python. It may replace ``forward`` only if Python would do the same again, so:
 
 * all values that Python could read are part of the kind of batch: shapes, plain arguments, modes, autocast, and the
-  network's condition (``state.conditions``);
+  network's condition (``Conditions``);
 * random numbers that are drawn on the host, and values of tensors that Python reads, prevent a recording;
 * hooks of the user must run, and a replay would not repeat side effects of ``forward`` (on buffers, attributes,
   arguments): such networks stay eager.
@@ -110,7 +110,7 @@ class BatchRecorder:
 
     def find_kind(self, condition: Hashable | None, call: Call, target: torch.device) -> Kind[RecordedBatch] | None:
         """Return the kind of a batch, or ``None`` if nothing can be recorded; see ``identify_batch``."""
-        key = identify_batch(condition, call, target, self._modes) if self.is_active else None
+        key = identify_batch(condition, call, target, self._modes)
         return None if key is None else self._recordings.find_kind(key)
 
     def count(self, kind: Kind[RecordedBatch]) -> None:

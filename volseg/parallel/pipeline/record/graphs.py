@@ -7,7 +7,8 @@ repeats them into the same memory. It is no faster than running them.
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from volseg.device.torch_internals import TorchDispatchMode, get_schema
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.transfer import list_copy_streams
 
-__all__ = ["BatchGraph", "HostGraph", "Lanes", "RecordRefusedError"]
+__all__ = ["HostGraph", "Lanes", "RecordRefusedError"]
 
 T = TypeVar("T")
 
@@ -29,13 +30,6 @@ _numbers: dict[str, "itertools.count[int]"] = {}
 
 class RecordRefusedError(ParallelError):
     """A forward does something that a recording would not repeat."""
-
-
-class BatchGraph(Protocol):
-    """Recorded work of all devices."""
-
-    def replay(self) -> None:
-        """Run the recorded work."""
 
 
 class Lanes:
@@ -84,15 +78,15 @@ class Lanes:
                 stack.enter_context(torch.cuda.device(self._gpus[0]))
             yield
 
-    def record(self, work: Callable[[], T]) -> tuple[BatchGraph, T]:
-        """Record the work that ``work`` queues on the devices, from this thread only; return the graph and its result.
+    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Record the work that ``work`` queues on the devices, from this thread only; return its replay and its result.
 
         ``work`` chooses lanes by ``turn_to``. On GPUs no kernel runs.
         """
         if not self._gpus:
             graph = HostGraph()
             with undisturbed(), graph:
-                return graph, work()
+                return graph.replay, work()
         own = make_graph(self._start, self._pool, is_step=False)
         joined = [*self._streams.values(), *list_copy_streams(self._gpus)]
         with undisturbed(), contextlib.ExitStack() as stack:
@@ -117,24 +111,18 @@ class Lanes:
                     own.end()
                 raise
             own.end()
-        return _StartedGraph(own, self._start, self._gpus), result
+        return partial(_replay, own, self._start, self._gpus), result
 
 
-class _StartedGraph:
-    """A graph that runs after the callers' earlier work on every device, and before their later work."""
-
-    def __init__(self, graph: Any, start: Any, devices: list[torch.device]) -> None:
-        self._graph, self._start, self._devices = graph, start, devices
-
-    def replay(self) -> None:
-        """Run the recorded work."""
-        callers = [current_gpu_stream(device) for device in self._devices]
-        for caller in callers:
-            self._start.wait_stream(caller)
-        with on_stream(self._start):
-            self._graph.replay()
-        for caller in callers:
-            caller.wait_stream(self._start)
+def _replay(graph: Any, start: Any, devices: Iterable[torch.device]) -> None:
+    """Run a graph after the callers' earlier work on every device, and before their later work."""
+    callers = [current_gpu_stream(device) for device in devices]
+    for caller in callers:
+        start.wait_stream(caller)
+    with on_stream(start):
+        graph.replay()
+    for caller in callers:
+        caller.wait_stream(start)
 
 
 def _make_memory(device: torch.device) -> torch.cuda.MemPool:
