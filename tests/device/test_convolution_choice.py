@@ -183,6 +183,8 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
     assert names(many, (17, 200, 1, 1, 1), 0) == names(head, (117, 32, 1, 1, 1), 0) == ["one voxel", None]
     assert names(many, (24, 200, 1, 1, 1), 0) == names(many, (1025, 200, 1, 1, 1), 0) == [None, None]
     assert names(head, (17, 32, 1, 1, 1), 0) == ["few taps", "few taps"]  # 32 taps of one voxel
+    assert names(head, (24, 32, 1, 1, 1), 0) == names((1, 16, 8, 8, 8), (32, 16, 2, 2, 2), 0, stride=(2, 2, 2))
+    assert names(head, (24, 32, 1, 1, 1), 0) == [None, None]
     assert names(head, (3, 32, 1, 1, 1), (1, 0, 0)) == [None, None]
     assert names((1, 257, 8, 8, 8), (3, 257, 1, 1, 1), 0) == [None, None]
     assert names(head, (3, 32, 1, 1, 1), 0, dilation=(2, 2, 2), bias=volume(3)) == ["one voxel", None]

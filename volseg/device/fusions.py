@@ -17,7 +17,6 @@ NAMES = (
     "no bias gradients",
     "waiting biases",
     "doubling",
-    "points",
     "few channels",
     "depthwise",
     "gates",
@@ -27,10 +26,9 @@ NAMES = (
     "layer norms",
 )
 """Statistics of groups and batches, and of norms in evaluation; PReLU, sigmoid, SiLU and GELU behind norms; sums that
-take norms along; bias gradients that are zero; biases that norms take away; volumes of twice the size; 1 x 1 x 1
-convolutions as matrix products; convolutions of few channels to few; depthwise ones; volumes times one channel;
-convolutions of few channels over groups of voxels, or with channels of zeros; attention without its scores; layer norms
-of short lines."""
+take norms along; bias gradients that are zero; biases that norms take away; volumes of twice the size; convolutions of
+few channels to few; depthwise ones; volumes times one channel; convolutions of few channels over groups of voxels, or
+with channels of zeros; attention without its scores; layer norms of short lines."""
 
 _off: set[str] = set()
 

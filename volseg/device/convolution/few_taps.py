@@ -22,9 +22,10 @@ __all__ = ["forward", "weight_gradient"]
 MOST_TAPS = 128
 """Limit of taps of one output voxel."""
 
-MOST_CHANNELS_OF_POINT = 32
-"""Input channels of a 1 x 1 x 1 convolution: 96 of them would take 0.7 ms for 128^3 voxels, the time of 125 taps; a
-matrix product reads and writes as much in 0.2 ms."""
+MOST_INPUTS, MOST_INPUTS_OF_UNEVEN = 8, 32
+"""Limit of input channels, and for output channels that are no multiple of 8, of which cuDNN is slow. For others 16
+channels with 2 x 2 x 2 taps take 2.6 times as long as by cuDNN, and the weight's gradient of 32 with one tap 1.4 times
+(``workflows/benchmarks/results/networks_h200_convolutions.json``)."""
 
 FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
 """Supported output channels."""

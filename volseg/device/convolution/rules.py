@@ -124,12 +124,10 @@ def is_uneven_head(call: ConvolutionCall) -> bool:
 
 def is_few_taps(call: ConvolutionCall) -> bool:
     """Return whether ``few_taps`` computes a convolution, forward or for the gradient of its weight."""
-    channels, taps = call.weight.shape[0], prod(call.weight.shape[1:])
-    fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and taps <= few_taps.MOST_TAPS
-    # The channels of one voxel are contiguous: this is a matrix product without gathering taps.
-    is_point = prod(call.weight.shape[2:]) == 1 and fusions.is_on("points")
-    gathered = not is_point or call.weight.shape[1] <= few_taps.MOST_CHANNELS_OF_POINT
-    if not fits or not gathered or call.settings.dilation != (1, 1, 1):
+    channels, inputs = call.weight.shape[:2]
+    most = few_taps.MOST_INPUTS if channels % 8 == 0 else few_taps.MOST_INPUTS_OF_UNEVEN
+    fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and inputs <= most
+    if not fits or prod(call.weight.shape[1:]) > few_taps.MOST_TAPS or call.settings.dilation != (1, 1, 1):
         return False
     suits = _is_plain_or_strided if has_own_taps(call.weight) else is_plain
     asked = call.slab, call.weight, call.settings
