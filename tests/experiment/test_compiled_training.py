@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ CPU = torch.device("cpu")
 def traced(monkeypatch):
     """Let everything but the kernels be as it is: they take seconds to compile."""
     monkeypatch.setattr(compiler_internals, "compile_graph", trace_only)
-    monkeypatch.setattr("volseg.experiment.placement.kernels.explain_no_compiler", lambda device: None)
+    monkeypatch.setattr("volseg.experiment.placement.placed_network.explain_no_compiler", lambda device: None)
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_a_network_that_cannot_be_compiled_ends_the_run_before_it_begins(configu
         train(configured("training.kernels=compiled"))
     assert not configured().folder.exists()
     monkeypatch.setattr(
-        "volseg.experiment.placement.kernels.explain_no_compiler", lambda device: "there is no compiler"
+        "volseg.experiment.placement.placed_network.explain_no_compiler", lambda device: "there is no compiler"
     )
     with pytest.raises(ConfigError, match=r"is compiled, but there is no compiler; set it to auto or torch"):
         train(configured("training.kernels=compiled"))
@@ -226,7 +227,7 @@ def measure_together(config_file):
         settled, found = resolve_kernels(RunFolder(config.folder), config, mesh, task, CPU, resume=False)
     finally:
         measured_kernels.time_steps = time_steps
-    return alone > 0, settled.training.kernels, found.as_json(), asked
+    return alone > 0, settled.training.kernels, asdict(found), asked
 
 
 def test_of_several_processes_the_leader_measures(config_file):

@@ -18,9 +18,8 @@ from volseg.errors import ConfigError, DataError, NonFiniteLossError
 from volseg.evaluation.intervals import mean_intervals
 from volseg.evaluation.summary import read_summary, write_summary
 from volseg.experiment import RunFolder, cross_validate, launching, train
-from volseg.experiment.cross_validation import train_in_processes
-from volseg.experiment.folds import plan_folds
 from volseg.experiment.launching import choose_gpus
+from volseg.experiment.several_runs import plan_folds
 from volseg.reporting import write_brief
 from volseg.workflow import load_checkpoint
 
@@ -286,11 +285,12 @@ def test_processes_train_what_they_can_and_tell_what_failed(config_file, planned
     assert written["folds"][0]["seconds"] > written["folds"][0]["seconds_training"]
 
 
-def test_ctrl_c_reaches_the_processes_which_save(planned):
-    (fold, *_) = planned("training.epochs=100000", "training.validate_every=100000")
+def test_ctrl_c_reaches_the_processes_which_save(quick, planned):
+    endless = ("training.epochs=100000", "training.validate_every=100000", "device=cpu")
+    fold = planned(*endless)[0]
     has_begun = (fold.folder.path / "history.jsonl").exists
     with acting_when(has_begun, press_ctrl_c), pytest.raises(KeyboardInterrupt):
-        train_in_processes([fold], [None], lambda fold, seconds: pytest.fail("it cannot be finished"))
+        cross_validate(quick(*endless), folds=[0], gpus=2)
     saved = load_checkpoint(fold.folder.checkpoints / "latest.pt")
     assert saved.epoch + saved.position > 0
 

@@ -12,7 +12,7 @@ from volseg import Hook
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError
 from volseg.experiment import predict, train, validate
-from volseg.experiment.placement import kernels
+from volseg.experiment.placement import placed_network
 from volseg.experiment.placement.placed_network import build_model
 from volseg.models import FitGrid
 from volseg.parallel import FastKernels
@@ -26,20 +26,20 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def fast_on_the_cpu(monkeypatch):
     """Let the CPU, on which the same functions run as plain torch, stand for a GPU that has the kernels."""
-    monkeypatch.setattr(kernels, "explain_absence", lambda device: None)
+    monkeypatch.setattr(placed_network, "explain_absence", lambda device: None)
 
 
 @pytest.fixture
 def chosen(configured, task, monkeypatch):
     """Return what becomes of a network of a config on a GPU, which the CPU stands for."""
-    rehearse = kernels._rehearse
-    monkeypatch.setattr(kernels, "explain_absence", lambda device: None)
-    monkeypatch.setattr(kernels, "_rehearse", lambda *given: rehearse(*given[:-1], CPU))
+    rehearse = placed_network._rehearse
+    monkeypatch.setattr(placed_network, "explain_absence", lambda device: None)
+    monkeypatch.setattr(placed_network, "_rehearse", lambda *given: rehearse(*given[:-1], CPU))
 
     def choose(*overrides, trains=True):
         config = configured("training.precision=bf16", *overrides)
         network = FitGrid(UNet(3, 1, 3, channels=[4, 8], strides=[2]))
-        return kernels.with_fast_kernels(network, config, 1, torch.device("cuda:0"), trains=trains)
+        return placed_network.with_fast_kernels(network, config, 1, torch.device("cuda:0"), trains=trains)
 
     return choose
 
@@ -57,10 +57,10 @@ def test_on_a_gpu_that_is_too_old_auto_takes_the_plain_network_and_says_why(conf
     reason = "they need a GPU of compute capability 8.0 or more, and cuda:0 has 7.0"
     for trains in (True, False):
         caplog.clear()
-        assert kernels.with_fast_kernels(network, configured(), 1, old, trains=trains) is None
+        assert placed_network.with_fast_kernels(network, configured(), 1, old, trains=trains) is None
         assert caplog.messages == [f"training.kernels is auto and takes torch's: {reason}"]
         with pytest.raises(ConfigError, match=r"training\.kernels is fast, but they need a GPU of compute capability"):
-            kernels.with_fast_kernels(network, configured("training.kernels=fast"), 1, old, trains=trains)
+            placed_network.with_fast_kernels(network, configured("training.kernels=fast"), 1, old, trains=trains)
 
 
 def test_on_a_cpu_auto_is_the_plain_network_and_says_nothing(configured, task, caplog):

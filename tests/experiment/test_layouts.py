@@ -16,8 +16,8 @@ from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.building import preprocessing_of
 from volseg.experiment.cases import choose_cases, prepare_chosen
-from volseg.experiment.folds import plan_folds
 from volseg.experiment.prediction.predicting import resolve_images
+from volseg.experiment.several_runs import plan_folds
 
 LABELS = ["background", "Anterior", "Posterior"]
 

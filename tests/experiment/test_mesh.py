@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from in_group import in_group
+from torch import nn
 from training_hooks import At, press_ctrl_c
 
 from volseg.errors import ConfigError
@@ -290,3 +291,31 @@ def test_a_deterministic_run_keeps_how_it_was_shared(config_file, tmp_path):
     assert "was begun with parallel.data: 2, parallel.spatial: 1 and training.deterministic: true" in refused
     assert "got 1 and 1; set both to what they were (fewer processes may compute them)" in refused
     assert try_to_run(config_file, [*overrides, "training.epochs=2", "parallel.data=2"], True) is None
+
+
+def test_one_process_reads(configured):
+    _, mesh = resolve_mesh(configured(), choose_cases(configured()).task, "cpu")
+    assert CaseReading(configured(), mesh).mesh.reads
+
+
+def read(config):
+    """Prepare the cases; a follower's batches are sent, and of a model that is not shared it can have none."""
+    chosen = choose_cases(config)
+    settled, mesh = resolve_mesh(config, chosen.task, torch.device("cpu"))
+    reading = CaseReading(settled, mesh)
+    prepared = reading.prepare(chosen)
+    if not reading.mesh.reads:
+        with pytest.raises(AssertionError, match="a follower of a model that is not shared"):
+            reading.make_batches(prepared, chosen.task, nn.Conv3d(1, 1, 1), torch.device("cpu"))
+    return {
+        "reads": reading.mesh.reads,
+        "training": len(prepared.training),
+        "validation": len(prepared.validation),
+        "order": len(prepared.order),
+    }
+
+
+def test_a_follower_reads_no_case(configured):
+    leader, follower = in_group(2, read, configured("parallel.spatial=2"))
+    assert leader == {"reads": True, "training": 4, "validation": 2, "order": 2}
+    assert follower == {"reads": False, "training": 0, "validation": 0, "order": 2}

@@ -269,7 +269,7 @@ def test_a_case_that_fails_ends_no_other_and_is_named_everywhere(run, images, tm
 
 def test_strictly_nothing_is_predicted_beside_a_bad_case(run, images, tmp_path):
     damage(images, "synthetic_002", "synthetic_004")
-    with pytest.raises(DataError, match=r"2 case\(s\) cannot be used:\n.*synthetic_002.*\n.*synthetic_004"):
+    with pytest.raises(DataError, match=r"2 case\(s\) cannot be used:\n.*synthetic_002.*\n.*synthetic_004.*\nfix them"):
         predict(run, [images], tmp_path / "out", strict=True)
     assert not list((tmp_path / "out").iterdir())
 
