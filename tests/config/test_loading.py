@@ -51,6 +51,7 @@ def test_defaults_are_filled_and_the_resolved_config_reads_as_the_same(write, tm
         ("patch.size=[4, 5, 6]", ("patch", "size"), (4, 5, 6)),
         ("training.ema=null", ("training", "ema"), None),
         ("split.validation=none", ("split", "validation"), "none"),
+        ("optimizer.lr=1e-3", ("optimizer", "lr"), 1e-3),
     ],
 )
 def test_overrides_are_read_as_yaml(write, assignment, path, value):
@@ -89,17 +90,13 @@ def test_an_override_that_some_config_takes_waits_for_it():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"traning": {}}, "traning: unknown key; did you mean 'training'?"),
         ({"patch": {"size": [8, 8, 8], "bach": 2}}, "patch.bach: unknown key; did you mean 'batch'?"),
         (
             {"augmentation": {"rotation": {"degres": 3}}},
             "augmentation.rotation.degres: unknown key; did you mean 'degrees'?",
         ),
-        ({"training": {"epochs": 0}}, "training.epochs: Input should be greater than or equal to 1, got 0"),
-        ({"split": {"fold": 7}}, "split: fold must be below num_folds=5, got 7"),
         ({"network": {"dropout": 1}}, "network.name: Field required"),
         ({"network": {"namee": "VNet"}}, "network.name: Field required; 'namee' is there, did you mean 'name'?"),
-        ({"losses": []}, "losses: needed: at least 1 item(s) in the list, got []"),
         ({"parallel": {"split_size": 2}}, "split_size belongs to strategy: pipeline"),
         ({"name": "../outside"}, "name: needed: letters, digits, '.', '_' and '-', the first"),
     ],
@@ -121,32 +118,10 @@ def test_all_faults_are_told_at_once(write):
         load_config(write(traning={}, training={"epochs": 0}))
 
 
-def test_files_that_are_no_config_say_so(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: No such file"):
-        load_config(tmp_path / "none.yaml")
-    (tmp_path / "list.yaml").write_text("- a", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"list\.yaml must hold `key: value` lines, got a list"):
-        load_config(tmp_path / "list.yaml")
-    (tmp_path / "code.yaml").write_text("name: !!python/object/apply:os.getcwd []", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"code\.yaml is not valid YAML"):
-        load_config(tmp_path / "code.yaml")
-
-
 def test_differences_name_the_keys(write):
     one = load_config(write())
     other = load_config(write(), ["training.epochs=5", "network.dropout_prob=0.2"])
     assert differences(one, other) == ["network.dropout_prob: 0.1 -> 0.2", "training.epochs: 100 -> 5"]
-
-
-def test_a_number_with_an_exponent_is_no_text(write):
-    assert load_config(write(), ["optimizer.lr=1e-3"]).optimizer.spec()["lr"] == 1e-3
-
-
-def test_a_config_that_is_no_utf8_says_so(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_bytes("name: é".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"config\.yaml is no text in UTF-8 .*; name a YAML file, saved as UTF-8"):
-        load_config(path)
 
 
 def test_a_located_config_reads_its_data_from_anywhere(write, tmp_path, monkeypatch):
@@ -185,10 +160,7 @@ SEEDS = list(itertools.product(["seed", "split.seed"], ["-1", "4294967296"]))
         ("training.clip=.inf", r"training\.clip: Input should be a finite number"),
         (f"training.epochs={10**12}", r"training\.epochs: Input should be less than 2147483648"),
         *((f"{key}={value}", f"{key}: Input should be (greater|less) than") for key, value in SEEDS),
-        ("training.epochs", r"--set takes key=value such as training\.epochs=5, got 'training\.epochs'"),
-        ("losses.3.weight=1", "'3' must be an index below 1"),
         ("name.first=1", "'first' lies inside the plain value 'a'"),
-        ("seed=[", "the value is not valid YAML"),
     ],
 )
 def test_an_override_that_nobody_can_mean_is_refused_when_the_config_is_read(write, assignment, message):

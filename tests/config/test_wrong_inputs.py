@@ -39,6 +39,12 @@ SETTINGS = [
     ("split=none", "split: needed: a section of `key: value` lines with keys of file, fold, .*validation"),
     ("data=Task04", "data: needed: a section of `key: value` lines with keys of cache, .*root, .*got 'Task04'"),
     ("augmentation.elastic=0.5", "augmentation.elastic: needed: a section .* keys of .*probability"),
+    ("augmentation.rotate={}", "augmentation.rotate: unknown key; did you mean 'rotation'?"),
+    ("augmentation.scaling.factor=[1.4, 0.7]", "factor must be (lowest, highest), got (1.4, 0.7)"),
+    (
+        "augmentation.elastic={spacing_voxels: 5, displacement_voxels: [0, 4]}",
+        "displacement_voxels of up to 4 folds the anatomy where control points are 5 voxels apart",
+    ),
     ("preprocessing=ZScore", "preprocessing: needed: a list in brackets, such as preprocessing: [{name: ZScore}]"),
     ("losses=DiceLoss", "losses: needed: a list in brackets, such as losses: [{name: DiceLoss}], got 'DiceLoss'"),
     ("losses={name: DiceLoss}", "losses: needed: a list in brackets, such as losses: [{name: DiceLoss}]"),
@@ -92,13 +98,9 @@ def test_a_wrong_file_is_told(tmp_path, name):
 def test_a_file_that_is_not_there_is_told_with_the_nearest_and_with_our_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my_task.yaml").touch()
-    with pytest.raises(
-        ConfigError, match=r"my_taks.yaml cannot be read: No such file .*; did you mean 'my_task.yaml'?"
-    ):
+    with pytest.raises(ConfigError, match=r"my_taks.yaml cannot be read: No such .*; did you mean 'my_task"):
         load_config("my_taks.yaml")
-    with pytest.raises(
-        ConfigError, match=re.escape(f"volseg's own of that name is {CONFIG.parent / 'task04_cpu.yaml'}")
-    ):
+    with pytest.raises(ConfigError, match=f"own of that name is {CONFIG.with_name('task04_cpu.yaml')}"):
         load_config("configs/task04_cpu.yaml")
 
 

@@ -9,9 +9,8 @@ import torch
 from monai.data import MetaTensor
 
 from volseg.errors import ConfigError, DataError, GridError
-from volseg.evaluation.lesions import match_lesions
 from volseg.evaluation.overlap import METRICS, evaluate_case
-from volseg.evaluation.scoring import Scoring, choose_scoring
+from volseg.evaluation.scoring import Scoring, choose_scoring, match_lesions
 from volseg.evaluation.summary import (
     EvaluatedCase,
     complete_summary,
@@ -168,7 +167,7 @@ def test_an_undefined_distance_is_counted_and_in_no_mean(summary):
 
 
 def test_a_summary_comes_back_as_it_was_with_its_infinities(summary, tmp_path):
-    path = write_summary(complete_summary(summary, ALL, LABELS), tmp_path / "summary.json")
+    path = write_summary(complete_summary(summary, ALL, LABELS), tmp_path / "validation" / "summary.json")
     assert repr(read_summary(path)) == repr(summary)
     assert read_names(path) == {"0": "background", "1": "organ", "2": "tumour"}
     json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail)

@@ -1,4 +1,3 @@
-import json
 import math
 import os
 from pathlib import Path
@@ -46,20 +45,6 @@ def test_means_leave_out_what_was_not_there(summary):
     assert summary["foreground_mean"]["Dice"] == pytest.approx((5 / 6 + 2 / 3) / 2)
     assert summary["mean"]["2"]["n_ref"] == 1  # counts are never absent: 2 and 0
     assert summary["foreground_mean"]["TN"] == pytest.approx((2 + 3 + 4) / 3)
-
-
-def test_summary_is_json_and_reads_back(summary, tmp_path):
-    path = write_summary(summary, tmp_path / "validation" / "summary.json")
-
-    def no_constant(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=no_constant)
-    assert raw["mean"]["3"]["Dice"] is None
-    read = read_summary(path)
-    assert math.isnan(read["mean"]["3"]["Dice"])
-    assert math.isnan(read["metric_per_case"][1]["metrics"]["2"]["IoU"])
-    assert read["foreground_mean"] == summary["foreground_mean"]
 
 
 def test_summary_of_nnunet_is_read(tmp_path):

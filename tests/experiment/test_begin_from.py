@@ -14,15 +14,14 @@ from typer.testing import CliRunner
 import volseg
 from volseg.cli import app
 from volseg.data.synthetic import make_task
-from volseg.errors import CheckpointError, ConfigError
+from volseg.errors import ConfigError
 from volseg.exchange.nnunet import read_nnunet
 from volseg.exchange.nnunet.folder import read_checkpoint
 from volseg.exchange.nnunet.plans import read_plan
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment import REGISTRIES, configure, export, load_config, train
-from volseg.experiment.prediction.sources import load_trained, open_source, read_weights
+from volseg.experiment.prediction.sources import load_trained, read_weights
 from volseg.models import build_network
-from volseg.models.weights import strip_prefixes
 from volseg.workflow import Hook, load_checkpoint
 
 NNUNET = Path(__file__).parents[1] / "exchange" / "nnunet" / "model"
@@ -250,12 +249,3 @@ def test_nnunets_weights_begin_a_network_that_has_nnunets_names(hippocampus, tmp
     written = read_checkpoint(CHECKPOINT).weights
     assert len(told["taken"]) == len(written)
     assert all(torch.equal(value, seen.weights[name]) for name, value in written.items())
-
-
-def test_a_file_without_weights_is_refused(trained, tmp_path):
-    """Names without any prefix were looked at for ever."""
-    file = tmp_path / "empty.safetensors"
-    file.write_bytes(pack_tensors({}))
-    with pytest.raises(CheckpointError, match="holds no weights"):
-        list(open_source(file))
-    assert strip_prefixes({}, ["a"]) == {}

@@ -170,9 +170,10 @@ def test_a_training_that_goes_on_in_the_middle_of_its_growth_ends_in_the_same_bi
         (["patch.growth=[{until: 1.0, size: [8, 8, 8]}]"], "less than 1"),
         (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.strategy=spatial"], "settled who computes what"),
         (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.pipeline=2"], "settled who computes what"),
+        (["training.validate_every=null", "training.patience=3"], r"training\.patience counts validations on the way"),
     ],
 )
-def test_growth_that_cannot_be_meant_is_refused(configured, overrides, message):
+def test_what_cannot_be_meant_is_refused(configured, overrides, message):
     with pytest.raises(ConfigError, match=message):
         configured(*overrides)
 
@@ -182,8 +183,3 @@ def test_no_epoch_is_validated_where_none_is_to_be(configured):
     assert [record.score for record in outcome.history] == [None, None]
     assert outcome.validated is not None
     assert not (outcome.folder.checkpoints / "best.pt").exists()
-
-
-def test_patience_needs_validations(configured):
-    with pytest.raises(ConfigError, match=r"training\.patience counts validations on the way"):
-        configured("training.validate_every=null", "training.patience=3")

@@ -127,25 +127,6 @@ def test_nnunets_model_gives_what_nnunet_predicts(tmp_path):
     assert torch.equal(found[0].labels, found[1].labels)
 
 
-def test_what_no_model_can_segment_is_refused(model, image, tmp_path):
-    volume = volseg.read_volume(image)
-    for given, affine, message in (
-        (volume.numpy(), None, "given as ndarray needs an affine"),
-        (volume, np.eye(4), "given as MetaTensor has a place of its own: give no affine"),
-        (volume.numpy(), np.eye(3), r"should be 4 x 4 .* got the shape \(3, 3\)"),
-        (volume.numpy(), np.diag([0, 0, 0, 1]), "does not place voxels in three dimensions"),
-        (torch.zeros(4, 4), torch.eye(4), "needs three axes"),
-        (torch.zeros(1, 8, 8, 8), torch.eye(4), "is constant"),
-        (torch.full((1, 8, 8, 8), torch.nan), torch.eye(4), "the image in memory .*NaN"),
-        (torch.cat([volume, volume]).as_tensor(), np.eye(4), r"has 2 channel\(s\).*, but the task declares 1"),
-        (volume.numpy().astype(complex), np.eye(4), "stores voxels of type complex"),
-        (object(), None, "an image should be a path, .* got object"),
-        (tmp_path / "gone.nii.gz", None, "does not exist"),
-    ):
-        with pytest.raises(DataError, match=message):
-            model(given, affine)
-
-
 def test_weights_only_cannot_predict(trained, tmp_path):
     torch.save({"model": {"a": torch.zeros(1)}}, tmp_path / "plain.pt")
     with pytest.raises(ConfigError, match=r"plain\.pt holds weights only: no config says"):
@@ -206,6 +187,17 @@ def shear(affine):
 @pytest.mark.parametrize(
     ("give", "message"),
     [
+        (lambda v: (v.numpy(), None), "given as ndarray needs an affine"),
+        (lambda v: (v, np.eye(4)), "given as MetaTensor has a place of its own: give no affine"),
+        (lambda v: (v.numpy(), np.eye(3)), r"should be 4 x 4 .* got the shape \(3, 3\)"),
+        (lambda v: (v.numpy(), np.diag([0, 0, 0, 1])), "does not place voxels in three dimensions"),
+        (lambda v: (torch.zeros(4, 4), torch.eye(4)), "needs three axes"),
+        (lambda v: (torch.zeros(1, 8, 8, 8), torch.eye(4)), "is constant"),
+        (lambda v: (torch.full((1, 8, 8, 8), torch.nan), torch.eye(4)), "the image in memory .*NaN"),
+        (lambda v: (torch.cat([v, v]).as_tensor(), np.eye(4)), r"has 2 channel\(s\).*, but the task declares 1"),
+        (lambda v: (v.numpy().astype(complex), np.eye(4)), "stores voxels of type complex"),
+        (lambda v: (object(), None), "an image should be a path, .* got object"),
+        (lambda v: ("gone.nii.gz", None), "does not exist"),
         (lambda v: (Flip(0)(v.clone()), None), "transforms were applied"),
         (lambda v: (Flip(0, lazy=True)(v.clone()), None), "transforms were applied"),
         (lambda v: (v[:, 1:], None), "transforms were applied"),
@@ -223,9 +215,8 @@ def shear(affine):
     ],
 )
 def test_an_image_whose_place_or_values_are_unclear_is_refused(give, message, model, image):
-    volume, affine = give(volseg.read_volume(image))
     with pytest.raises(DataError, match=message):
-        model(volume, affine)
+        model(*give(volseg.read_volume(image)))
 
 
 def test_tensors_that_numpy_does_not_know_are_taken(model, image):

@@ -10,6 +10,7 @@ from in_group import in_group
 from torch import nn
 from training_hooks import At, press_ctrl_c
 
+from tests.experiment.checkpoints import latest
 from volseg.errors import ConfigError
 from volseg.experiment import load_config, train
 from volseg.experiment.building import build_training
@@ -19,7 +20,6 @@ from volseg.experiment.placement.mesh_resolution import Needed, join_processes, 
 from volseg.experiment.placement.placed_network import build_model, choose_device
 from volseg.experiment.placement.training_mesh import CaseReading
 from volseg.parallel.devices import get_process_rank
-from volseg.workflow import load_checkpoint
 from volseg.workflow.randomness import seed_everything
 from volseg.workflow.spatial_group import GroupBatches
 
@@ -106,10 +106,6 @@ def test_processes_train_as_one_in_float64(processes, overrides, config_file, tr
         torch.testing.assert_close(one["weights"], alone["weights"], rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(one["losses"], alone["losses"], rtol=1e-6, atol=1e-7)  # kept in float32
         assert one["scores"] == alone["scores"]
-
-
-def latest(folder):
-    return load_checkpoint(folder / "checkpoints" / "latest.pt")
 
 
 def settle_on_devices_with_memory(config_file, overrides, full=(), needed=None, free=0):

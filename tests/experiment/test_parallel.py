@@ -10,19 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.experiment.checkpoints import latest
 from volseg.checkpointing.folder import RunFolder
 from volseg.errors import ConfigError
 from volseg.experiment import load_config, predict, train, train_on, validate
-from volseg.workflow import load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
 # float32: sums over shards add up in another order, and six optimizer steps carry that on.
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
-
-
-def latest(folder):
-    return load_checkpoint(folder / "checkpoints" / "latest.pt")
 
 
 def assert_same_run(one, other):

@@ -44,7 +44,7 @@ def times(folder):
 
 def test_only_label_maps_that_are_not_there_whole_are_made(own_run, images, tmp_path):
     output = tmp_path / "out"
-    whole = predict(own_run, [images], output)
+    whole = predict(own_run, [images], output, resume=True)  # begins, as there is nothing to go on with
     expected, written = contents(output), times(output)
     names = sorted(expected)
     (output / names[0]).unlink()
@@ -110,28 +110,22 @@ def test_cases_are_called_without_the_runs_channel_and_evaluated_by_case(own_run
 
 
 def test_an_image_that_was_replaced_is_predicted_again(own_run, images, tmp_path):
+    """Also by one of as many bytes: without compression every image of one shape is of one size."""
     output = tmp_path / "out"
+    first, second, *_ = sorted(images.iterdir())
+    scan = images / "scan.nii"
+    volume = nibabel.load(first)
+    nibabel.save(volume, scan)
     predict(own_run, [images], output)
-    written = times(output)
-    first, second = sorted(images.iterdir())[:2]
+    written, before, size = times(output), contents(output), scan.stat().st_size
     nibabel.save(nibabel.load(second), first)
     with first.open("ab") as file:  # the same bytes otherwise
         file.write(bytes(512))
+    nibabel.save(nibabel.Nifti1Image(np.asarray(volume.dataobj)[::-1].copy(), volume.affine, volume.header), scan)
+    assert scan.stat().st_size == size
     predict(own_run, [images], output, resume=True)
-    assert [name for name, at in times(output).items() if at != written[name]] == [first.name]
-
-
-def test_an_image_of_as_many_bytes_is_another_one(own_run, images, tmp_path):
-    """Without compression every image of one shape is of one size; the label map of the old one stayed."""
-    path = tmp_path / "scan.nii"
-    volume = nibabel.load(min(images.iterdir()))
-    nibabel.save(volume, path)
-    predict(own_run, [path], tmp_path / "out")
-    before, size = contents(tmp_path / "out"), path.stat().st_size
-    nibabel.save(nibabel.Nifti1Image(np.asarray(volume.dataobj)[::-1].copy(), volume.affine, volume.header), path)
-    assert path.stat().st_size == size
-    predict(own_run, [path], tmp_path / "out", resume=True)
-    assert contents(tmp_path / "out") != before
+    assert {name for name, at in times(output).items() if at != written[name]} == {first.name, "scan.nii.gz"}
+    assert contents(output)["scan.nii.gz"] != before["scan.nii.gz"]
 
 
 def test_what_another_prediction_wrote_meanwhile_is_not_taken_for_this_ones(own_run, images, tmp_path):
@@ -146,18 +140,6 @@ def test_what_another_prediction_wrote_meanwhile_is_not_taken_for_this_ones(own_
     assert contents(output) == contents(later.folder)
 
 
-def test_labels_that_mean_something_else_are_no_prediction_to_go_on_with(own_run, images, tmp_path):
-    predict(own_run, [images], tmp_path / "out")
-    file = own_run.path / "task.json"
-    file.write_text(file.read_text(encoding="utf-8").replace('"2"', '"5"'), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"made otherwise \(labels differ\)"):
-        predict(own_run, [images], tmp_path / "out", resume=True)
-
-
-def test_nothing_to_go_on_with_begins(own_run, images, tmp_path):
-    assert len(predict(own_run, [images], tmp_path / "out", resume=True).label_maps) == 4
-
-
 def test_predictions_of_other_weights_or_settings_are_not_mixed(own_run, images, tmp_path):
     output = tmp_path / "out"
     predict(own_run, [images], output)
@@ -169,6 +151,12 @@ def test_predictions_of_other_weights_or_settings_are_not_mixed(own_run, images,
     settings.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"made otherwise \(checkpoint differ\)"):
         predict(own_run, [images], output, resume=True, checkpoint="best")
+    task = own_run.path / "task.json"
+    meant = task.read_text(encoding="utf-8")
+    task.write_text(meant.replace('"2"', '"5"'), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"made otherwise \(labels differ\)"):
+        predict(own_run, [images], output, resume=True)
+    task.write_text(meant, encoding="utf-8")
     before = contents(output)
     predict(own_run, [images], output, checkpoint="best", overwrite=True)  # all are made anew
     assert contents(output).keys() == before.keys()
@@ -203,30 +191,6 @@ def test_a_pipe_is_no_image(own_run, tmp_path):
     os.mkfifo(tmp_path / "scan.nii")
     with pytest.raises(DataError, match=r"scan\.nii is neither a file nor a folder"):
         predict(own_run, [tmp_path / "scan.nii"], tmp_path / "out")
-
-
-def test_an_interrupted_prediction_goes_on(start, own_run, images, tmp_path):
-    for copy in range(30):
-        shutil.copy(images / "synthetic_001.nii.gz", images / f"more_{copy:02d}.nii.gz")
-    output = tmp_path / "out"
-    command = [sys.executable, "-m", "volseg", "predict", str(own_run.path), str(images), "-o", str(output)]
-    running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
-    while len(contents(output)) < 3 and running.poll() is None:
-        time.sleep(0.005)
-    running.send_signal(signal.SIGTERM)
-    said = running.communicate()[1]
-    assert running.returncode == 128 + signal.SIGTERM
-    written = times(output)
-    assert 3 <= len(written) < 34
-    words = "volseg: interrupted; every written label map is complete; continue with --resume"
-    assert words in said.splitlines()
-    assert "training" not in said
-    assert not list(output.glob(".*"))
-    subprocess.run([*command, "--resume"], check=True, capture_output=True)
-    again = times(output)
-    assert len(again) == 34
-    assert sum(again[name] != at for name, at in written.items()) <= 1  # what was written when the signal came
-    assert all(nibabel.load(output / name).get_fdata().size for name in again)
 
 
 @pytest.fixture
@@ -313,7 +277,7 @@ def test_other_settings_reach_the_label_maps_and_the_record(run, cross_validated
         predict([run, cross_validated / "fold_1"], image)
 
 
-def test_a_hundred_cases_two_of_them_broken_killed_and_started_again(start, run, tmp_path):
+def test_a_hundred_cases_two_of_them_broken_interrupted_killed_and_started_again(start, run, tmp_path):
     images, output = tmp_path / "images", tmp_path / "out"
     images.mkdir()
     voxels = np.random.default_rng(0).normal(size=(100, 16, 16, 16)).astype(np.float32)
@@ -321,12 +285,27 @@ def test_a_hundred_cases_two_of_them_broken_killed_and_started_again(start, run,
         nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), images / f"case_{number:03d}.nii.gz")
     damage(images, "case_020", "case_070")
     command = [sys.executable, "-m", "volseg", "predict", str(run), str(images), "-o", str(output)]
-    running = start(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while len(contents(output)) < 30 and running.poll() is None:
-        time.sleep(0.005)
-    running.kill()
-    assert running.wait() == -signal.SIGKILL
+
+    def end_by(number, count, *more):
+        """Start a prediction, end it by a signal once so many label maps are there; return what it said."""
+        running = start([*command, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8")
+        while len(contents(output)) < count and running.poll() is None:
+            time.sleep(0.005)
+        running.send_signal(number)
+        said = running.communicate()[1]
+        assert running.returncode == (-number if number == signal.SIGKILL else 128 + number)
+        return said
+
+    said = end_by(signal.SIGTERM, 10)
+    words = "volseg: interrupted; every written label map is complete; continue with --resume"
+    assert words in said.splitlines()
+    assert "training" not in said
+    assert not list(output.glob(".*"))
+    interrupted = times(output)
+    assert 10 <= len(interrupted) < 98
+    end_by(signal.SIGKILL, 40, "--resume")
     written, recorded = times(output), (output / FILE).read_bytes()
+    assert sum(written[name] != at for name, at in interrupted.items()) <= 1  # what was written when the signal came
     again = subprocess.run([*command, "--resume", "--json"], check=False, capture_output=True)
     assert again.returncode == 1
     told = json.loads(again.stdout)

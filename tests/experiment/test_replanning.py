@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from tests.experiment.checkpoints import latest
 from volseg import Checkpoints, Hook
 from volseg.config.parallel import ParallelConfig
 from volseg.data.json_files import read_json
@@ -21,7 +22,7 @@ from volseg.experiment.placement.alternatives import Answer
 from volseg.experiment.placement.placed_network import build_model
 from volseg.monitoring.loggers import Logger
 from volseg.parallel import ModelParallel
-from volseg.workflow import load_checkpoint, training
+from volseg.workflow import training
 
 REPLAN = "parallel.on_oom=replan"
 AT_SECOND = "was out of memory at train, epoch 2, batch 2; since then, and once only, the run goes on with"
@@ -48,10 +49,6 @@ class TooMuch(Hook):
         next(hook for hook in training.hooks if isinstance(hook, Checkpoints)).finish()  # the next one can be taken
 
     on_epoch_end = on_batch_end  # and after the best one has been written
-
-
-def latest(config):
-    return load_checkpoint(config.folder / "checkpoints" / "latest.pt")
 
 
 def test_without_being_asked_a_run_ends_and_says_what_takes_less(configured):
@@ -129,8 +126,8 @@ def test_whichever_part_of_a_step_fails_nothing_is_trained_twice_or_left_out(con
     aside = configured("training.accumulate=3", "training.ema=0.9", f"output={tmp_path / 'whole'}")
     train(aside)
     # float32, in another order of sums.
-    torch.testing.assert_close(latest(config).model, latest(aside).model, rtol=1e-3, atol=1e-5)
-    assert [record.epoch for record in latest(config).history] == [0, 1]
+    torch.testing.assert_close(latest(config.folder).model, latest(aside.folder).model, rtol=1e-3, atol=1e-5)
+    assert [record.epoch for record in latest(config.folder).history] == [0, 1]
 
 
 class Counted(Logger):
@@ -192,7 +189,7 @@ def test_a_run_goes_on_from_its_checkpoint_in_another_way(configured, caplog):
     aside = configured(f"output={config.folder.parent / 'whole'}")
     whole = train(aside)
     # float32: the strategy that recomputes adds up in another order, over two steps.
-    torch.testing.assert_close(latest(config).model, latest(aside).model, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(latest(config.folder).model, latest(aside.folder).model, rtol=1e-3, atol=1e-5)
     assert outcome.history[0].losses == whole.history[0].losses
 
 
@@ -200,7 +197,7 @@ def test_before_the_first_checkpoint_it_begins_again(configured):
     config, hook = configured(REPLAN), TooMuch(0, 1)
     train(config, hooks=[hook])
     assert hook.seen[:4] == [(0, 0, False), (0, 1, False), (0, 0, True), (0, 1, True)]
-    assert latest(config).progress == (2, 0)
+    assert latest(config.folder).progress == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -315,9 +312,7 @@ def test_a_validation_without_memory_is_no_matter_of_steps(configured):
                 lambda network, inputs, output: None if network.training else take_all_memory()
             )
 
-    with pytest.raises(
-        OutOfMemoryError, match=r"inference\.window \(prediction\).* It was no training step \(predict\)"
-    ):
+    with pytest.raises(OutOfMemoryError, match=r"window \(prediction\).* It was no training step \(predict\)"):
         train(configured(REPLAN), hooks=[FullWindow()])
     folder = RunFolder(configured().folder).path
     assert not (folder / "replanned.json").exists()
@@ -388,7 +383,7 @@ def test_one_of_two_processes_fails_and_both_go_on_cut(start, configured, config
     assert errors.count(AT_SECOND) == 1
     assert "every volume cut into 2 slabs" in errors
     assert "Traceback" not in errors
-    history = latest(configured()).history
+    history = latest(configured().folder).history
     assert [record.epoch for record in history] == [0, 1]
     assert read_json(configured().folder / "replanned.json")["processes"] == 2
 
@@ -441,7 +436,7 @@ def test_a_gpu_that_is_out_of_memory_goes_on_with_what_fits_it(configured, tmp_p
         assert torch.cuda.max_memory_reserved() < most
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert latest(config).progress == (2, 0)
+    assert latest(config.folder).progress == (2, 0)
     taken = read_json(config.folder / "replanned.json")
     assert taken["parallel"]["checkpoint"] is not None
     measured = read_json(config.folder / "memory.json")["measured"]
@@ -469,6 +464,6 @@ def test_one_of_two_gpus_is_out_of_memory_and_both_go_on_cut(start, configured, 
     assert {attempt for _, attempt, _, _ in batches} == {0, 1}
     assert "CUDA out of memory" in errors
     assert errors.count(AT_SECOND) == 1
-    assert [record.epoch for record in latest(configured()).history] == [0, 1]
+    assert [record.epoch for record in latest(configured().folder).history] == [0, 1]
     devices = read_json(configured().folder / "memory.json")["measured"][0]["devices"]
     assert [(each["process"], each["device"]) for each in devices] == [(0, "cuda:0"), (1, "cuda:1")]

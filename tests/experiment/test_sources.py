@@ -74,6 +74,8 @@ def test_the_checkpoint_and_the_settings_hold_for_all(cross_validated, folds):
     assert best.config.training.precision == "fp32"
     state = load_checkpoint(folds[1] / "checkpoints" / "best.pt")
     assert state.progress == (1, 0)
+    with pytest.raises(ConfigError, match="checkpoint must be one of latest, best, previous, got 'final'"):
+        load_trained(cross_validated, "final")
     with pytest.raises(CheckpointError, match=r"no checkpoint at .*previous\.pt.*by --checkpoint best"):
         load_trained(cross_validated, "previous")
 
@@ -128,24 +130,17 @@ def test_what_is_none_of_them_is_told_with_what_was_found(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo.txt").write_text("train", encoding="utf-8")
     (tmp_path / "empty").mkdir()
+    model = tmp_path / "Dataset004_Hippocampus" / "nnUNetTrainer__nnUNetPlans__3d_fullres"
+    (model / "fold_0").mkdir(parents=True)
+    for name in ("plans.json", "dataset.json"):
+        (model / name).write_text("{}", encoding="utf-8")
     for source, message in (
         (tmp_path / "gone", r"gone does not exist; name a run folder"),
         (tmp_path / "notes" / "todo.txt", r"todo\.txt is a file; name a run folder"),
-        (
-            tmp_path / "notes",
-            r"is no run folder: it has no config\.yaml; and no cross-validation: .* it holds todo\.txt",
-        ),
+        (tmp_path / "notes", r"it has no config\.yaml; and no cross-validation: .* it holds todo\.txt"),
+        (model.parent, f"above nnU-Net 2's model folders; name one of them, such as {model}$"),
         (tmp_path / "empty", r"it is empty; name a run folder"),
         ([], "got none"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_trained(source)
-
-
-def test_a_folder_above_nnunets_models_is_told_as_that(tmp_path):
-    model = tmp_path / "Dataset004_Hippocampus" / "nnUNetTrainer__nnUNetPlans__3d_fullres"
-    (model / "fold_0").mkdir(parents=True)
-    for name in ("plans.json", "dataset.json"):
-        (model / name).write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"above nnU-Net 2's model folders; name one of them, such as {model}$"):
-        load_trained(model.parent)

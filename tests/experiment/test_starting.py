@@ -11,6 +11,7 @@ from training_hooks import At, raising
 
 from volseg.checkpointing.file import load_checkpoint
 from volseg.errors import CheckpointError, ConfigError
+from volseg.exchange.tensors import pack_tensors
 from volseg.experiment import load_config, train
 
 
@@ -105,11 +106,13 @@ def test_what_holds_no_weights_is_refused_and_leaves_no_run(first, task, config_
     torch.save({"network": Pickled()}, tmp_path / "code.pt")
     torch.save({"epoch": 3}, tmp_path / "none.pt")
     (tmp_path / "a.safetensors").touch()
+    (tmp_path / "empty.safetensors").write_bytes(pack_tensors({}))  # names without any prefix were looked at for ever
     for name, error, message in (
         ("gone.pt", ConfigError, "does not exist"),
         ("code.pt", CheckpointError, "holds more than tensors, plain values .*code \\(GLOBAL .*print\\)"),
         ("none.pt", CheckpointError, "holds no state_dict"),
         ("a.safetensors", CheckpointError, "a.safetensors is damaged: 0 bytes"),
+        ("empty.safetensors", CheckpointError, "holds no weights"),
     ):
         with pytest.raises(error, match=message):
             train(config_of(task, tmp_path / "run", f"training.start_from={tmp_path / name}"))

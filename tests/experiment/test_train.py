@@ -233,20 +233,6 @@ def test_deterministic_runs_on_a_gpu_agree_bit_for_bit(config_file, tmp_path):
         torch.testing.assert_close(getattr(states[0], part), getattr(states[1], part), rtol=0, atol=0)
 
 
-def test_validate_and_predict_work_from_the_run_folder(outcome, task, tmp_path):
-    again = validate(outcome.folder, overwrite=True)
-    assert again.summary["mean"] == outcome.validated.summary["mean"]
-    assert validate(outcome.folder, checkpoint="best").score > 0
-    assert (outcome.folder.path / "validation_best" / "summary.json").exists()
-    written = predict(outcome.folder, [task / "imagesTs"], tmp_path / "out").label_maps
-    (name, path), *rest = written.items()
-    assert not rest
-    image = nibabel.load(task / "imagesTs" / f"{name}.nii.gz")
-    assert nibabel.load(path).shape == image.shape
-    with pytest.raises(ConfigError, match="checkpoint must be one of latest, best, previous, got 'final'"):
-        validate(outcome.folder, checkpoint="final")
-
-
 def test_all_cases_train_when_none_validates(configured, task):
     outcome = train(configured("split.validation=none"))
     assert outcome.validated is None
@@ -254,15 +240,6 @@ def test_all_cases_train_when_none_validates(configured, task):
     with pytest.raises(DataError, match="was trained on every case"):
         validate(outcome.folder)
     assert predict(outcome.folder, [task / "imagesTs"]).require_all()
-
-
-def test_a_split_file_of_ones_own(configured, tmp_path, task):
-    names = [case["case"] for case in load_task(task).training]
-    path = tmp_path / "splits.json"
-    path.write_text(json.dumps([{"train": names[:3], "val": names[3:5]}]), encoding="utf-8")
-    assert train(configured(f"split.file={path}")).folder.split().validation == tuple(names[3:5])
-    with pytest.raises(ConfigError, match=r"split\.fold is 4, but .*splits\.json holds folds 0 to 0"):
-        train(configured(f"split.file={path}", "split.fold=4", f"output={tmp_path / 'other'}"))
 
 
 def test_bad_cases_stop_the_run_before_it_begins_all_at_once_or_are_left_out_and_listed(task, configured, tmp_path):
@@ -310,12 +287,6 @@ def test_a_component_that_cannot_be_is_refused_before_anything_is_read(configure
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=message):
         train(configured(override, "data.root=/nowhere"))
-
-
-def test_a_folder_that_is_no_task_says_so(configured, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="is no data set"):
-        train(configured(f"data.root={tmp_path / 'empty'}"))
 
 
 def test_images_are_found_and_doubles_refused(task, tmp_path):

@@ -276,9 +276,7 @@ def test_slices_that_cannot_be_referred_to_are_refused(write_series, tmp_path):
     with pytest.raises(DataError, match=r"has no FrameOfReferenceUID, and a DICOM segmentation cannot refer to it"):
         write_dicom_segmentation(labels, volume, tmp_path / "a.dcm", series=folder, **arguments)
     other = write_series(folder="other", step=3.0)
-    with pytest.raises(
-        GridError, match=r"lies 1 mm away from the label map's nearest plane .* the series that was seg"
-    ):
+    with pytest.raises(GridError, match=r"lies 1 mm away from the label map's nearest plane .* the series"):
         write_dicom_segmentation(labels, volume, tmp_path / "a.dcm", series=other, **arguments)
     files = sorted(other.iterdir())
     with pytest.raises(GridError, match=r"one of 5 slices of 5 x 4 voxels, and the label map has 6 of 5 x 4"):

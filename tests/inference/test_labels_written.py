@@ -4,13 +4,12 @@ import nibabel
 import numpy as np
 import pytest
 import torch
-from label_maps import label_map_on, original_label_map
+from label_maps import original_label_map
 from monai.data import MetaTensor
 
-from volseg.errors import ConfigError, GridError
+from volseg.errors import GridError
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
-from volseg.transforms.grid import Grid
 
 
 def make_image(size=(4, 5, 6)):
@@ -37,20 +36,6 @@ def test_regions_are_painted_in_their_order(values):
     assert np.array_equal(painted[0].numpy(), by_hand(probabilities, values))
 
 
-@pytest.mark.parametrize("regions", [False, True])
-def test_slabs_and_other_grids_change_nothing(regions, monkeypatch):
-    probabilities = torch.rand(3, 8, 9, 10)
-    source = Grid((8, 9, 10), torch.eye(4, dtype=torch.float64))
-    affine = torch.diag(torch.tensor([0.7, 1.3, 0.9, 1.0], dtype=torch.float64))
-    target = Grid((12, 7, 12), affine)
-    whole = label_map_on(target, probabilities, source, values=(0, 7, 500), regions=regions)
-    monkeypatch.setattr("volseg.inference.original_grid.SLAB_ELEMENTS", 1)  # one slab per voxel
-    assert torch.equal(label_map_on(target, probabilities, source, values=(0, 7, 500), regions=regions), whole)
-    assert set(whole.unique().tolist()) <= {0, 7, 500}
-    outside = label_map_on(Grid((40, 7, 12), affine), probabilities, source, values=(0, 7, 500), regions=regions)
-    assert not outside[0, 20:].any()
-
-
 @pytest.mark.parametrize("window", [None, (4, 4, 4)])
 @pytest.mark.parametrize("mirror", [False, True])
 def test_a_network_of_regions_is_asked_for_sigmoids(window, mirror):
@@ -71,12 +56,6 @@ def test_classes_become_their_values():
     plain, gaps = Predictor(model=model, num_classes=3), Predictor(model=model, num_classes=3, values=(0, 7, 500))
     case = {"case": "a", "image": image}
     assert torch.equal(torch.tensor([0, 7, 500], dtype=torch.int32)[plain(case).long()], gaps(case).as_tensor())
-
-
-@pytest.mark.parametrize("settings", [{"regions": True}, {"values": (0, 1)}, {"regions": True, "values": (1, 2)}])
-def test_a_value_for_each_output_is_needed(settings):
-    with pytest.raises(ConfigError, match="need a value for each of the 3 outputs"):
-        Predictor(model=lambda x: x, num_classes=3, **settings)
 
 
 def test_a_network_of_another_number_of_regions_is_refused():

@@ -40,22 +40,16 @@ def test_edge_voxels_reach_half_their_side():
     assert (labels[0, 1:7, 1:7, 1:7] == 1).all()
 
 
-@pytest.mark.parametrize("spacing", [(1, 1, 1), (0.7, 1, 1)])
-def test_slabs_change_nothing(monkeypatch, spacing):
-    probabilities = torch.rand(3, 7, 6, 5).softmax(0)
+@pytest.mark.parametrize("spacing", [(1, 1, 1), (0.7, 1.3, 0.9)])
+@pytest.mark.parametrize("regions", [False, True])
+def test_slabs_change_nothing(monkeypatch, spacing, regions):
+    probabilities, rule = torch.rand(3, 7, 6, 5), {"values": (0, 7, 500), "regions": regions}
     source, target = grid((7, 6, 5), spacing=spacing), grid((8, 5, 4), origin=(-1, 0, 0))
-    whole = label_map_on(target, probabilities, source)
+    whole = label_map_on(target, probabilities, source, **rule)
+    assert set(whole.unique().tolist()) == {0, 7, 500}
+    assert not whole[0, 0].any()  # outside of the source
     monkeypatch.setattr("volseg.inference.original_grid.SLAB_ELEMENTS", 1)  # one slab per voxel
-    assert label_map_on(target, probabilities, source).equal(whole)
-
-
-def test_nearest_keeps_values_and_type():
-    labels = torch.randint(0, 200, (1, 4, 4, 4), dtype=torch.int16)
-    finer = resample(
-        grid((8, 8, 8), spacing=(0.5, 0.5, 0.5), origin=(-0.25,) * 3), labels, grid((4, 4, 4)), mode="nearest"
-    )
-    assert finer.dtype == torch.int16
-    assert finer.equal(labels.repeat_interleave(2, 1).repeat_interleave(2, 2).repeat_interleave(2, 3))
+    assert label_map_on(target, probabilities, source, **rule).equal(whole)
 
 
 def test_one_slice_can_be_resampled():

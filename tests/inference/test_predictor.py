@@ -5,7 +5,7 @@ from monai.networks.nets import DynUNet
 from torch import nn
 
 from volseg.errors import ConfigError, GridError, NonFinitePredictionError
-from volseg.inference.predictor import Predictor, full_logits, predict_case
+from volseg.inference.predictor import Predictor, full_logits
 
 SHIFTED = torch.tensor([[-1, 0, 0, 9.0], [0, 2, 0, 8], [0, 0, 3, 7], [0, 0, 0, 1]], dtype=torch.float64)
 
@@ -37,7 +37,7 @@ def test_a_model_without_neighbourhood_is_applied_voxel_by_voxel(window, mirror)
 
 def test_label_map_has_the_geometry_of_the_file():
     case = case_of(5, 6, 7)
-    labels = predict_case(two_classes, case, num_classes=2)
+    labels = Predictor(model=two_classes, num_classes=2)(case)
     assert labels.dtype == torch.uint8
     assert labels.affine.equal(SHIFTED)
     assert labels.as_tensor().equal((case["image"] > 0).as_tensor().to(torch.uint8))
@@ -93,19 +93,6 @@ def test_predictions_do_not_depend_on_companions():
         assert together[case["case"]].as_tensor().equal(predictor(case).as_tensor())
 
 
-def test_equal_sizes_go_through_the_model_together():
-    sizes = []
-
-    def counting(images):
-        sizes.append(len(images))
-        return two_classes(images)
-
-    cases = [case_of(4, 4, 4), case_of(6, 6, 6), case_of(4, 4, 4), case_of(4, 4, 4)]
-    for _ in Predictor(model=counting, num_classes=2).stream(cases, batch_size=2):
-        pass
-    assert sizes == [2, 1, 1]
-
-
 def test_odd_sizes_are_not_held_back_for_ever():
     """Of an endless stream of sizes that never recur, a few cases are held and the rest is predicted."""
     cases = (case_of(side, 4, 4, name=str(side)) for side in range(2, 1000))
@@ -121,21 +108,13 @@ def test_every_submodule_keeps_its_mode():
     before = network[1][0].running_mean.clone()
     images = torch.randn(1, 1, 4, 4, 4)
     predictor = Predictor(model=network, num_classes=2)
-    assert predictor.probabilities(images).equal(predictor.probabilities(images))  # no dropout
+    probabilities = predictor.probabilities(images)
+    assert probabilities.equal(predictor.probabilities(images))  # no dropout
+    assert not probabilities.requires_grad
+    with pytest.raises(RuntimeError):
+        predictor.probabilities(torch.randn(1, 3, 4, 4, 4))  # three channels
     assert [module.training for module in network.modules()] == [True, True, True, False, True]
     assert network[1][0].running_mean.equal(before)
-
-
-def test_modes_come_back_after_an_error():
-    network = nn.Sequential(nn.Conv3d(3, 2, 1)).train()
-    with pytest.raises(RuntimeError):
-        Predictor(model=network, num_classes=2).probabilities(torch.randn(1, 1, 4, 4, 4))
-    assert network.training
-
-
-def test_prediction_leaves_no_graph():
-    images = torch.randn(1, 1, 4, 4, 4)
-    assert not Predictor(model=pointwise(), num_classes=3).probabilities(images).requires_grad
 
 
 def test_mixed_precision_averages_in_float32():
@@ -159,7 +138,7 @@ def test_deep_supervision_counts_by_its_first_output():
     logits = [torch.zeros(1, 2, 8, 8, 8), torch.zeros(1, 2, 4, 4, 4)]
     assert full_logits(logits) is logits[0]
     network = DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8], deep_supervision=True, deep_supr_num=1)
-    assert predict_case(network.train(), case_of(8, 8, 8), num_classes=2).shape == (1, 8, 8, 8)
+    assert Predictor(model=network.train(), num_classes=2)(case_of(8, 8, 8)).shape == (1, 8, 8, 8)
 
 
 def test_a_sharded_volume_is_gathered():
@@ -174,7 +153,8 @@ def test_a_sharded_volume_is_gathered():
         return Shards(two_classes(images).chunk(2, 2))
 
     case = case_of(6, 4, 4)
-    assert predict_case(sharded, case, num_classes=2).as_tensor().equal((case["image"] > 0).as_tensor().to(torch.uint8))
+    labels = Predictor(model=sharded, num_classes=2)(case)
+    assert labels.as_tensor().equal((case["image"] > 0).as_tensor().to(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +164,10 @@ def test_a_sharded_volume_is_gathered():
         ({"overlap": 1.0}, r"overlap must lie in \[0, 1\), got 1.0"),
         ({"mirror": [3]}, r"axes among 0, 1, 2, got \[3\]"),
         ({"samples_per_pass": 0}, "samples_per_pass must be 1 or more, got 0"),
+        ({"skip_background": True}, "skip_background leaves out windows of probabilities, got whole volumes"),
+        ({"regions": True}, "need a value for each of the 2 outputs"),
+        ({"values": (0,)}, "need a value for each of the 2 outputs"),
+        ({"values": (1, 2, 3), "regions": True}, "need a value for each of the 2 outputs"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
@@ -191,14 +175,16 @@ def test_settings_that_cannot_work_are_refused(settings, message):
         Predictor(model=two_classes, num_classes=2, **settings)
 
 
-def test_another_number_of_classes_is_refused():
-    with pytest.raises(GridError, match=r"= \(1, 3, 4, 4, 4\) .* background included, got \(1, 2, 4, 4, 4\)"):
-        predict_case(two_classes, case_of(4, 4, 4), num_classes=3)
-
-
-def test_output_that_is_no_tensor_is_refused():
-    with pytest.raises(GridError, match="must return logits as a tensor, got dict"):
-        predict_case(lambda images: {"logits": images}, case_of(4, 4, 4), num_classes=2)
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (two_classes, r"= \(1, 3, 4, 4, 4\) .* background included, got \(1, 2, 4, 4, 4\)"),
+        (lambda images: {"logits": images}, "must return logits as a tensor, got dict"),
+    ],
+)
+def test_another_output_is_refused(model, message):
+    with pytest.raises(GridError, match=message):
+        Predictor(model=model, num_classes=3)(case_of(4, 4, 4))
 
 
 @pytest.mark.parametrize(
@@ -213,4 +199,4 @@ def test_prediction_that_is_not_finite_is_an_error(voxel, weight, autocast, reme
     case = case_of(4, 4, 4)
     case["image"][0, 0, 0, 0] = voxel
     with pytest.raises(NonFinitePredictionError, match=f"case knee_7: .*not finite; .*{remedy}"):
-        predict_case(lambda x: two_classes(x * weight), case, num_classes=2, autocast=autocast)
+        Predictor(model=lambda x: two_classes(x * weight), num_classes=2, autocast=autocast)(case)

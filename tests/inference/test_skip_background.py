@@ -7,7 +7,6 @@ import torch
 from monai.data import MetaTensor
 from torch import nn
 
-from volseg.errors import ConfigError
 from volseg.inference.predictor import Predictor
 
 
@@ -72,8 +71,3 @@ def test_every_channel_has_to_be_of_one_value():
     case = {"case": "mri", "image": MetaTensor(image, affine=torch.eye(4, dtype=torch.float64))}
     Predictor(model=model, num_classes=2, window=(8, 8, 8), skip_background=True)(case)
     assert model.seen == 1
-
-
-def test_whole_volumes_have_no_windows_to_skip():
-    with pytest.raises(ConfigError, match="skip_background leaves out windows of probabilities, got whole volumes"):
-        Predictor(model=Counting(2), num_classes=2, skip_background=True)

@@ -130,7 +130,7 @@ class CrossValidated:
         return published_results(self.task)
 
 
-def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(crossed: CrossValidated) -> dict[str, Any]:
     """Return all results as plain values for JSON; NaN becomes null."""
     told = {
         "name": crossed.config.name,
@@ -148,7 +148,7 @@ def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str
         "failures": {str(number): message for number, message in crossed.failures.items()},
         "published": [{**asdict(row), "mean_dice": row.mean_dice} for row in crossed.published],
         "config": crossed.config.model_dump(mode="json"),
-        "environment": environment,
+        "environment": environment(),
     }
     return replace_nan(told)
 
@@ -326,7 +326,7 @@ def _write(gathered: CrossValidated) -> None:
     scoring = build_scoring(gathered.config, gathered.task)
     summary = complete_summary(gathered.summary, scoring, gathered.task.structures)
     write_summary(summary, gathered.folder / "summary.json")
-    folder.write_json(RESULTS, as_json(gathered, environment()))
+    folder.write_json(RESULTS, as_json(gathered))
     attempt("report.md was not written", lambda: folder.write_text("report.md", write_brief(gathered.folder)))
     attempt("report.html was not written", lambda: write_report(gathered.folder))
 

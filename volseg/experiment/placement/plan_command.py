@@ -337,13 +337,10 @@ def local_gpu_kind(device: torch.device) -> GpuKind:
 def _find_own_machine(num_gpus: int | None) -> Machine:
     if not count_gpus():
         raise ConfigError("--here plans for the GPUs of this machine, and none is visible; name others by --instance")
-    gpu = ask_copy(_ask_kind)  # in a fork, so that this process can still fork to trace steps
+    # In a fork, so that this process can still fork to trace steps.
+    gpu = ask_copy(lambda: local_gpu_kind(current_gpu_or_cpu()))
     count = _take(num_gpus, count_gpus(), "this machine")
     return Machine(gpu=gpu, num_gpus=count, links=get_links(gpu), gpu_bytes=gpu.memory)
-
-
-def _ask_kind() -> GpuKind:
-    return local_gpu_kind(current_gpu_or_cpu())
 
 
 def calibrate_words() -> str:

@@ -100,10 +100,6 @@ class Replanned:
     """``kernels`` and ``record``."""
     why: str
 
-    def is_for(self, config: ExperimentConfig, processes: int) -> bool:
-        """Return whether this record is for a config's mesh on that number of processes."""
-        return dict(self.asked) == _list_asked(config) and self.processes == processes
-
     def apply(self, config: ExperimentConfig) -> ExperimentConfig:
         """Return the config with which the run continues."""
         training = {**config.training.model_dump(), **self.training}
@@ -187,7 +183,7 @@ class Replanning:
         if not file.exists():
             return None
         found = Replanned.read(read_json(file), file)
-        if not found.is_for(config, count):
+        if dict(found.asked) != _list_asked(config) or found.processes != count:
             logger.info("%s is about another mesh than is asked for now, which is tried as it is", file)
             return None
         logger.info("%s", found)
