@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from documented import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -338,3 +339,11 @@ def test_the_dice_loss_leaves_out_the_background():
     assert classes == [{"name": "DiceCELoss", "include_background": False}]
     regions = plan(make_fingerprint(regions={"whole": (1, 2), "core": (2,)}, labels={0: "b", 1: "a", 2: "c"}))
     assert regions.values()["losses"] == [{"name": "DiceCELoss"}]
+
+
+PAGE = ROOT / "docs" / "planning.md"
+
+
+@pytest.mark.parametrize("preset", ["unet", "resenc", "vnet", "whole"])
+def test_every_preset_is_on_the_page(preset):
+    assert f"| `{preset}` |" in PAGE.read_text(encoding="utf-8")
