@@ -345,9 +345,7 @@ def test_packages_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.
     assert reached == {"tried", "child", "grandchild", "wheels"}
 
 
-def test_volseg_that_is_imported_and_not_installed_is_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_volseg_imported_and_not_installed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # where no package says what it is
     found = gather_packages()
     assert not found.is_installed

@@ -46,10 +46,7 @@ KNOWN = [
 
 def test_what_needs_clearly_less_is_ranked_by_time_on_as_many_gpus_first():
     ranked = rank_smaller(Candidate(kernels="torch"), KNOWN)
-    assert [(each.candidate.num_gpus, each.candidate.checkpoint) for each in ranked] == [
-        *((1, 2), (1, "all")),
-        (2, None),
-    ]
+    assert [(each.candidate.num_gpus, each.candidate.checkpoint) for each in ranked] == [(1, 2), (1, "all"), (2, None)]
 
 
 def test_without_a_forecast_of_what_failed_all_that_fit_count():

@@ -315,9 +315,7 @@ def test_a_task_with_other_labels_starts_better_than_from_scratch(first, twin, t
     assert told["adapted"] == told["left"] == []
 
 
-def test_a_fine_tuning_that_was_interrupted_goes_on_exactly_and_needs_its_source_no_more(
-    first, twin, tuning_of, tmp_path
-):
+def test_an_interrupted_fine_tuning_goes_on_exactly_without_its_source(first, twin, tuning_of, tmp_path):
     source = shutil.copytree(first, tmp_path / "source")
     more = [f"training.start_from={source}", "training.epochs=2", "training.iterations=4"]
     more += ["training.checkpoint_minutes=0"]

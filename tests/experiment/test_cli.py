@@ -202,9 +202,7 @@ def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, ca
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_what_is_given_in_the_place_of_something_else_is_told(
-    command, message, config_file, task, tmp_path, monkeypatch
-):
+def test_what_is_given_in_the_place_of_another_is_told(command, message, config_file, task, tmp_path, monkeypatch):
     """A run for a config, a config for a run, an image for a data set: what it is, what is needed, what to type."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trained").mkdir()

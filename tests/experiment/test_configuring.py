@@ -212,9 +212,7 @@ def test_every_value_has_its_meaning_above_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list_shipped())
 @pytest.mark.parametrize("minimal", [False, True])
-def test_a_shipped_config_is_written_with_comments_and_stays_what_it_is(
-    name: str, minimal: bool, tmp_path: Path
-) -> None:
+def test_a_shipped_config_is_written_with_comments_and_stays_the_same(name: str, minimal: bool, tmp_path: Path) -> None:
     init_config(tmp_path / "a.yaml", like=name, minimal=minimal)
     assert load_config(tmp_path / "a.yaml") == load_config(list_shipped()[name])
 

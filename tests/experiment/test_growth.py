@@ -142,9 +142,7 @@ def test_what_was_recorded_of_a_size_is_freed_with_it(grown):
 
 
 @pytest.mark.parametrize("stop_at", [(1, 3), (2, 1)])
-def test_a_training_that_goes_on_in_the_middle_of_its_growth_ends_in_the_same_bits(
-    grown, configured, tmp_path, stop_at
-):
+def test_a_training_that_goes_on_amid_its_growth_ends_in_the_same_bits(grown, configured, tmp_path, stop_at):
     whole, _ = grown
     config = configured(*GROWTH, f"output={tmp_path / 'again'}")
     with pytest.raises(KeyboardInterrupt):
