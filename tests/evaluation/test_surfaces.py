@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from volseg.errors import DataError
 from volseg.evaluation import surfaces
-from volseg.evaluation.lesions import match_lesions
 from volseg.evaluation.overlap import evaluate_case
+from volseg.evaluation.scoring import match_lesions
 from volseg.evaluation.surfaces import measure_surfaces
 
 REFERENCES = json.loads(Path(__file__).with_name("scores_reference.json").read_text(encoding="utf-8"))

@@ -18,9 +18,8 @@ from volseg.errors import ConfigError, DataError, NonFiniteLossError
 from volseg.evaluation.intervals import mean_intervals
 from volseg.evaluation.summary import read_summary, write_summary
 from volseg.experiment import RunFolder, cross_validate, launching, train
-from volseg.experiment.cross_validation import train_in_processes
-from volseg.experiment.folds import plan_folds
 from volseg.experiment.launching import choose_gpus
+from volseg.experiment.several_runs import plan_folds
 from volseg.reporting import write_brief
 from volseg.workflow import load_checkpoint
 
@@ -124,19 +123,25 @@ def test_a_fold_that_was_begun_goes_on_only_when_asked(quick, planned, tmp_path)
     assert crossed.seconds == {}  # two sittings: the last one's time would be too short
 
 
-def test_a_fold_without_a_checkpoint_begins_anew(planned, quick, task):
+@pytest.fixture
+def begun(planned, task):
+    """Return the first fold, whose folder was begun and has no checkpoint."""
     fold = planned()[0]
     fold.folder.begin(fold.config, load_task(task), fold.split, {"environment.json": {}})
+    return fold
+
+
+def test_a_fold_without_a_checkpoint_begins_anew(begun, quick):
     assert [f.number for f in cross_validate(quick(), folds=[0], resume=True).folds] == [0]
 
 
-def test_the_same_data_by_another_path_are_the_same(planned, quick, task, monkeypatch):
-    fold = planned()[0]
-    fold.folder.begin(fold.config, load_task(task), fold.split, {"environment.json": {}})
+@pytest.mark.usefixtures("begun")
+def test_the_same_data_by_another_path_are_the_same(quick, task, monkeypatch):
     monkeypatch.chdir(task.parent)
     plan_folds(quick(f"data.root={task.name}"), load_task(task))[0].require_same()
 
 
+@pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -145,9 +150,7 @@ def test_the_same_data_by_another_path_are_the_same(planned, quick, task, monkey
         ("training.epochs=2", r"fold_0 was begun with another config: training\.epochs: 1 -> 2"),
     ],
 )
-def test_folds_of_another_config_are_refused(override, message, planned, quick, task):
-    fold = planned()[0]
-    fold.folder.begin(fold.config, load_task(task), fold.split, {"environment.json": {}})
+def test_folds_of_another_config_are_refused(override, message, planned, quick):
     with pytest.raises(ConfigError, match=message):
         cross_validate(quick(override), folds=[1], resume=True)
     assert not planned()[1].folder.path.exists()
@@ -218,21 +221,21 @@ def test_what_cannot_be_cross_validated_is_refused(quick, tmp_path, overrides, o
 def test_the_folds_of_a_split_file(quick, task, tmp_path):
     names = [case["case"] for case in load_task(task).training]
     path = tmp_path / "splits.json"
-    path.write_text(
-        json.dumps([{"train": names[2:], "val": names[:2]}, {"train": names[:4], "val": names[4:]}]), encoding="utf-8"
-    )
-    assert [fold.split.validation for fold in plan_folds(quick(f"split.file={path}"), load_task(task))] == [
-        tuple(names[:2]),
-        tuple(names[4:]),
-    ]
-    path.write_text(
-        json.dumps([{"train": names[2:], "val": names[:2]}, {"train": names[2:], "val": names[1:2]}]), encoding="utf-8"
-    )
-    with pytest.raises(ConfigError, match=rf"{names[1]} validates in folds 0 and 1 of .*splits\.json"):
-        cross_validate(quick(f"split.file={path}"))
-    path.write_text(json.dumps([{"train": names, "val": []}]), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"fold 0 of .*splits\.json validates no case"):
-        cross_validate(quick(f"split.file={path}"))
+    first = {"train": names[2:], "val": names[:2]}
+
+    def write(*splits):
+        path.write_text(json.dumps(splits), encoding="utf-8")
+        return quick(f"split.file={path}")
+
+    config = write(first, {"train": names[:4], "val": names[4:]})
+    validated = [fold.split.validation for fold in plan_folds(config, load_task(task))]
+    assert validated == [tuple(names[:2]), tuple(names[4:])]
+    for splits, message in (
+        ([first, {"train": names[2:], "val": names[1:2]}], rf"{names[1]} validates in folds 0 and 1 of .*splits\.json"),
+        ([{"train": names, "val": []}], r"fold 0 of .*splits\.json validates no case"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            cross_validate(write(*splits))
 
 
 def test_the_folder_of_a_plain_run_is_left_alone(quick, tmp_path):
@@ -286,20 +289,18 @@ def test_processes_train_what_they_can_and_tell_what_failed(config_file, planned
     assert written["folds"][0]["seconds"] > written["folds"][0]["seconds_training"]
 
 
-def test_ctrl_c_reaches_the_processes_which_save(planned):
-    (fold, *_) = planned("training.epochs=100000", "training.validate_every=100000")
+def test_ctrl_c_reaches_the_processes_which_save(quick, planned):
+    endless = ("training.epochs=100000", "training.validate_every=100000", "device=cpu")
+    fold = planned(*endless)[0]
     has_begun = (fold.folder.path / "history.jsonl").exists
     with acting_when(has_begun, press_ctrl_c), pytest.raises(KeyboardInterrupt):
-        train_in_processes([fold], [None], lambda fold, seconds: pytest.fail("it cannot be finished"))
+        cross_validate(quick(*endless), folds=[0], gpus=2)
     saved = load_checkpoint(fold.folder.checkpoints / "latest.pt")
     assert saved.epoch + saved.position > 0
 
 
-def test_without_gpus_processes_share_the_cpu(quick):
+def test_without_gpus_processes_share_the_cpu_where_the_config_says_so(quick, monkeypatch):
     assert choose_gpus(quick("device=cpu"), 3) == [None, None, None]
-
-
-def test_without_gpus_processes_are_refused_unless_the_config_says_cpu(quick, monkeypatch):
     monkeypatch.setattr(launching, "count_gpus", lambda: 0)
     with pytest.raises(ConfigError, match=r"--gpus 3 asks for more than the 0 .* leave it out to train one .*=cpu"):
         choose_gpus(quick(), 3)

@@ -69,11 +69,11 @@ def test_what_was_measured_to_help_goes_along(run, tmp_path):
         load_trained(best, "previous")
 
 
-def rewrite(archive, path, change, **options):
+def rewrite(archive, path, change):
     """Write the archive anew with changed members; ``change`` takes and returns name to bytes."""
     with zipfile.ZipFile(archive) as opened:
         members = {name: opened.read(name) for name in opened.namelist()}
-    with zipfile.ZipFile(path, "w", **options) as made:
+    with zipfile.ZipFile(path, "w") as made:
         for name, content in change(members).items():
             made.writestr(name, content)
     return path
@@ -111,10 +111,7 @@ def test_what_was_changed_is_refused(archive, tmp_path, change, message):
         load_trained(rewrite(archive, tmp_path / "changed.zip", change))
 
 
-def test_bombs_and_cut_files_are_refused(archive, tmp_path):
-    bomb = rewrite(archive, tmp_path / "bomb.zip", lambda members: members, compression=zipfile.ZIP_DEFLATED)
-    with pytest.raises(CheckpointError, match="compressed or encrypted; volseg export stores it"):
-        load_trained(bomb)
+def test_a_cut_file_is_refused(archive, tmp_path):
     cut = tmp_path / "cut.zip"
     cut.write_bytes(archive.read_bytes()[:-2000])
     with pytest.raises(ConfigError, match="is a file; name a run folder of volseg train"):
@@ -162,9 +159,7 @@ def test_what_cannot_be_exported_is_told(run, tmp_path):
         export(run, tmp_path)
     with pytest.raises(ConfigError, match="is no run folder and no cross-validation"):
         export(tmp_path, tmp_path / "model.zip")
-    with pytest.raises(
-        ConfigError, match="--to takes archive, torchscript, onnx, monai-bundle, got 'onxx'; did you mean"
-    ):
+    with pytest.raises(ConfigError, match="takes archive, torchscript, onnx, monai-bundle, got 'onxx'; did"):
         export(run, tmp_path / "model.onnx", to="onxx")
     for format_, name in (("archive", "model.zip"), ("torchscript", "model.pt")):
         (tmp_path / name).write_text("somebody's", encoding="utf-8")
@@ -248,7 +243,5 @@ def test_the_network_of_any_source_is_exported_and_a_bundle_of_nnunets_is_refuse
         torch.testing.assert_close(script(image), network(image), rtol=1e-4, atol=1e-4)  # as export compares
     with pytest.raises(ConfigError, match="predicts as nnU-Net does, which MONAI has no counterpart for"):
         export(fold, tmp_path / "bundle", to="monai-bundle")
-    with pytest.raises(
-        ConfigError, match=r"model\.zip holds 3 networks, and onnx takes one: name one fold, such as .*fold_0"
-    ):
+    with pytest.raises(ConfigError, match=r"holds 3 networks, and onnx takes one: name one fold, .*fold_0"):
         export(archive, tmp_path / "model.onnx", to="onnx")

@@ -142,9 +142,7 @@ def test_what_was_recorded_of_a_size_is_freed_with_it(grown):
 
 
 @pytest.mark.parametrize("stop_at", [(1, 3), (2, 1)])
-def test_a_training_that_goes_on_in_the_middle_of_its_growth_ends_in_the_same_bits(
-    grown, configured, tmp_path, stop_at
-):
+def test_a_training_that_goes_on_amid_its_growth_ends_in_the_same_bits(grown, configured, tmp_path, stop_at):
     whole, _ = grown
     config = configured(*GROWTH, f"output={tmp_path / 'again'}")
     with pytest.raises(KeyboardInterrupt):
@@ -170,9 +168,10 @@ def test_a_training_that_goes_on_in_the_middle_of_its_growth_ends_in_the_same_bi
         (["patch.growth=[{until: 1.0, size: [8, 8, 8]}]"], "less than 1"),
         (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.strategy=spatial"], "settled who computes what"),
         (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.pipeline=2"], "settled who computes what"),
+        (["training.validate_every=null", "training.patience=3"], r"training\.patience counts validations on the way"),
     ],
 )
-def test_growth_that_cannot_be_meant_is_refused(configured, overrides, message):
+def test_what_cannot_be_meant_is_refused(configured, overrides, message):
     with pytest.raises(ConfigError, match=message):
         configured(*overrides)
 
@@ -182,8 +181,3 @@ def test_no_epoch_is_validated_where_none_is_to_be(configured):
     assert [record.score for record in outcome.history] == [None, None]
     assert outcome.validated is not None
     assert not (outcome.folder.checkpoints / "best.pt").exists()
-
-
-def test_patience_needs_validations(configured):
-    with pytest.raises(ConfigError, match=r"training\.patience counts validations on the way"):
-        configured("training.validate_every=null", "training.patience=3")

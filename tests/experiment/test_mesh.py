@@ -1,16 +1,25 @@
 """One process and several train the same network to the same weights, whichever way they share the work."""
 
 import contextlib
+import json
+import subprocess
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 from unittest import mock
 
+import nibabel
+import numpy as np
 import pytest
 import torch
 from in_group import in_group
+from torch import nn
 from training_hooks import At, press_ctrl_c
 
+from tests.experiment.checkpoints import latest
+from volseg.checkpointing.folder import RunFolder
 from volseg.errors import ConfigError
-from volseg.experiment import load_config, train
+from volseg.experiment import load_config, predict, train, train_on, validate
 from volseg.experiment.building import build_training
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.placement import mesh_resolution, placed_network
@@ -18,9 +27,10 @@ from volseg.experiment.placement.mesh_resolution import Needed, join_processes, 
 from volseg.experiment.placement.placed_network import build_model, choose_device
 from volseg.experiment.placement.training_mesh import CaseReading
 from volseg.parallel.devices import get_process_rank
-from volseg.workflow import load_checkpoint
 from volseg.workflow.randomness import seed_everything
 from volseg.workflow.spatial_group import GroupBatches
+
+pytestmark = pytest.mark.usefixtures("ready_python")
 
 
 class InDouble:
@@ -105,10 +115,6 @@ def test_processes_train_as_one_in_float64(processes, overrides, config_file, tr
         torch.testing.assert_close(one["weights"], alone["weights"], rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(one["losses"], alone["losses"], rtol=1e-6, atol=1e-7)  # kept in float32
         assert one["scores"] == alone["scores"]
-
-
-def latest(folder):
-    return load_checkpoint(folder / "checkpoints" / "latest.pt")
 
 
 def settle_on_devices_with_memory(config_file, overrides, full=(), needed=None, free=0):
@@ -290,3 +296,137 @@ def test_a_deterministic_run_keeps_how_it_was_shared(config_file, tmp_path):
     assert "was begun with parallel.data: 2, parallel.spatial: 1 and training.deterministic: true" in refused
     assert "got 1 and 1; set both to what they were (fewer processes may compute them)" in refused
     assert try_to_run(config_file, [*overrides, "training.epochs=2", "parallel.data=2"], True) is None
+
+
+def test_one_process_reads(configured):
+    _, mesh = resolve_mesh(configured(), choose_cases(configured()).task, "cpu")
+    assert CaseReading(configured(), mesh).mesh.reads
+
+
+def read(config):
+    """Prepare the cases; a follower's batches are sent, and of a model that is not shared it can have none."""
+    chosen = choose_cases(config)
+    settled, mesh = resolve_mesh(config, chosen.task, torch.device("cpu"))
+    reading = CaseReading(settled, mesh)
+    prepared = reading.prepare(chosen)
+    if not reading.mesh.reads:
+        with pytest.raises(AssertionError, match="a follower of a model that is not shared"):
+            reading.make_batches(prepared, chosen.task, nn.Conv3d(1, 1, 1), torch.device("cpu"))
+    return {
+        "reads": reading.mesh.reads,
+        "training": len(prepared.training),
+        "validation": len(prepared.validation),
+        "order": len(prepared.order),
+    }
+
+
+def test_a_follower_reads_no_case(configured):
+    leader, follower = in_group(2, read, configured("parallel.spatial=2"))
+    assert leader == {"reads": True, "training": 4, "validation": 2, "order": 2}
+    assert follower == {"reads": False, "training": 0, "validation": 0, "order": 2}
+
+
+# float32: sums over shards add up in another order, and six optimizer steps carry that on.
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
+
+
+def assert_same_run(one, other):
+    for mine, theirs in zip(one.history, other.history, strict=True):
+        torch.testing.assert_close(mine.losses, theirs.losses, **TOLERANCE)
+    torch.testing.assert_close(one.model, other.model, **TOLERANCE)
+    # Dice counts voxels: a handful of ties may fall to the other side.
+    assert one.history[-1].score == pytest.approx(other.history[-1].score, abs=2e-3)
+
+
+@pytest.fixture
+def plain(trained):
+    return latest(trained.folder.path)
+
+
+@pytest.fixture(scope="module")
+def expected(trained, task, tmp_path_factory):
+    """Return the label that the plain run predicts."""
+    (path,) = predict(trained.folder, [task / "imagesTs"], tmp_path_factory.mktemp("expected")).label_maps.values()
+    return np.asarray(nibabel.load(path).dataobj)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "{strategy: spatial, devices: 1, checkpoint: all}",
+        "{strategy: spatial, devices: 2}",
+        "{strategy: pipeline, split_size: 1, devices: 2}",
+    ],
+    ids=["spatial, recomputed on one device", "spatial", "pipeline"],
+)
+def test_devices_of_one_process(parallel, plain, expected, configured, task, tmp_path):
+    outcome = train(configured(f"parallel={parallel}"))
+    assert_same_run(latest(outcome.folder.path), plain)
+    (written,) = predict(outcome.folder, [task / "imagesTs"], tmp_path / "out").label_maps.values()
+    assert (np.asarray(nibabel.load(written).dataobj) != expected).mean() < 1e-3
+
+
+DEALT = "2 replicas of the network, each step's batch of 2 dealt 1 + 1"
+CUT = "each step's batch of 2, every volume cut into 2 slabs"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "mesh", "says"),
+    [
+        pytest.param(2, [], DEALT, id="dealt"),
+        pytest.param(2, ["parallel.spatial=2"], CUT, id="cut"),
+        pytest.param(None, ["parallel.data=2"], DEALT, id="started by the config"),
+        # As by torchrun below, and what the name stands for is found where configs are read (config/test_parallel.py).
+        pytest.param(2, ["parallel.strategy=spatial"], CUT, id="cut by the strategy", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_started_by_gpus(num_gpus, mesh, says, plain, config_file, tmp_path, capfd):
+    mesh = ["device=cpu", *mesh]
+    train_on(num_gpus, config_file, mesh)
+    told = capfd.readouterr().err
+    assert told.count(says) == 1  # by process 0
+    assert_same_run(latest(tmp_path / "run"), plain)
+    summary = json.loads((tmp_path / "run" / "validation" / "summary.json").read_text(encoding="utf-8"))
+    assert all(Path(case["prediction_file"]).exists() for case in summary["metric_per_case"])
+    # Where it ran is not part of what was trained, and a single process validates and predicts.
+    again = load_config(config_file, mesh).located()
+    assert load_config(tmp_path / "run" / "config.yaml") == again
+    validated = validate(RunFolder(tmp_path / "run"), overwrite=True)
+    assert validated.summary["foreground_mean"]["Dice"] == pytest.approx(summary["foreground_mean"]["Dice"], abs=2e-3)
+
+
+def test_torchrun_does_the_same_and_resumes(config_file, tmp_path):
+    def run(*more):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        arguments = ["-m", "volseg", "train", str(config_file), "--set", "parallel.strategy=spatial", *more]
+        return subprocess.run([*launcher, *arguments], capture_output=True, encoding="utf-8", timeout=120, check=False)
+
+    first = run("--set", "training.epochs=1")
+    assert first.returncode == 0, first.stderr
+    resumed = run("--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "| mean " in resumed.stdout
+    assert [record.epoch for record in latest(tmp_path / "run").history] == [0, 1]
+
+
+def test_auto_goes_on_as_it_began(config_file, configured, tmp_path, capfd):
+    """The processes chose anew: slabs, where `parallel: auto` had begun with replicas, and sums in another order."""
+    dealt, cut = "2 replicas of the network, each step's batch of 2 dealt 1 + 1", "every volume cut into 2 slabs"
+    train_on(2, config_file, ["device=cpu", "training.epochs=1", "parallel.data=2"])  # as auto may choose
+    capfd.readouterr()
+    train_on(2, config_file, ["device=cpu", "parallel={strategy: auto, timeout: 500}"], resume=True)
+    told = capfd.readouterr().err
+    assert dealt in told
+    assert cut not in told
+    parallel = load_config(tmp_path / "run" / "config.yaml").parallel
+    assert (parallel.data, parallel.timeout) == (2, 500), "how long to wait is said by whoever goes on"
+    # On another number of devices it is chosen anew: of one there is nothing to choose.
+    train(configured("training.epochs=3", "parallel=auto", "device=cpu"), resume=True)
+    assert [record.epoch for record in latest(tmp_path / "run").history] == [0, 1, 2]
+
+
+def test_a_fault_in_one_process_ends_all_and_is_told(config_file):
+    with pytest.raises(ConfigError, match="no network is called 'Unett'"):
+        train_on(2, config_file, ["network.name=Unett"])
+    with pytest.raises(ConfigError, match=r"leave out parallel\.devices, or 1\), got 2"):
+        train_on(2, config_file, ["device=cpu", "parallel={strategy: spatial, devices: 2}"])

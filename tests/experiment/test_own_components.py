@@ -203,8 +203,6 @@ def test_a_plan_and_the_largest_patch_are_of_ones_own_parts(own):
 
 def test_processes_that_are_started_know_the_same_components(own, tmp_path):
     config, components = own
-    call("train", config, "--gpus", "2", "--set", "device=cpu", "--components", components)
-    assert (tmp_path / "epochs.txt").read_text(encoding="utf-8") == "0 1 "
     folds = ("cross-validate", config, "-o", tmp_path / "folds", "--components", components, "--folds", "2")
     said = call(*folds, "--gpus", "2", "--set", "device=cpu", "--set", "training.epochs=1")
     assert "mean" in said
@@ -214,7 +212,9 @@ def test_processes_that_are_started_know_the_same_components(own, tmp_path):
 def test_two_processes_train_what_one_trains(own, registered, tmp_path):
     config, _ = own
     train(load_config(config, [f"output={tmp_path / 'one'}"]))
+    (tmp_path / "epochs.txt").unlink()
     call("train", config, "--gpus", "2", "--set", "device=cpu", "-o", tmp_path / "two", "--components", own[1])
+    assert (tmp_path / "epochs.txt").read_text(encoding="utf-8") == "0 1 ", "the leader's"
     one, two = (load_checkpoint(tmp_path / name / "checkpoints" / "latest.pt").model for name in ("one", "two"))
     for name in one:  # own augmentations draw by the sample's place in the batch; sums round otherwise
         torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
@@ -325,20 +325,6 @@ def test_a_training_that_fails_before_its_first_step_does_not_block_the_next_att
     assert RunFolder(config.folder).report_file.exists()
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (lambda image, label: image, r"must return \(image, label\), got \(1, 16, 16, 16\)"),
-        (lambda image, label: (image[:, 1:], label), r"the image with the shape, type and device that it got"),
-        (lambda image, label: (image, label.float()), r"the label with the shape.*uint8.*got.*float32"),
-    ],
-)
-def test_an_augmentation_that_changes_shapes_or_types_is_refused(own, registered, result, message):
-    volseg.register("augmentation", "Wrong", lambda: lambda image, label, generator: result(image, label))
-    with pytest.raises(GridError, match=message):
-        train(load_config(own[0], ["augmentation.own=[{name: Wrong}]"]))
-
-
 def test_what_a_call_registered_cannot_reach_other_processes(registered):
     volseg.register("network", "OfThisProcess", nn.Identity)
     with pytest.raises(ConfigError, match="'OfThisProcess' was registered by a call"):
@@ -441,19 +427,20 @@ def test_an_installed_package_offers_components_which_are_loaded_when_they_are_a
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("kind", "change", "message"),
     [
-        (
-            lambda case: {**case, "image": case["image"].as_tensor()},
-            "Wrong must return a case whose image is a MetaTensor",
-        ),
-        (lambda case: {**case, "label": case["label"][:, 1:]}, "after Wrong the label has the shape"),
-        (lambda case: None, "Wrong must return a case whose image is a MetaTensor"),
+        ("transform", lambda case: {**case, "image": case["image"].as_tensor()}, "whose image is a MetaTensor"),
+        ("transform", lambda case: {**case, "label": case["label"][:, 1:]}, "after Wrong the label has the shape"),
+        ("transform", lambda case: None, "Wrong must return a case whose image is a MetaTensor"),
+        ("augmentation", lambda image, label: image, r"must return \(image, label\), got \(1, 16, 16, 16\)"),
+        ("augmentation", lambda image, label: (image[:, 1:], label), "the image with the shape, type and device that"),
+        ("augmentation", lambda image, label: (image, label.float()), r"the label with the shape.*uint8.*got.*float32"),
     ],
 )
-def test_a_transform_that_loses_the_place_of_a_volume_is_refused(own, registered, change, message):
+def test_a_step_that_loses_the_place_shape_or_type_of_a_volume_is_refused(own, registered, kind, change, message):
     volseg.register("transform", "Wrong", lambda fields: change)
+    volseg.register("augmentation", "Wrong", lambda: lambda image, label, generator: change(image, label))
     # No cache: names in it would follow from all that this file imports, which takes seconds.
-    settings = ["preprocessing=[{name: Orientation}, {name: Wrong}]", "data.cache=none"]
+    steps = "preprocessing=[{name: Orientation}, " if kind == "transform" else "augmentation.own=["
     with pytest.raises(GridError, match=message):
-        train(load_config(own[0], settings))
+        train(load_config(own[0], [steps + "{name: Wrong}]", "data.cache=none"]))

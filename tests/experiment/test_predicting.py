@@ -1,4 +1,4 @@
-"""A prediction that was interrupted goes on, and says what keeps it from writing before hours of work."""
+"""A prediction that was interrupted goes on, several processes predict what one does, and a failing case is named."""
 
 import csv
 import json
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -20,6 +21,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.evaluation.folders import RECORD as FILE
 from volseg.evaluation.folders import pair_files
 from volseg.experiment import predict
+from volseg.experiment.prediction.queue import predict_in_processes
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
@@ -44,7 +46,7 @@ def times(folder):
 
 def test_only_label_maps_that_are_not_there_whole_are_made(own_run, images, tmp_path):
     output = tmp_path / "out"
-    whole = predict(own_run, [images], output)
+    whole = predict(own_run, [images], output, resume=True)  # begins, as there is nothing to go on with
     expected, written = contents(output), times(output)
     names = sorted(expected)
     (output / names[0]).unlink()
@@ -110,28 +112,22 @@ def test_cases_are_called_without_the_runs_channel_and_evaluated_by_case(own_run
 
 
 def test_an_image_that_was_replaced_is_predicted_again(own_run, images, tmp_path):
+    """Also by one of as many bytes: without compression every image of one shape is of one size."""
     output = tmp_path / "out"
+    first, second, *_ = sorted(images.iterdir())
+    scan = images / "scan.nii"
+    volume = nibabel.load(first)
+    nibabel.save(volume, scan)
     predict(own_run, [images], output)
-    written = times(output)
-    first, second = sorted(images.iterdir())[:2]
+    written, before, size = times(output), contents(output), scan.stat().st_size
     nibabel.save(nibabel.load(second), first)
     with first.open("ab") as file:  # the same bytes otherwise
         file.write(bytes(512))
+    nibabel.save(nibabel.Nifti1Image(np.asarray(volume.dataobj)[::-1].copy(), volume.affine, volume.header), scan)
+    assert scan.stat().st_size == size
     predict(own_run, [images], output, resume=True)
-    assert [name for name, at in times(output).items() if at != written[name]] == [first.name]
-
-
-def test_an_image_of_as_many_bytes_is_another_one(own_run, images, tmp_path):
-    """Without compression every image of one shape is of one size; the label map of the old one stayed."""
-    path = tmp_path / "scan.nii"
-    volume = nibabel.load(min(images.iterdir()))
-    nibabel.save(volume, path)
-    predict(own_run, [path], tmp_path / "out")
-    before, size = contents(tmp_path / "out"), path.stat().st_size
-    nibabel.save(nibabel.Nifti1Image(np.asarray(volume.dataobj)[::-1].copy(), volume.affine, volume.header), path)
-    assert path.stat().st_size == size
-    predict(own_run, [path], tmp_path / "out", resume=True)
-    assert contents(tmp_path / "out") != before
+    assert {name for name, at in times(output).items() if at != written[name]} == {first.name, "scan.nii.gz"}
+    assert contents(output)["scan.nii.gz"] != before["scan.nii.gz"]
 
 
 def test_what_another_prediction_wrote_meanwhile_is_not_taken_for_this_ones(own_run, images, tmp_path):
@@ -146,18 +142,6 @@ def test_what_another_prediction_wrote_meanwhile_is_not_taken_for_this_ones(own_
     assert contents(output) == contents(later.folder)
 
 
-def test_labels_that_mean_something_else_are_no_prediction_to_go_on_with(own_run, images, tmp_path):
-    predict(own_run, [images], tmp_path / "out")
-    file = own_run.path / "task.json"
-    file.write_text(file.read_text(encoding="utf-8").replace('"2"', '"5"'), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"made otherwise \(labels differ\)"):
-        predict(own_run, [images], tmp_path / "out", resume=True)
-
-
-def test_nothing_to_go_on_with_begins(own_run, images, tmp_path):
-    assert len(predict(own_run, [images], tmp_path / "out", resume=True).label_maps) == 4
-
-
 def test_predictions_of_other_weights_or_settings_are_not_mixed(own_run, images, tmp_path):
     output = tmp_path / "out"
     predict(own_run, [images], output)
@@ -169,6 +153,12 @@ def test_predictions_of_other_weights_or_settings_are_not_mixed(own_run, images,
     settings.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"made otherwise \(checkpoint differ\)"):
         predict(own_run, [images], output, resume=True, checkpoint="best")
+    task = own_run.path / "task.json"
+    meant = task.read_text(encoding="utf-8")
+    task.write_text(meant.replace('"2"', '"5"'), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"made otherwise \(labels differ\)"):
+        predict(own_run, [images], output, resume=True)
+    task.write_text(meant, encoding="utf-8")
     before = contents(output)
     predict(own_run, [images], output, checkpoint="best", overwrite=True)  # all are made anew
     assert contents(output).keys() == before.keys()
@@ -203,30 +193,6 @@ def test_a_pipe_is_no_image(own_run, tmp_path):
     os.mkfifo(tmp_path / "scan.nii")
     with pytest.raises(DataError, match=r"scan\.nii is neither a file nor a folder"):
         predict(own_run, [tmp_path / "scan.nii"], tmp_path / "out")
-
-
-def test_an_interrupted_prediction_goes_on(start, own_run, images, tmp_path):
-    for copy in range(30):
-        shutil.copy(images / "synthetic_001.nii.gz", images / f"more_{copy:02d}.nii.gz")
-    output = tmp_path / "out"
-    command = [sys.executable, "-m", "volseg", "predict", str(own_run.path), str(images), "-o", str(output)]
-    running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
-    while len(contents(output)) < 3 and running.poll() is None:
-        time.sleep(0.005)
-    running.send_signal(signal.SIGTERM)
-    said = running.communicate()[1]
-    assert running.returncode == 128 + signal.SIGTERM
-    written = times(output)
-    assert 3 <= len(written) < 34
-    words = "volseg: interrupted; every written label map is complete; continue with --resume"
-    assert words in said.splitlines()
-    assert "training" not in said
-    assert not list(output.glob(".*"))
-    subprocess.run([*command, "--resume"], check=True, capture_output=True)
-    again = times(output)
-    assert len(again) == 34
-    assert sum(again[name] != at for name, at in written.items()) <= 1  # what was written when the signal came
-    assert all(nibabel.load(output / name).get_fdata().size for name in again)
 
 
 @pytest.fixture
@@ -269,7 +235,7 @@ def test_a_case_that_fails_ends_no_other_and_is_named_everywhere(run, images, tm
 
 def test_strictly_nothing_is_predicted_beside_a_bad_case(run, images, tmp_path):
     damage(images, "synthetic_002", "synthetic_004")
-    with pytest.raises(DataError, match=r"2 case\(s\) cannot be used:\n.*synthetic_002.*\n.*synthetic_004"):
+    with pytest.raises(DataError, match=r"2 case\(s\) cannot be used:\n.*synthetic_002.*\n.*synthetic_004.*\nfix them"):
         predict(run, [images], tmp_path / "out", strict=True)
     assert not list((tmp_path / "out").iterdir())
 
@@ -313,7 +279,7 @@ def test_other_settings_reach_the_label_maps_and_the_record(run, cross_validated
         predict([run, cross_validated / "fold_1"], image)
 
 
-def test_a_hundred_cases_two_of_them_broken_killed_and_started_again(start, run, tmp_path):
+def test_a_hundred_cases_two_of_them_broken_interrupted_killed_and_started_again(start, run, tmp_path):
     images, output = tmp_path / "images", tmp_path / "out"
     images.mkdir()
     voxels = np.random.default_rng(0).normal(size=(100, 16, 16, 16)).astype(np.float32)
@@ -321,12 +287,27 @@ def test_a_hundred_cases_two_of_them_broken_killed_and_started_again(start, run,
         nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), images / f"case_{number:03d}.nii.gz")
     damage(images, "case_020", "case_070")
     command = [sys.executable, "-m", "volseg", "predict", str(run), str(images), "-o", str(output)]
-    running = start(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while len(contents(output)) < 30 and running.poll() is None:
-        time.sleep(0.005)
-    running.kill()
-    assert running.wait() == -signal.SIGKILL
+
+    def end_by(number, count, *more):
+        """Start a prediction, end it by a signal once so many label maps are there; return what it said."""
+        running = start([*command, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8")
+        while len(contents(output)) < count and running.poll() is None:
+            time.sleep(0.005)
+        running.send_signal(number)
+        said = running.communicate()[1]
+        assert running.returncode == (-number if number == signal.SIGKILL else 128 + number)
+        return said
+
+    said = end_by(signal.SIGTERM, 10)
+    words = "volseg: interrupted; every written label map is complete; continue with --resume"
+    assert words in said.splitlines()
+    assert "training" not in said
+    assert not list(output.glob(".*"))
+    interrupted = times(output)
+    assert 10 <= len(interrupted) < 98
+    end_by(signal.SIGKILL, 40, "--resume")
     written, recorded = times(output), (output / FILE).read_bytes()
+    assert sum(written[name] != at for name, at in interrupted.items()) <= 1  # what was written when the signal came
     again = subprocess.run([*command, "--resume", "--json"], check=False, capture_output=True)
     assert again.returncode == 1
     told = json.loads(again.stdout)
@@ -344,3 +325,149 @@ def test_a_hundred_cases_two_of_them_broken_killed_and_started_again(start, run,
     lines = [json.loads(line) for line in (output / FILE).read_text(encoding="utf-8").splitlines()[1:]]
     made = [line["case"] for line in lines if "label_map" in line]
     assert len(made) == len(set(made)) == 98
+
+
+@pytest.fixture
+def scans(task, tmp_path):
+    """Return a folder of scans, one of which is damaged behind its header."""
+    folder = tmp_path / "scans"
+    folder.mkdir()
+    for number, image in enumerate(sorted((task / "imagesTr").glob("*.nii.gz"))[:4]):
+        (folder / f"scan_{number}.nii.gz").write_bytes(image.read_bytes())
+    damaged = bytearray((folder / "scan_0.nii.gz").read_bytes())
+    damaged[-6] ^= 1  # of the checksum
+    (folder / "scan_broken.nii.gz").write_bytes(damaged)
+    return folder
+
+
+def test_two_processes_predict_what_one_does(own_run, scans, tmp_path, caplog):
+    (scans / "scan_again.nii.gz").write_bytes((scans / "scan_2.nii.gz").read_bytes())
+    alone = predict(own_run, [scans], tmp_path / "alone")
+    remarks = [line for line in caplog.messages if line.startswith("look at")]
+    assert any("scan_again" in line and "scan_2" in line for line in remarks)
+    caplog.clear()
+    (tmp_path / "together").mkdir()
+    (tmp_path / "together" / "scan_broken.nii.gz").write_bytes(b"of another prediction")
+    together = predict(own_run, [scans], tmp_path / "together", gpus=2, overwrite=True)
+    # Whichever process had the scans: what they said was in their logs, which nobody reads.
+    assert [line for line in caplog.messages if line.startswith("look at")] == remarks
+    assert [case.state for case in together.cases] == [case.state for case in alone.cases]
+    (failed,) = together.failures
+    assert failed.case == "scan_broken"
+    there = tmp_path / "together" / "scan_broken.nii.gz"
+    assert failed.message == f"{alone.failures[0].message}; {there} is there, of an earlier prediction"
+    for name, path in alone.label_maps.items():
+        assert together.label_maps[name].read_bytes() == path.read_bytes()
+
+
+def test_a_case_is_cut_over_gpus_of_which_there_are_more(own_run, scans, tmp_path, caplog):
+    chosen, windows = [scans / "scan_0.nii.gz", scans / "scan_broken.nii.gz"], ["inference.window=[16,16,16]"]
+    alone = predict(own_run, chosen, tmp_path / "alone", overrides=windows)
+    with caplog.at_level("INFO"):
+        together = predict(own_run, chosen, tmp_path / "together", overrides=windows, gpus=3, uncertainty=True)
+    assert "2 case(s) on 3 GPUs: each is cut over all of them" in caplog.text
+    assert [case.state for case in together.cases] == [case.state for case in alone.cases] == ["predicted", "failed"]
+    assert together.label_maps["scan_0"].read_bytes() == alone.label_maps["scan_0"].read_bytes()
+    assert (tmp_path / "together" / "uncertainty" / "scan_0.nii.gz").is_file()
+
+
+def test_what_would_keep_every_case_from_being_written_ends_all(own_run, scans, tmp_path):
+    """Each process failed with each of its cases in turn, as with a full disk."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "uncertainty").touch()
+    with pytest.raises(ConfigError, match=r"label maps cannot be written to .*out \(.*go on by --resume"):
+        predict(own_run, [scans], tmp_path / "out", uncertainty=True, gpus=2)
+
+
+def test_a_config_that_takes_several_gpus_is_told_what_that_means(own_run, scans, tmp_path):
+    with pytest.raises(ConfigError, match="--gpus 2 predicts each case on one GPU, but"):
+        predict(own_run, [scans], tmp_path / "out", overrides=["parallel={strategy: pipeline, devices: 2}"], gpus=2)
+
+
+CASES = [{"case": f"case_{number}", "image": f"case_{number}.nii.gz"} for number in range(6)]
+
+WORKER = """
+import json, os, signal, sys
+
+def say(answer):
+    print(json.dumps(answer), flush=True)
+
+order = json.loads(sys.stdin.readline())
+if order.get("cannot"):
+    say({"ends": order["cannot"]})
+    raise SystemExit(1)
+while say({"asks": True}) or (case := json.loads(sys.stdin.readline())):
+    if case["case"] in order["dies_with"]:
+        print("the GPU fell off the bus", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    [file] = case["image"]
+    told = {"state": "predicted", "error": "", "message": "", "seconds": {"read": 0.5}}
+    say({"case": case["case"], "file": file, **told})
+"""
+"""A process that predicts, in a few lines: one of ours takes seconds to import what it needs."""
+
+
+PLAYED = [sys.executable, "-c", WORKER]
+
+
+def test_each_case_is_asked_for_once():
+    results = list(predict_in_processes(CASES, [None, None, None], {"dies_with": []}, PLAYED))
+    assert sorted(result.case for result in results) == [case["case"] for case in CASES]
+    assert all(str(result.file) == f"{result.case}.nii.gz" for result in results)
+    assert all(result.seconds == {"read": 0.5} for result in results)
+
+
+def test_a_process_that_dies_is_named_and_the_others_go_on():
+    results = {
+        result.case: result for result in predict_in_processes(CASES, [None, "1"], {"dies_with": ["case_2"]}, PLAYED)
+    }
+    assert sorted(results) == [case["case"] for case in CASES]
+    failed = [result for result in results.values() if result.state == "failed"]
+    assert [result.case for result in failed] == ["case_2"]
+    assert "was killed by SIGKILL: the usual cause is a lack of memory" in failed[0].message
+    assert "| the GPU fell off the bus" in failed[0].message
+
+
+def test_where_all_processes_die_the_rest_is_told():
+    order = {"dies_with": [case["case"] for case in CASES]}
+    results = {result.case: result for result in predict_in_processes(CASES, [None, None], order, PLAYED)}
+    assert sorted(results) == [case["case"] for case in CASES]
+    assert all(result.state == "failed" for result in results.values())
+    assert sum("every process that predicted has failed" in result.message for result in results.values()) == 4
+
+
+def test_processes_that_die_before_their_first_case_say_why():
+    """All that was said of each case was: see what became of the other cases."""
+    command = [sys.executable, "-c", "raise SystemExit('the driver is too old')"]
+    results = list(predict_in_processes(CASES, [None, None], {}, command))
+    assert [result.case for result in results] == [case["case"] for case in CASES]
+    for result in results:
+        assert (
+            "process 1 (CPU) failed with exit code 1; the last lines of its log:\n  | the driver is too old"
+            in result.message
+        )
+
+
+def test_an_error_that_is_no_cases_own_ends_all():
+    with pytest.raises(ConfigError, match=r"^the disk is full$"):
+        list(predict_in_processes(CASES, [None, None], {"dies_with": [], "cannot": "the disk is full"}, PLAYED))
+
+
+def list_children():
+    """Return the processes that this one has started; see also `ready_python`, which keeps one."""
+    return {
+        int(number)
+        for file in Path("/proc/self/task").glob("*/children")
+        for number in file.read_text(encoding="ascii").split()
+    }
+
+
+def test_who_stops_listening_leaves_no_process():
+    list(predict_in_processes([], [None], {"dies_with": []}, PLAYED))
+    before = list_children()
+    results = predict_in_processes(CASES, [None, None], {"dies_with": []}, PLAYED)
+    next(results)
+    begun = list_children()
+    results.close()
+    assert len(begun - before) == 2
+    assert list_children() == before

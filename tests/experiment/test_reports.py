@@ -1,4 +1,4 @@
-"""The page that a training leaves, however it ends, and that never costs one."""
+"""The page and the signs that a training leaves of itself, however it ends, and that never cost one."""
 
 import html
 import math
@@ -12,11 +12,14 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_hooks import At, raising
 
+from volseg import Hook, experiment
 from volseg.data import load_task
 from volseg.data.mock_msd import make_mock_task
 from volseg.errors import ConfigError, NonFiniteLossError
-from volseg.experiment import load_config, train
+from volseg.experiment import RunFolder, load_config, train
+from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.run_files import read_times
+from volseg.parallel.processes.progress import report_progress
 from volseg.reporting import write_report
 
 
@@ -46,7 +49,7 @@ def test_a_finished_training_leaves_a_page_with_its_cases(configured, true_pictu
         assert f"<h2>{heading}</h2>" in page
     assert "HD95" in page
 
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match=r"holds a run already; continue it with --resume, or choose another folder"):
         train(config)
     assert read_page(config) == page  # it is another run's, which was left alone
 
@@ -58,6 +61,7 @@ def test_an_interrupted_training_leaves_one_and_what_came_before_a_resume_counts
     page = read_page(config)
     assert ">interrupted</span>" in page
     assert "--resume" in page
+    assert RunFolder(config.folder).status().state == "interrupted"
     assert not (config.folder / "report.md").exists()
     assert not (config.folder / "validation").exists()
     outcome = train(config, resume=True)
@@ -131,11 +135,9 @@ def test_pictures_show_the_channel_that_the_config_names(configured, tmp_path):
     # The two networks are the same: what differs is what is seen behind their lines.
     assert len(drawn["0"]) == len(drawn["ADC"]) >= 2
     assert all(one != other for one, other in zip(*drawn.values(), strict=True))
-    for wrong in ("2", "PD", "-1", "t2"):
-        if wrong == "-1":
-            with pytest.raises(ConfigError, match=r"logging\.channel"):
-                configured(f"logging.channel={wrong}")
-            continue
+    with pytest.raises(ConfigError, match=r"logging\.channel"):
+        configured("logging.channel=-1")
+    for wrong in ("2", "PD", "t2"):
         with pytest.raises(ConfigError, match=r"by number or name, got .*; there are 0 \(T2\), 1 \(ADC\)"):
             train(configured(*one, f"logging.channel={wrong}", f"output={tmp_path / 'refused'}"))
     assert not (tmp_path / "refused").exists()
@@ -148,3 +150,81 @@ def test_a_cross_validation_leaves_a_page(cross_validated):
     assert page.count("data:image/jpeg;base64,") == 6  # of the three folds' cases all that there are
     for number in range(3):
         assert f"fold {number}" in page
+
+
+class Stop(Hook):
+    """Raises what it is given at the end of the first epoch's validation, and keeps what others could read then."""
+
+    def __init__(self, folder, fault):
+        self.folder, self.fault, self.seen = folder, fault, []
+
+    def on_validation_begin(self, training):
+        self.seen.append(self.folder.status())
+
+    def on_epoch_end(self, training, record):
+        self.seen.append(self.folder.status())
+        raise self.fault
+
+
+def test_a_run_says_how_far_it_is_how_it_failed_and_how_it_went_on(configured):
+    config = configured()
+    folder = RunFolder(config.folder)
+    hook = Stop(folder, RuntimeError("the disk is on fire"))
+    with pytest.raises(RuntimeError, match="on fire"):
+        experiment.train(config, hooks=[hook])
+    begun, validated = hook.seen
+    assert (begun.state, begun.epoch, begun.batch) == ("validating", 0, 3)
+    assert (validated.state, validated.epoch, validated.epochs, validated.batches) == ("training", 1, 2, 3)
+    assert validated.loss is not None
+    assert validated.score is not None
+    failed = folder.status()
+    assert (failed.state, failed.message) == ("failed", "RuntimeError: the disk is on fire")
+    assert [line.epoch for line in folder.history()] == [1]
+
+    experiment.train(config, resume=True)
+    assert folder.status().state == "finished"
+    # The checkpoint is from before the fault, so the first epoch came twice, and stands there once.
+    assert [(line.epoch, line.step) for line in folder.history()] == [(1, 3), (2, 6)]
+    first, second = folder.times()
+    assert first.begun < second.begun
+    for part in (first, second):
+        assert {"start", "reading", "preparing", "building", "training", "waiting for data"} <= {*part.spans}
+        assert all(seconds >= 0 for seconds in part.spans.values())
+        assert math.fsum(part.spans.values()) == pytest.approx(part.seconds), "a second is counted twice, or not at all"
+    assert {"final validation", "writing"} <= {*second.spans}
+    assert "final validation" not in first.spans
+
+
+def test_the_thread_writes_when_the_work_goes_on_and_is_silent_when_it_hangs(tmp_path):
+    folder = RunFolder(tmp_path)
+    signs = Heartbeat(every_seconds=0.001)
+    with signs.writing(tmp_path):
+        report_progress("read", item="case_7")
+        while folder.status().message != "read, case_7":  # the thread's next look
+            pass
+        before = folder.status_file.stat().st_mtime_ns
+        looks = Heartbeat(every_seconds=0.001)
+        with looks.writing(tmp_path / "another"):  # its thread looks as often meanwhile, and sees nothing new
+            pass
+        assert folder.status_file.stat().st_mtime_ns == before
+    assert folder.status().state == "finished"
+
+
+class BreakOff(Hook):
+    """Fail after a batch of the second epoch, behind a checkpoint in the middle of it."""
+
+    def on_batch_end(self, training, fields):
+        if (training.epoch, training.position) == (1, 2):
+            self.state = training.state()
+            raise RuntimeError("something of the user's")
+
+
+def test_an_epoch_that_breaks_off_has_the_seconds_in_which_it_waited(configured):
+    config, broken = configured(), BreakOff()
+    with pytest.raises(RuntimeError, match="something of the user's"):
+        experiment.train(config, hooks=[broken])
+    (part,) = read_times(config.folder / "times.json")
+    assert min(part.spans.values()) >= 0  # there was less than no training
+    assert math.fsum(part.spans.values()) == pytest.approx(part.seconds)
+    seconds, waited = broken.state.seconds
+    assert seconds > waited > 0  # a run that went on from here had waited longer than it took

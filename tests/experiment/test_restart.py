@@ -1,13 +1,16 @@
-"""A run that is started again: by the same command, after whatever ended it."""
+"""How the processes of a run end, and the run that is started again: by the same command, after whatever ended it."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import ready_python
 from ready_python import wait_until
 from spot_service import serving
 from typer.testing import CliRunner
@@ -17,9 +20,10 @@ from volseg.checkpointing.compatible import load_finished_report
 from volseg.checkpointing.lock import LOCK
 from volseg.cli import app
 from volseg.config.loading import format_config, load_config
-from volseg.errors import CheckpointError, ConfigError
+from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment import RunFolder, predict, train, validate
 from volseg.experiment.launching import _choose_settings, count_workers
+from volseg.lifetime import is_running
 from volseg.monitoring.spot_notices import ENDPOINT_VARIABLE
 from volseg.workflow import load_checkpoint
 
@@ -80,13 +84,6 @@ def test_restart_begins_goes_on_and_then_prints_the_report(config_file, configur
     assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")} == before
     with pytest.raises(ConfigError, match=r"begun with another config: optimizer\.lr"):
         run(config_file, "--restart", "--set", "optimizer.lr=0.5")
-
-
-def test_restart_begins_anew_where_a_run_was_lost_before_its_first_checkpoint(config_file, configured):
-    lose(configured(), 0, 1)
-    assert not list((configured().folder / "checkpoints").glob("*.pt"))
-    assert run(config_file, "--restart").exit_code == 0
-    assert finished_report(configured()) is not None
 
 
 @pytest.mark.parametrize("written", [[], ["environment.json"], ["environment.json", "task.json", "split.json"]])
@@ -199,24 +196,33 @@ def train_endlessly(start, config_file):
     return started
 
 
-def wait_for_batches(folder, process):
-    wait_until(lambda: (folder / "checkpoints" / "latest.pt").exists() or process.poll() is not None, 120)
+def wait_for(file, process):
+    wait_until(lambda: file.exists() or process.poll() is not None, 120)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
-def test_each_signal_saves_and_ends_within_seconds_with_its_status(train_endlessly, configured, number, status):
+@pytest.mark.parametrize(
+    ("number", "status", "seen"),
+    [
+        (signal.SIGTERM, 143, "checkpoints/latest.pt"),
+        (signal.SIGTERM, 143, LOCK),  # as early as it may come
+        (signal.SIGHUP, 129, "checkpoints/latest.pt"),
+        (signal.SIGINT, 130, "checkpoints/latest.pt"),
+    ],
+)
+def test_each_signal_saves_and_ends_within_seconds_with_its_status(train_endlessly, configured, number, status, seen):
     """SIGHUP, of an ssh connection that drops, ended a training unsaved."""
     folder = configured().folder
     process = train_endlessly("--set", "training.checkpoint_minutes=0")
-    wait_for_batches(folder, process)
+    wait_for(folder / seen, process)
     process.send_signal(number)
     sent = time.monotonic()
     said = process.communicate(timeout=60)[1]
     assert process.returncode == status, said
     assert time.monotonic() - sent < 20  # the promise; it takes milliseconds on an idle machine
     assert "continue it with --resume" in said
+    assert "Traceback" not in said
     assert not (folder / LOCK).exists()
-    assert load_checkpoint(folder / "checkpoints" / "latest.pt").position > 0
+    assert seen == LOCK or load_checkpoint(folder / seen).position > 0
 
 
 def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(train_endlessly, configured):
@@ -224,7 +230,7 @@ def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(train_endlessly
     settings = ["--set", "training.spot=aws", "--set", "training.checkpoint_minutes=0"]
     with serving() as service:
         process = train_endlessly(*settings, **{ENDPOINT_VARIABLE: service.endpoint})
-        wait_for_batches(folder, process)
+        wait_for(folder / "checkpoints" / "latest.pt", process)
         service.notice = json.dumps({"action": "stop", "time": "soon"})
         sent = time.monotonic()
         said = process.communicate(timeout=60)[1]
@@ -234,33 +240,172 @@ def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(train_endlessly
     assert load_checkpoint(folder / "checkpoints" / "latest.pt").position > 0
 
 
-@pytest.mark.parametrize("begun", [["data=2"], ["spatial=2", "checkpoint=all"], ["pipeline=2", "split_size=1"]])
-def test_auto_goes_on_as_the_run_was_begun_where_it_has_as_many_gpus(configured, config_file, begun):
-    """What is left open stays open: a value of the run and one of the config make no third way to train."""
+@pytest.mark.parametrize(
+    ("begun", "asked", "gpus"),
+    [
+        (["data=2"], 2, 2),
+        (["spatial=2", "checkpoint=all"], 2, 2),
+        (["pipeline=2", "split_size=1"], 2, 2),
+        # Fewer than it was asked for: the run folder did not say of how many GPUs it had chosen some.
+        (["data=2", "chosen_for=4"], 4, 2),
+        (["strategy=spatial", "devices=1", "checkpoint=1", "chosen_for=4"], 4, 1),
+        (["chosen_for=4"], 4, 1),
+    ],
+)
+def test_auto_goes_on_as_the_run_was_begun_where_it_has_as_many_gpus(configured, config_file, begun, asked, gpus):
+    """It chose anew and took sums in another order; a value of the run and one of the config make no third way."""
     first = configured(*[f"parallel.{value}" for value in begun])
     first.folder.mkdir()
     (first.folder / "config.yaml").write_text(format_config(first), encoding="utf-8")
     auto = ["parallel.strategy=auto", "parallel.timeout=100", "device=cpu"]
-    settings, count = _choose_settings(configured(*auto), 2, resume=True)
-    assert count == 2
-    again = load_config(config_file, [*auto, *settings]).parallel
-    assert again == first.parallel.model_copy(update={"timeout": 100.0})
-    assert _choose_settings(configured(*auto), 4, resume=True) == ([], 4)
-    assert _choose_settings(configured(*auto), 2, resume=False) == ([], 2)
-
-
-@pytest.mark.parametrize(
-    ("begun", "gpus"), [(["data=2"], 2), (["strategy=spatial", "devices=1", "checkpoint=1"], 1), ([], 1)]
-)
-def test_auto_goes_on_with_the_fewer_gpus_that_it_had_chosen(configured, config_file, begun, gpus):
-    """It chose anew and took sums in another order: the run folder did not say of how many GPUs it had chosen some."""
-    first = configured(*[f"parallel.{value}" for value in begun], "parallel.chosen_for=4")
-    first.folder.mkdir()
-    (first.folder / "config.yaml").write_text(format_config(first), encoding="utf-8")
-    auto = ["parallel=auto", "device=cpu"]
-    settings, count = _choose_settings(configured(*auto), 4, resume=True)
+    settings, count = _choose_settings(configured(*auto), asked, resume=True)
     assert count == gpus
     again = load_config(config_file, [*auto, *settings])
-    assert again.parallel == first.parallel
-    assert count_workers(again, count) == gpus
+    assert again.parallel == first.parallel.model_copy(update={"timeout": 100.0})
+    assert count_workers(again, count) == gpus // (first.parallel.pipeline or 1)
     assert _choose_settings(configured(*auto), 3, resume=True) == ([], 3), "on others it chooses anew"
+    assert _choose_settings(configured(*auto), asked, resume=False) == ([], asked)
+
+
+DAMAGED = {
+    "empty": b"",
+    "cut": b'{"name": "Ta',
+    "no text": b"\xff\xfe\x00\x00",
+    "a list": b"[]",
+    "null": b"null",
+    "nothing in it": b"{}",
+    "labels are none": b'{"name": "a", "modalities": ["MRI"], "labels": null}',
+    "labels are a list": b'{"name": "a", "modalities": ["MRI"], "labels": [1, 2]}',
+    "a label is no number": b'{"name": "a", "modalities": ["MRI"], "labels": {"0": "b", "x": "c"}}',
+    "a label is no name": b'{"name": "a", "modalities": ["MRI"], "labels": {"0": "b", "1": null}}',
+    "no modality": b'{"name": "a", "modalities": [], "labels": {"0": "b", "1": "c"}}',
+    "nested": b"[" * 100_000,
+}
+
+
+def test_a_damaged_task_or_split_is_named_by_every_verb(task, configured):
+    outcome = train(configured("training.epochs=1", "training.iterations=1"))
+    images = [task / "imagesTs"]
+    verbs = {
+        "task.json": [lambda: predict(outcome.folder, images), lambda: validate(outcome.folder, overwrite=True)],
+        "split.json": [
+            lambda: validate(outcome.folder, overwrite=True),
+            lambda: train(configured("training.epochs=2", "training.iterations=1"), resume=True),
+        ],
+    }
+    for name, calls in verbs.items():
+        file = outcome.folder.path / name
+        sound = file.read_bytes()
+        for content in DAMAGED.values():
+            file.write_bytes(content)
+            for call in calls:
+                with pytest.raises(DataError, match=name):
+                    call()
+        file.unlink()
+        for call in calls:
+            with pytest.raises(DataError, match=name):
+                call()
+        file.write_bytes(sound)
+    assert validate(outcome.folder, overwrite=True).score >= 0
+
+
+EPOCHS = ["--set", "training.epochs=100000"]
+
+
+TOLD = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+
+
+def volseg(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "volseg", *arguments]
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+    names = {pid: Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() for pid in pids}
+    return [int(pid) for pid, name in names.items() if name != ready_python.NAME]  # which is one of the tests' own
+
+
+def test_a_killed_process_is_started_again_and_the_job_goes_on(start, config_file, tmp_path):
+    mesh = ["--set", "device=cpu", "--set", "parallel.spatial=2"]
+    mesh += ["--set", "training.epochs=8", "--set", "training.checkpoint_minutes=0.001"]
+    job = start(volseg("train", str(config_file), *mesh, "--gpus", "2", "--max-restarts", "1"), **TOLD)
+    wait_until(lambda: (tmp_path / "run" / "checkpoints" / "latest.pt").exists(), 120)
+    killed = children(job)[-1]
+    os.kill(killed, signal.SIGKILL)
+    told, errors = job.communicate(timeout=200)
+    assert job.returncode == 0, errors
+    assert "| mean " in told
+    history = load_checkpoint(tmp_path / "run" / "checkpoints" / "latest.pt").history
+    assert [record.epoch for record in history] == list(range(8))
+
+
+KILLED = """
+import os, signal
+import volseg
+from volseg.parallel.devices import count_restarts
+
+@volseg.register("hook", "Killed")
+class Killed(volseg.Hook):
+    def on_batch_end(self, training, fields):
+        if training.epoch == 1 and count_restarts() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_single_process_is_started_again_too(start, config_file, tmp_path):
+    """The option was passed over where there was one process."""
+    (tmp_path / "killed.py").write_text(KILLED, encoding="utf-8")
+    settings = ["--set", "hooks=[{name: Killed}]", "--set", "training.checkpoint_minutes=0.0001"]
+    command = volseg("train", str(config_file), *settings, "--components", str(tmp_path / "killed.py"))
+    job = start([*command, "--max-restarts", "1"], **TOLD)
+    _, errors = job.communicate(timeout=200)
+    assert job.returncode == 0, errors
+    assert "was killed by SIGKILL" in errors
+    assert "restarting all processes, 1 of 1 times" in errors
+    history = load_checkpoint(tmp_path / "run" / "checkpoints" / "latest.pt").history
+    assert [record.epoch for record in history] == [0, 1]
+
+
+def test_an_error_is_told_once_and_without_gloo(start, config_file):
+    settings = ["--set", "device=cpu", "--set", "parallel.spatial=2", "--set", "optimizer.lr=1e30"]
+    job = start(volseg("train", str(config_file), "--gpus", "2", *settings), **TOLD)
+    _, errors = job.communicate(timeout=200)
+    assert job.returncode == 1
+    assert "Traceback" not in errors
+    assert "gloo" not in errors
+    last = errors.rstrip().splitlines()[-1]
+    assert re.match(r"volseg: process [01] of 2 \(\S+, cpu\): the loss is not finite in epoch 1", last), last
+    assert errors.count("the loss is not finite") <= 2  # by the other process, in a line, if it lives to say so
+
+
+def test_no_fold_outlives_a_killed_cross_validation(start, config_file, tmp_path):
+    """Those of a training are the launcher's, as in parallel/processes/test_group.py."""
+    folds = ["--folds", "0", "1", "--gpus", "2", "--set", "device=cpu"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    job = start(volseg("cross-validate", str(config_file), *folds, *EPOCHS), **quiet)
+    try:
+        wait_until(lambda: len(list(tmp_path.rglob("config.yaml"))) == 2 and len(children(job)) == 2, 120)
+        pids = children(job)
+    finally:
+        job.kill()
+        job.wait()
+    wait_until(lambda: not any(map(is_running, pids)), 30)
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="one core follows in the process itself")
+def test_a_plan_that_is_interrupted_leaves_no_copies(start, request):
+    vnet = request.config.rootpath / "configs" / "task04_vnet.yaml"
+    # Many ways to look at, so that it is still at it when it hears of Ctrl-C, which a terminal sends to all.
+    job = start(volseg("plan", str(vnet), "--instance", "p3.16xlarge", "--max-volume"), **TOLD, start_new_session=True)
+    try:
+        # Two, as one may be the tests' own, which has another name at first.
+        wait_until(lambda: job.poll() is not None or len(children(job)) > 1, 120)
+        copies = children(job)
+        os.killpg(job.pid, signal.SIGINT)
+        _, errors = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 130, errors
+    assert errors.splitlines()[-1] == "volseg: interrupted; run the same command again"
+    assert copies
+    wait_until(lambda: not any(map(is_running, copies)), 30)

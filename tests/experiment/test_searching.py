@@ -182,9 +182,7 @@ REFUSED = {
         (SPACE, {"overrides": ["training.validate_every=null"]}, "a search compares validations during the training"),
     ],
 )
-def test_what_cannot_be_searched_is_refused_before_anything_is_trained(
-    config_file, over, tmp_path, space, options, message
-):
+def test_what_cannot_be_searched_is_refused_before_a_training(config_file, over, tmp_path, space, options, message):
     with pytest.raises(ConfigError, match=message):
         search(config_file, over(space), **options)
     assert not (tmp_path / "run").exists()

@@ -12,8 +12,8 @@ import torch
 from ready_python import wait_until
 from two_machines import ADDRESSES, Machines, on_two_machines, why_not
 
+from tests.experiment.checkpoints import latest
 from volseg.experiment import train
-from volseg.workflow import load_checkpoint
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -24,10 +24,6 @@ JOB = str(Path(__file__).parents[1] / "parallel" / "processes" / "job_of_process
 def machines():
     with on_two_machines() as made:
         yield made
-
-
-def latest(folder):
-    return load_checkpoint(folder / "checkpoints" / "latest.pt")
 
 
 def outputs(jobs, seconds):

@@ -139,9 +139,7 @@ def test_voxels_lie_at_the_millimetres_of_the_nifti_file(write_series, tmp_path,
     folder = write_series(**SERIES[kind])
     volume = read_volume(folder)
     labels = labels_for(volume, [0, 0, 3, 40, 700])
-    path = write_dicom_segmentation(
-        labels, volume, tmp_path / "case.dcm", task=ORGANS, series=folder, weights="5f" * 16
-    )
+    path = write_dicom_segmentation(labels, volume, tmp_path / "case.dcm", task=ORGANS, series=folder, weights="0")
     nifti = write_prediction(labels, volume, tmp_path / "case.nii.gz")
     _, by_hand = places_by_hand(path)
     by_highdicom = places_by_highdicom(path)
@@ -276,9 +274,7 @@ def test_slices_that_cannot_be_referred_to_are_refused(write_series, tmp_path):
     with pytest.raises(DataError, match=r"has no FrameOfReferenceUID, and a DICOM segmentation cannot refer to it"):
         write_dicom_segmentation(labels, volume, tmp_path / "a.dcm", series=folder, **arguments)
     other = write_series(folder="other", step=3.0)
-    with pytest.raises(
-        GridError, match=r"lies 1 mm away from the label map's nearest plane .* the series that was seg"
-    ):
+    with pytest.raises(GridError, match=r"lies 1 mm away from the label map's nearest plane .* the series"):
         write_dicom_segmentation(labels, volume, tmp_path / "a.dcm", series=other, **arguments)
     files = sorted(other.iterdir())
     with pytest.raises(GridError, match=r"one of 5 slices of 5 x 4 voxels, and the label map has 6 of 5 x 4"):

@@ -1,3 +1,7 @@
+"""Label maps on the image's own grid hold the files' values, of classes or of regions painted in order."""
+
+import nibabel
+import numpy as np
 import pytest
 import torch
 from label_maps import label_map_on, original_label_map
@@ -5,6 +9,8 @@ from monai.data import MetaTensor
 
 from volseg.errors import GridError
 from volseg.inference.original_grid import resample
+from volseg.inference.predictor import Predictor
+from volseg.inference.writing import write_prediction
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -40,22 +46,16 @@ def test_edge_voxels_reach_half_their_side():
     assert (labels[0, 1:7, 1:7, 1:7] == 1).all()
 
 
-@pytest.mark.parametrize("spacing", [(1, 1, 1), (0.7, 1, 1)])
-def test_slabs_change_nothing(monkeypatch, spacing):
-    probabilities = torch.rand(3, 7, 6, 5).softmax(0)
+@pytest.mark.parametrize("spacing", [(1, 1, 1), (0.7, 1.3, 0.9)])
+@pytest.mark.parametrize("regions", [False, True])
+def test_slabs_change_nothing(monkeypatch, spacing, regions):
+    probabilities, rule = torch.rand(3, 7, 6, 5), {"values": (0, 7, 500), "regions": regions}
     source, target = grid((7, 6, 5), spacing=spacing), grid((8, 5, 4), origin=(-1, 0, 0))
-    whole = label_map_on(target, probabilities, source)
+    whole = label_map_on(target, probabilities, source, **rule)
+    assert set(whole.unique().tolist()) == {0, 7, 500}
+    assert not whole[0, 0].any()  # outside of the source
     monkeypatch.setattr("volseg.inference.original_grid.SLAB_ELEMENTS", 1)  # one slab per voxel
-    assert label_map_on(target, probabilities, source).equal(whole)
-
-
-def test_nearest_keeps_values_and_type():
-    labels = torch.randint(0, 200, (1, 4, 4, 4), dtype=torch.int16)
-    finer = resample(
-        grid((8, 8, 8), spacing=(0.5, 0.5, 0.5), origin=(-0.25,) * 3), labels, grid((4, 4, 4)), mode="nearest"
-    )
-    assert finer.dtype == torch.int16
-    assert finer.equal(labels.repeat_interleave(2, 1).repeat_interleave(2, 2).repeat_interleave(2, 3))
+    assert label_map_on(target, probabilities, source, **rule).equal(whole)
 
 
 def test_one_slice_can_be_resampled():
@@ -78,3 +78,67 @@ def test_probabilities_must_lie_on_their_grid():
 def test_more_classes_than_a_byte_holds_are_refused():
     with pytest.raises(GridError, match="holds 256 labels, the model has 257"):
         label_map_on(grid((1, 1, 1)), torch.zeros(257, 1, 1, 1), grid((1, 1, 1)))
+
+
+def make_image(size=(4, 5, 6)):
+    return MetaTensor(
+        torch.randn(1, *size),
+        affine=torch.eye(4, dtype=torch.float64),
+        meta={"original_affine": torch.eye(4, dtype=torch.float64), "spatial_shape": size},
+    )
+
+
+def by_hand(probabilities, values):
+    """nnU-Net 2.8.1's ``convert_probabilities_to_segmentation`` with regions."""
+    painted = np.zeros(probabilities.shape[1:], dtype=np.uint16)
+    for index, value in enumerate(values):
+        painted[probabilities[index].numpy() > 0.5] = value
+    return painted
+
+
+@pytest.mark.parametrize("values", [(2, 1, 4), (1, 300, 14175), (1, 1, 2)])
+def test_regions_are_painted_in_their_order(values):
+    probabilities, image = torch.rand(3, 4, 5, 6), make_image()
+    painted = original_label_map(probabilities, image, values=values, regions=True)
+    assert painted.dtype == (torch.uint8 if max(values) < 256 else torch.int32)
+    assert np.array_equal(painted[0].numpy(), by_hand(probabilities, values))
+
+
+@pytest.mark.parametrize("window", [None, (4, 4, 4)])
+@pytest.mark.parametrize("mirror", [False, True])
+def test_a_network_of_regions_is_asked_for_sigmoids(window, mirror):
+    """One without neighbourhood: windows and mirrorings change nothing. Regions may be sure at once."""
+    image = make_image()
+    scale = torch.tensor([4.0, -3.0, 1.0]).view(1, 3, 1, 1, 1)
+    predictor = Predictor(
+        model=lambda x: scale * x, num_classes=3, values=(1, 2, 4), regions=True, window=window, mirror=mirror
+    )
+    expected = (scale * image.as_tensor()).sigmoid()[0]
+    torch.testing.assert_close(predictor.probabilities(image.as_tensor()[None])[0], expected)
+    assert np.array_equal(predictor({"case": "a", "image": image})[0].numpy(), by_hand(expected, (1, 2, 4)))
+
+
+def test_classes_become_their_values():
+    image = make_image()
+    model = torch.nn.Conv3d(1, 3, 1)
+    plain, gaps = Predictor(model=model, num_classes=3), Predictor(model=model, num_classes=3, values=(0, 7, 500))
+    case = {"case": "a", "image": image}
+    assert torch.equal(torch.tensor([0, 7, 500], dtype=torch.int32)[plain(case).long()], gaps(case).as_tensor())
+
+
+def test_a_network_of_another_number_of_regions_is_refused():
+    predictor = Predictor(model=lambda x: x, num_classes=2, values=(1, 2), regions=True)
+    with pytest.raises(GridError, match="one channel per region, got"):
+        predictor({"case": "a", "image": make_image()})
+
+
+@pytest.mark.parametrize(
+    ("largest", "dtype"), [(255, np.uint8), (256, np.uint16), (65_535, np.uint16), (65_536, np.int32)]
+)
+def test_the_largest_value_chooses_the_type_of_the_file(largest, dtype, tmp_path):
+    image = make_image()
+    label_map = torch.zeros(1, 4, 5, 6, dtype=torch.int32)
+    label_map[0, 1, 2, 3] = largest
+    written = nibabel.load(write_prediction(label_map, image, tmp_path / "a.nii.gz"))
+    assert written.get_data_dtype() == dtype
+    assert np.array_equal(np.asarray(written.dataobj), label_map[0].numpy())

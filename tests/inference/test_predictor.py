@@ -1,3 +1,8 @@
+"""A volume is predicted as it is defined, by one device and by several together."""
+
+import copy
+import threading
+
 import pytest
 import torch
 from monai.data import MetaTensor
@@ -5,7 +10,11 @@ from monai.networks.nets import DynUNet
 from torch import nn
 
 from volseg.errors import ConfigError, GridError, NonFinitePredictionError
-from volseg.inference.predictor import Predictor, full_logits, predict_case
+from volseg.inference.predictor import Predictor, SharedPredictor, full_logits
+from volseg.inference.window_step import record_models
+from volseg.inference.windows import list_layers, restrict_layers
+from volseg.parallel import FastKernels
+from volseg.transforms.preprocessing import build_preprocessing
 
 SHIFTED = torch.tensor([[-1, 0, 0, 9.0], [0, 2, 0, 8], [0, 0, 3, 7], [0, 0, 0, 1]], dtype=torch.float64)
 
@@ -37,7 +46,7 @@ def test_a_model_without_neighbourhood_is_applied_voxel_by_voxel(window, mirror)
 
 def test_label_map_has_the_geometry_of_the_file():
     case = case_of(5, 6, 7)
-    labels = predict_case(two_classes, case, num_classes=2)
+    labels = Predictor(model=two_classes, num_classes=2)(case)
     assert labels.dtype == torch.uint8
     assert labels.affine.equal(SHIFTED)
     assert labels.as_tensor().equal((case["image"] > 0).as_tensor().to(torch.uint8))
@@ -93,19 +102,6 @@ def test_predictions_do_not_depend_on_companions():
         assert together[case["case"]].as_tensor().equal(predictor(case).as_tensor())
 
 
-def test_equal_sizes_go_through_the_model_together():
-    sizes = []
-
-    def counting(images):
-        sizes.append(len(images))
-        return two_classes(images)
-
-    cases = [case_of(4, 4, 4), case_of(6, 6, 6), case_of(4, 4, 4), case_of(4, 4, 4)]
-    for _ in Predictor(model=counting, num_classes=2).stream(cases, batch_size=2):
-        pass
-    assert sizes == [2, 1, 1]
-
-
 def test_odd_sizes_are_not_held_back_for_ever():
     """Of an endless stream of sizes that never recur, a few cases are held and the rest is predicted."""
     cases = (case_of(side, 4, 4, name=str(side)) for side in range(2, 1000))
@@ -121,21 +117,13 @@ def test_every_submodule_keeps_its_mode():
     before = network[1][0].running_mean.clone()
     images = torch.randn(1, 1, 4, 4, 4)
     predictor = Predictor(model=network, num_classes=2)
-    assert predictor.probabilities(images).equal(predictor.probabilities(images))  # no dropout
+    probabilities = predictor.probabilities(images)
+    assert probabilities.equal(predictor.probabilities(images))  # no dropout
+    assert not probabilities.requires_grad
+    with pytest.raises(RuntimeError):
+        predictor.probabilities(torch.randn(1, 3, 4, 4, 4))  # three channels
     assert [module.training for module in network.modules()] == [True, True, True, False, True]
     assert network[1][0].running_mean.equal(before)
-
-
-def test_modes_come_back_after_an_error():
-    network = nn.Sequential(nn.Conv3d(3, 2, 1)).train()
-    with pytest.raises(RuntimeError):
-        Predictor(model=network, num_classes=2).probabilities(torch.randn(1, 1, 4, 4, 4))
-    assert network.training
-
-
-def test_prediction_leaves_no_graph():
-    images = torch.randn(1, 1, 4, 4, 4)
-    assert not Predictor(model=pointwise(), num_classes=3).probabilities(images).requires_grad
 
 
 def test_mixed_precision_averages_in_float32():
@@ -159,7 +147,7 @@ def test_deep_supervision_counts_by_its_first_output():
     logits = [torch.zeros(1, 2, 8, 8, 8), torch.zeros(1, 2, 4, 4, 4)]
     assert full_logits(logits) is logits[0]
     network = DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8], deep_supervision=True, deep_supr_num=1)
-    assert predict_case(network.train(), case_of(8, 8, 8), num_classes=2).shape == (1, 8, 8, 8)
+    assert Predictor(model=network.train(), num_classes=2)(case_of(8, 8, 8)).shape == (1, 8, 8, 8)
 
 
 def test_a_sharded_volume_is_gathered():
@@ -174,7 +162,8 @@ def test_a_sharded_volume_is_gathered():
         return Shards(two_classes(images).chunk(2, 2))
 
     case = case_of(6, 4, 4)
-    assert predict_case(sharded, case, num_classes=2).as_tensor().equal((case["image"] > 0).as_tensor().to(torch.uint8))
+    labels = Predictor(model=sharded, num_classes=2)(case)
+    assert labels.as_tensor().equal((case["image"] > 0).as_tensor().to(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +173,10 @@ def test_a_sharded_volume_is_gathered():
         ({"overlap": 1.0}, r"overlap must lie in \[0, 1\), got 1.0"),
         ({"mirror": [3]}, r"axes among 0, 1, 2, got \[3\]"),
         ({"samples_per_pass": 0}, "samples_per_pass must be 1 or more, got 0"),
+        ({"skip_background": True}, "skip_background leaves out windows of probabilities, got whole volumes"),
+        ({"regions": True}, "need a value for each of the 2 outputs"),
+        ({"values": (0,)}, "need a value for each of the 2 outputs"),
+        ({"values": (1, 2, 3), "regions": True}, "need a value for each of the 2 outputs"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
@@ -191,14 +184,16 @@ def test_settings_that_cannot_work_are_refused(settings, message):
         Predictor(model=two_classes, num_classes=2, **settings)
 
 
-def test_another_number_of_classes_is_refused():
-    with pytest.raises(GridError, match=r"= \(1, 3, 4, 4, 4\) .* background included, got \(1, 2, 4, 4, 4\)"):
-        predict_case(two_classes, case_of(4, 4, 4), num_classes=3)
-
-
-def test_output_that_is_no_tensor_is_refused():
-    with pytest.raises(GridError, match="must return logits as a tensor, got dict"):
-        predict_case(lambda images: {"logits": images}, case_of(4, 4, 4), num_classes=2)
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (two_classes, r"= \(1, 3, 4, 4, 4\) .* background included, got \(1, 2, 4, 4, 4\)"),
+        (lambda images: {"logits": images}, "must return logits as a tensor, got dict"),
+    ],
+)
+def test_another_output_is_refused(model, message):
+    with pytest.raises(GridError, match=message):
+        Predictor(model=model, num_classes=3)(case_of(4, 4, 4))
 
 
 @pytest.mark.parametrize(
@@ -213,4 +208,133 @@ def test_prediction_that_is_not_finite_is_an_error(voxel, weight, autocast, reme
     case = case_of(4, 4, 4)
     case["image"][0, 0, 0, 0] = voxel
     with pytest.raises(NonFinitePredictionError, match=f"case knee_7: .*not finite; .*{remedy}"):
-        predict_case(lambda x: two_classes(x * weight), case, num_classes=2, autocast=autocast)
+        Predictor(model=lambda x: two_classes(x * weight), num_classes=2, autocast=autocast)(case)
+
+
+def draw_case(shape=(21, 17, 30), spacing=(1.0, 1.2, 0.8)) -> dict:
+    affine = torch.diag(torch.tensor([*spacing, 1.0], dtype=torch.float64))
+    image = MetaTensor(torch.randn(1, *shape, generator=torch.Generator().manual_seed(1)), affine=affine)
+    return build_preprocessing([{"name": "Spacing", "spacing": [1.1, 1.0, 1.0]}])({"case": "ct", "image": image})
+
+
+class Counting(nn.Module):
+    """A network that counts its passes, by thread, and computes each window by itself.
+
+    Of several at a time a CPU without AVX-512 computes other last bits than of one, and devices that share a volume
+    have other windows in a pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv3d(4, 3, 1))
+        self.windows: list[int] = []
+
+    def forward(self, windows):
+        self.windows.append(threading.get_ident())
+        return 5 * torch.cat([self.layers(window[None]) for window in windows])
+
+
+def make(count: int, **settings) -> tuple[Predictor, SharedPredictor]:
+    network = Counting()
+    settings = {"num_classes": 3, "window": (8, 8, 8), **settings}
+    several = [Predictor(model=copy.deepcopy(network), **settings) for _ in range(count)]
+    return Predictor(model=network, **settings), SharedPredictor(several)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"memory": 9 * 8 * 8 * 4 * 4},  # cut into strips as well
+        {"windows_per_step": 3, "overlap": 0.3, "mirror": (1,)},
+        {"regions": True, "values": (1, 2, 7), "skip_background": True},
+        {"postprocess": lambda labels: 2 - labels},
+    ],
+    ids=lambda settings: " ".join(settings),
+)
+def test_label_maps_are_those_of_one_device(count, settings):
+    case = draw_case()
+    alone, together = make(count, **settings)
+    ((_, expected),) = alone.stream([case], also=["entropy"])
+    ((given, found),) = together.stream([case], also=["entropy"])
+    assert given is case
+    assert torch.equal(found.labels.as_tensor(), expected.labels.as_tensor())
+    assert torch.equal(found.labels.affine, expected.labels.affine)
+    assert torch.equal(found.entropy.as_tensor(), expected.entropy.as_tensor())
+    computed = [predictor.model.windows for predictor in together.predictors]
+    if count > 1 and "memory" not in settings:
+        assert all(0 < len(windows) < len(alone.model.windows) for windows in computed)
+        assert len({ident for windows in computed for ident in windows}) <= count
+
+
+def test_probabilities_too_and_one_case_after_the_other():
+    cases = [draw_case(), draw_case((9, 30, 12)), draw_case((5, 6, 7))]  # the last one is less than a window
+    alone, together = make(2)
+    expected = list(alone.stream(cases, also=["probabilities"]))
+    found = list(together.stream(iter(cases), batch_size=3, also=["probabilities"]))
+    for (_, one), (_, other) in zip(found, expected, strict=True):
+        assert torch.equal(one.labels.as_tensor(), other.labels.as_tensor())
+        assert torch.equal(one.probabilities.as_tensor(), other.probabilities.as_tensor())
+
+
+def test_a_value_that_is_not_finite_is_found_in_any_part():
+    for plane in (0, 29):
+        case = draw_case()
+        case["image"][0, 3, 3, min(plane, case["image"].shape[-1] - 1)] = float("nan")
+        with pytest.raises(NonFinitePredictionError, match="case ct"):
+            list(make(3)[1].stream([case]))
+
+
+def test_an_error_in_a_part_is_the_cases():
+    _, together = make(2)
+    together.predictors[1].model.layers[0] = nn.Conv3d(2, 4, 3)
+    with pytest.raises(RuntimeError, match="channels"):
+        list(together.stream([draw_case()]))
+
+
+def test_whole_volumes_are_not_cut():
+    with pytest.raises(ConfigError, match=r"inference\.window is null"):
+        make(2, window=None)
+
+
+@pytest.mark.parametrize(("starts", "window", "side"), [([0, 4, 6], 8, 14), ([0, 3, 6, 9, 12, 13], 5, 18), ([0], 9, 9)])
+def test_every_cell_has_all_its_windows(starts, window, side):
+    layers = list_layers(starts, window, side)
+    for start in range(side):
+        for stop in range(start + 1, side + 1):
+            kept = restrict_layers(layers, window, range(start, stop))
+            assert [cell for layer in kept for cell in layer.ready] == list(range(start, stop))
+            held: set[int] = set()
+            done: set[int] = set()
+            for layer in kept:
+                assert held.isdisjoint(layer.fresh)
+                held.update(layer.fresh)
+                assert set(range(layer.starts[0], layer.starts[0] + window)) <= held
+                done.update(layer.finished)
+                for cell in layer.ready:
+                    assert {cell, min(cell + 1, side - 1)} <= done
+            touching = {first for first in starts if first <= min(stop, side - 1) and first + window > start}
+            assert touching <= {layer.starts[0] for layer in kept}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [3, 21])
+def test_threads_replay_their_recordings_on_gpus(classes):
+    """On one GPU too, where both threads have its streams and its memory."""
+    torch.manual_seed(0)
+    network = DynUNet(3, 1, classes, [3, 3, 3], [1, 2, 2], [2, 2], filters=[8, 16, 32]).eval()
+    devices = [torch.device("cuda", number % torch.cuda.device_count()) for number in range(2)]
+    settings = {"num_classes": classes, "window": (16, 16, 16), "autocast": torch.bfloat16}
+
+    def predict_on(device):
+        model = FastKernels(copy.deepcopy(network), device)
+        return Predictor(model=record_models([model]), device=device, **settings)
+
+    cases = [draw_case((40, 50, 60)), draw_case((33, 60, 47))]
+    alone, together = predict_on(devices[0]), SharedPredictor([predict_on(device) for device in devices])
+    for _ in range(2):
+        for (_, one), (_, other) in zip(together.stream(cases), alone.stream(cases), strict=True):
+            assert torch.equal(one.labels.as_tensor(), other.labels.as_tensor())
+    assert all(predictor.models[0].num_recorded for predictor in (alone, *together.predictors))

@@ -27,8 +27,8 @@ import torch
 from monai.metrics import DiceMetric, HausdorffDistanceMetric, SurfaceDiceMetric
 from scipy.spatial import KDTree
 
-from volseg.evaluation.lesions import MINIMUM_OVERLAP, match_lesions
 from volseg.evaluation.overlap import evaluate_case
+from volseg.evaluation.scoring import MINIMUM_OVERLAP, match_lesions
 from volseg.evaluation.surfaces import measure_surfaces
 
 ROOT = Path(__file__).parents[2]

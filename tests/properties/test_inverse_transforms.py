@@ -11,7 +11,7 @@ from label_maps import original_label_map
 from monai.data import MetaTensor
 
 from volseg.inference.original_grid import resample
-from volseg.inference.predictor import predict_case
+from volseg.inference.predictor import Predictor
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -139,8 +139,8 @@ def test_prediction_of_an_identity_model_is_the_image(shape, axes, window, mirro
     affine = affine_of(axes, (1, 1, 1), (3, -4, 5))
     case = make_case(shape, affine)
     done = build_preprocessing([{"name": "Orientation"}])(case)
-    labels = predict_case(
-        lambda images: torch.cat([20 - images, images - 20], 1), done, num_classes=2, window=window, mirror=mirror
-    )
+    labels = Predictor(
+        model=lambda images: torch.cat([20 - images, images - 20], 1), num_classes=2, window=window, mirror=mirror
+    )(done)
     assert labels.affine.equal(affine)
     assert labels.as_tensor().equal(case["label"].as_tensor().to(torch.uint8))

@@ -12,10 +12,9 @@ from monai.data import MetaTensor
 from monai.inferers import sliding_window_inference
 from torch import Tensor
 
-from volseg.inference.memory_plan import plan_blend
 from volseg.inference.original_grid import WayBack, measure_entropy, resample
 from volseg.inference.predictor import Predictor
-from volseg.inference.windows import choose_axis, compute_starts
+from volseg.inference.windows import choose_axis, compute_starts, plan_blend
 from volseg.transforms.preprocessing import build_preprocessing
 
 AXES = ["".join(sign) for order in itertools.permutations(["LR", "PA", "IS"]) for sign in itertools.product(*order)]

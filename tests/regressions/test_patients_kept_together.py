@@ -18,7 +18,7 @@ from volseg.data import check_task, load_task, repair_task
 from volseg.data.groups import assign_patients, propose_groups
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.cases import choose_cases
-from volseg.experiment.folds import plan_folds
+from volseg.experiment.several_runs import plan_folds
 
 FRAMES = [f"patient{number:03}_frame{frame:02}" for number in range(1, 7) for frame in (1, 12)]
 SHORT = ["training.epochs=1", "training.iterations=1", "inference.mirror=false", "inference.overlap=0", "device=cpu"]

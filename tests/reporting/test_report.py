@@ -15,8 +15,7 @@ from tests.reporting.run_folders import BEGUN, SCRIPT, make_crossed, make_run
 from volseg.cli import app
 from volseg.commands import spell
 from volseg.errors import ConfigError
-from volseg.evaluation.summary import read_summary
-from volseg.evaluation.tables import scores_table
+from volseg.evaluation.summary import read_summary, scores_table
 from volseg.monitoring.run_files import RunStatus, write_status
 from volseg.reporting import write_brief, write_report
 from volseg.reporting.content import Chart, Line, Shares

@@ -25,12 +25,12 @@ from volseg.evaluation.summary import (
     Summary,
     collect_scores,
     compute_median,
+    name_cases,
     read_names,
     read_settings,
     read_summary,
 )
 from volseg.evaluation.surfaces import DISTANCES
-from volseg.evaluation.tables import name_cases
 from volseg.files import replace_nan, replacing
 from volseg.formatting import format_table, list_duplicates, list_some
 
@@ -94,11 +94,6 @@ class PairedResult:
     differences: tuple[float, ...]
     """By case, in the order of their ids; infinite where one distance is, NaN where both are or one has no value."""
 
-    @property
-    def is_less_better(self) -> bool:
-        """Whether the metric is a distance."""
-        return self.metric in DISTANCES
-
 
 def read_method(source: str | Path, name: str | None = None) -> Method:
     """Read the scores of a run, a cross-validation, a folder of predictions, or a ``summary.json``.
@@ -126,15 +121,13 @@ def read_method(source: str | Path, name: str | None = None) -> Method:
     )
 
 
-def compare_methods(methods: Sequence[Method], metrics: Sequence[str] = COMPARED) -> list[PairedResult]:
-    """Compare every two methods, case by case.
+def compare_methods(methods: Sequence[Method]) -> list[PairedResult]:
+    """Compare every two methods, case by case, in the metrics of `COMPARED` that all of them have.
 
     Parameters
     ----------
     methods : sequence of Method
         Two or more, of the same cases and labels.
-    metrics : sequence of str
-        Metrics to compare; those that a method lacks are left out.
 
     Raises
     ------
@@ -148,7 +141,7 @@ def compare_methods(methods: Sequence[Method], metrics: Sequence[str] = COMPARED
     """
     _require_same(methods)
     labels = [label for label in methods[0].summary["mean"] if label != "0"]
-    shared = [metric for metric in metrics if all(_has(method, metric) for method in methods)]
+    shared = [metric for metric in COMPARED if all(_has(method, metric) for method in methods)]
     results = []
     for metric in shared:
         of_metric = [_compare(metric, label, one, other) for label in labels for one, other in combinations(methods, 2)]
@@ -272,6 +265,8 @@ def _mean(values: NDArray[np.float64]) -> float:
     return float(values.mean()) if values.size else math.nan
 
 
+HEADER = ("metric", "label", "methods", "means", "difference", "95 % interval", "better/worse/equal", "p", "p (Holm)")
+
 SIDES = f"above 0, in {', '.join(DISTANCES)} below 0"
 
 WIDTH, MARGIN, ROW = 760, 260, 34
@@ -280,19 +275,7 @@ WIDTH, MARGIN, ROW = 760, 260, 34
 
 def comparison_table(results: Sequence[PairedResult]) -> str:
     """Return a Markdown table, a row for each metric, label and pair of methods."""
-    rows: list[tuple[str, ...]] = [
-        (
-            "metric",
-            "label",
-            "methods",
-            "means",
-            "difference",
-            "95 % interval",
-            "better/worse/equal",
-            "p",
-            "p (Holm)",
-        )
-    ]
+    rows: list[tuple[str, ...]] = [HEADER]
     for of in results:
         undefined = f", {of.num_undefined} with an infinite distance left out" if of.num_undefined else ""
         rows.append(
@@ -363,7 +346,7 @@ def _draw_panel(metric: str, rows: Sequence[PairedResult], top: int) -> str:
 
     lines = [
         f'<text x="10" y="{top + 15}" font-weight="bold">{escape(metric)}: difference by case; the second method is '
-        f"better {'left' if rows[0].is_less_better else 'right'} of 0</text>",
+        f"better {'left' if metric in DISTANCES else 'right'} of 0</text>",
         f'<line x1="{place(0):.1f}" x2="{place(0):.1f}" y1="{top + 22}" y2="{bottom}" stroke="black"/>',
     ]
     lines += [

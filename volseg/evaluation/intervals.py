@@ -39,25 +39,13 @@ class MeanInterval:
     high: float
 
 
-def mean_intervals(
-    scores: ArrayLike,
-    *,
-    confidence: float = CONFIDENCE,
-    num_resamples: int = NUM_RESAMPLES,
-    seed: int = SEED,
-) -> tuple[list[MeanInterval], MeanInterval]:
-    """Return the mean with its interval for each label, and for the mean over the labels.
+def mean_intervals(scores: ArrayLike) -> tuple[list[MeanInterval], MeanInterval]:
+    """Return the mean with its interval of `CONFIDENCE` for each label, and for the mean over the labels.
 
     Parameters
     ----------
     scores
         ``(cases, labels)``; NaN where a case has no value for a label, which then does not count in the label's mean.
-    confidence
-        Share of the resampled means that the interval covers, in (0, 1).
-    num_resamples
-        Number of resamples; each draws as many cases as there are, with replacement.
-    seed
-        The same seed gives the same interval.
 
     Returns
     -------
@@ -70,7 +58,7 @@ def mean_intervals(
     Raises
     ------
     DataError
-        If there is no case or no label, or a confidence that is no share.
+        If there is no case or no label.
 
     References
     ----------
@@ -86,25 +74,19 @@ def mean_intervals(
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 2 or 0 in values.shape:
         raise DataError(f"intervals need scores of (cases, labels), at least one of each, got shape {values.shape}")
-    if not 0 < confidence < 1 or num_resamples < 1:
-        raise DataError(
-            f"intervals need 0 < confidence < 1 and num_resamples >= 1, got {confidence} and {num_resamples}"
-        )
-    resampled = _resample_means(values, num_resamples, np.random.default_rng(seed))
-    tails = [50 * (1 - confidence), 50 * (1 + confidence)]
+    resampled = _resample_means(values)
     per_case = _nan_mean(values, axis=1)
     labels = [
-        _compute_interval(column, float(mean), means, tails)
+        _compute_interval(column, float(mean), means)
         for column, mean, means in zip(values.T, _nan_mean(values, axis=0), resampled.T, strict=True)
     ]
     overall_mean = float(_nan_mean(_nan_mean(values, axis=0), axis=0))
-    return labels, _compute_interval(per_case, overall_mean, _nan_mean(resampled, axis=1), tails)
+    return labels, _compute_interval(per_case, overall_mean, _nan_mean(resampled, axis=1))
 
 
-def _compute_interval(
-    values: NDArray[np.float64], mean: float, means: NDArray[np.float64], tails: list[float]
-) -> MeanInterval:
+def _compute_interval(values: NDArray[np.float64], mean: float, means: NDArray[np.float64]) -> MeanInterval:
     known, means = values[~np.isnan(values)], means[~np.isnan(means)]
+    tails = [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)]
     low, high = np.percentile(means, tails) if means.size else (math.nan, math.nan)
     return MeanInterval(
         num_cases=known.size,
@@ -115,15 +97,16 @@ def _compute_interval(
     )
 
 
-def _resample_means(
-    values: NDArray[np.float64], num_resamples: int, generator: np.random.Generator
-) -> NDArray[np.float64]:
-    """Return the mean over drawn cases, ``(resamples, labels)``; a case is drawn with all its labels."""
-    num_cases = len(values)
+def _resample_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean over drawn cases, ``(resamples, labels)``; a case is drawn with all its labels.
+
+    Each resample draws as many cases as there are, with replacement.
+    """
+    num_cases, generator = len(values), np.random.default_rng(SEED)
     step = max(1, _MOST_DRAWS // num_cases)
     means = []
-    for done in range(0, num_resamples, step):
-        drawn = generator.integers(0, num_cases, (min(step, num_resamples - done), num_cases))
+    for done in range(0, NUM_RESAMPLES, step):
+        drawn = generator.integers(0, num_cases, (min(step, NUM_RESAMPLES - done), num_cases))
         means.append(_nan_mean(values[drawn], axis=1))
     return np.concatenate(means)
 

@@ -8,9 +8,17 @@ from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
 from volseg.evaluation.comparing import compare_methods, comparison_table, read_method, write_comparison
 from volseg.evaluation.folders import EvaluatedFolders, evaluate_folders
-from volseg.evaluation.summary import JUDGED, complete_summary, format_summary, write_summary
+from volseg.evaluation.summary import (
+    JUDGED,
+    TABULATED,
+    complete_summary,
+    explain_scores,
+    format_summary,
+    scores_table,
+    write_cases,
+    write_summary,
+)
 from volseg.evaluation.surfaces import DISTANCES
-from volseg.evaluation.tables import TABULATED, explain_scores, scores_table, write_cases
 from volseg.files import require_new
 from volseg.formatting import list_some
 

@@ -8,10 +8,11 @@ A distance is infinite where only one of the two label maps has the structure. I
 in ``undefined`` beside them, and is ``null`` in the file too: ``n_pred`` and ``n_ref`` tell it from what is no number.
 """
 
+import csv
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ import numpy as np
 from volseg.data.cases import Structure, Task
 from volseg.data.dicom.labels import find_dicom_label
 from volseg.data.json_files import read_json
-from volseg.data.readers import Files, read_label, read_volume
+from volseg.data.readers import Files, read_label, read_volume, stem
 from volseg.errors import DataError, GridError
 from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, mean_intervals
 from volseg.evaluation.overlap import METRICS, Metrics, evaluate_case
 from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.surfaces import DISTANCES
 from volseg.files import replace_nan, replacing
+from volseg.formatting import UNITS, format_table, format_value, list_duplicates
 
 __all__ = [
     "JUDGED",
@@ -38,12 +40,16 @@ __all__ = [
     "compute_median",
     "count_undefined",
     "evaluate_files",
+    "explain_scores",
     "format_summary",
+    "name_cases",
     "read_names",
     "read_settings",
     "read_structure",
     "read_summary",
+    "scores_table",
     "summarise",
+    "write_cases",
     "write_summary",
 ]
 
@@ -263,3 +269,86 @@ def _average(several: Iterable[Mapping[str, float]]) -> Metrics:
         values = [row[name] for row in rows if math.isfinite(row[name])]
         means[name] = math.fsum(values) / len(values) if values else math.nan
     return means
+
+
+# Tabulate scores: means, medians and intervals in Markdown, and every case and label in CSV.
+
+
+TABULATED = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
+
+
+def name_cases(summary: Summary) -> list[str]:
+    """Return the id of each case: the name of its reference, or of its prediction where references do not differ."""
+    files = [(case.get("reference_file"), case.get("prediction_file")) for case in summary["metric_per_case"]]
+    true, predicted = (
+        [stem(pair[side] or pair[1 - side] or f"case {number}") for number, pair in enumerate(files, 1)]
+        for side in (0, 1)
+    )
+    return predicted if list_duplicates(true) else true
+
+
+def scores_table(summary: Summary, names: Mapping[str, str], metrics: Collection[str] = TABULATED) -> str:
+    """Return a Markdown table: for each metric and label the mean with its interval, the median, and undefined cases.
+
+    Parameters
+    ----------
+    summary : Summary
+        Result of `summarise` or `read_summary`.
+    names : mapping
+        Key of the summary to the label's name.
+    metrics : collection of str
+        Metrics to show; those that were not measured are left out.
+    """
+    full = complete_summary(summary)
+    rows = [("metric", "label", "mean", "95 % interval", "median", "undefined")]
+    for metric in metrics:
+        for key, mean in summary["mean"].items():
+            if key == "0" or metric not in mean:
+                continue
+            low, high = full["intervals"]["mean"][key].get(metric, (math.nan, math.nan))
+            undefined = full["undefined"][key].get(metric)
+            rows.append(
+                (
+                    f"{metric} ({UNITS[metric]})" if metric in UNITS and not metric.endswith("_ml") else metric,
+                    names.get(key, key),
+                    format_value(mean[metric], metric),
+                    "" if metric not in JUDGED else f"{format_value(low, metric)} to {format_value(high, metric)}",
+                    format_value(full["median"][key][metric], metric) if metric in full["median"][key] else "",
+                    "" if undefined is None else str(undefined),
+                )
+            )
+        labels = [key for key in summary["mean"] if key != "0" and metric in summary["mean"][key]]
+        if metric in JUDGED and len(labels) > 1:
+            mean = format_value(summary["foreground_mean"][metric], metric)
+            rows.append((rows[-1][0], "mean of labels", mean, "", "", ""))
+    return format_table(rows)
+
+
+def explain_scores(scoring: Scoring) -> list[str]:
+    """Return explanations of the table."""
+    lines = []
+    if mm := sorted(set(scoring.tolerances.values())):
+        lines.append(f"NSD: within {', '.join(f'{each:g}' for each in mm)} mm.")
+    elif scoring.distances:
+        lines.append("NSD: not measured, for no tolerance (mm) was given, and none is known of this task.")
+    if scoring.distances:
+        lines.append("Undefined: cases in which only one of the two has the label; no mean of a distance has them.")
+    return lines
+
+
+def write_cases(summary: Summary, names: Mapping[str, str], path: str | os.PathLike[str]) -> Path:
+    """Write a CSV with a row for each case and label, in one step or not at all; return the path.
+
+    An undefined distance is ``inf``; NaN is an empty cell.
+    """
+    path = Path(path)
+    first = next(iter(summary["metric_per_case"][0]["metrics"].values()))
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["case", "label", "name", *first, "prediction_file", "reference_file"])
+        for case_id, case in zip(name_cases(summary), summary["metric_per_case"], strict=True):
+            files = [case.get("prediction_file") or "", case.get("reference_file") or ""]
+            for key, metrics in case["metrics"].items():
+                values = ["" if math.isnan(metrics[name]) else metrics[name] for name in first]
+                table.writerow([case_id, str(read_structure(key)), names.get(key, key), *values, *files])
+    return path

@@ -243,22 +243,28 @@ def build_step(
     config: ExperimentConfig,
     task: Task,
     model: nn.Module,
-    optimizer: Optimizer,
-    precision: Precision,
+    optimizer: Optimizer | None = None,
+    precision: Precision | None = None,
     *,
     record: bool,
 ) -> TrainingStep:
-    """Return the training step by itself, without a check of its loss."""
+    """Return the training step by itself, without a check of its loss; by default with the config's optimizer."""
+    device = next(model.parameters()).device
     return TrainingStep(
         Named(model, inputs=["image"], outputs=config.network.outputs),
-        build_objective(config, task).to(next(model.parameters()).device),
-        optimizer,
-        precision,
+        build_objective(config, task).to(device),
+        optimizer or _build_optimizer(config, model),
+        precision or Precision.choose(config.training.precision, device),
         clip=config.training.clip,
         record=record,
         batch_size=config.patch.batch,
         look=lambda _: None,
     )
+
+
+def _build_optimizer(config: ExperimentConfig, model: nn.Module) -> Optimizer:
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return build_optimizer(config.optimizer.spec(), model, on_gpu=on_gpu, parts=config.optimizer.parts)
 
 
 def draw_batch(task: Task, rows: int, sides: Sequence[int], device: torch.device) -> dict[str, Tensor]:
@@ -320,11 +326,10 @@ def build_training(
         Task of the label maps; see `build_objective`.
     """
     settings, objective = config.training, build_objective(config, task)
-    on_gpu = next(model.parameters()).device.type == "cuda"
     return Training(
         Named(model, inputs=["image"], outputs=config.network.outputs),
         objective.losses,
-        build_optimizer(config.optimizer.spec(), model, on_gpu=on_gpu, parts=config.optimizer.parts),
+        _build_optimizer(config, model),
         batches,
         epochs=settings.epochs,
         loss_weights=objective.weights,

@@ -37,10 +37,9 @@ from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, SEED, MeanInt
 from volseg.evaluation.published import PublishedResult, published_results
 from volseg.evaluation.summary import Summary, complete_summary, read_structure, summarise, write_summary
 from volseg.experiment.building import build_scoring, check_components
-from volseg.experiment.folds import Fold, FoldResult, plan_folds
 from volseg.experiment.launching import choose_gpus, count_workers
 from volseg.experiment.report import attempt
-from volseg.experiment.several_runs import require_own_folder, train_each
+from volseg.experiment.several_runs import Fold, FoldResult, plan_folds, require_own_folder, train_each
 from volseg.experiment.training import train
 from volseg.files import replace_nan
 from volseg.monitoring.environment import environment
@@ -55,7 +54,6 @@ __all__ = [
     "as_json",
     "cross_validate",
     "format_cross_validation",
-    "train_in_processes",
 ]
 
 logger = logging.getLogger(__name__)
@@ -132,7 +130,7 @@ class CrossValidated:
         return published_results(self.task)
 
 
-def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(crossed: CrossValidated) -> dict[str, Any]:
     """Return all results as plain values for JSON; NaN becomes null."""
     told = {
         "name": crossed.config.name,
@@ -150,7 +148,7 @@ def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str
         "failures": {str(number): message for number, message in crossed.failures.items()},
         "published": [{**asdict(row), "mean_dice": row.mean_dice} for row in crossed.published],
         "config": crossed.config.model_dump(mode="json"),
-        "environment": environment,
+        "environment": environment(),
     }
     return replace_nan(told)
 
@@ -197,40 +195,6 @@ def _describe_fold(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
             if label != "0"
         },
     }
-
-
-def train_in_processes(
-    folds: Sequence[Fold], gpus: Sequence[str | None], on_finished: Callable[[Fold, float], None]
-) -> dict[int, ParallelError]:
-    """Train folds, as many at a time as there are GPUs; resume started folds from their checkpoints.
-
-    Ctrl-C and SIGTERM are passed on: each process stops after its batch with a checkpoint.
-
-    Parameters
-    ----------
-    folds
-        Folds in the order of their start.
-    gpus
-        See `choose_gpus`.
-    on_finished
-        Called with a fold that has succeeded, and the seconds since the start of its process.
-
-    Returns
-    -------
-    dict
-        Fold number to error, for the folds that failed.
-    """
-    failures: dict[int, ParallelError] = {}
-
-    def take(fold: Fold, worker: Worker) -> None:
-        if worker.process.returncode == 0:
-            on_finished(fold, worker.seconds)
-        else:
-            failures[fold.number] = ParallelError(worker.describe_end(str(worker.log)))
-            logger.error("%s", failures[fold.number])
-
-    train_each(folds, gpus, take)
-    return failures
 
 
 def cross_validate(
@@ -288,7 +252,19 @@ def cross_validate(
             seconds[fold.number] = fold_seconds
         logger.info("fold %d: Dice %.4f in %.0f s", fold.number, result.mean_dice, fold_seconds)
         if len(results) < len(plan):
-            _write(_gather(config, task, plan, results, seconds, {}))
+            write({})
+
+    def write(failures: Mapping[int, VolsegError]) -> CrossValidated:
+        crossed = CrossValidated(
+            config=config,
+            task=task,
+            num_folds=len(plan),
+            folds=tuple(results[number] for number in sorted(results)),
+            seconds=dict(seconds),
+            failures={number: _tell(number, fault) for number, fault in sorted(failures.items())},
+        )
+        _write(crossed)
+        return crossed
 
     places: Sequence[str | None] | None = None
     if gpus > 1:
@@ -298,18 +274,35 @@ def cross_validate(
     failures = _train_folds(waiting, places, keep_result)
     if not results:
         raise next(iter(failures.values()))
-    gathered = _gather(config, task, plan, results, seconds, failures)
-    _write(gathered)
-    return gathered
+    return write(failures)
 
 
 def _train_folds(
     waiting: Sequence[Fold], gpus: Sequence[str | None] | None, on_finished: Callable[[Fold, float], None]
 ) -> dict[int, VolsegError]:
-    """Train folds; return the errors of single folds, and raise an error that stops all of them."""
-    if gpus is not None:
-        return dict(train_in_processes(waiting, gpus, on_finished))
+    """Train folds; return the errors of single folds, and raise an error that stops all of them.
+
+    Parameters
+    ----------
+    waiting
+        Folds in the order of their start.
+    gpus
+        See `choose_gpus`; None to train in this process.
+    on_finished
+        Called with a fold that has succeeded, and the seconds since its start.
+    """
     failures: dict[int, VolsegError] = {}
+
+    def take(fold: Fold, worker: Worker) -> None:
+        if worker.process.returncode == 0:
+            on_finished(fold, worker.seconds)
+        else:
+            failures[fold.number] = ParallelError(worker.describe_end(str(worker.log)))
+            logger.error("%s", failures[fold.number])
+
+    if gpus is not None:
+        train_each(waiting, gpus, take)
+        return failures
     for place, fold in enumerate(waiting, start=1):
         logger.info("fold %d (%d of %d): %s", fold.number, place, len(waiting), fold.folder.path)
         begin = time.perf_counter()
@@ -328,30 +321,12 @@ def _tell(number: int, fault: VolsegError) -> str:
     return str(fault) if isinstance(fault, ParallelError) else f"fold {number} failed: {fault}"
 
 
-def _gather(
-    config: ExperimentConfig,
-    task: Task,
-    plan: Sequence[Fold],
-    results: dict[int, FoldResult],
-    seconds: dict[int, float],
-    failures: dict[int, VolsegError],
-) -> CrossValidated:
-    return CrossValidated(
-        config=config,
-        task=task,
-        num_folds=len(plan),
-        folds=tuple(results[number] for number in sorted(results)),
-        seconds=dict(seconds),
-        failures={number: _tell(number, fault) for number, fault in sorted(failures.items())},
-    )
-
-
 def _write(gathered: CrossValidated) -> None:
     folder = RunFolder(gathered.folder)
     scoring = build_scoring(gathered.config, gathered.task)
     summary = complete_summary(gathered.summary, scoring, gathered.task.structures)
     write_summary(summary, gathered.folder / "summary.json")
-    folder.write_json(RESULTS, as_json(gathered, environment()))
+    folder.write_json(RESULTS, as_json(gathered))
     attempt("report.md was not written", lambda: folder.write_text("report.md", write_brief(gathered.folder)))
     attempt("report.html was not written", lambda: write_report(gathered.folder))
 

@@ -1,26 +1,47 @@
-"""Train several runs, each in its own process: the folds of a cross-validation, the trials of a search.
+"""Several runs of one config, each in its own folder: the folds of a cross-validation, the trials of a search.
 
-Each process is a plain ``volseg train`` that sees one GPU and knows nothing of the others. A failed run does not affect
-the rest. Why not torch's launcher: its processes are one job, which ends when one of them fails.
+Each process that trains is a plain ``volseg train`` that sees one GPU and knows nothing of the others. A failed run
+does not affect the rest. Why not torch's launcher: its processes are one job, which ends when one of them fails.
+
+Only the folders of the runs record progress. So a cross-validation can be stopped at any time, its folds can be trained
+on several machines, or one fold by `volseg train`.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
+from volseg.checkpointing.compatible import require_same_config, require_same_split
+from volseg.checkpointing.file import LATEST, load_checkpoint
 from volseg.checkpointing.folder import RunFolder
+from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.commands import run_module
 from volseg.config.loading import dump_config
 from volseg.config.schema import ExperimentConfig
-from volseg.errors import ConfigError
+from volseg.data.cases import Task
+from volseg.data.readers import stem
+from volseg.data.splits import Split
+from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.evaluation.summary import Summary, read_summary
+from volseg.experiment.cases import choose_split, list_given_splits
 from volseg.experiment.own_components import components_arguments
 from volseg.parallel.devices import is_launched
 from volseg.parallel.processes.workers import Worker, WorkerPool, run_queue
+from volseg.workflow.hooks import Patience
 from volseg.workflow.interrupts import catch_signals
 
-__all__ = ["PlannedRun", "require_own_folder", "train_each"]
+__all__ = [
+    "Fold",
+    "FoldResult",
+    "PlannedRun",
+    "load_final_state",
+    "plan_folds",
+    "require_own_folder",
+    "train_each",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -107,3 +128,145 @@ def _start(pool: WorkerPool, run: PlannedRun, gpu: str | None) -> Worker:
     worker = pool.start(run.name, command, log, gpu=gpu)
     logger.info("%s: training%s, log %s", run.name, "" if gpu is None else f" on GPU {gpu}", log)
     return worker
+
+
+# Plan the folds of a cross-validation, and find the finished ones.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldResult:
+    """Results of a finished fold, read from its folder."""
+
+    number: int
+    split: Split
+    folder: RunFolder
+    summary: Summary
+    """Summary of the fold's validation cases, on their original grids."""
+    history: tuple[EpochRecord, ...]
+
+    @property
+    def mean_dice(self) -> float:
+        """Mean over cases and foreground labels."""
+        return float(self.summary["foreground_mean"]["Dice"])
+
+    @property
+    def seconds_training(self) -> float:
+        """Wall-clock time of all batches, without validations and preparation."""
+        return sum(record.seconds for record in self.history)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fold(PlannedRun):
+    """One run of a cross-validation."""
+
+    number: int
+    split: Split
+
+    def require_same(self) -> None:
+        """Raise if the run was started with another config or other cases.
+
+        Raises
+        ------
+        ConfigError
+            If keys differ; names each of them.
+        DataError
+            If the task's cases have changed since the start of the run.
+        """
+        if not self.folder.exists:
+            return
+        require_same_config(self.folder, self.config, folds=True)
+        require_same_split(self.folder, self.split)
+
+    def result(self) -> FoldResult | None:
+        """Return the results of the run, or None unless its training and validation are finished.
+
+        Raises
+        ------
+        DataError
+            If the run's summary has other cases than the fold.
+        """
+        if (state := load_final_state(self.folder, self.config)) is None:
+            return None
+        summary_file = self.folder.validation / "summary.json"
+        summary = read_summary(summary_file)
+        self._require_own_cases(summary, summary_file)
+        return FoldResult(
+            number=self.number,
+            split=self.split,
+            folder=self.folder,
+            summary=summary,
+            history=state.history,
+        )
+
+    def _require_own_cases(self, summary: Summary, path: Path) -> None:
+        found = {stem(Path(case["prediction_file"])) for case in summary["metric_per_case"]}
+        expected = set(self.split.validation)
+        missing = set() if self.config.data.skip_bad else expected - found
+        if wrong := sorted(found - expected | missing):
+            raise DataError(
+                f"{path} holds {len(found)} cases where fold {self.number} validates {len(expected)}; the first that "
+                f"is in one of them only is {wrong[0]}. Write it again: volseg validate {self.folder.path}"
+            )
+
+
+def plan_folds(config: ExperimentConfig, task: Task) -> list[Fold]:
+    """Return every fold of a config's split, in ``fold_K`` of the config's folder.
+
+    Raises
+    ------
+    ConfigError
+        If the folds are no cross-validation: one validates nothing, or two validate the same case, which would count
+        twice.
+    """
+    wanted = config.split
+    if wanted.validation == "none":
+        raise ConfigError("a cross-validation needs cases to validate on; split.validation is none, set it to fold")
+    given = list_given_splits(config, task)
+    count = wanted.num_folds if given is None else len(given)
+    plan = []
+    for number in range(count):
+        # A table may have more folds than the config counts; each run's folder records its own count.
+        own = config.with_values(split={"fold": number, "num_folds": max(wanted.num_folds, count)})
+        own = own.model_copy(update={"output": config.folder / f"fold_{number}"})
+        plan.append(Fold(name=f"fold {number}", number=number, split=choose_split(own, task), config=own))
+    _require_disjoint(plan)
+    return plan
+
+
+def _require_disjoint(plan: Sequence[Fold]) -> None:
+    validated_in: dict[str, int] = {}
+    for fold in plan:
+        source = fold.config.split.file or "the data set's own split"
+        if not fold.split.validation:
+            raise ConfigError(f"fold {fold.number} of {source} validates no case; give it some, or take it out")
+        for case in fold.split.validation:
+            if case in validated_in:
+                raise ConfigError(
+                    f"{case} validates in folds {validated_in[case]} and {fold.number} of {source}; "
+                    "a cross-validation predicts each case once"
+                )
+            validated_in[case] = fold.number
+
+
+def load_final_state(folder: RunFolder, config: ExperimentConfig) -> TrainingState | None:
+    """Return the last state of a run that was validated after all epochs or its patience; else None.
+
+    Raises
+    ------
+    ConfigError
+        If the run has more epochs than the config.
+    """
+    if not (folder.exists and (folder.validation / "summary.json").exists()):
+        return None
+    try:
+        state = load_checkpoint(folder.checkpoints / LATEST)
+    except CheckpointError:
+        return None  # the rest of the run may still be resumed
+    epochs, patience = config.training.epochs, config.training.patience
+    if state.epoch > epochs:
+        raise ConfigError(
+            f"{config.folder} was trained for {state.epoch} epochs, the cross-validation's config asks for {epochs}: "
+            "its folds would not be of one experiment. Move that folder away, or choose another --output"
+        )
+    has_ended = state.epoch == epochs or (patience is not None and Patience(patience).has_run_out(state.history))
+    return state if has_ended else None

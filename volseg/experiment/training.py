@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from volseg.experiment.placement.alternatives import build_candidate
 from volseg.experiment.placement.kernel_worker import compile_for_training
 from volseg.experiment.placement.measured_kernels import KERNELS, resolve_kernels
 from volseg.experiment.placement.mesh_resolution import join_processes, resolve_mesh
-from volseg.experiment.placement.out_of_memory import explaining_memory, require_plausible_sizes
+from volseg.experiment.placement.out_of_memory import explaining_memory, free_memory, require_plausible_sizes
 from volseg.experiment.placement.placed_network import build_model, choose_device, count_devices
-from volseg.experiment.placement.replanning import BeginAgain, Replanning, free_memory
+from volseg.experiment.placement.replanning import BeginAgain, Replanning
 from volseg.experiment.placement.training_mesh import CaseReading, TrainingMesh
 from volseg.experiment.report import Outcome, describe_network, list_findings, write_outcome, write_page
 from volseg.experiment.starting import START, Start
@@ -218,7 +218,7 @@ class _Run:
         self.files |= self.replanning.files()
         if measured is not None:
             self._note_candidate(config, mesh)
-            self.files[KERNELS] = measured.as_json()
+            self.files[KERNELS] = asdict(measured)
         return config
 
     def _make_batches(self, config: ExperimentConfig, mesh: TrainingMesh) -> EpochBatches:

@@ -23,10 +23,10 @@ from volseg.evaluation.summary import (
     EvaluatedCase,
     Summary,
     complete_summary,
+    scores_table,
     summarise,
     write_summary,
 )
-from volseg.evaluation.tables import scores_table
 from volseg.experiment.building import build_scoring, build_validation, preprocessing_of
 from volseg.experiment.cases import ChosenCases, add_stage, open_cache, prepare_chosen, read_task
 from volseg.experiment.placement.out_of_memory import explaining_memory
@@ -213,7 +213,11 @@ def _validate(trained: Trained, chosen: ChosenCases, target: Path) -> Validated:
     """Validate in a subfolder, and replace the old validation at the end: an interruption leaves the old one whole."""
     made = target / BEING_MADE
     shutil.rmtree(made, ignore_errors=True)
-    validated = _validate_into(trained, chosen, made)
+    config, preprocessing = trained.config, preprocessing_of(trained.config)
+    cache = open_cache(config, chosen.task, preprocessing)
+    prepared = prepare_chosen(chosen, preprocessing, skip_bad=config.data.skip_bad, cache=cache).validation
+    predictor = trained.build_predictor()
+    validated = build_validation(config, trained.task, predictor, prepared, folder=made, show=True)()
     # The summary is removed first and written last, so that it never describes other label maps.
     (target / SUMMARY).unlink(missing_ok=True)
     for file in sorted(made.iterdir()):
@@ -225,14 +229,6 @@ def _validate(trained: Trained, chosen: ChosenCases, target: Path) -> Validated:
     write_summary(summary, target / SUMMARY)
     shutil.rmtree(made)
     return validated
-
-
-def _validate_into(trained: Trained, chosen: ChosenCases, target: Path) -> Validated:
-    config, preprocessing = trained.config, preprocessing_of(trained.config)
-    cache = open_cache(config, chosen.task, preprocessing)
-    prepared = prepare_chosen(chosen, preprocessing, skip_bad=config.data.skip_bad, cache=cache).validation
-    predictor = trained.build_predictor()
-    return build_validation(config, trained.task, predictor, prepared, folder=target, show=True)()
 
 
 # Measure which postprocessing helps a run or a cross-validation, and apply it to a folder of label maps.

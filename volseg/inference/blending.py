@@ -16,9 +16,8 @@ from torch import Tensor
 
 from volseg.device.triton_tiles import takes
 from volseg.inference import triton_blending
-from volseg.inference.memory_plan import BlendPlan, Region
 from volseg.inference.window_step import WindowStep
-from volseg.inference.windows import Layer
+from volseg.inference.windows import BlendPlan, Layer, Region
 
 __all__ = ["Slab", "add_window", "blend_slabs", "locate_planes"]
 

@@ -268,18 +268,12 @@ class WayBack:
         return labelled
 
 
-def resample(target: Grid, volume: Tensor, source: Grid, *, mode: str = "bilinear") -> Tensor:
-    """Return ``volume`` ``(C, D, H, W)`` of ``source`` on ``target``; 0 outside ``source``.
-
-    ``mode`` is ``"bilinear"`` (trilinear) or ``"nearest"``. The dtype is kept for ``"nearest"`` and if no interpolation
-    is needed.
-    """
+def resample(target: Grid, volume: Tensor, source: Grid) -> Tensor:
+    """Return ``volume`` ``(C, D, H, W)`` of ``source`` on ``target``, trilinearly in float32; 0 outside ``source``."""
     require_on(volume, source)
-    sampling = sample_grid(target, source, mode=mode)
-    dtype = torch.float32 if sampling.interpolates else volume.dtype
-    resampled = torch.zeros(len(volume), *target.shape, dtype=dtype, device=volume.device)
+    resampled = torch.zeros(len(volume), *target.shape, dtype=torch.float32, device=volume.device)
     depth, height, width = map(range, source.shape)
-    for place, values in sampling.read(Held(volume), (depth, height, width), SLAB_ELEMENTS):
+    for place, values in sample_grid(target, source).read(Held(volume), (depth, height, width), SLAB_ELEMENTS):
         resampled[:, *place] = values
     return resampled
 

@@ -25,7 +25,7 @@ from volseg.inference.streaming import Streamer, pad_shape
 from volseg.inference.window_step import Model, WindowStep, full_logits
 from volseg.inference.windows import MONAI, Windowing
 
-__all__ = ["Model", "Predictor", "SharedPredictor", "explain_not_finite", "full_logits", "predict_case"]
+__all__ = ["Model", "Predictor", "SharedPredictor", "explain_not_finite", "full_logits"]
 
 
 PASSES_UNTIL_RECORDED = 3
@@ -213,10 +213,6 @@ class Predictor:
             for _ in range(PASSES_UNTIL_RECORDED):
                 streamer.step(windows)
 
-    def begin(self, image: MetaTensor, also: Collection[Also]) -> Decision:
-        """Return the empty volumes of a prediction."""
-        return WayBack.of(image).begin(self.rule, also=also)
-
     @property
     def rule(self) -> LabelRule:
         """Rule for the labels."""
@@ -236,14 +232,6 @@ class Predictor:
             return torch.device(self.device)
         parameters = (p for model in self.models if isinstance(model, nn.Module) for p in model.parameters())
         return next((parameter.device for parameter in parameters), images.device)
-
-
-def predict_case(model: Model | Sequence[Model], case: Mapping[str, Any], **settings: Any) -> MetaTensor:
-    """Return the label map ``(1, D, H, W)`` of a preprocessed case on its image's original grid.
-
-    The settings are the fields of `Predictor`; use a `Predictor` to predict and batch many cases.
-    """
-    return Predictor(model=model, **settings)(case)
 
 
 @contextmanager
@@ -348,7 +336,7 @@ class SharedPredictor:
                 if not is_warm:
                     self._warm_up(image)
                     is_warm = True
-                volumes = first.begin(image, also)
+                volumes = WayBack.of(image).begin(first.rule, also=also)
                 parts = [
                     threads.submit(self._predict_part, number, image, also, volumes)
                     for number in range(len(self.predictors))

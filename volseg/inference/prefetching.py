@@ -2,9 +2,9 @@
 
 ::
 
-    threads ahead     prepare 2   prepare 3   prepare 4   ...
+    a thread ahead    prepare 2   prepare 3   prepare 4   ...
     the caller's             finish, predict 1   finish, predict 2   ...
-    threads behind                   write 1     write 2   ...
+    a thread behind                  write 1     write 2   ...
 
 Decompression, resampling and compression release Python's lock, so threads suffice; a process would have to send each
 volume. The model runs in the caller's thread, which receives signals and captures graphs.
@@ -62,8 +62,6 @@ def overlapped(
     write: Callable[[Case, Prediction], Path],
     *,
     finish: Callable[[Case], Case] | None = None,
-    ahead: int = 1,
-    behind: int = 1,
     ends: tuple[type[Exception], ...] = (),
 ) -> Iterator[CaseOutcome]:
     """Predict cases and yield their outcomes; reading, computing and writing overlap.
@@ -71,40 +69,35 @@ def overlapped(
     An error of one case is its outcome; the other cases go on. If a batch of volumes fails, each volume is predicted
     again by itself, so that the failing case is named. Outcomes come in the order of the cases, as far as ``predict``
     keeps it, and only while a later case is computed. So a caller that records finished cases, to avoid repetition
-    after a power cut, records them in ``write``. At most ``ahead + behind + 1`` cases are in memory, plus those that
-    ``predict`` holds beyond one. Closing the generator, Ctrl-C and errors end the threads: a file in progress is
-    completed, waiting work is dropped.
+    after a power cut, records them in ``write``. At most three cases are in memory, plus those that ``predict`` holds
+    beyond one. Closing the generator, Ctrl-C and errors end the threads: a file in progress is completed, waiting work
+    is dropped.
 
     Parameters
     ----------
     cases : iterable of Case
         Cases with paths; the next case is requested when there is room.
     prepare : callable
-        Maps a case with paths to a preprocessed case, as `volseg.data.case_store.preprocessed.prepare`; runs in
-        ``ahead`` threads.
+        Maps a case with paths to a preprocessed case, as `volseg.data.case_store.preprocessed.prepare`; runs in a
+        thread.
     predict : callable
         Maps preprocessed cases to pairs of a case, the same object, and its `Prediction`: `Predictor.stream`.
     write : callable
-        Maps a preprocessed case and its prediction, which is on the CPU, to the written file; runs in ``behind``
-        threads.
+        Maps a preprocessed case and its prediction, which is on the CPU, to the written file; runs in a thread.
     finish : callable, optional
         The rest of the preparation, in the caller's thread: work on the GPU, which no other thread may use.
-    ahead, behind : int
-        Cases that are read or waiting before the computed case, and written after it; at least 1.
     ends : tuple of exception types
         Errors of no single case, which end everything: a request to stop, a full disk. Earlier predictions are written
         and yielded, then the error is raised.
     """
-    if min(ahead, behind) < 1:
-        raise ValueError(f"ahead and behind count cases, at least 1 each, got {ahead} and {behind}")
-    pending: deque[Future[CaseOutcome]] = deque()
+    pending: list[Future[CaseOutcome]] = []
     ending: Exception | None = None
-    with _threads("reading", ahead) as readers, _threads("writing", behind) as writers:
+    with _thread("reading") as reader, _thread("writing") as writer:
         try:
-            for work in _predict_each(_read_ahead(cases, prepare, readers, ahead, ends), finish, predict, ends):
-                while pending and (len(pending) >= behind or pending[0].done()):
-                    yield pending.popleft().result()
-                pending.append(writers.submit(_write, [work], write, ends))
+            for work in _predict_each(_read_ahead(cases, prepare, reader, ends), finish, predict, ends):
+                if pending:
+                    yield pending.pop().result()
+                pending.append(writer.submit(_write, [work], write, ends))
                 del work  # or the volumes of a written case stay alive until the next one is computed
         except ends as fault:
             ending = fault
@@ -118,27 +111,26 @@ def overlapped(
 
 
 @contextmanager
-def _threads(name: str, count: int) -> Iterator[ThreadPoolExecutor]:
-    """Yield threads that are joined at the end in any case; waiting work is dropped."""
-    threads = ThreadPoolExecutor(count, name)
+def _thread(name: str) -> Iterator[ThreadPoolExecutor]:
+    """Yield a thread that is joined at the end in any case; waiting work is dropped."""
+    thread = ThreadPoolExecutor(1, name)
     try:
-        yield threads
+        yield thread
     finally:
-        threads.shutdown(wait=True, cancel_futures=True)
+        thread.shutdown(wait=True, cancel_futures=True)
 
 
 def _read_ahead(
     cases: Iterable[Case],
     prepare: Callable[[Case], Case],
-    readers: ThreadPoolExecutor,
-    ahead: int,
+    reader: ThreadPoolExecutor,
     ends: tuple[type[Exception], ...],
 ) -> Iterator[CaseOutcome]:
-    """Yield prepared cases in order; ``ahead`` further cases are in progress meanwhile."""
+    """Yield prepared cases in order; the next case is in progress meanwhile."""
     waiting: deque[Future[CaseOutcome]] = deque()
     for number, case in enumerate(cases):
-        waiting.append(readers.submit(_prepare, CaseOutcome(number=number, case=case), prepare, ends))
-        if len(waiting) > ahead:
+        waiting.append(reader.submit(_prepare, CaseOutcome(number=number, case=case), prepare, ends))
+        if len(waiting) > 1:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()

@@ -78,11 +78,6 @@ class Aligned:
 
     tables: tuple[AxisTable, AxisTable, AxisTable]
 
-    @property
-    def interpolates(self) -> bool:
-        """Whether values may be interpolated between source values."""
-        return any(table.weight is not None for table in self.tables)
-
     def find(self, cells: Box) -> Box:
         """Return the voxels of the target whose cells are in the box."""
         d, h, w = (table.find(cells[table.source]) for table in self.tables)
@@ -111,7 +106,7 @@ class Aligned:
             planes = torch.arange(first, int(max(above[0], above[-1])) + 1)
             values = _select(values, dim, held.locate(table.source, planes))
             needed.append((below - first, above - first))
-        if self.interpolates:
+        if any(table.weight is not None for table in self.tables):
             values = values.float()
         for dim, (table, part, (below, above)) in enumerate(zip(self.tables, box, needed, strict=True), 1):
             if table.weight is None:
@@ -133,12 +128,6 @@ class Oblique:
     to_source: Tensor
     target: tuple[int, int, int]
     source: tuple[int, int, int]
-    nearest: bool
-
-    @property
-    def interpolates(self) -> bool:
-        """Whether values may be interpolated between source values."""
-        return not self.nearest
 
     def read(self, held: Held, cells: Box, most_elements: int) -> Iterator[tuple[Place, Tensor]]:
         """Yield lists of voxels of the target and the values there, as `Aligned.read`."""
@@ -174,7 +163,7 @@ class Oblique:
         for (by_d, by_h, by_w, shift), side, part in zip(self.to_source[:3].tolist(), self.source, cells, strict=True):
             at = by_d * d[:, None, None] + by_h * h[:, None] + by_w * w + shift
             wanted = wanted & _is_covered(at, side)
-            at = _bring_inside(at, side, self.nearest)
+            at = at.clamp(0, side - 1)
             wanted = wanted & (at >= part.start) & (at < part.stop)
             positions.append(at)
         return positions, wanted.nonzero(as_tuple=True)
@@ -183,8 +172,6 @@ class Oblique:
         below = [at.floor().long() for at in positions]
         above = [(low + 1).clamp_max(side - 1) for low, side in zip(below, self.source, strict=True)]
         index = [[held.locate(axis, of[axis]) for axis in range(3)] for of in (below, above)]
-        if self.nearest:
-            return held.values[:, index[0][0], index[0][1], index[0][2]]
         weights = [(at - low).float() for at, low in zip(positions, below, strict=True)]
 
         def along(axis: int, chosen: tuple[int, ...]) -> Tensor:
@@ -201,15 +188,12 @@ Sampling = Aligned | Oblique
 """Rule to read the values of a source grid at the voxels of a target grid."""
 
 
-def sample_grid(target: Grid, source: Grid, *, mode: str = "bilinear", nearest_axis: int | None = None) -> Sampling:
-    """Return the rule to read values on ``source`` at the voxels of ``target``.
+def sample_grid(target: Grid, source: Grid, *, nearest_axis: int | None = None) -> Sampling:
+    """Return the trilinear rule to read values on ``source`` at the voxels of ``target``.
 
-    ``mode`` is ``"bilinear"`` (trilinear; edge voxels are continued by half their side) or ``"nearest"``.
-    ``nearest_axis`` of the source always uses the nearest plane, the later of two equally near, as in nnU-Net; it
-    requires parallel axes.
+    Edge voxels are continued by half their side. ``nearest_axis`` of the source uses the nearest plane, the later of
+    two equally near, as in nnU-Net; it requires parallel axes.
     """
-    if mode not in ("bilinear", "nearest"):
-        raise GridError(f"mode must be bilinear or nearest, got {mode!r}")
     to_source = target.index_map(source)
     linear = to_source[:3, :3]
     axes = linear.abs().argmax(0).tolist()  # of the source, for each axis of the target
@@ -222,7 +206,7 @@ def sample_grid(target: Grid, source: Grid, *, mode: str = "bilinear", nearest_a
             raise GridError(
                 "an axis that takes the nearest plane must be parallel to one of the image's; it is oblique"
             )
-        return Oblique(to_source, target.shape, source.shape, mode == "nearest")
+        return Oblique(to_source, target.shape, source.shape)
     d, h, w = (
         _tabulate(
             along,
@@ -230,14 +214,14 @@ def sample_grid(target: Grid, source: Grid, *, mode: str = "bilinear", nearest_a
             float(to_source[along, 3]),
             target.shape[axis],
             source,
-            "later" if along == nearest_axis else mode,
+            along == nearest_axis,
         )
         for axis, along in enumerate(axes)
     )
     return Aligned((d, h, w))
 
 
-def _tabulate(source: int, scale: float, shift: float, target_side: int, grid: Grid, mode: str) -> AxisTable:
+def _tabulate(source: int, scale: float, shift: float, target_side: int, grid: Grid, nearest: bool) -> AxisTable:
     side = grid.shape[source]
     at = torch.arange(target_side, dtype=torch.float64) * scale + shift
     step = 1.0 if scale > 0 else -1.0
@@ -246,11 +230,11 @@ def _tabulate(source: int, scale: float, shift: float, target_side: int, grid: G
     at = whole if is_whole else at
     covered = _is_covered(at, side).nonzero()
     inside = range(int(covered[0]), int(covered[-1]) + 1) if len(covered) else range(0)
-    if mode == "later":  # the later of two equally near planes, despite rounding in the affines
+    if nearest:  # the later of two equally near planes, despite rounding in the affines
         at = (at + 0.5 + TIE).floor()
-    at = _bring_inside(at, side, mode == "nearest")
+    at = at.clamp(0, side - 1)
     below = at.floor().long()
-    weight = None if is_whole or mode != "bilinear" else (at - below).float()
+    weight = None if is_whole or nearest else (at - below).float()
     above = below if weight is None else (below + 1).clamp_max(side - 1)
     return AxisTable(source, inside, below, above, weight)
 
@@ -258,10 +242,6 @@ def _tabulate(source: int, scale: float, shift: float, target_side: int, grid: G
 def _is_covered(at: Tensor, side: int) -> Tensor:
     # A voxel reaches half its side beyond its centre; the tolerance is for rounding in the affines.
     return (at >= -0.5 - WHOLE_VOXEL) & (at <= side - 0.5 + WHOLE_VOXEL)
-
-
-def _bring_inside(at: Tensor, side: int, nearest: bool) -> Tensor:
-    return (at.round() if nearest else at).clamp(0, side - 1)
 
 
 def _select(values: Tensor, dim: int, indices: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from torch.nn.functional import pad
 
 from volseg.errors import OutOfMemoryError
 from volseg.inference.blending import Slab, blend_slabs, locate_planes
-from volseg.inference.memory_plan import HELD_WHOLE_BYTES, BlendPlan, plan_blend
 from volseg.inference.original_grid import Also, Decision, LabelRule, Prediction, WayBack
 from volseg.inference.sampling import Box, Held
 from volseg.inference.window_step import WindowStep
+from volseg.inference.windows import HELD_WHOLE_BYTES, BlendPlan, plan_blend
 from volseg.memory import available_bytes
 from volseg.parallel import FastKernels, ModelParallel
 

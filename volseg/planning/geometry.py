@@ -139,8 +139,9 @@ def plan_geometry(
         shape = partial(plan_vnet_topology, thin=is_thin(sides)) if preset == "vnet" else plan_topology
         # nnU-Net's planners of residual encoders shorten a slice until its whole reference batch of 12 fits.
         limit = reference / 6 if is_2d and preset == "resenc" else reference
-        found = plan_patch(mm, sides, lambda patch, topology: count(patch, topology, num_outputs), limit, shape=shape)
-        patch, topology, features = found.size, found.topology, found.features
+        patch, topology, features = plan_patch(
+            mm, sides, lambda patch, topology: count(patch, topology, num_outputs), limit, shape=shape
+        )
     num_gpus = _count_gpus(features, reference, patch, gpu_memory) if preset == "whole" else 1
     share = LARGEST_SHARE[preset]
     batch = 1 if num_gpus > 1 else plan_batch(features, reference, math.prod(patch), voxels, share=share)

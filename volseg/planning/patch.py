@@ -10,7 +10,6 @@ compared. The count is for torch's kernels under autocast; this package's own ke
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from volseg.errors import ConfigError
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
@@ -18,7 +17,6 @@ from volseg.models.topology import VNET_MONAI, Topology, leave_out_slices, plan_
 
 __all__ = [
     "REFERENCE_BATCH",
-    "PatchPlan",
     "count_residual_features",
     "count_unet_features",
     "count_vnet_features",
@@ -39,16 +37,6 @@ Count = Callable[[Sequence[int], Topology], int]
 Shape = Callable[[Sequence[float], Sequence[float]], Topology]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PatchPlan:
-    """A patch, its network, and the features of both."""
-
-    size: Sides
-    topology: Topology
-    features: int
-    """Elements of the outputs for one patch; see `count_unet_features`."""
-
-
 def plan_patch(
     spacing: Sequence[float],
     median_shape: Sequence[float],
@@ -56,8 +44,8 @@ def plan_patch(
     reference: float,
     *,
     shape: Shape = plan_topology,
-) -> PatchPlan:
-    """Return the largest patch whose network fits, in the proportions of the median case.
+) -> tuple[Sides, Topology, int]:
+    """Return the largest patch whose network fits, in the proportions of the median case, its network, and its count.
 
     The first patch is a cube (in mm) of 256 ** 3 voxels at this spacing, or a square of 2048 ** 2 if the median case
     has one voxel along an axis. No side is longer than the median case's. The axis that is longest relative to the
@@ -92,7 +80,7 @@ def plan_patch(
                 "memory; name a GPU with more of it"
             )
         patch, topology = found
-    return PatchPlan(size=patch, topology=topology, features=features)
+    return patch, topology, features
 
 
 def _shorten(

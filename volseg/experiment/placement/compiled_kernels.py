@@ -32,7 +32,7 @@ from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.work import Work
 from volseg.experiment.network_plan import DataFacts, load_facts
-from volseg.experiment.placement.kernels import explain_slowness
+from volseg.experiment.placement.placed_network import explain_slowness
 from volseg.experiment.placement.training_work import at_size, describe_training
 from volseg.files import replacing
 from volseg.lifetime import bind_copy
@@ -74,7 +74,6 @@ def compile_kernels(
     *,
     candidate: Candidate | None = None,
     one_process: bool = False,
-    processes: int | None = None,
     runs_here: bool = False,
     facts: DataFacts | None = None,
     ready: Callable[[], object] | None = None,
@@ -91,8 +90,6 @@ def compile_kernels(
         Number of GPUs, and how they share the step; one GPU by default. The config determines the kernels.
     one_process : bool
         See `trace_candidate`.
-    processes : int, optional
-        Compiling processes; one per core by default.
     runs_here : bool
         See `Compiling`.
     facts : DataFacts, optional
@@ -119,7 +116,7 @@ def compile_kernels(
     candidate = replace(candidate or Candidate(), kernels="fast" if is_fast else "torch", recorded=False)
     # A killed process would block further requests forever.
     bind = partial(bind_copy, os.getpid())
-    compiling = Compiling(gpu.capability, processes or cores, runs_here=runs_here, begin=bind)
+    compiling = Compiling(gpu.capability, cores, runs_here=runs_here, begin=bind)
     first: list[int] = []
     is_rehearsed = is_fast and candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None
     with compiling, hearing_calls(compiling.ask):

@@ -7,7 +7,6 @@ there: its round-off must not change because a machine was busy.
 With several processes, only the leader measures, and broadcasts the result.
 """
 
-import gc
 import logging
 import statistics
 import time
@@ -24,7 +23,7 @@ from volseg.data.cases import Task
 from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, ConfigError, ParallelError
 from volseg.experiment.building import build_step, draw_batch
-from volseg.experiment.placement.out_of_memory import is_out_of_memory
+from volseg.experiment.placement.out_of_memory import free_memory, is_out_of_memory
 from volseg.experiment.placement.placed_network import build_model
 from volseg.experiment.placement.training_mesh import TrainingMesh
 from volseg.models import FitGrid
@@ -34,8 +33,6 @@ from volseg.parallel.devices import is_distributed
 from volseg.parallel.processes.group import decide_together
 from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.state.random import own_random_numbers
-from volseg.workflow.components import build_optimizer
-from volseg.workflow.precision import Precision
 
 __all__ = ["KERNELS", "MeasuredKernels", "choose_fastest", "resolve_kernels"]
 
@@ -77,13 +74,9 @@ class MeasuredKernels:
         """Return the config with the chosen kernels."""
         return config.with_values(training={"kernels": self.chosen})
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values, which `read` takes."""
-        return asdict(self)
-
     @classmethod
     def read(cls, content: Any, source: object) -> "MeasuredKernels":
-        """Return a record from plain values.
+        """Return a record from its fields as plain values.
 
         Raises
         ------
@@ -172,7 +165,7 @@ def resolve_kernels(
             with own_random_numbers([device]):
                 found = measure_kernels(config, mesh, task, device)
         logger.info("training.kernels: measured. %s", found)
-        return found.as_json()
+        return asdict(found)
 
     told = MeasuredKernels.read(decide_together(decide), KERNELS)
     return told.apply(config), told
@@ -196,7 +189,7 @@ def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, de
             if not is_out_of_memory(fault):
                 raise
             refused[kind] = "its step was out of memory"
-        _free(device)
+        free_memory()
     return MeasuredKernels(
         chosen=choose_fastest(milliseconds, refused),
         milliseconds=milliseconds,
@@ -225,12 +218,7 @@ def time_steps(config: ExperimentConfig, task: Task, device: torch.device, *, sh
     model = build_model(config, task, device)
     if is_distributed():  # a step that only this process runs is captured only with one replica
         model = DataParallel(model, Replicas(1, None, False))
-    optimizer = build_optimizer(
-        config.optimizer.spec(), model, on_gpu=device.type == "cuda", parts=config.optimizer.parts
-    )
-    precision = Precision.choose(settings.precision, device)
-    record = settings.record and settings.accumulate == 1
-    step = build_step(config, task, model, optimizer, precision, record=record)
+    step = build_step(config, task, model, record=settings.record and settings.accumulate == 1)
     batch = draw_batch(task, config.patch.batch, config.patch.size, device)
     model.train()
     times = []
@@ -257,10 +245,3 @@ def get_compiled(model: torch.nn.Module) -> CompiledNetwork | None:
         model = model.module
     inner = model.net if isinstance(model, FitGrid) else model
     return inner if isinstance(inner, CompiledNetwork) else None
-
-
-def _free(device: torch.device) -> None:
-    """Free the memory of a timed network: modules and autograd graphs have many reference cycles."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

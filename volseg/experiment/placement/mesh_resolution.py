@@ -20,11 +20,10 @@ from volseg.data.labels import num_indices
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.search import SURE, choose
 from volseg.estimate.step_memory import MemoryUse
-from volseg.experiment.building import build_objective, draw_batch
-from volseg.experiment.placement.alternatives import build_candidate, get_estimate, take_candidate
+from volseg.experiment.building import build_objective, build_step, draw_batch
+from volseg.experiment.placement.alternatives import Gpus, build_candidate, get_estimate, run_plan, take_candidate
 from volseg.experiment.placement.out_of_memory import is_out_of_memory
 from volseg.experiment.placement.placed_network import build_model, build_plain_network
-from volseg.experiment.placement.plan_process import Gpus, run_plan
 from volseg.experiment.placement.training_mesh import TrainingMesh, describe_mesh
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
@@ -32,10 +31,7 @@ from volseg.parallel.mesh import join_mesh
 from volseg.parallel.processes.group import decide_together, largest_over_processes, make_group, start_group
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.components import build_optimizer
-from volseg.workflow.named import Named
 from volseg.workflow.objective import require_mean_over_samples
-from volseg.workflow.precision import Precision
 
 __all__ = ["choose_by_estimate", "choose_mesh", "join_processes", "resolve_mesh"]
 
@@ -247,16 +243,10 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
     sides = (depth if plan.spatial == 1 else min(depth, -(-depth // plan.spatial) + 2 * HALO), *others)
     config = config.with_values(patch={"batch": rows, "size": sides}).model_copy(update={"parallel": ParallelConfig()})
     network = build_model(config, task, device)
-    on_gpu, parts = device.type == "cuda", config.optimizer.parts
-    optimizer = build_optimizer(config.optimizer.spec(), network, on_gpu=on_gpu, parts=parts)
+    step = build_step(config, task, network, record=False)
     average = WeightAverage(network, config.training.ema) if config.training.ema else None
-    batch = draw_batch(task, rows, sides, device)
     network.train()
-    with Precision.choose(config.training.precision, device).autocast():
-        outputs = Named(network, inputs=["image"], outputs=config.network.outputs)(batch)
-        fields = build_objective(config, task).to(device)({**batch, **outputs})
-    fields["loss"].backward()
-    optimizer.step()
+    step(draw_batch(task, rows, sides, device), gathered=1, completes=True)
     if average is not None:
         average.update()
     if device.type == "cuda":

@@ -1,5 +1,6 @@
 """Report what does not fit into memory: before a trial if sizes suffice, else with remedies."""
 
+import gc
 import math
 import re
 from collections.abc import Iterator
@@ -12,12 +13,13 @@ from volseg.data.cases import Task
 from volseg.errors import ConfigError, OutOfMemoryError, VolsegError
 from volseg.experiment.placement.placed_network import choose_device
 from volseg.memory import total_bytes
-from volseg.parallel.devices import count_gpus, count_launched
+from volseg.parallel.devices import count_gpus, count_launched, uses_gpus
 
 __all__ = [
     "describe_attempt",
     "describe_remedies",
     "explaining_memory",
+    "free_memory",
     "is_out_of_memory",
     "require_plausible_sizes",
 ]
@@ -51,6 +53,13 @@ def explaining_memory(config: ExperimentConfig) -> Iterator[None]:
             raise
         attempt = describe_attempt(config, choose_device(config), fault)
         raise OutOfMemoryError(f"{attempt}. {describe_remedies(config)}") from fault
+
+
+def free_memory() -> None:
+    """Free the memory of a failed or tried training, once nothing refers to it."""
+    gc.collect()  # models and autograd graphs have many reference cycles
+    if uses_gpus():
+        torch.cuda.empty_cache()
 
 
 def require_plausible_sizes(config: ExperimentConfig, task: Task, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from volseg.estimate.report import LargestRow, VolumesReport
 from volseg.estimate.search import GIB, describe_seconds
 from volseg.estimate.work import Work
 from volseg.experiment.building import check_components
-from volseg.experiment.network_plan import DataFacts, load_facts
+from volseg.experiment.network_plan import load_facts
 from volseg.experiment.placement.training_work import (
     Described,
     at_size,
@@ -53,8 +53,6 @@ def plan_training(
     *,
     channels: int | None = None,
     classes: int | None = None,
-    facts: DataFacts | None = None,
-    only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
     numbers: bool = True,
     forks: bool = False,
@@ -69,10 +67,6 @@ def plan_training(
         Machine to plan for.
     channels, classes : int, optional
         See `load_facts`.
-    facts : DataFacts, optional
-        Facts of its data set, if they are known.
-    only : callable, optional
-        Selects candidates; by default all that the config leaves open.
     thorough : bool
         Whether to trace candidates that cannot win too.
     numbers : bool
@@ -87,17 +81,9 @@ def plan_training(
     ParallelError
         If the training cannot be traced.
     """
-    planned, notes = _describe(config, machine, channels, classes, facts)
+    planned, notes = _describe(config, machine, channels, classes)
     steps = math.ceil(config.training.iterations / config.training.accumulate)
-    plan = plan_work(
-        planned,
-        notes=notes,
-        steps_per_epoch=steps,
-        only=only,
-        thorough=thorough,
-        numbers=numbers,
-        forks=forks,
-    )
+    plan = plan_work(planned, notes=notes, steps_per_epoch=steps, thorough=thorough, numbers=numbers, forks=forks)
     if not config.patch.growth or plan.chosen is None:
         return plan
     return replace(plan, notes=(*plan.notes, _describe_growth(config, planned, plan.chosen, steps)))
@@ -124,17 +110,13 @@ def _describe_growth(config: ExperimentConfig, planned: Planned, chosen: Estimat
 
 
 def _describe(
-    config: ExperimentConfig,
-    machine: Machine,
-    channels: int | None,
-    classes: int | None,
-    facts: DataFacts | None = None,
+    config: ExperimentConfig, machine: Machine, channels: int | None, classes: int | None
 ) -> tuple[Planned, list[str]]:
     """Return the planned work, and notes for the reader."""
     check_components(config)
     gpu = machine.gpu
     dtype = choose_dtype(config.training.precision, gpu.capability)
-    facts = load_facts(config, channels, classes) if facts is None else facts
+    facts = load_facts(config, channels, classes)
     described = describe_training(config, dtype, facts)
     reserve, notes = estimate_reserve(described, machine.gpu_bytes)
     d, h, w = described.rule.divisors
@@ -355,13 +337,10 @@ def local_gpu_kind(device: torch.device) -> GpuKind:
 def _find_own_machine(num_gpus: int | None) -> Machine:
     if not count_gpus():
         raise ConfigError("--here plans for the GPUs of this machine, and none is visible; name others by --instance")
-    gpu = ask_copy(_ask_kind)  # in a fork, so that this process can still fork to trace steps
+    # In a fork, so that this process can still fork to trace steps.
+    gpu = ask_copy(lambda: local_gpu_kind(current_gpu_or_cpu()))
     count = _take(num_gpus, count_gpus(), "this machine")
     return Machine(gpu=gpu, num_gpus=count, links=get_links(gpu), gpu_bytes=gpu.memory)
-
-
-def _ask_kind() -> GpuKind:
-    return local_gpu_kind(current_gpu_or_cpu())
 
 
 def calibrate_words() -> str:

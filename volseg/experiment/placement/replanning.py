@@ -13,7 +13,6 @@ Unchanged are the batch of an optimizer step, its cases and augmentations, the n
 rate, and the number of steps.
 """
 
-import gc
 import json
 import logging
 import math
@@ -24,8 +23,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from volseg.checkpointing.ranks import JobFolder
 from volseg.config.base import validated
 from volseg.config.parallel import ParallelConfig
@@ -35,29 +32,30 @@ from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.experiment.placement.alternatives import (
+    Answer,
+    Gpus,
     describe_estimate,
     get_estimate,
     list_lines,
     list_overrides,
     list_smaller,
     rank_smaller,
+    run_plan,
     take_candidate,
 )
 from volseg.experiment.placement.out_of_memory import describe_attempt, describe_remedies, is_out_of_memory
 from volseg.experiment.placement.placed_network import choose_device
-from volseg.experiment.placement.plan_process import Answer, Gpus, run_plan
 from volseg.parallel.devices import (
     count_gpus,
     count_processes,
     is_distributed,
     name_own_place,
-    uses_gpus,
 )
 from volseg.parallel.processes.first_error import begin_all_anew
 from volseg.parallel.processes.group import decide_together, gather_over_processes, get_supervision
 from volseg.parallel.processes.progress import get_milestone
 
-__all__ = ["REPLANNED", "BeginAgain", "Replanned", "Replanning", "free_memory"]
+__all__ = ["REPLANNED", "BeginAgain", "Replanned", "Replanning"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +100,6 @@ class Replanned:
     """``kernels`` and ``record``."""
     why: str
 
-    def is_for(self, config: ExperimentConfig, processes: int) -> bool:
-        """Return whether this record is for a config's mesh on that number of processes."""
-        return dict(self.asked) == _list_asked(config) and self.processes == processes
-
     def apply(self, config: ExperimentConfig) -> ExperimentConfig:
         """Return the config with which the run continues."""
         training = {**config.training.model_dump(), **self.training}
@@ -113,13 +107,9 @@ class Replanned:
         values = {**config.model_dump(), "parallel": parallel, "training": training}
         return validated(ExperimentConfig, values, REPLANNED)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values, which `read` takes."""
-        return asdict(self)
-
     @classmethod
     def read(cls, content: Any, source: object) -> "Replanned":
-        """Return a record from plain values.
+        """Return a record from its fields as plain values.
 
         Raises
         ------
@@ -180,7 +170,7 @@ class Replanning:
                 logger.warning("%s", found)
             else:
                 found = self._read(role, config, count) if resume else None
-            return None if found is None else found.as_json()
+            return None if found is None else asdict(found)
 
         if (told := decide_together(decide)) is None:
             return config
@@ -193,7 +183,7 @@ class Replanning:
         if not file.exists():
             return None
         found = Replanned.read(read_json(file), file)
-        if not found.is_for(config, count):
+        if dict(found.asked) != _list_asked(config) or found.processes != count:
             logger.info("%s is about another mesh than is asked for now, which is tried as it is", file)
             return None
         logger.info("%s", found)
@@ -201,7 +191,7 @@ class Replanning:
 
     def files(self) -> dict[str, Any]:
         """Return the record for the run folder."""
-        return {} if self.replanned is None else {REPLANNED: self.replanned.as_json()}
+        return {} if self.replanned is None else {REPLANNED: asdict(self.replanned)}
 
     @contextmanager
     def heeding(self) -> Iterator[None]:
@@ -255,13 +245,6 @@ class Replanning:
         tried = self.config if self.replanned is None else self.replanned.apply(self.config)
         told = [f"{failure.said}, at {failure.at}.", *before, *ways, *lacking, *fitting, describe_remedies(tried)]
         return "\n".join(told)
-
-
-def free_memory() -> None:
-    """Free the memory of a failed attempt, once nothing refers to it."""
-    gc.collect()  # models and autograd graphs have many reference cycles
-    if uses_gpus():
-        torch.cuda.empty_cache()
 
 
 def _is_of_step(config: ExperimentConfig, cause: BaseException) -> bool:

@@ -20,8 +20,7 @@ from volseg.estimate.candidate import Freedom
 from volseg.estimate.work import Batch, Step, Work
 from volseg.experiment.building import build_objective, build_step
 from volseg.experiment.network_plan import DataFacts, plan_for_spacing
-from volseg.experiment.placement.kernels import explain_eager, explain_slowness
-from volseg.experiment.placement.placed_network import build_plain_network
+from volseg.experiment.placement.placed_network import build_plain_network, explain_eager, explain_slowness
 from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
 from volseg.inference.predictor import evaluating
 from volseg.inference.window_step import WindowStep

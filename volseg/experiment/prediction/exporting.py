@@ -31,7 +31,7 @@ from volseg.inference.window_step import full_logits
 from volseg.models import FitGrid
 from volseg.models.grids import GridRule
 
-__all__ = ["FORMATS", "PLAIN", "export", "export_network"]
+__all__ = ["FORMATS", "PLAIN", "export"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,34 +61,6 @@ class Logits(nn.Module):
         """Return the logits (B, K, D, H, W) of volumes (B, C, D, H, W)."""
         output = self.network(image)
         return full_logits(output if self.index is None else output[self.index])
-
-
-def export_network(source: Path, output: Path, *, to: str, checkpoint: str, licence: str) -> Path:
-    """Write a run's network; see `volseg.experiment.prediction.exporting.export`."""
-    if to in SUFFIXES and (output.suffix not in SUFFIXES[to] or output.is_dir()):
-        raise ConfigError(f"--to {to} writes a file that ends in {' or '.join(SUFFIXES[to])}, got {output}")
-    trained = load_trained(source, checkpoint, PLAIN)
-    _refuse_cascade(trained.config, source)
-    if len(trained.models) > 1:
-        raise ConfigError(
-            f"{source} holds {len(trained.models)} networks, and {to} takes one: name one fold, such as "
-            f"{source / 'fold_0'}"
-        )
-    fitted = trained.models[0]
-    assert isinstance(fitted, FitGrid)
-    shape = fitted.rule.sides(trained.config.inference.window or trained.config.patch.size)
-    outputs = trained.config.network.outputs
-    network = Logits(fitted.net, None if len(outputs) == 1 else outputs.index("logits")).eval()
-    shapes = _list_shapes(fitted.rule, trained.task.num_inputs, shape)
-    if trained.config.inference.mirror:
-        logger.warning("the run predicts by the mean of mirrored volumes; %s holds only the network", output)
-    if names := trained.config.inference.keep_largest:
-        logger.warning("the run keeps only the largest component of %s; %s does not", ", ".join(names), output)
-    if to == "torchscript":
-        return write_torchscript(network, shapes, output)
-    if to == "onnx":
-        return write_onnx(network, shapes, output)
-    return _export_bundle(trained, network, shapes, output, licence)
 
 
 def _refuse_cascade(config: ExperimentConfig, source: Path) -> None:
@@ -203,11 +175,35 @@ def export(
     """
     if to not in FORMATS:
         raise ConfigError(f"--to takes {', '.join(FORMATS)}, got {to!r}; {did_you_mean(to, FORMATS)}")
-    if to != "monai-bundle" and not Path(output).is_dir():  # a folder is refused with a reason of its own
+    source, output = Path(source), Path(output)
+    if to != "monai-bundle" and not output.is_dir():  # a folder is refused with a reason of its own
         require_new(output, overwrite=overwrite)
     if to == "archive":
-        return _export_archive(Path(source), Path(output), checkpoint, licence)
-    return export_network(Path(source), Path(output), to=to, checkpoint=checkpoint, licence=licence)
+        return _export_archive(source, output, checkpoint, licence)
+    if to in SUFFIXES and (output.suffix not in SUFFIXES[to] or output.is_dir()):
+        raise ConfigError(f"--to {to} writes a file that ends in {' or '.join(SUFFIXES[to])}, got {output}")
+    trained = load_trained(source, checkpoint, PLAIN)
+    _refuse_cascade(trained.config, source)
+    if len(trained.models) > 1:
+        raise ConfigError(
+            f"{source} holds {len(trained.models)} networks, and {to} takes one: name one fold, such as "
+            f"{source / 'fold_0'}"
+        )
+    fitted = trained.models[0]
+    assert isinstance(fitted, FitGrid)
+    shape = fitted.rule.sides(trained.config.inference.window or trained.config.patch.size)
+    outputs = trained.config.network.outputs
+    network = Logits(fitted.net, None if len(outputs) == 1 else outputs.index("logits")).eval()
+    shapes = _list_shapes(fitted.rule, trained.task.num_inputs, shape)
+    if trained.config.inference.mirror:
+        logger.warning("the run predicts by the mean of mirrored volumes; %s holds only the network", output)
+    if names := trained.config.inference.keep_largest:
+        logger.warning("the run keeps only the largest component of %s; %s does not", ", ".join(names), output)
+    if to == "torchscript":
+        return write_torchscript(network, shapes, output)
+    if to == "onnx":
+        return write_onnx(network, shapes, output)
+    return _export_bundle(trained, network, shapes, output, licence)
 
 
 def _export_archive(source: Path, output: Path, checkpoint: str, licence: str) -> Path:

@@ -285,7 +285,8 @@ def resolve_images(
             found = search_series(path)
             if not (found.images or found.others or found.damaged):
                 raise DataError(_nothing_in(path))
-            if _is_alone(found, path) and not series:
+            held = [one.folder for one in (*found.images, *found.others)]
+            if held in ([], [path]) and not series:  # exactly one series, or no DICOM, which its reader will report
                 loose.append(path)
             else:
                 cases.extend(_list_series(found, series, path))
@@ -323,13 +324,6 @@ def _list_images(path: Path) -> list[Path]:
     if not path.is_dir():
         raise DataError(f"{path} is neither a file nor a folder; name image files, DICOM folders or a folder of files")
     return list_images(path)
-
-
-def _is_alone(found: FoundSeries, folder: Path) -> bool:
-    """Return whether a folder is exactly one series, or no DICOM, which its reader will report."""
-    return {series.folder for series in (*found.images, *found.others)} <= {folder} and (
-        len(found.images) + len(found.others) <= 1
-    )
 
 
 def _list_series(found: FoundSeries, wanted: Sequence[str], where: Path) -> list[Case]:

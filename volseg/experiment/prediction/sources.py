@@ -15,7 +15,6 @@ from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import is_archive
 from volseg.exchange.nnunet import is_nnunet_model
 from volseg.exchange.nnunet.folder import locate_nnunet, read_nnunet
-from volseg.experiment.folds import load_final_state
 from volseg.experiment.prediction.imported import (
     NNUNET_CHECKPOINTS,
     locate_weights,
@@ -24,6 +23,7 @@ from volseg.experiment.prediction.imported import (
     open_weights,
 )
 from volseg.experiment.prediction.trained import SourceNetwork, Trained, open_run, require_checkpoint, require_keys
+from volseg.experiment.several_runs import load_final_state
 from volseg.formatting import list_some
 from volseg.inference.postprocessing import Postprocessing
 from volseg.monitoring.run_files import list_numbered

@@ -1,0 +1,10 @@
+"""Checkpoints of runs."""
+
+from volseg.checkpointing.file import load_checkpoint
+
+__all__ = ["latest"]
+
+
+def latest(folder):
+    """Return the newest checkpoint of a run folder."""
+    return load_checkpoint(folder / "checkpoints" / "latest.pt")
