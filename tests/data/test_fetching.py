@@ -25,8 +25,7 @@ from volseg.config import catalogue
 from volseg.config.catalogue import PublicTask, get_public_task
 from volseg.data import download as downloading
 from volseg.data.download import Persistence, download
-from volseg.data.fetching import fetch_task
-from volseg.data.unpacking import unpack
+from volseg.data.fetching import fetch_task, unpack
 from volseg.errors import DataError
 from volseg.monitoring import console
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from volseg.data.proposed_groups import propose_group
+from volseg.data.groups import propose_group
 
 
 def each(template, endings, count=8):

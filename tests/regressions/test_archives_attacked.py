@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from volseg.data.unpacking import unpack
+from volseg.data.fetching import unpack
 from volseg.errors import CheckpointError, DataError
 from volseg.exchange.archive import is_archive, read_archive, write_archive
 

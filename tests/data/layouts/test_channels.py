@@ -2,7 +2,7 @@
 
 import pytest
 
-from volseg.data.layouts.channels import group_channels
+from volseg.data.layouts.naming import group_channels
 from volseg.errors import DataError
 
 

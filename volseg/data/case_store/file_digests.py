@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from volseg.config.records import EXECUTED
 from volseg.data.content import require_regular
-from volseg.data.itk_headers import resolve_voxel_file
+from volseg.data.itk import resolve_voxel_file
 from volseg.data.json_files import parse_json
 from volseg.errors import ConfigError, ReaderError
 from volseg.files import replacing

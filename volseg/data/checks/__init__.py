@@ -5,16 +5,19 @@ has read (`volseg.data.case_store.preparing`), so that no file is decompressed t
 same rules, and also compares the cases with each other.
 """
 
-from volseg.data.checks.findings import (
+from volseg.data.checks.kinds import KINDS, Finding
+from volseg.data.checks.reading import (
+    CheckedCase,
+    check_case,
     check_cases,
+    digest_voxels,
     inspect_cases,
+    read_case,
     refuse_held_out,
     remark_on_same_images,
     require_sound,
     summarise_remarks,
 )
-from volseg.data.checks.kinds import KINDS, Finding
-from volseg.data.checks.reading import CheckedCase, check_case, digest_voxels, read_case
 from volseg.data.checks.repair import repair_task
 from volseg.data.checks.task import TaskCheck, check_task
 

@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks.comparing import compare_cases, describe_data
-from volseg.data.checks.copies import report_copies
+from volseg.data.checks.comparing import compare_cases, describe_data, report_copies
 from volseg.data.checks.facts import ComparedCase, measure
-from volseg.data.checks.findings import group_equal_images, remark_on_same_images, report_leaks, summarise_kind
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.placing import report_displaced_labels
-from volseg.data.checks.reading import CheckedCase, read_case
+from volseg.data.checks.reading import (
+    CheckedCase,
+    group_equal_images,
+    read_case,
+    remark_on_same_images,
+    report_leaks,
+    summarise_kind,
+)
 from volseg.data.groups import assign_patients, list_split_patients, propose_groups
 from volseg.data.readers import list_files
 from volseg.data.splits import Split, folds

@@ -13,8 +13,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from volseg.data.content import require_held
-from volseg.data.dicom.elements import BIG_ENDIAN, IMPLICIT, SEQUENCE_END, Header, Pixels, Tag
-from volseg.data.dicom.tags import OVERLAY_BITS, TAGS
+from volseg.data.dicom.elements import BIG_ENDIAN, IMPLICIT, OVERLAY_BITS, SEQUENCE_END, TAGS, Header, Pixels, Tag
 from volseg.data.itk import simpleitk
 from volseg.errors import DamagedFileError, ReaderError
 

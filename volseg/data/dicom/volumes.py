@@ -14,10 +14,9 @@ import numpy as np
 from monai.data import MetaTensor
 
 from volseg.data.content import require_memory
-from volseg.data.dicom.elements import Header, decode_text, read_elements, read_header
+from volseg.data.dicom.elements import TAGS, WANTED, Header, decode_text, read_elements, read_header
 from volseg.data.dicom.frames import Frame, list_frames
 from volseg.data.dicom.pixels import read_stored
-from volseg.data.dicom.tags import TAGS, WANTED
 from volseg.data.itk import lps_to_ras
 from volseg.data.volume import as_volume
 from volseg.errors import ReaderError

@@ -15,10 +15,9 @@ from typing import Any
 
 from volseg.data.cases import Case, Task
 from volseg.data.dicom.labels import DicomLabel, find_dicom_label, read_image_text
-from volseg.data.layouts.channels import SEPARATORS, group_channels, image_of
 from volseg.data.layouts.declared import make_task
 from volseg.data.layouts.files import list_images, list_labels, log_once, require_id, sort_cases
-from volseg.data.layouts.naming import match_channels, name_channels, name_labels
+from volseg.data.layouts.naming import SEPARATORS, group_channels, image_of, match_channels, name_channels, name_labels
 from volseg.data.readers import match_suffix, stem
 from volseg.errors import DataError
 from volseg.formatting import list_some
