@@ -21,7 +21,6 @@ import torch
 from digests import digest
 from in_group import in_group
 from monai.data import MetaTensor
-from torch.nn.functional import pad
 
 from volseg.data.case_store import case_cache, file_digests, stored_case
 from volseg.data.case_store.cache_folder import choose_cache_folder, list_entries, remove_entries, verify_entries
@@ -546,18 +545,6 @@ def test_readers_of_a_machine_map_the_same_files(task, folder):
         assert sum(count for *_, count in told) == NUM_CASES
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mappings")
-def test_batches_are_cut_from_mapped_files_without_a_copy_of_any_case(task, folder):
-    prepared = prepared_by(task, folder, training=NUM_CASES)
-    batches = PatchBatches(VolumeCache(prepared.training, keep="memory"), (12, 14, 10), 4, 10)
-    assert len(list(batches.epoch(0))) == 10
-    found = mapped_from(folder)
-    assert len(found) == NUM_CASES
-    for file, told in found.items():
-        assert told["Size:"] * 1024 >= Path(file).stat().st_size
-        assert told["Anonymous:"] == 0
-
-
 @pytest.mark.parametrize("budget_bytes", [0, 10**9])
 def test_an_epoch_does_not_begin_on_a_mapped_file_that_was_cut_off(task, folder, budget_bytes):
     """Reading behind the end of a file that is mapped ends the process by SIGBUS, with nothing said."""
@@ -614,10 +601,3 @@ def test_patients_are_for_their_users_eyes_only(task, folder):
     CaseCache(folder, task, build_preprocessing(STEPS))
     assert folder.stat().st_mode & 0o077 == 0
     assert (folder / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
-
-
-def test_outside_of_a_mapped_case_is_zero(task, folder):
-    (case, *_) = prepared_by(task, folder).training
-    bank = VolumeCache([case])
-    image, _ = bank.gather(torch.tensor([0]), torch.tensor([[-3, -3, -3]]), (10, 10, 10))
-    assert torch.equal(image[0], pad(case["image"], (3,) * 6)[:, :10, :10, :10])

@@ -10,7 +10,6 @@ from monai.data import MetaTensor
 
 from volseg.data.case_store.preparing import prepare_together
 from volseg.data.case_store.preprocessed import prepare_all, preprocess
-from volseg.data.checks import check_cases
 from volseg.data.layouts import load_task
 from volseg.data.synthetic import make_task
 from volseg.data.threads import map_in_threads
@@ -59,28 +58,6 @@ def test_cases_are_those_of_preparing_alone_from_one_reading(task, preprocessing
         assert case["case"] == expected["case"]
     assert [case["case"] for case in prepared.validation if "reference" in case] == [task.training[3]["case"]]
     assert not any("reference" in case for case in prepared.training)
-
-
-@pytest.mark.parametrize("workers", [1, 4])
-def test_all_bad_cases_are_named_at_once_in_the_words_of_the_checks(task, preprocessing, reads, workers):
-    truncate(task.training[0]["image"])
-    task.training[3]["label"].unlink()
-    reads.clear()
-    with pytest.raises(DataError) as caught:
-        prepare_together(task.training[:2], task.training[2:], task, preprocessing, workers=workers)
-    assert reads.keys() >= {case["image"] for case in task.training}
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "2 case(s) cannot be used:"
-    assert lines[1:-1] == [f"  {problem}" for problem in check_cases(task.training, task)]
-    assert "data.skip_bad" in lines[-1]
-
-
-def test_bad_cases_are_left_out_and_told(task, preprocessing):
-    truncate(task.training[1]["label"])
-    prepared = prepare_together(task.training[:2], task.training[2:], task, preprocessing, skip_bad=True)
-    assert [case["case"] for case in prepared.training] == [task.training[0]["case"]]
-    assert [case["case"] for case in prepared.validation] == [case["case"] for case in task.training[2:]]
-    assert prepared.problems == check_cases(task.training, task)
 
 
 def test_a_sound_case_that_cannot_be_preprocessed_comes_after_the_bad_ones(task):
