@@ -11,7 +11,7 @@ from typer import Argument, Option
 from volseg.cli.options import DATA_SET, Components, Output, PlainGroup, verb
 from volseg.streams import show
 
-__all__ = ["cache_app", "data_app"]
+__all__ = ["data_app"]
 
 
 cache_app = typer.Typer(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from volseg.errors import ConfigError
 from volseg.files import replacing
 
-__all__ = ["TOLERANCE", "require_same_logits", "trace", "write_onnx", "write_torchscript"]
+__all__ = ["require_same_logits", "trace", "write_onnx", "write_torchscript"]
 
 
 TOLERANCE = 1e-4

@@ -25,7 +25,7 @@ from volseg.memory import available_bytes
 from volseg.transforms.grid import ANISOTROPY, Grid, find_coarse_axis
 from volseg.transforms.resampling import SlabResample
 
-__all__ = ["BoundedSpacing", "KeptOrientation", "PlaneSpacing", "keep_spaced"]
+__all__ = ["BoundedSpacing", "KeptOrientation", "PlaneSpacing"]
 
 RESAMPLING_BYTES = 24
 """Bytes per new voxel while MONAI resamples: three coordinates in float64; each channel takes 8 more."""
@@ -129,11 +129,7 @@ class KeptOrientation(Orientationd):
     """MONAI's ``Orientationd``, which returns a volume of the wanted orientation at once."""
 
     def __init__(
-        self,
-        keys: Sequence[str],
-        axcodes: str,
-        labels: Sequence[tuple[str, str]],
-        allow_missing_keys: bool = False,
+        self, keys: Sequence[str], axcodes: str, labels: Sequence[tuple[str, str]], allow_missing_keys: bool = False
     ) -> None:
         super().__init__(keys, axcodes=axcodes, labels=labels, allow_missing_keys=allow_missing_keys)
         self._wanted = axcodes2ornt(axcodes, labels)

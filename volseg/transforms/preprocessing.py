@@ -316,11 +316,7 @@ class Pad(Padd):  # codespell:ignore padd
     """
 
     def __init__(
-        self,
-        fields: Sequence[str],
-        *,
-        size: Sequence[int] | None = None,
-        multiple: int | Sequence[int] | None = None,
+        self, fields: Sequence[str], *, size: Sequence[int] | None = None, multiple: int | Sequence[int] | None = None
     ) -> None:
         if (size is None) == (multiple is None):
             raise ValueError("give size or multiple")

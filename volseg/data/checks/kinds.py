@@ -15,7 +15,7 @@ from typing import Literal
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
 
-__all__ = ["KINDS", "Finding", "FindingKind", "Severity"]
+__all__ = ["KINDS", "Finding"]
 
 Severity = Literal["bad", "look"]
 

@@ -34,7 +34,6 @@ from volseg.parallel.processes.progress import report_progress
 
 __all__ = [
     "CheckedCase",
-    "Findings",
     "check_case",
     "check_cases",
     "digest_voxels",

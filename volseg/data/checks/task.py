@@ -32,7 +32,7 @@ from volseg.files import replacing
 from volseg.formatting import align_columns, list_some
 from volseg.memory import available_bytes
 
-__all__ = ["TaskCheck", "Verdict", "check_task"]
+__all__ = ["TaskCheck", "check_task"]
 
 Verdict = Literal["ok", "look", "bad"]
 

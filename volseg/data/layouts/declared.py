@@ -24,7 +24,6 @@ __all__ = [
     "DeclaredLabels",
     "add_labelled",
     "make_task",
-    "name_task",
     "note_columns",
     "read_channel_names",
     "read_labelled",

@@ -23,13 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from volseg.data.cases import Case, Task
-from volseg.data.layouts.declared import (
-    make_task,
-    note_columns,
-    read_channel_names,
-    read_labelled,
-    read_regions,
-)
+from volseg.data.layouts.declared import make_task, note_columns, read_channel_names, read_labelled, read_regions
 from volseg.data.layouts.files import join_inside, list_images, list_labels, log_once, require_id, sort_cases
 from volseg.data.layouts.naming import image_of, number_channels
 from volseg.data.readers import SUFFIXES, list_files, match_suffix, stem

@@ -22,7 +22,7 @@ from volseg.data.readers import match_suffix, stem
 from volseg.errors import DataError
 from volseg.formatting import list_some
 
-__all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "Arrangement", "detect_arrangement", "load_pairs"]
+__all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "detect_arrangement", "load_pairs"]
 
 IMAGE_FOLDERS = ("images", "image", "imagesTr", "img", "imgs", "scans", "volumes")
 LABEL_FOLDERS = ("labels", "label", "labelsTr", "masks", "mask", "seg", "segs", "segmentation", "segmentations")

@@ -17,10 +17,8 @@ from volseg.exchange.nnunet.plans import NnunetPlan, parse_plan, read_plan
 from volseg.exchange.torch_file import read_torch_file
 
 __all__ = [
-    "CHECKPOINT",
     "FILES",
     "NnunetModel",
-    "NnunetWeights",
     "is_nnunet_model",
     "locate_nnunet",
     "parse_nnunet",

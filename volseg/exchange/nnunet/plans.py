@@ -12,7 +12,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.exchange.nnunet.network import read_network
 from volseg.exchange.nnunet.resampling import Resampling, is_number
 
-__all__ = ["CONFIGURATIONS", "NnunetPlan", "parse_plan", "read_plan"]
+__all__ = ["NnunetPlan", "parse_plan", "read_plan"]
 
 
 CONFIGURATIONS = ("3d_fullres", "3d_lowres")

@@ -23,7 +23,7 @@ from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import WindowStep
 from volseg.inference.windows import Windowing
 
-__all__ = ["NNUNET", "MeanLogits", "NnunetPredictor", "compute_weight", "place_windows"]
+__all__ = ["NnunetPredictor"]
 
 
 class MeanLogits(WindowStep):

@@ -79,12 +79,7 @@ class BatchAugmentation:
         d, h, w = (size + 2 * more for size, more in zip(self.patch_size, margin, strict=True))
         self.source_size = (d, h, w)
 
-    def sample(
-        self,
-        batch_size: int,
-        generator: torch.Generator,
-        num_channels: int = 1,
-    ) -> AugmentationParameters:
+    def sample(self, batch_size: int, generator: torch.Generator, num_channels: int = 1) -> AugmentationParameters:
         """Draw the parameters of each sample, with which ``apply`` can be repeated."""
         return draw_parameters(self.config, batch_size, num_channels - self.num_masks, self.patch_size, generator)
 
@@ -117,12 +112,7 @@ class BatchAugmentation:
 
     @torch.no_grad()
     def apply(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        parameters: AugmentationParameters,
-        *,
-        dense: bool | None = None,
+        self, images: Tensor, labels: Tensor, parameters: AugmentationParameters, *, dense: bool | None = None
     ) -> tuple[Tensor, Tensor]:
         """Apply drawn parameters to images (B, C, *source_size) and labels (B, 1, *source_size).
 
