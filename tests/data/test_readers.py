@@ -6,10 +6,11 @@ import sys
 import nibabel
 import numpy as np
 import pytest
+import SimpleITK
 import torch
 from monai.data import MetaTensor
 
-from volseg.data.readers import Read, list_files, name_files, read_volume, stem
+from volseg.data.readers import Read, list_files, name_files, read_affine, read_volume, stem
 from volseg.errors import BatchFieldError, ReaderError
 
 
@@ -242,3 +243,50 @@ def test_files_are_named_shortly(tmp_path):
     assert name_files(names) == f"{names[0]}, scan_0001.nii.gz, scan_0002.nii.gz"
     assert name_files((names[0], "elsewhere/scan.nii")) == f"{names[0]}, elsewhere/scan.nii"
     assert list_files(str(names[0])) == (names[0],)
+
+
+AFFINE = np.array([[0, -2.0, 0.1, 5], [1.5, 0, 0, -7], [0, 0.1, 4.0, 9], [0, 0, 0, 1]])
+
+
+@pytest.mark.parametrize("unit", ["mm", "meter", "micron", "unknown"])
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+@pytest.mark.parametrize("kind", [nibabel.Nifti1Image, nibabel.Nifti2Image])
+def test_an_affine_read_alone_is_that_of_the_voxels(tmp_path, kind, suffix, unit):
+    image = kind(np.zeros((3, 4, 5), np.int16), AFFINE)
+    image.header.set_xyzt_units(unit)
+    nibabel.save(image, tmp_path / f"image{suffix}")
+    np.testing.assert_array_equal(
+        read_affine(tmp_path / f"image{suffix}"), read_volume(tmp_path / f"image{suffix}").affine
+    )
+
+
+def test_nifti_placed_by_its_spacing_alone(tmp_path):
+    image = nibabel.Nifti1Image(np.zeros((3, 4, 5), np.int16), None)
+    image.header.set_zooms((1, 2, 3))
+    nibabel.save(image, tmp_path / "image.nii")
+    np.testing.assert_array_equal(read_affine(tmp_path / "image.nii"), read_volume(tmp_path / "image.nii").affine)
+
+
+@pytest.mark.parametrize("suffix", [".mha", ".nrrd"])
+def test_affines_of_other_formats(tmp_path, suffix):
+    image = SimpleITK.GetImageFromArray(np.zeros((3, 4, 5), np.int16))
+    image.SetSpacing((1.0, 2.0, 4.0))
+    SimpleITK.WriteImage(image, tmp_path / f"image{suffix}")
+    assert np.linalg.norm(read_affine(tmp_path / f"image{suffix}")[:3, :3], axis=0).tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no image", gzip.compress(b"\0" * 600, mtime=0)], ids=["empty", "text", "zeros"]
+)
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_no_affine_is_read_of_what_is_no_header(tmp_path, content, suffix):
+    path = tmp_path / f"image{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(ReaderError, match=path.name):
+        read_affine(path)
+
+
+def test_an_affine_needs_no_voxels(tmp_path):
+    nibabel.save(nibabel.Nifti1Image(np.zeros((30, 40, 50), np.int16), AFFINE), tmp_path / "whole.nii")
+    (tmp_path / "short.nii.gz").write_bytes(gzip.compress((tmp_path / "whole.nii").read_bytes())[:200])
+    np.testing.assert_allclose(read_affine(tmp_path / "short.nii.gz"), AFFINE, atol=1e-6)  # float32 in the file
