@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from volseg.data.cases import Task
-from volseg.data.checks import Problem, check_case, check_cases, read_case, require_sound
+from volseg.data.checks.kinds import Problem
+from volseg.data.checks.reading import check_case, check_cases, read_case, require_sound
 from volseg.data.layouts import load_task
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError

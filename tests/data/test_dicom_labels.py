@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from volseg.cli import app
 from volseg.data import load_task
 from volseg.data.cases import Task
-from volseg.data.checks import check_task
+from volseg.data.checks.task import check_task
 from volseg.data.dicom.labels import DicomLabel, fill_contours, trace_contours
 from volseg.data.dicom.series import search_series
 from volseg.data.readers import read_label, read_volume

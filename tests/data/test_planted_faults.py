@@ -11,7 +11,7 @@ import pytest
 from planted_faults import COPIES, FAULTS, Planter, draw_task, found_in, plant, plant_copy, save
 
 from volseg.data import Split, check_task, folds, load_task, make_task
-from volseg.data.checks import KINDS
+from volseg.data.checks.kinds import KINDS
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,8 @@ from volseg.data.case_store.preparing import prepare_together
 from volseg.data.case_store.reading_group import deal_by_size, meet_readers
 from volseg.data.case_store.stored_case import SharedTensors, map_tensors, view_tensor
 from volseg.data.case_store.volume_cache import VolumeCache
-from volseg.data.checks import Problem, check_cases
+from volseg.data.checks.kinds import Problem
+from volseg.data.checks.reading import check_cases
 from volseg.data.layouts import load_task
 from volseg.data.synthetic import make_task
 from volseg.errors import VolsegError

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from volseg.data import load_task, make_task
-from volseg.data.checks import check_cases, reading
+from volseg.data.checks import reading
+from volseg.data.checks.reading import check_cases
 from volseg.data.readers import read_volume
 from volseg.errors import DamagedFileError, ReaderError
 

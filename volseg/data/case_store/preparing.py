@@ -20,7 +20,8 @@ from volseg.data.case_store.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.case_store.stored_case import SharedTensors, StoredCase, map_tensors, view_tensor
 from volseg.data.case_store.volume_cache import require_fit
 from volseg.data.cases import Case, Task
-from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, remark_on_same_images, require_sound
+from volseg.data.checks.kinds import Problem, Remark
+from volseg.data.checks.reading import read_case, refuse_held_out, remark_on_same_images, require_sound
 from volseg.data.readers import list_files
 from volseg.data.threads import map_in_threads
 from volseg.parallel.processes.progress_sync import Rounds, describe_error, exchange, run_together, told_error

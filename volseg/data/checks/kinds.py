@@ -15,7 +15,7 @@ from typing import Literal
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
 
-__all__ = ["KINDS", "Finding"]
+__all__ = ["KINDS", "Finding", "Problem", "Remark"]
 
 Severity = Literal["bad", "look"]
 
@@ -237,3 +237,10 @@ class Finding:
             "message": said,
             "remedy": kind.remedy,
         }
+
+
+Problem = Finding
+"""A finding that makes a case bad."""
+
+Remark = Finding
+"""A finding to look at."""
