@@ -97,14 +97,6 @@ def test_cold_warm_and_without_a_cache_are_the_same_bits(task, folder, read):
     assert read == []
 
 
-def test_folds_share_what_is_kept(task, folder, read):
-    prepared_by(task, folder, training=NUM_TRAINING)
-    del read[:]
-    other_fold = replace(task, training=task.training[::-1])
-    assert_same(prepared_by(other_fold, folder, training=4), prepared_by(other_fold, training=4))
-    assert sorted(read) == sorted(case["case"] for case in task.training)  # by the one without a cache
-
-
 def change_a_voxel(path):
     """Change one voxel, and leave the file's date as it was."""
     before = path.stat()

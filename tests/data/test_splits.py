@@ -24,11 +24,6 @@ def test_the_first_folds_take_what_does_not_divide():
     assert [len(split.validation) for split in folds(map(str, range(13)))] == [3, 3, 3, 2, 2]
 
 
-def test_another_seed_is_another_split():
-    ids = [str(n) for n in range(20)]
-    assert folds(ids, seed=1) != folds(ids)
-
-
 @pytest.mark.parametrize(
     ("ids", "num_folds", "message"),
     [

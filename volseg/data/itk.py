@@ -219,17 +219,18 @@ def _read_meta(path: Path) -> _Claim:
     packed_bytes = _read_number(fields, "CompressedDataSize", path, r"\d{1,15}")
     data = fields["ElementDataFile"]
     is_local = data.lower() == "local"
-    claim = _Claim(
-        voxels=math.prod(shape) * channels,
-        bytes_each=META_BYTES[kind],
-        file=path if is_local else _locate_data(path, data),
-        begins=ends if is_local else max(0, header_size),
-        packing="zlib" if _is_true(fields, "CompressedData", path) else "plain",
-        packed_bytes=packed_bytes or None,
-    )
+    file = path if is_local else _locate_data(path, data)
+    packing: Packing = "zlib" if _is_true(fields, "CompressedData", path) else "plain"
     if not _is_true(fields, "BinaryData", path, default=True):
         raise ReaderError(f"{path} stores its voxels as text; convert it to binary")
-    return claim
+    return _Claim(
+        voxels=math.prod(shape) * channels,
+        bytes_each=META_BYTES[kind],
+        file=file,
+        begins=ends if is_local else max(0, header_size),
+        packing=packing,
+        packed_bytes=packed_bytes or None,
+    )
 
 
 def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:

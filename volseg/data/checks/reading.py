@@ -172,23 +172,17 @@ def _compare_fields(
     if image is not None and label is not None:
         if fault := check_label_place(image, label):
             found = [*found, _describe(case, "label", fault)]
-        values = [finding for finding in found if finding.kind in LABEL_VALUES]
+        others = [finding for finding in found if finding.kind not in LABEL_VALUES]
         if digests and digests["image"] == digests["label"]:
             text = "holds the same voxels as its image; name the image's own file, and the label's"
-            return [
-                *(one for one in found if one not in values),
-                _describe(case, "label", Fault("image-is-label", text)),
-            ]
-        if values and holds_labels_only(image.as_tensor(), task):
+            return [*others, _describe(case, "label", Fault("image-is-label", text))]
+        if len(others) < len(found) and holds_labels_only(image.as_tensor(), task):
             text = "holds values of labels alone, and its label others; name them the other way round"
-            return [*(one for one in found if one not in values), _describe(case, "image", Fault("swapped", text))]
-    if (
-        image is not None
-        and not any(finding.kind in NO_VALUES for finding in found)
-        and (holds_labels_only(image.as_tensor(), task) or resembles_labels(image.as_tensor()))
-    ):
-        return [*found, _describe(case, "image", Fault("image-like-label", ""))]
-    return found
+            return [*others, _describe(case, "image", Fault("swapped", text))]
+    if image is None or any(finding.kind in NO_VALUES for finding in found):
+        return found
+    is_like_label = holds_labels_only(image.as_tensor(), task) or resembles_labels(image.as_tensor())
+    return [*found, _describe(case, "image", Fault("image-like-label", ""))] if is_like_label else found
 
 
 def digest_voxels(volume: MetaTensor) -> str:

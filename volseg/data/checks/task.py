@@ -73,7 +73,8 @@ class TaskCheck:
         found: dict[str, set[str]] = defaultdict(set)
         for finding in self.findings:
             found[finding.case].add(finding.severity)
-        return {name: _judge(found[name]) for name in (case["case"] for case in self.cases)}
+        names = [case["case"] for case in self.cases]
+        return {name: "bad" if "bad" in found[name] else "look" if found[name] else "ok" for name in names}
 
     def count(self) -> dict[Verdict, int]:
         """Return the number of cases with each verdict."""
@@ -137,12 +138,6 @@ def _list_problems(problems: Sequence[Finding]) -> Iterator[tuple[str, str, str,
             yield "bad", f"{len(cases)} cases", kind, f"each {said}: {list_some(cases)}"
 
 
-def _judge(severities: set[str]) -> Verdict:
-    if "bad" in severities:
-        return "bad"
-    return "look" if severities else "ok"
-
-
 def check_task(
     task: Task,
     *,
@@ -166,7 +161,9 @@ def check_task(
     cases = (*task.training, *task.test)
     given = task.splits if splits is None else splits
     groups, of_patients = check_patients(task, group, given)
-    splits = given or _default_splits(task, groups)
+    ids = [case["case"] for case in task.training]
+    num_patients = len(ids if groups is None else set(groups.values()))
+    splits = given or (folds(ids, FOLDS, groups=groups) if num_patients >= FOLDS else [])
     # Half, because a file's size is only an estimate of its memory.
     allowance = Allowance(available_bytes() // 2)
 
@@ -204,12 +201,6 @@ def check_task(
         facts=tuple(facts),
         equal=tuple(tuple(names) for names in same if len({labels[name] for name in names}) == 1),
     )
-
-
-def _default_splits(task: Task, groups: Mapping[str, str] | None) -> list[Split]:
-    ids = [case["case"] for case in task.training]
-    num_patients = len(ids if groups is None else set(groups.values()))
-    return folds(ids, FOLDS, groups=groups) if num_patients >= FOLDS else []
 
 
 def _expect_bytes(case: Case) -> int:
