@@ -195,4 +195,4 @@ def test_tolerances_are_stricter_than_monais():
 
 def test_only_what_is_looked_at_can_be_set():
     with pytest.raises(TypeError, match="align_corners"):
-        BoundedSpacing(FIELDS, pixdim=TARGET, mode="bilinear", padding_mode="border", align_corners=True)
+        BoundedSpacing(FIELDS, pixdim=TARGET, mode="bilinear", align_corners=True)

@@ -273,7 +273,7 @@ def spacing(
         raise ValueError(f"spacing must be three positive lengths in mm, got {list(spacing)}")
     modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
     kind = BoundedSpacing if thick_slices == "linear" else PlaneSpacing
-    return kind(fields, pixdim=spacing, mode=modes, padding_mode="border", allow_missing_keys=True)
+    return kind(fields, pixdim=spacing, mode=modes, allow_missing_keys=True)
 
 
 def crop_foreground(

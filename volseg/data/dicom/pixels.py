@@ -216,11 +216,8 @@ def _strip(header: Header, stored: Stored) -> bytes:
         return struct.pack("<HH2sH", *tag, kind, len(value)) + value
 
     capture, uid = SECONDARY_CAPTURE.encode(), UID.encode()
-    information = (
-        element((0x0002, 0x0002), b"UI", capture)
-        + element((0x0002, 0x0003), b"UI", uid)
-        + element((0x0002, 0x0010), b"UI", header.syntax.encode("latin-1"))
-    )
+    named = {0x0002: capture, 0x0003: uid, 0x0010: header.syntax.encode("latin-1")}
+    information = b"".join(element((0x0002, tag), b"UI", value) for tag, value in named.items())
     numbers = {
         "Rows": stored.rows,
         "Columns": stored.columns,

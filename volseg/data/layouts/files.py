@@ -75,8 +75,12 @@ def sort_cases(
             f"{source} declares {len(doubled)} case(s) more than once, first {doubled[0]!r}; keep each once"
         )
     _refuse_shared_files([*training, *test], source)
-    if require_files:
-        _refuse_absent(training, source)
+    absent = [path for case in training for path in _list_all(case) if not path.exists()] if require_files else []
+    if absent:
+        shown = list_some([str(_shorten(path, source)) for path in absent])
+        raise DataError(
+            f"{source} declares {len(absent)} absent file(s): {shown}; fetch them, or take the cases out of the list"
+        )
     return tuple(training), tuple(_drop_absent(test, source))
 
 
@@ -141,15 +145,6 @@ def _refuse_shared_files(cases: Sequence[Case], source: Path) -> None:
         raise DataError(
             f"{source} names {len(doubled)} file(s) more than once, first {_shorten(Path(doubled[0]), source)}; each "
             "image and each label needs a file of its own"
-        )
-
-
-def _refuse_absent(cases: Sequence[Case], source: Path) -> None:
-    absent = [path for case in cases for path in _list_all(case) if not path.exists()]
-    if absent:
-        shown = list_some([str(_shorten(path, source)) for path in absent])
-        raise DataError(
-            f"{source} declares {len(absent)} absent file(s): {shown}; fetch them, or take the cases out of the list"
         )
 
 

@@ -125,7 +125,9 @@ logger = logging.getLogger(__name__)
 def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: bool) -> Task:
     """Return the task of a raw data set; see `volseg.data.layouts.load_task`."""
     folder = manifest.parent
-    ending = _read_ending(declared, manifest)
+    ending = declared.get("file_ending")  # identifies images; without it any format is allowed
+    if ending is not None and (not isinstance(ending, str) or ending.lower() not in SUFFIXES):
+        raise DataError(f"{manifest}: 'file_ending' is {ending!r}; needed: one of {', '.join(SUFFIXES)}")
     modalities = read_channel_names(declared, manifest)
     labels = read_regions(declared, manifest)
     columns: dict[str, dict[str, str]] = {}
@@ -134,23 +136,10 @@ def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: b
     else:
         training = _list_training(folder, ending, len(modalities))
     test = _list_images(folder / "imagesTs", ending, len(modalities)) if (folder / "imagesTs").is_dir() else {}
-    if declared.get("numTraining", len(training)) != len(training):
-        logger.warning("%s: numTraining is %s, but there are %d", manifest, declared["numTraining"], len(training))
-    cases = sort_cases(
-        training,
-        [{"case": require_id(case, str(folder / "imagesTs")), "image": image} for case, image in test.items()],
-        manifest,
-        require_files=require_files,
-    )
+    _log_counts(declared, manifest=manifest, training=training)
+    tests = [{"case": require_id(case, str(folder / "imagesTs")), "image": image} for case, image in test.items()]
+    cases = sort_cases(training, tests, manifest, require_files=require_files)
     return make_task(manifest, declared, modalities, labels, cases, columns)
-
-
-def _read_ending(declared: Mapping[str, Any], manifest: Path) -> str | None:
-    """Return ``file_ending``, which identifies images, or None if any format is allowed."""
-    ending = declared.get("file_ending")
-    if ending is not None and (not isinstance(ending, str) or ending.lower() not in SUFFIXES):
-        raise DataError(f"{manifest}: 'file_ending' is {ending!r}; needed: one of {', '.join(SUFFIXES)}")
-    return ending
 
 
 def _read_listed(listed: Any, num_channels: int, manifest: Path, columns: dict[str, dict[str, str]]) -> list[Case]:
@@ -165,21 +154,12 @@ def _read_listed(listed: Any, num_channels: int, manifest: Path, columns: dict[s
             raise DataError(f"{where} should name 'images', a list, and 'label', got {files!r}")
         if len(images) not in {1, num_channels}:
             raise DataError(f"{where} names {len(images)} image(s); needed: one for each of {num_channels} channel(s)")
-        paths = [_locate(path, manifest.parent) for path in images]
         note_columns(files, name.strip(), columns)
-        cases.append(
-            {
-                "case": require_id(name, where),
-                "image": image_of(paths),
-                "label": _locate(files["label"], manifest.parent),
-            }
-        )
+        # As nnU-Net resolves them: with environment variables, relative to the data set's folder.
+        expanded = [manifest.parent / os.path.expandvars(path) for path in (*images, files["label"])]
+        *paths, label = (Path(os.path.abspath(path)) for path in expanded)
+        cases.append({"case": require_id(name, where), "image": image_of(paths), "label": label})
     return cases
-
-
-def _locate(text: str, folder: Path) -> Path:
-    """Return a path as nnU-Net resolves it: with environment variables, relative to the data set's folder."""
-    return Path(os.path.abspath(folder / os.path.expandvars(text)))
 
 
 def _list_training(folder: Path, ending: str | None, num_channels: int) -> list[Case]:
@@ -209,17 +189,13 @@ def _list_training(folder: Path, ending: str | None, num_channels: int) -> list[
     ]
 
 
-def _list_ending(folder: Path, ending: str | None) -> list[Path]:
-    return [path for path in list_images(folder) if ending is None or path.name.endswith(ending)]
-
-
 def _list_images(folder: Path, ending: str | None, num_channels: int) -> dict[str, Path | tuple[Path, ...]]:
     """Return the image of each case: a path per channel, including absent files, so that they are named.
 
     If several channels are declared and every case has only channel 0, its file holds all channels.
     """
     found: dict[str, dict[int, Path]] = defaultdict(dict)
-    for path in _list_ending(folder, ending):
+    for path in (path for path in list_images(folder) if ending is None or path.name.endswith(ending)):
         numbered = number_channels(stem(path))
         if numbered is None:
             raise DataError(
@@ -229,19 +205,14 @@ def _list_images(folder: Path, ending: str | None, num_channels: int) -> dict[st
         if channel in found[case]:
             raise DataError(f"{found[case][channel]} and {path.name} are the same channel of {case}; keep one of them")
         found[case][channel] = path
-    if surplus := [case for case, channels in found.items() if max(channels) >= num_channels]:
-        _refuse_surplus(folder, {case: found[case] for case in surplus}, num_channels)
+    if surplus := [of[max(of)].name for of in found.values() if max(of) >= num_channels]:
+        raise DataError(
+            f"{folder}: {len(surplus)} case(s) have more than the {num_channels} declared channel(s): "
+            f"{list_some(surplus)}; declare the channel in 'channel_names', or move its files away"
+        )
     if all(list(channels) == [0] for channels in found.values()):
         return {case: channels[0] for case, channels in found.items()}
     return {case: _fill(case, channels, num_channels) for case, channels in found.items()}
-
-
-def _refuse_surplus(folder: Path, surplus: Mapping[str, Mapping[int, Path]], num_channels: int) -> None:
-    names = [channels[max(channels)].name for channels in surplus.values()]
-    raise DataError(
-        f"{folder}: {len(names)} case(s) have more than the {num_channels} declared channel(s): {list_some(names)}; "
-        "declare the channel in 'channel_names', or move its files away"
-    )
 
 
 def _fill(case: str, channels: Mapping[int, Path], num_channels: int) -> Path | tuple[Path, ...]:
