@@ -18,9 +18,8 @@ from volseg.data.readers import Read
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.exchange.nnunet import is_nnunet_model, read_nnunet
 from volseg.exchange.nnunet.folder import read_checkpoint
-from volseg.exchange.nnunet.plans import read_plan
+from volseg.exchange.nnunet.plans import Resampling, compute_thick_axis, read_plan, resample
 from volseg.exchange.nnunet.predictor import build_preprocessing
-from volseg.exchange.nnunet.resampling import Resampling, compute_thick_axis, resample
 from volseg.experiment import predict
 from volseg.experiment.prediction.sources import load_trained
 from volseg.inference.original_grid import WayBack

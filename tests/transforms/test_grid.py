@@ -7,9 +7,8 @@ from monai.data import MetaTensor
 from scipy.spatial.transform import Rotation
 
 from volseg.errors import GridError
-from volseg.transforms.grid import Grid
+from volseg.transforms.grid import Grid, depends_on_case, spacing_after
 from volseg.transforms.preprocessing import build_preprocessing
-from volseg.transforms.spacing import depends_on_case, spacing_after
 
 
 def grid(shape=(4, 5, 6), affine=None) -> Grid:

@@ -100,7 +100,7 @@ def _describe_data(root: Path) -> str:
     from volseg.data.threads import map_in_threads
     from volseg.formatting import align_columns
     from volseg.monitoring.progress import count_up
-    from volseg.transforms.spacing import measure_sides
+    from volseg.transforms.grid import measure_sides
 
     def measure(case: Mapping[str, Any]) -> tuple[Sequence[float], Sequence[float]]:
         volume = read_volume(list_files(case["image"])[0])

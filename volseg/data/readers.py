@@ -29,6 +29,7 @@ __all__ = [
     "SUFFIXES",
     "Files",
     "Read",
+    "list_case_files",
     "list_files",
     "match_suffix",
     "name_files",
@@ -182,6 +183,11 @@ def list_files(files: Files) -> tuple[Path, ...]:
     if not paths:
         raise ReaderError("an image needs a file, or one per channel, got none")
     return tuple(Path(path) for path in paths)
+
+
+def list_case_files(case: Case) -> list[Path]:
+    """Return the files of a case's image and label."""
+    return [file for field in ("image", "label") if field in case for file in list_files(case[field])]
 
 
 def name_files(files: Files) -> str:

@@ -29,7 +29,7 @@ from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.lesions import LESIONS, MINIMUM_OVERLAP, match_lesions
 from volseg.evaluation.surfaces import DISTANCES, measure_surfaces
-from volseg.transforms.spacing import measure_sides
+from volseg.transforms.grid import measure_sides
 
 __all__ = ["VOLUMES", "Scoring", "choose_scoring", "get_tolerance", "read_spacing"]
 

@@ -39,7 +39,7 @@ from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
 from volseg.files import replacing
 from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
-from volseg.transforms.spacing import measure_sides
+from volseg.transforms.grid import measure_sides
 
 __all__ = ["Taken", "keep_fingerprint", "list_fingerprint_paths", "load_fingerprint", "take_fingerprint"]
 

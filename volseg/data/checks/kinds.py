@@ -80,8 +80,7 @@ KINDS: Mapping[str, FindingKind] = {
         "volseg configure writes split.group, which keeps them together; set it in your own configs",
     ),
     "patients-possible": _look(
-        "several cases may belong to one patient",
-        "set split.group if they do; --group none declares that they do not",
+        "several cases may belong to one patient", "set split.group if they do; --group none declares that they do not"
     ),
     "label-empty": _look(
         "the label holds background only", "a healthy control may be so; label the structures otherwise"
@@ -172,8 +171,7 @@ KINDS: Mapping[str, FindingKind] = {
         "are slices missing, or is the spacing wrong? thicker slices look like this too",
     ),
     "wrapped": _look(
-        "intensities jump as after an integer overflow",
-        "export it in a type that holds its values, such as float32",
+        "intensities jump as after an integer overflow", "export it in a type that holds its values, such as float32"
     ),
     "saturated": _look(
         "many voxels have the highest value", "export it with all its values; padding and masks look like this too"

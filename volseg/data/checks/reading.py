@@ -25,7 +25,7 @@ from volseg.data.checks.volumes import (
     holds_labels_only,
     resembles_labels,
 )
-from volseg.data.readers import Files, list_files, name_files, read_label, read_volume
+from volseg.data.readers import Files, list_case_files, list_files, name_files, read_label, read_volume
 from volseg.data.splits import Split
 from volseg.data.threads import map_in_threads
 from volseg.errors import DamagedFileError, DataError, LargeVolumeError
@@ -37,6 +37,7 @@ __all__ = [
     "check_case",
     "check_cases",
     "digest_voxels",
+    "expect_bytes",
     "group_equal_images",
     "inspect_cases",
     "read_case",
@@ -198,6 +199,29 @@ def _fingerprint(digests: Mapping[str, str], volumes: Mapping[str, MetaTensor]) 
     parts = [str(digests.get("image")), digests.get("label", "")]
     places = [volume.affine.to(torch.float64).contiguous().numpy().tobytes() for volume in volumes.values()]
     return sha256("".join(parts).encode() + b"".join(places)).hexdigest()
+
+
+BYTES_PER_STORED = 12
+"""Memory of reading and checking per byte of voxels: stored, as float32 in two orders, and masks (uint8: 11.7)."""
+
+
+def expect_bytes(case: Case) -> int:
+    """Return the approximate memory for reading a case, judged only by its files."""
+    return BYTES_PER_STORED * sum(map(_stored_bytes, list_case_files(case)))
+
+
+def _stored_bytes(path: Path) -> int:
+    try:
+        if path.is_dir():
+            return sum(file.stat().st_size for file in path.iterdir())
+        size = path.stat().st_size
+        if path.suffix.lower() != ".gz" or size < 4 or not path.is_file():
+            return size
+        with path.open("rb") as file:  # gzip's last four bytes: the uncompressed size, up to 4 GiB
+            file.seek(-4, 2)
+            return max(size, int.from_bytes(file.read(4), "little"))
+    except OSError:  # its reader reports the fault
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)

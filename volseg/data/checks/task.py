@@ -18,6 +18,7 @@ from volseg.data.checks.kinds import Finding
 from volseg.data.checks.placing import report_displaced_labels
 from volseg.data.checks.reading import (
     CheckedCase,
+    expect_bytes,
     group_equal_images,
     read_case,
     remark_on_same_images,
@@ -38,9 +39,6 @@ Verdict = Literal["ok", "look", "bad"]
 
 FOLDS = 5
 """Folds of a training with a default config."""
-
-BYTES_PER_STORED = 12
-"""Memory of reading and checking per byte of voxels: stored, as float32 in two orders, and masks (uint8: 11.7)."""
 
 FIELDS = ("image", "label")
 JSON_FORMAT = "volseg data check, 1"
@@ -168,7 +166,7 @@ def check_task(
     allowance = Allowance(available_bytes() // 2)
 
     def read(case: Case) -> tuple[CheckedCase, ComparedCase]:
-        with allowance.taken(_expect_bytes(case)):
+        with allowance.taken(expect_bytes(case)):
             checked = read_case(case, task)
             facts = measure(checked, case, task)
             # Drop the volumes.
@@ -201,26 +199,6 @@ def check_task(
         facts=tuple(facts),
         equal=tuple(tuple(names) for names in same if len({labels[name] for name in names}) == 1),
     )
-
-
-def _expect_bytes(case: Case) -> int:
-    """Return the approximate memory for reading a case, judged only by its files."""
-    fields = [list_files(case[name]) for name in FIELDS if name in case]
-    return BYTES_PER_STORED * sum(_stored_bytes(file) for files in fields for file in files)
-
-
-def _stored_bytes(path: Path) -> int:
-    try:
-        if path.is_dir():
-            return sum(file.stat().st_size for file in path.iterdir())
-        size = path.stat().st_size
-        if path.suffix.lower() != ".gz" or size < 4 or not path.is_file():
-            return size
-        with path.open("rb") as file:  # gzip's last four bytes: the uncompressed size, up to 4 GiB
-            file.seek(-4, 2)
-            return max(size, int.from_bytes(file.read(4), "little"))
-    except OSError:  # its reader reports the fault
-        return 0
 
 
 def check_patients(

@@ -28,8 +28,7 @@ from scipy.ndimage import binary_fill_holes, gaussian_filter
 from torch import Tensor
 
 from volseg.errors import DataError, GridError
-from volseg.exchange.nnunet.plans import NnunetPlan
-from volseg.exchange.nnunet.resampling import compute_thick_axis, resample
+from volseg.exchange.nnunet.plans import NnunetPlan, compute_thick_axis, resample
 from volseg.fields import Case
 from volseg.inference.original_grid import IN_A_REGION, NEAREST_AXIS
 from volseg.inference.predictor import Predictor
