@@ -386,21 +386,9 @@ GROUPS: Mapping[str, Tag] = {
 """The functional group, a sequence, of each element in an enhanced file."""
 
 STATES = (
-    "TemporalPositionIdentifier",
-    "TemporalPositionIndex",
-    "TriggerTime",
-    "NominalCardiacTriggerDelayTime",
-    "DiffusionBValue",
-    "EchoTime",
-    "EffectiveEchoTime",
-    "InversionTime",
-    "FlipAngle",
-    "SequenceName",
-    "StackID",
-    "FrameReferenceTime",
-    "AcquisitionNumber",
-    "ImageType",
-    "FrameType",
+    *("TemporalPositionIdentifier", "TemporalPositionIndex", "TriggerTime", "NominalCardiacTriggerDelayTime"),
+    *("DiffusionBValue", "EchoTime", "EffectiveEchoTime", "InversionTime", "FlipAngle", "SequenceName", "StackID"),
+    *("FrameReferenceTime", "AcquisitionNumber", "ImageType", "FrameType"),
 )
 """Elements that distinguish images at one place: time, diffusion weighting, echo, kind of image."""
 
