@@ -444,16 +444,8 @@ print(json.dumps({"stored": cache.num_stored, "digests": digests}))
 
 
 def start(task, folder, kills=False):
-    command = [
-        sys.executable,
-        "-c",
-        PREPARE,
-        str(task.root),
-        str(folder),
-        json.dumps(STEPS),
-        "kill" if kills else "live",
-        str(Path(__file__).parents[1]),
-    ]
+    arguments = [task.root, folder, json.dumps(STEPS), "kill" if kills else "live", Path(__file__).parents[1]]
+    command = [sys.executable, "-c", PREPARE, *map(str, arguments)]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     assert started.stdout.readline() == "ready\n"
     return started

@@ -45,14 +45,7 @@ Files = str | Path | Sequence[str | Path]
 
 SUFFIXES = Registry(
     "reader",
-    {
-        ".nii.gz": read_nifti,
-        ".nii": read_nifti,
-        ".mha": read_itk,
-        ".mhd": read_itk,
-        ".nrrd": read_itk,
-        ".nhdr": read_itk,
-    },
+    {**dict.fromkeys((".nii.gz", ".nii"), read_nifti), **dict.fromkeys((".mha", ".mhd", ".nrrd", ".nhdr"), read_itk)},
     group="volseg.readers",
 )
 """The reader of each kind of file, by suffix in lower case; a folder is read as a DICOM series. A reader of the user

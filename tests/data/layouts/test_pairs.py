@@ -97,19 +97,8 @@ def test_numbered_channels_beside_labels(folder):
 
 
 def test_the_longest_case_that_an_image_begins_with_is_its_own(folder):
-    root = folder(
-        "case_1.nii.gz",
-        "case_1_seg.nii.gz",
-        "case_10.nii.gz",
-        "case_10_seg.nii.gz",
-        "case_1_2.nii.gz",
-        "case_1_2_seg.nii.gz",
-    )
-    assert {case: files[0] for case, files in paired(root)[1].items()} == {
-        "case_1": "case_1.nii.gz",
-        "case_10": "case_10.nii.gz",
-        "case_1_2": "case_1_2.nii.gz",
-    }
+    pairs = {case: [f"{case}.nii.gz", f"{case}_seg.nii.gz"] for case in ("case_1", "case_10", "case_1_2")}
+    assert paired(folder(*(name for pair in pairs.values() for name in pair)))[1] == pairs
 
 
 def test_a_word_for_labels_may_end_the_name_of_a_case(folder):
@@ -275,16 +264,8 @@ def grouped(tmp_path, names, modalities):
 
 
 def test_numbers_and_names_of_channels(tmp_path):
-    names = [
-        "a_0001.nii",
-        "a_0000.nii.gz",
-        "b_T1.nii",
-        "b_flair.mha",
-        "c.nii",
-        "d_0007.nii",
-        "patient/t1",
-        "patient/FLAIR",
-    ]
+    numbered, named = ["a_0001.nii", "a_0000.nii.gz", "d_0007.nii"], ["b_T1.nii", "b_flair.mha", "c.nii"]
+    names = [*numbered, *named, "patient/t1", "patient/FLAIR"]
     assert grouped(tmp_path, names, ("T1", "FLAIR")) == {
         "a": ["a_0000.nii.gz", "a_0001.nii"],
         "b": ["b_T1.nii", "b_flair.mha"],

@@ -31,37 +31,23 @@ def table(tmp_path):
 PLAIN = "case,image,label\nb,files/y.nii,files/yl.nii\na,files/x.nii,files/xl.nii\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "encoding"),
-    [
-        (PLAIN, "cases.csv", "utf-8"),
-        (PLAIN, "CASES.CSV", "utf-8-sig"),
-        (PLAIN.replace("\n", "\r\n"), "cases.csv", "utf-8"),
-        (PLAIN.replace(",", ";"), "cases.csv", "utf-8"),
-        (PLAIN.replace(",", "\t"), "cases.csv", "utf-8"),
-        (PLAIN.replace(",", "\t"), "cases.tsv", "utf-8"),
-        (
-            '"Case", "Image",  Label\n\n"b", "files/y.nii",files/yl.nii \n,,\n a ,./files//x.nii,"files/xl.nii"',
-            "c.csv",
-            "utf-8",
-        ),
-        (PLAIN.replace("files/", "files\\"), "cases.csv", "utf-8"),
-        ("label,image,case\nfiles/yl.nii,files/y.nii,b\nfiles/xl.nii,files/x.nii,a", "c.csv", "utf-8"),
-        (",case,image,label,age\n0,b,files/y.nii,files/yl.nii,71\n1,a,files/x.nii,files/xl.nii,\n", "c.csv", "utf-8"),
-    ],
-    ids=[
-        "plain",
-        "byte order mark",
-        "CRLF",
-        "semicolons",
-        "tabs",
-        "TSV",
-        "quotes and blanks",
-        "backslashes",
-        "order",
-        "pandas",
-    ],
-)
+QUOTED = '"Case", "Image",  Label\n\n"b", "files/y.nii",files/yl.nii \n,,\n a ,./files//x.nii,"files/xl.nii"'
+INDEXED = ",case,image,label,age\n0,b,files/y.nii,files/yl.nii,71\n1,a,files/x.nii,files/xl.nii,\n"
+WRITTEN = {
+    "plain": (PLAIN, "cases.csv", "utf-8"),
+    "byte order mark": (PLAIN, "CASES.CSV", "utf-8-sig"),
+    "CRLF": (PLAIN.replace("\n", "\r\n"), "cases.csv", "utf-8"),
+    "semicolons": (PLAIN.replace(",", ";"), "cases.csv", "utf-8"),
+    "tabs": (PLAIN.replace(",", "\t"), "cases.csv", "utf-8"),
+    "TSV": (PLAIN.replace(",", "\t"), "cases.tsv", "utf-8"),
+    "quotes and blanks": (QUOTED, "c.csv", "utf-8"),
+    "backslashes": (PLAIN.replace("files/", "files\\"), "cases.csv", "utf-8"),
+    "order": ("label,image,case\nfiles/yl.nii,files/y.nii,b\nfiles/xl.nii,files/x.nii,a", "c.csv", "utf-8"),
+    "pandas": (INDEXED, "c.csv", "utf-8"),
+}
+
+
+@pytest.mark.parametrize(("text", "name", "encoding"), WRITTEN.values(), ids=WRITTEN)
 def test_one_table_however_it_was_written(table, tmp_path, text, name, encoding):
     path = table(text, name, encoding)
     task = load_task(path)

@@ -36,16 +36,10 @@ MANIFESTS = ("dataset.json", "task.yaml")
 """Files that may describe a data set."""
 
 KEYS: Mapping[str, type | tuple[type, ...]] = {
-    "labels": dict,
-    "modality": (dict, list),
-    "channel_names": (dict, list),
-    "regions": dict,
-    "regions_class_order": list,
+    **dict.fromkeys(("labels", "regions", "labelled", "dataset"), dict),
+    **dict.fromkeys(("modality", "channel_names"), (dict, list)),
+    **dict.fromkeys(("regions_class_order", "training", "test"), list),
     "ignore": int,
-    "labelled": dict,
-    "training": list,
-    "test": list,
-    "dataset": dict,
     "file_ending": str,
 }
 """Keys of a manifest that are read, and the type of each value.

@@ -139,21 +139,16 @@ def read_labels(path: Path) -> dict[str, LabelRow]:
         If the table cannot be read, has no label map, or a case or a prediction occurs twice.
     """
     table = _read(path, ("case", "label"))
-    rows = {
-        where: (
-            require_id(row["case"], where),
-            LabelRow(
-                _locate(row["label"], "label", table, where), row.get("prediction"), _split(row.get("labelled", ""))
-            ),
-        )
-        for where, row in table.rows
-        if row["label"]
-    }
-    found = dict(rows.values())
+    rows = []
+    for where, row in table.rows:
+        if row["label"]:
+            label, labelled = _locate(row["label"], "label", table, where), _split(row.get("labelled", ""))
+            rows.append((require_id(row["case"], where), LabelRow(label, row.get("prediction"), labelled)))
+    found = dict(rows)
     if not found:
         raise DataError(f"{path} names no label map; needed: a path under 'label'")
     named = [row.prediction for row in found.values() if row.prediction]
-    if doubled := list_duplicates(case for case, _ in rows.values()) or list_duplicates(named):
+    if doubled := list_duplicates(case for case, _ in rows) or list_duplicates(named):
         raise DataError(f"{path} names {doubled[0]!r} twice; needed: a row per case, each with its own prediction")
     return found
 

@@ -24,7 +24,7 @@ from volseg.transforms.augmentation.parameters import AugmentationParameters, dr
 from volseg.transforms.augmentation.sources import PatchSources
 from volseg.transforms.augmentation.spatial import constant, positions
 
-__all__ = ["BatchAugmentation", "add_noise", "blur", "brighten", "coarsen", "power_law", "stretch_contrast"]
+__all__ = ["BatchAugmentation", "blur", "coarsen", "power_law", "stretch_contrast"]
 
 
 class BatchAugmentation:
