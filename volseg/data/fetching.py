@@ -79,7 +79,8 @@ def fetch_task(
             # The unpacked files are about as large: the images in the archive are compressed.
             download(url, part, path, md5=task.md5, spare=1.0, persistence=persistence, show=show)
             _unpack_whole(path, target, show)
-    _remove(path)  # closed before, as Windows removes no open file
+    for file in (path.with_name(f"{path.name}.json"), path):  # closed before, as Windows removes no open file
+        file.unlink(missing_ok=True)
     return _require_whole(target)
 
 
@@ -105,11 +106,6 @@ def _unpack_whole(archive: Path, target: Path, show: ShowBytes | None) -> None:
         os.replace(found, target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    path.with_name(f"{path.name}.json").unlink(missing_ok=True)
-    path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -157,7 +157,9 @@ def _read(path: Path, required: Sequence[str]) -> _Table:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = file.readlines()
-        reader = csv.reader(lines, delimiter=_detect_delimiter(lines, path), skipinitialspace=True, strict=True)
+        first = next((line for line in lines if line.strip()), "")
+        delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
+        reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
         rows = [
             (reader.line_num, [cell.strip() for cell in row]) for row in reader if any(cell.strip() for cell in row)
         ]
@@ -178,12 +180,6 @@ def _read(path: Path, required: Sequence[str]) -> _Table:
         columns=columns,
         rows=tuple((f"{path}, line {number}", dict(zip(columns, cells, strict=True))) for number, cells in rows[1:]),
     )
-
-
-def _detect_delimiter(lines: Sequence[str], path: Path) -> str:
-    """Return the delimiter of cells: tabs in a TSV; else the most frequent one in the first line."""
-    first = next((line for line in lines if line.strip()), "")
-    return "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
 
 
 def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) -> tuple[str, ...]:
