@@ -176,22 +176,10 @@ def test_numbers_of_numpy_are_read_and_damaged_files_named(model):
     [
         ("decoder.transpconvs.0.bias", lambda _: None, r"has no tensor 'decoder\.transpconvs\.0\.bias'"),
         ("encoder.extra.weight", lambda _: torch.zeros(1), r"'encoder\.extra\.weight', for which the network of its"),
-        (
-            "decoder.seg_layers.1.weight", lambda tensor: torch.zeros(3, *tensor.shape[1:]),
-            r"seg_layers\.1\.weight has the shape \(3, 4, 1, 1, 1\); .* plans needs \(2, 4, 1, 1, 1\)",
-        ),
-        (
-            "decoder.transpconvs.0.weight", torch.Tensor.to_sparse,
-            r"transpconvs\.0\.weight holds float32 \(torch\.sparse_coo\), and the network needs float32",
-        ),
-        (
-            "decoder.transpconvs.0.bias", lambda _: torch.zeros(1).expand(10**6, 10**6),
-            r"transpconvs\.0\.bias holds float32 \(expanded to 4000000000000 bytes\)",
-        ),
-        (
-            "decoder.encoder.stages.0.0.convs.0.conv.weight", lambda _: torch.ones(1),
-            r"encoder\.stages\.0\.0\.convs\.0\.conv\.weight are two names of one tensor of the network",
-        ),
+        ("decoder.seg_layers.1.weight", lambda tensor: torch.zeros(3, *tensor.shape[1:]), r"seg_layers\.1\.weight has"),
+        ("decoder.transpconvs.0.weight", torch.Tensor.to_sparse, r"transpconvs\.0\.weight holds float32 \(torch"),
+        ("decoder.transpconvs.0.bias", lambda _: torch.zeros(1).expand(10**6, 10**6), r"transpconvs\.0\.bias holds"),
+        ("decoder.encoder.stages.0.0.convs.0.conv.weight", lambda _: torch.ones(1), r"encoder\.stages\.0\.0\.convs"),
     ],
 )  # fmt: skip
 def test_weights_of_another_network_are_refused(model, ending, change, message):
@@ -212,7 +200,7 @@ ARCHITECTURE = json.loads((STORED / "model" / "plans.json").read_text(encoding="
 ]
 
 
-def other_architecture(name=None, **arguments):
+def built(name=None, **arguments):
     changed = {**ARCHITECTURE, "arch_kwargs": {**ARCHITECTURE["arch_kwargs"], **arguments}}
     return {**changed, "network_class_name": name} if name else changed
 
@@ -228,11 +216,11 @@ def other_architecture(name=None, **arguments):
         ({"resampling_fn_data": "my_resampling"}, "resampling_fn_data names 'my_resampling'"),
         ({"resampling_fn_probabilities_kwargs": {"order": 3}}, "takes splines of order 3; what can be followed: 1"),
         ({"resampling_fn_data_kwargs": {"ordr": 3}}, "the argument 'ordr', which is not known"),
-        ({"architecture": other_architecture("a.b.Primus")}, "names the network Primus; .*PlainConvUNet, Residual"),
-        ({"architecture": other_architecture(norm_op="torch.nn.BatchNorm3d")}, "norm_op: 'torch.nn.BatchNorm3d'"),
-        ({"architecture": other_architecture(dropout_op="torch.nn.Dropout3d")}, "dropout_op: 'torch.nn.Dropout3d'"),
-        ({"architecture": other_architecture(nonlin_kwargs={"negative_slope": 0.2})}, "a leaky ReLU of slope 0.01"),
-        ({"architecture": other_architecture(squeeze=True)}, "the parameter 'squeeze', which cannot be followed"),
+        ({"architecture": built("a.b.Primus")}, "names the network Primus; .*PlainConvUNet, Residual"),
+        ({"architecture": built(norm_op="torch.nn.BatchNorm3d")}, "norm_op: 'torch.nn.BatchNorm3d'"),
+        ({"architecture": built(dropout_op="torch.nn.Dropout3d")}, "dropout_op: 'torch.nn.Dropout3d'"),
+        ({"architecture": built(nonlin_kwargs={"negative_slope": 0.2})}, "a leaky ReLU of slope 0.01"),
+        ({"architecture": built(squeeze=True)}, "the parameter 'squeeze', which cannot be followed"),
         # The first two were passed over; the rest ended in a traceback.
         ({"plans__label_manager": "MyOwn"}, "label maps by MyOwn; what can be followed: LabelManager"),
         ({"plans__transpose_backward": [2, 2, 2]}, r"transpose_backward should undo transpose_forward .*got \[2, 2, 2"),
@@ -240,13 +228,10 @@ def other_architecture(name=None, **arguments):
         ({"plans__transpose_forward": [0, 1, 1]}, r"transpose_forward should be an order of 0, 1, 2, got \[0, 1, 1\]"),
         ({"plans__image_reader_writer": ["SimpleITKIO"]}, "differs from what nnU-Net 2 writes, and cannot be read"),
         ({"resampling_fn_data_kwargs": "x"}, "differs from what nnU-Net 2 writes, and cannot be read"),
-        (
-            {"architecture": other_architecture(strides=[[1, 2, 2], [1, 2, 2], [2, 2, 2]])},
-            r"a first stage of stride \[1, 2, 2\]; needed: 1",
-        ),
-        ({"architecture": other_architecture(features_per_stage=[4, -1, 8])}, r"with filters \[4, -1, 8\]; needed: 3"),
-        ({"architecture": other_architecture(kernel_sizes=[[1, 3, None]] * 3)}, "with kernel_size .*needed: 3"),
-        ({"architecture": other_architecture(n_stages="x")}, "of .x. stages; needed: 2 to 32"),
+        ({"architecture": built(strides=[[1, 2, 2]] * 2 + [[2, 2, 2]])}, r"a first stage of stride \[1, 2, 2\]"),
+        ({"architecture": built(features_per_stage=[4, -1, 8])}, r"with filters \[4, -1, 8\]; needed: 3"),
+        ({"architecture": built(kernel_sizes=[[1, 3, None]] * 3)}, "with kernel_size .*needed: 3"),
+        ({"architecture": built(n_stages="x")}, "of .x. stages; needed: 2 to 32"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(model, changes, message):
