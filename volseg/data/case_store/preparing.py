@@ -21,8 +21,8 @@ from volseg.data.case_store.stored_case import SharedTensors, StoredCase, map_te
 from volseg.data.case_store.volume_cache import require_fit
 from volseg.data.cases import Case, Task
 from volseg.data.checks.kinds import Problem, Remark
-from volseg.data.checks.reading import expect_bytes, read_case, refuse_held_out, remark_on_same_images, require_sound
-from volseg.data.readers import list_case_files
+from volseg.data.checks.reading import read_case, refuse_held_out, remark_on_same_images, require_sound
+from volseg.data.readers import list_case_files, list_files
 from volseg.data.threads import map_in_threads
 from volseg.parallel.processes.progress_sync import Rounds, describe_error, exchange, run_together, told_error
 
@@ -114,7 +114,8 @@ def prepare_together(
         See `volseg.transforms.build_preprocessing`.
     readers : Readers
         Processes that share the work; all of their group call this function. Training case i is read by reader i mod n
-        of each machine. Validation cases are read by the one reader that keeps them, and dealt by their expected size.
+        of each machine. Validation cases are read by the one reader that keeps them, and dealt by the size of their
+        files.
     skip_bad : bool
         Leave bad cases out instead of raising.
     cache : CaseCache, optional
@@ -293,13 +294,21 @@ def _choose_own(sides: Sequence[tuple[Case, bool]], readers: Readers) -> list[in
     """Return the indices of the cases that this process reads."""
     validation = [index for index, (_, validates) in enumerate(sides) if validates]
     # The first process reads the files' sizes for all: machines may hold them in different forms.
-    sizes = [expect_bytes(sides[index][0]) for index in validation] if readers.own == 0 else None
+    sizes = [_file_size(sides[index][0]) for index in validation] if readers.own == 0 else None
     owners = deal_by_size(exchange(sizes, readers.group)[0], readers.count)
     if readers.number is None:
         return []
     local = readers.local
     training = range(local.index(readers.own), len(sides) - len(validation), len(local))
     return [*training, *(index for index, owner in zip(validation, owners, strict=True) if owner == readers.number)]
+
+
+def _file_size(case: Case) -> int:
+    try:
+        paths = list_files(case["image"])
+        return sum(file.stat().st_size for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
+    except OSError:  # its reader reports the fault
+        return 0
 
 
 def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[list[list[int]]], None]:
