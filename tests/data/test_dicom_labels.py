@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import nibabel
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from volseg.cli import app
 from volseg.data import load_task
 from volseg.data.cases import Task
-from volseg.data.checks import check_task
+from volseg.data.checks.task import check_task
 from volseg.data.dicom.labels import DicomLabel, fill_contours, trace_contours
 from volseg.data.dicom.series import search_series
 from volseg.data.readers import read_label, read_volume
@@ -236,63 +237,58 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
                 read_label(path, tmp_path / "moved.nii", task_of())
 
 
-def as_folders(root, kind):
+PLACES = {
+    "folders": ("images/case{0}", "labels/case{0}.dcm"),
+    "series": ("images/case{0}", "labels/1.2.{1}/1-1.dcm"),
+    "patients": ("case{0}/ct", "case{0}/a/1-1.dcm"),
+    "one folder": ("case{0}", "case{0}/t.dcm"),
+}
+"""Image and label of a case by its number, and by a number against its order."""
+
+
+def write_cases(root, kind, layout="folders", manifest=NAMES):
     for number, seed in ((1, 0), (2, 1)):
-        write_label(kind, root / f"labels/case{number}.dcm", write_image(root / f"images/case{number}", number), seed)
+        image, label = (root / place.format(number, 9 - number) for place in PLACES[layout])
+        write_label(kind, label, write_image(image, number), seed)
+    if manifest is not None:
+        (root / "dataset.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return root
 
 
-def by_series(root, kind):
-    for number, seed in ((1, 0), (2, 1)):
-        folder = write_image(root / f"images/case{number}", number)
-        write_label(kind, root / f"labels/1.2.{9 - number}/1-1.dcm", folder, seed)
-
-
-def as_patients(root, kind):
-    for number, seed in ((1, 0), (2, 1)):
-        write_label(kind, root / f"case{number}/a/1-1.dcm", write_image(root / f"case{number}/ct", number), seed)
-
-
-def in_one_folder(root, kind):
-    for number, seed in ((1, 0), (2, 1)):
-        write_label(kind, root / f"case{number}/t.dcm", write_image(root / f"case{number}", number), seed)
-
-
-def as_table(root, kind):
-    as_folders(root, kind)
+def write_as_table(root, kind):
     rows = [f"case{number},images/case{number},labels/case{number}.dcm" for number in (1, 2)]
-    (root / "cases.csv").write_text("\n".join(["case,image,label", *rows]), encoding="utf-8")
+    (write_cases(root, kind) / "cases.csv").write_text("\n".join(["case,image,label", *rows]), encoding="utf-8")
+    return root / "cases.csv"
 
 
-def as_msd(root, kind):
-    as_folders(root, kind)
+def write_as_msd(root, kind):
     entries = [{"image": f"images/case{number}", "label": f"labels/case{number}.dcm"} for number in (1, 2)]
-    (root / "dataset.json").write_text(json.dumps({**NAMES, "training": entries}), encoding="utf-8")
+    return write_cases(root, kind, manifest={**NAMES, "training": entries})
 
 
-def as_nnunet(root, kind):
-    (root / "imagesTr").mkdir(parents=True)
-    for number, seed in ((1, 0), (2, 1)):
-        folder = write_image(root / f"dicom{number}", number)
-        write_label(kind, root / f"labelsTr/case{number}.dcm", folder, seed)
-        image = read_volume(folder)
+def write_as_nnunet(root, kind):
+    (write_cases(root, kind, manifest={**NAMES, "file_ending": ".nii.gz"}) / "labels").rename(root / "labelsTr")
+    (root / "imagesTr").mkdir()
+    for number in (1, 2):
+        image = read_volume(root / f"images/case{number}")
         path = root / f"imagesTr/case{number}_0000.nii.gz"
         nibabel.save(nibabel.Nifti1Image(image.numpy()[0], image.affine.numpy()), path)
-        shutil.rmtree(folder)
-    (root / "dataset.json").write_text(json.dumps({**NAMES, "file_ending": ".nii.gz"}), encoding="utf-8")
+    shutil.rmtree(root / "images")
+    return root
+
+
+LAYOUTS = {
+    **{layout: partial(write_cases, layout=layout) for layout in PLACES},
+    "table": write_as_table,
+    "msd": write_as_msd,
+    "nnunet": write_as_nnunet,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "arrange",
-    [as_folders, by_series, as_patients, in_one_folder, as_table, as_msd, as_nnunet],
-    ids=lambda of: of.__name__,
-)
-def test_every_layout_has_labels_in_dicom(arrange, kind, tmp_path):
-    root = tmp_path / "data"
-    arrange(root, kind)
-    if not (root / "dataset.json").exists():
-        (root / "dataset.json").write_text(json.dumps(NAMES), encoding="utf-8")
-    task = load_task(root / "cases.csv" if arrange is as_table else root)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_labels_in_dicom(layout, kind, tmp_path):
+    task = load_task(LAYOUTS[layout](tmp_path / "data", kind))
     assert [case["case"] for case in task.training] == ["case1", "case2"]
     for seed, case in enumerate(task.training):
         read = read_label(case["label"], case["image"], task)
@@ -301,15 +297,14 @@ def test_every_layout_has_labels_in_dicom(arrange, kind, tmp_path):
 
 
 def test_labels_without_a_partner_are_named(tmp_path):
-    as_folders(tmp_path / "data", "SEG")
+    write_cases(tmp_path / "data", "SEG")
     shutil.rmtree(tmp_path / "data/images/case2")
-    (tmp_path / "data/dataset.json").write_text(json.dumps(NAMES), encoding="utf-8")
     with pytest.raises(DataError, match=rf"case2.dcm \(segmentation of series {SERIES}.72, 2 segments\)"):
         load_task(tmp_path / "data")
 
 
 def test_names_of_segments_are_asked_for(tmp_path):
-    as_folders(tmp_path / "data", "RTSTRUCT")
+    write_cases(tmp_path / "data", "RTSTRUCT", manifest=None)
     said = r'declare those to segment in dataset.json: {"labels": {"background": 0, "Liver": 1, "kidney_left": 2}}'
     with pytest.raises(DataError, match=said):
         load_task(tmp_path / "data")
@@ -317,8 +312,7 @@ def test_names_of_segments_are_asked_for(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_predictions_are_compared_with_labels_in_dicom(kind, tmp_path):
-    as_folders(tmp_path / "data", kind)
-    (tmp_path / "data/dataset.json").write_text(json.dumps(NAMES), encoding="utf-8")
+    write_cases(tmp_path / "data", kind)
     (tmp_path / "nifti").mkdir()
     for number, seed in ((1, 0), (2, 1)):
         image = read_volume(tmp_path / f"data/images/case{number}")

@@ -142,26 +142,3 @@ def test_what_the_page_declares_is_read(block, tmp_path):
     read = load_task(tmp_path, require_files=False)
     assert len(read.structures) == read.num_outputs - (not read.regions)
     assert targets_of(read).is_plain == ("regions" not in block and "ignore" not in block and "labelled" not in block)
-
-
-@pytest.mark.parametrize("values", [(1, 2), (4, 1), (3, 255), (2, 500)])
-@pytest.mark.parametrize("ignore", [None, 7, 200])
-def test_bytes_become_the_classes_that_other_types_become(values, ignore):
-    told = task(*values, ignore=ignore, training=({"case": "a", "labelled": (values[0],)}, {"case": "b"}))
-    known = [value for value in (*told.class_values, *(() if ignore is None else (ignore,))) if value < 256]
-    files = torch.tensor(known)[torch.randint(len(known), (1, 4, 5, 6))].to(torch.uint8)
-    for voxels in (files, files.transpose(1, 3), files[:, :0], MetaTensor(files)):
-        for case in (None, *told.training):
-            found, expected = to_classes(voxels, told, case), to_classes(voxels.int().contiguous(), told, case)
-            assert found.dtype == expected.dtype == torch.uint8
-            assert torch.equal(found, expected)
-            assert type(found) is type(expected)
-            assert found.is_contiguous()
-    for unknown in (9, 254):
-        wrong = files.index_fill(1, torch.tensor([2]), unknown)
-        said = []
-        for voxels in (wrong, wrong.int()):
-            with pytest.raises(DataError, match=f"its label holds .*{unknown}") as refused:
-                to_classes(voxels, told, told.training[1])
-            said.append(str(refused.value))
-        assert said[0] == said[1]

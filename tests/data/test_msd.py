@@ -124,10 +124,7 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
         ({"labels": ...}, r"'labels' should map values to names .* or names to values, got None"),
         ({"labels": []}, r"'labels' should map values to names .* or names to values, got \[\]"),
         ({"labels": {"background": 0}}, r"declares the labels \{0: 'background'\}; needed: 0 .* one structure"),
-        (
-            {"labels": {"0": "background"}},
-            r"declares the labels \{0: 'background'\}; needed: 0 .* at least one structure",
-        ),
+        ({"labels": {"0": "background"}}, r"declares the labels \{0: 'background'\}; needed: 0 .* at least one"),
         ({"labels": {"1": "a", "2": "b"}}, r"declares the labels \{1: 'a', 2: 'b'\}; needed: 0 for the background"),
         ({"labels": {"0": "b", "-1": "a"}}, r"the label 'a' should have an integer from 0 to 16777215 .*, got '-1'"),
         ({"labels": {"0": "b", "1": "a", "01": "c"}}, r"gives the value 1 to 'a' and to 'c'"),
@@ -138,10 +135,7 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
         ({"modality": []}, r"'modality' should map the numbers .*, got \[\]"),
         ({"modality": {"0": ""}}, r"'modality' should give 0 a name, got ''"),
         ({"modality": [None]}, r"'modality' should give 0 a name, got None"),
-        (
-            {"training": [pair(), pair("imagesTr/b.nii.gz")]},
-            r"1 file\(s\) more than once, first labelsTr/a\.nii\.gz; each",
-        ),
+        ({"training": [pair(), pair("imagesTr/b.nii.gz")]}, r"1 file\(s\) more than once, first labelsTr/a\.nii\.gz"),
         ({"training": [pair(label="imagesTr/a.nii.gz")]}, r"1 file\(s\) more than once, first imagesTr/a\.nii\.gz"),
         ({"training": [pair("imagesTr/" + "a" * 5000 + ".nii")]}, r"of 5013 characters, which no file can be called"),
         ({"training": [pair("imagesTr/" + "a" * 240 + ".nii")]}, r"names of 200 bytes at most, which leave room"),
@@ -158,9 +152,7 @@ def test_what_would_cost_a_training_is_refused(msd, changes, message):
 
 def test_folder_that_is_no_task(tmp_path):
     (tmp_path / "imagesTr").mkdir()
-    with pytest.raises(
-        DataError, match=r"is no data set: there is no dataset\.json in it, .* beside imagesTr and labelsTr"
-    ):
+    with pytest.raises(DataError, match=r"is no data set: there is no dataset\.json in it, .* beside imagesTr and"):
         load_task(tmp_path)
     with pytest.raises(DataError, match="Task99 does not exist; name the TaskNN_Name folder"):
         load_task(tmp_path / "Task99")

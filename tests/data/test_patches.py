@@ -182,19 +182,6 @@ def test_an_epoch_depends_on_seed_and_number_alone():
     assert first != [batch["case"] for batch in batches(seed=4).epoch(0)]
 
 
-def test_an_epoch_can_start_anywhere():
-    whole = list(batches().epoch(5))
-    assert_same(batches().epoch(5, start=7), whole[7:])
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"keep": "device"}, {"keep": "auto", "budget_bytes": 9000, "prefetch": 2}, {"prefetch": 1}, {"prefetch": 20}],
-)
-def test_batches_are_the_same_however_they_are_made(other):
-    assert_same(batches().epoch(0), batches(**other).epoch(0))
-
-
 def test_the_thread_ends_with_the_loop():
     made = batches(prefetch=2).epoch(0)
     next(made)

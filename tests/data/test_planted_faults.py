@@ -11,7 +11,7 @@ import pytest
 from planted_faults import COPIES, FAULTS, Planter, draw_task, found_in, plant, plant_copy, save
 
 from volseg.data import Split, check_task, folds, load_task, make_task
-from volseg.data.checks import KINDS
+from volseg.data.checks.kinds import KINDS
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,8 @@ def test_every_fault_planted_into_real_cases_is_named(msd_task04, tmp_path):
 
 
 def draw_few(tmp_path, **changes):
-    return draw_task(tmp_path / "Task91_Few", num_cases=12, num_test=0, **changes)
+    root = draw_task(tmp_path / "Task91_Few", num_cases=12, num_test=0, **changes)
+    return root, ids_of(root)[0]
 
 
 def edit_image(root, name, edit):
@@ -106,8 +107,7 @@ def as_ct(voxels):
 
 
 def test_a_ct_that_was_shifted_or_cut_off(tmp_path):
-    root = draw_few(tmp_path, modality={"0": "CT"})
-    names, _ = ids_of(root)
+    root, names = draw_few(tmp_path, modality={"0": "CT"})
     for name in names:
         edit_image(root, name, as_ct)
     assert found_in(root)[0] == {}
@@ -118,8 +118,7 @@ def test_a_ct_that_was_shifted_or_cut_off(tmp_path):
 
 
 def test_a_label_in_the_corner_lies_on_air(tmp_path):
-    root = draw_few(tmp_path)
-    names, _ = ids_of(root)
+    root, names = draw_few(tmp_path)
 
     def to_corner(voxels):
         moved = np.zeros_like(voxels)
@@ -132,10 +131,9 @@ def test_a_label_in_the_corner_lies_on_air(tmp_path):
 
 def test_labels_that_are_in_no_case_or_in_few(tmp_path):
     labels = {"0": "background", "1": "Anterior", "2": "Posterior", "3": "Cyst"}
-    root = draw_few(tmp_path, labels=labels)
+    root, names = draw_few(tmp_path, labels=labels)
     [missing] = found_in(root)[1].findings
     assert (missing.case, missing.kind, missing.message) == ("", "label-missing", "3 (Cyst)")
-    names, _ = ids_of(root)
     for name in names[:4]:
         Planter(root, name).change("label", lambda voxels: np.where(voxels == 2, 3, voxels).astype(np.uint8))
     [rare] = found_in(root)[1].findings
@@ -143,8 +141,7 @@ def test_labels_that_are_in_no_case_or_in_few(tmp_path):
 
 
 def test_an_image_that_holds_labels_and_channels_that_are_one(tmp_path):
-    root = draw_few(tmp_path, modality={"0": "T1", "1": "T2"})
-    names, _ = ids_of(root)
+    root, names = draw_few(tmp_path, modality={"0": "T1", "1": "T2"})
     for name in names:
         edit_image(root, name, lambda voxels: np.stack([voxels, voxels[::-1]], -1))
     edit_image(root, names[2], lambda voxels: np.stack([voxels[..., 0]] * 2, -1))
@@ -155,8 +152,7 @@ def test_an_image_that_holds_labels_and_channels_that_are_one(tmp_path):
 
 
 def test_two_names_for_one_image_in_one_fold_are_a_remark(tmp_path):
-    root = draw_few(tmp_path)
-    names, _ = ids_of(root)
+    root, names = draw_few(tmp_path)
     one, other, *_ = folds(names)[0].validation
     for folder in ("imagesTr", "labelsTr"):
         shutil.copyfile(root / folder / f"{one}.nii.gz", root / folder / f"{other}.nii.gz")
@@ -167,8 +163,7 @@ def test_two_names_for_one_image_in_one_fold_are_a_remark(tmp_path):
 
 
 def test_two_bad_images_that_are_equal_are_no_leak(tmp_path):
-    root = draw_few(tmp_path)
-    names, _ = ids_of(root)
+    root, names = draw_few(tmp_path)
     for name in names[:3]:
         edit_image(root, name, np.zeros_like)
     assert found_in(root)[0] == {name: {"constant"} for name in names[:3]}
@@ -183,15 +178,14 @@ def test_many_orientations_are_told_once(tmp_path):
 
 
 def test_several_scales_are_told_once(tmp_path):
-    root = draw_few(tmp_path)
-    names, _ = ids_of(root)
+    root, names = draw_few(tmp_path)
     for name in names[::4]:
         edit_image(root, name, lambda voxels: voxels * np.float32(1000))
     assert found_in(root)[0] == {"": {"intensity-mixed"}}
 
 
 def test_values_beyond_what_was_looked_for_and_ignored_ones(tmp_path):
-    task = load_task(draw_few(tmp_path))
+    task = load_task(draw_few(tmp_path)[0])
     task = replace(task, labels={0: "background", 1: "Anterior"}, ignore=2)
     assert check_task(task).findings == ()
     full = load_task(task.root)
@@ -202,7 +196,7 @@ def test_values_beyond_what_was_looked_for_and_ignored_ones(tmp_path):
 
 
 def test_a_fault_of_one_channels_file_names_it(tmp_path):
-    root = draw_few(tmp_path, modality={"0": "T1", "1": "T2"})
+    root, _ = draw_few(tmp_path, modality={"0": "T1", "1": "T2"})
     task = load_task(root)
     cases = []
     for case in task.training:

@@ -2,6 +2,7 @@
 
 import shutil
 import weakref
+from threading import Barrier, Lock
 
 import numpy as np
 import pytest
@@ -10,10 +11,9 @@ from monai.data import MetaTensor
 
 from volseg.data.case_store.preparing import prepare_together
 from volseg.data.case_store.preprocessed import prepare_all, preprocess
-from volseg.data.checks import check_cases
 from volseg.data.layouts import load_task
 from volseg.data.synthetic import make_task
-from volseg.data.threads import map_in_threads
+from volseg.data.threads import Allowance, map_in_threads
 from volseg.errors import DataError, GridError
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -59,28 +59,6 @@ def test_cases_are_those_of_preparing_alone_from_one_reading(task, preprocessing
         assert case["case"] == expected["case"]
     assert [case["case"] for case in prepared.validation if "reference" in case] == [task.training[3]["case"]]
     assert not any("reference" in case for case in prepared.training)
-
-
-@pytest.mark.parametrize("workers", [1, 4])
-def test_all_bad_cases_are_named_at_once_in_the_words_of_the_checks(task, preprocessing, reads, workers):
-    truncate(task.training[0]["image"])
-    task.training[3]["label"].unlink()
-    reads.clear()
-    with pytest.raises(DataError) as caught:
-        prepare_together(task.training[:2], task.training[2:], task, preprocessing, workers=workers)
-    assert reads.keys() >= {case["image"] for case in task.training}
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "2 case(s) cannot be used:"
-    assert lines[1:-1] == [f"  {problem}" for problem in check_cases(task.training, task)]
-    assert "data.skip_bad" in lines[-1]
-
-
-def test_bad_cases_are_left_out_and_told(task, preprocessing):
-    truncate(task.training[1]["label"])
-    prepared = prepare_together(task.training[:2], task.training[2:], task, preprocessing, skip_bad=True)
-    assert [case["case"] for case in prepared.training] == [task.training[0]["case"]]
-    assert [case["case"] for case in prepared.validation] == [case["case"] for case in task.training[2:]]
-    assert prepared.problems == check_cases(task.training, task)
 
 
 def test_a_sound_case_that_cannot_be_preprocessed_comes_after_the_bad_ones(task):
@@ -139,3 +117,38 @@ def test_what_was_read_is_forgotten_once_it_is_resampled():
     preprocess(read, {"case": "ct"}, preprocessing, keep_reference=False)
     assert alive == [True, True, False]
     assert read == {}
+
+
+def test_pieces_that_fit_run_together():
+    allowance, meeting = Allowance(10), Barrier(2, timeout=60)
+
+    def work(amount):
+        with allowance.taken(amount):
+            meeting.wait()  # breaks unless both are inside
+        return amount
+
+    assert list(map_in_threads(work, [5, 5], workers=2)) == [5, 5]
+
+
+def test_no_more_is_taken_than_there_is_but_by_one_alone():
+    allowance, lock, inside, seen = Allowance(10), Lock(), [], []
+
+    def work(amount):
+        with allowance.taken(amount):
+            with lock:
+                inside.append(amount)
+                seen.append(list(inside))
+            with lock:
+                inside.remove(amount)
+
+    list(map_in_threads(work, [6, 6, 3, 25, 0, 4, 4, 11, 1] * 20, workers=8))
+    assert all(sum(amounts) <= 10 or len([amount for amount in amounts if amount]) == 1 for amounts in seen)
+    assert len(seen) == 180
+
+
+def test_what_fails_gives_back_what_it_took():
+    allowance = Allowance(10)
+    with pytest.raises(ValueError, match="odd"), allowance.taken(10):
+        raise ValueError("odd")
+    with allowance.taken(10):
+        pass

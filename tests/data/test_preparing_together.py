@@ -5,8 +5,10 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from volseg.data.case_store.preparing import prepare_together
 from volseg.data.case_store.reading_group import deal_by_size, meet_readers
 from volseg.data.case_store.stored_case import SharedTensors, map_tensors, view_tensor
 from volseg.data.case_store.volume_cache import VolumeCache
-from volseg.data.checks import Problem, check_cases
+from volseg.data.checks.kinds import Problem
+from volseg.data.checks.reading import check_cases
 from volseg.data.layouts import load_task
 from volseg.data.synthetic import make_task
 from volseg.errors import VolsegError
@@ -49,29 +52,29 @@ def truncate(path):
     path.write_bytes(content[: len(content) // 2])
 
 
-def count_reads():
-    """Return a list to which every file that is read from now on is added."""
-    plain, files = preparing.read_case, []
+@contextmanager
+def counting(change=lambda checked: checked):
+    """Yield a list to which every case that is read is added; ``change`` may change what its check says."""
+    plain, names = preparing.read_case, []
 
     def counted(case, task):
-        files.append(case["case"])
-        return plain(case, task)
+        names.append(case["case"])
+        return change(plain(case, task))
 
-    preparing.read_case = counted
-    return files, lambda: setattr(preparing, "read_case", plain)
+    with patch.object(preparing, "read_case", counted):
+        yield names
 
 
-def prepared_in(root, *, steps=STEPS, readers=None, training=NUM_TRAINING, **options):
+def prepared_in(root, *, steps=STEPS, reads=True, training=NUM_TRAINING, end=None, **options):
     task = load_task(root, require_files=False)
-    return prepare_together(
-        task.training[:training],
-        task.training[training:],
-        task,
-        build_preprocessing(steps),
-        readers=readers or meet_readers(dist.group.WORLD),
-        workers=2,
-        **options,
-    )
+    readers = meet_readers(dist.group.WORLD, reads=reads)
+    sides = task.training[:training], task.training[training:end]
+    return prepare_together(*sides, task, build_preprocessing(steps), readers=readers, workers=2, **options)
+
+
+def prepare_alone(task, training=NUM_TRAINING, end=None):
+    sides = task.training[:training], task.training[training:end]
+    return prepare_together(*sides, task, build_preprocessing(STEPS))
 
 
 def fingerprint(cases):
@@ -92,12 +95,9 @@ def mappings():
 
 
 def read_and_kept(root):
-    files, restore = count_reads()
     counted = []
-    try:
+    with counting() as files:
         prepared = prepared_in(root, progress=lambda: counted.append(1))
-    finally:
-        restore()
     bank = VolumeCache(prepared.training, keep="memory")
     assert [bank._images[index].data_ptr() for index in range(len(bank))] == [
         case["image"].data_ptr() for case in prepared.training
@@ -114,11 +114,6 @@ def read_and_kept(root):
         "progress": len(counted),
         "mapped": mappings(),
     }
-
-
-def prepare_alone(task):
-    training, validation = task.training[:NUM_TRAINING], task.training[NUM_TRAINING:]
-    return prepare_together(training, validation, task, build_preprocessing(STEPS))
 
 
 @pytest.mark.skipif(not stored_case.can_share(), reason="this platform cannot share memory between processes")
@@ -146,11 +141,8 @@ def test_every_file_is_read_once_and_every_voxel_kept_once(made):
 
 def with_a_follower(root):
     """Process 0 reads nothing."""
-    files, restore = count_reads()
-    try:
-        prepared = prepared_in(root, readers=meet_readers(dist.group.WORLD, reads=dist.get_rank() > 0))
-    finally:
-        restore()
+    with counting() as files:
+        prepared = prepared_in(root, reads=dist.get_rank() > 0)
     return len(files), len(prepared.training), len(prepared.validation), list(prepared.order)
 
 
@@ -163,22 +155,15 @@ def test_who_reads_nothing_is_told_all_the_same(made):
 
 def on_two_machines(root, damaged):
     """Processes 0 and 1 run on one machine, 2 and 3 on another, whose file of one case is damaged."""
-    rank = dist.get_rank()
-    plain, reading_group.name_machine = reading_group.name_machine, lambda: f"machine {rank // 2}"
-    read_plainly, files, counted = preparing.read_case, [], []
+    rank, counted = dist.get_rank(), []
 
-    def read(case, task):
-        files.append(case["case"])
-        checked = read_plainly(case, task)
-        if case["case"] == damaged and rank >= 2:
-            return replace(checked, problems=(Problem(damaged, Path("there"), "is damaged there"),))
-        return checked
+    def damage(checked):
+        if rank < 2 or checked.case["case"] != damaged:
+            return checked
+        return replace(checked, problems=(Problem(damaged, Path("there"), "is damaged there"),))
 
-    preparing.read_case = read
-    try:
+    with patch.object(reading_group, "name_machine", lambda: f"machine {rank // 2}"), counting(damage) as files:
         prepared = prepared_in(root, skip_bad=True, progress=lambda: counted.append(1))
-    finally:
-        reading_group.name_machine, preparing.read_case = plain, read_plainly
     return {
         "files": files,
         "training": fingerprint(prepared.training),
@@ -193,7 +178,7 @@ def on_two_machines(root, damaged):
 def test_each_machine_reads_what_trains_and_one_of_them_what_validates(made):
     task = load_task(made)
     ids = [case["case"] for case in task.training]
-    alone = prepare_together(task.training[:NUM_TRAINING], (), task, build_preprocessing(STEPS))
+    alone = prepare_alone(task)
     told = in_group(4, on_two_machines, made, ids[2])
     for first in (0, 2):
         read = told[first]["files"] + told[first + 1]["files"]
@@ -208,14 +193,8 @@ def test_each_machine_reads_what_trains_and_one_of_them_what_validates(made):
 
 
 def without_sharing(root):
-    remove = os.memfd_create
-    del os.memfd_create
-    try:
-        files, restore = count_reads()
+    with patch.object(reading_group, "can_share", lambda: False), counting() as files:
         prepared = prepared_in(root)
-        restore()
-    finally:
-        os.memfd_create = remove
     return len(files), fingerprint(prepared.training), len(prepared.validation)
 
 
@@ -228,7 +207,7 @@ def test_where_memory_cannot_be_shared_every_process_keeps_its_own(made):
     assert sum(validated for *_, validated in told) == 3
 
 
-def ended(root, **options):
+def ended(root, options):
     try:
         prepared = prepared_in(root, **options)
     except Exception as error:
@@ -243,14 +222,10 @@ def test_all_bad_cases_are_named_at_once_in_every_process(root):
     task.training[6]["label"].unlink()
     problems = [str(problem) for problem in check_cases(task.training, task)]
     assert len(problems) == 3
-    told = in_group(2, ended, root)
+    told = in_group(2, ended, root, {})
     assert told[0] == told[1]
     assert told[0][0] == "DataError"
     assert told[0][1].splitlines()[:4] == ["3 case(s) cannot be used:", *(f"  {problem}" for problem in problems)]
-
-
-def leave_out(root):
-    return ended(root, skip_bad=True)
 
 
 def test_the_same_bad_cases_are_left_out_everywhere(root):
@@ -258,38 +233,32 @@ def test_the_same_bad_cases_are_left_out_everywhere(root):
     truncate(task.training[1]["image"])
     truncate(task.training[6]["label"])
     ids = [case["case"] for case in task.training]
-    told = in_group(2, leave_out, root)
+    told = in_group(2, ended, root, {"skip_bad": True})
     assert told[0] == told[1]
     assert told[0][0] == [ids[0], *ids[2:NUM_TRAINING]]
     assert told[0][1] == [ids[5], ids[7]]
     assert [problem.split(":")[0] for problem in told[0][2]] == [ids[1], ids[6]]
 
 
-def cropped_away(root):
-    return ended(root, steps=[{"name": "CropForeground", "above": 1e9}])
-
-
 def broken_reader(root):
-    plain = preparing.read_case
-
-    def broken(case, task):
+    def break_or_wait(checked):
         if dist.get_rank() == 1:
             raise ZeroDivisionError("a bug")
         time.sleep(0.2)
-        return plain(case, task)
+        return checked
 
-    preparing.read_case = broken
-    try:
-        return ended(root)
-    finally:
-        preparing.read_case = plain
+    with counting(break_or_wait):
+        return ended(root, {})
+
+
+CROPPED_AWAY = [{"name": "CropForeground", "above": 1e9}]
 
 
 def test_what_cannot_be_preprocessed_is_the_first_case_in_every_process(made):
     task = load_task(made)
     with pytest.raises(VolsegError) as alone:
-        prepare_together(task.training, (), task, build_preprocessing([{"name": "CropForeground", "above": 1e9}]))
-    told = in_group(2, cropped_away, made)
+        prepare_together(task.training, (), task, build_preprocessing(CROPPED_AWAY))
+    told = in_group(2, ended, made, {"steps": CROPPED_AWAY})
     assert told == [(type(alone.value).__name__, str(alone.value))] * 2
 
 
@@ -299,24 +268,15 @@ def test_any_other_error_ends_all_and_is_named(made):
     assert first == ("ParallelError", "process 1 failed, so this process stops too: ZeroDivisionError: a bug")
 
 
-def real_cases(root, num_training, num_validation):
-    task = load_task(root)
-    cases = task.training[: num_training + num_validation]
-    prepared = prepare_together(
-        cases[:num_training],
-        cases[num_training:],
-        task,
-        build_preprocessing(STEPS),
-        readers=meet_readers(dist.group.WORLD),
-    )
+def real_cases(root, training, end):
+    prepared = prepared_in(root, training=training, end=end)
     return fingerprint(prepared.training), fingerprint(prepared.validation), mappings()
 
 
 @pytest.mark.real_data
 def test_real_cases_are_those_of_one_process(msd_task04):
-    task = load_task(msd_task04)
-    alone = prepare_together(task.training[:12], task.training[12:16], task, build_preprocessing(STEPS))
-    told = in_group(2, real_cases, msd_task04, 12, 4)
+    alone = prepare_alone(load_task(msd_task04), 12, 16)
+    told = in_group(2, real_cases, msd_task04, 12, 16)
     for training, _, mapped in told:
         assert training == fingerprint(alone.training)
         assert mapped == told[0][2]

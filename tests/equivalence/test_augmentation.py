@@ -9,7 +9,8 @@ from monai.transforms import AdjustContrast, Affine, GaussianSmooth
 from torch.nn.functional import interpolate
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.transforms.augmentation import AugmentationParameters, BatchAugmentation, intensity
+from volseg.transforms.augmentation import AugmentationParameters, BatchAugmentation
+from volseg.transforms.augmentation import batch as intensity
 
 
 def volumes(*shape: int) -> torch.Tensor:

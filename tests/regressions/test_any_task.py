@@ -14,7 +14,8 @@ import yaml
 
 from volseg.data import load_task
 from volseg.data.case_store.case_cache import CaseCache
-from volseg.data.checks import check_task, repair_task
+from volseg.data.checks.repair import repair_task
+from volseg.data.checks.task import check_task
 from volseg.data.readers import SUFFIXES
 from volseg.data.splits import read_splits
 from volseg.data.synthetic import make_task

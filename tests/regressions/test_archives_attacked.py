@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from volseg.data.unpacking import unpack
+from volseg.data.fetching import unpack
 from volseg.errors import CheckpointError, DataError
 from volseg.exchange.archive import is_archive, read_archive, write_archive
 
@@ -50,6 +50,13 @@ TARS = {
     "a sparse file": (pack(member("T/a", pax_headers={"GNU.sparse.realsize": "1"})), "no plain file|is damaged"),
     "a sparse map": (pack(member("T/a", pax_headers={"GNU.sparse.map": "0,x"})), "no plain file|is damaged"),
     "a link": (pack(member("T/a", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd")), "is no plain file"),
+    "a hard link": (pack(member("T/a", b"", type=tarfile.LNKTYPE, linkname="/etc/passwd")), "is no plain file"),
+    "a pipe": (pack(member("T/a", b"", type=tarfile.FIFOTYPE)), "is no plain file"),
+    "a sparse file of GNU": (pack(member("T/a", b"", type=tarfile.GNUTYPE_SPARSE)), "no plain file|is damaged"),
+    **{
+        f"outside as {name}": (pack(member(name)), "which lies outside the archive")
+        for name in ("../outside", "T/../../outside", "/outside", "C:\\outside", "T\\..\\..\\outside")
+    },
     "a device": (pack(member("T/a", b"", type=tarfile.BLKTYPE)), "is no plain file"),
     "long names of long names": (chain_of_long_names(5000), "is damaged"),
     "cut": (pack(GOOD)[:600], "unexpected end of data"),

@@ -19,7 +19,7 @@ from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.case_store.preparing import prepare_together
 from volseg.data.case_store.stored_case import write_case
 from volseg.data.case_store.volume_cache import VolumeCache
-from volseg.data.checks import check_case, read_case
+from volseg.data.checks.reading import check_case, read_case
 from volseg.data.patches import PatchBatches
 from volseg.errors import ConfigError, DataError, NonFiniteLossError, ReaderError
 from volseg.experiment.prediction.sources import load_trained

@@ -18,7 +18,7 @@ from volseg.evaluation.overlap import evaluate_case
 from volseg.evaluation.scoring import Scoring
 from volseg.planning.facts import CaseSizes, Fingerprint
 from volseg.planning.geometry import plan_geometry
-from volseg.transforms.spacing import measure_sides, spacing_after
+from volseg.transforms.grid import measure_sides, spacing_after
 
 LABELS = {0: "background", 1: "organ"}
 SPACINGS = [(0.5, 0.5, 2.0), (0.7, 0.7, 2.0), (0.48828125, 0.48828125, 3.0), (1.0, 1.0, 1.0), (0.9, 1.1, 3.3)]

@@ -1,14 +1,9 @@
-"""What only a GPU can show: the CPU's result, a CUDA graph around it, and no wait for the host."""
-
-import warnings
-from contextlib import contextmanager
+"""What only a GPU can show: the CPU's result, and a CUDA graph around it."""
 
 import pytest
 import torch
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.data.case_store.volume_cache import VolumeCache
-from volseg.data.patches import PatchBatches
 from volseg.transforms.augmentation import BatchAugmentation
 
 pytestmark = pytest.mark.gpu
@@ -24,18 +19,6 @@ def batch(size: int, sides: tuple[int, int, int]):
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(size, 2, *sides, generator=generator)
     return image, torch.randint(0, 3, (size, 1, *sides), generator=generator, dtype=torch.uint8)
-
-
-@contextmanager
-def no_waiting():
-    """Raise where the host waits for the device."""
-    torch.cuda.synchronize()
-    try:
-        with warnings.catch_warnings(action="ignore"):  # "a prototype feature"
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_gpu_gives_what_a_cpu_gives():
@@ -70,35 +53,3 @@ def test_a_cuda_graph_replays_new_draws():
     generator.manual_seed(5)
     eager, _ = augment(image, label, generator)
     assert torch.equal(first, eager)
-
-
-def test_neither_cutting_nor_augmenting_waits_for_the_host():
-    augment = augmentation()
-    cases = []
-    for number, sides in enumerate([(36, 50, 35), (31, 59, 24), (43, 40, 47)]):
-        image, label = batch(1, sides)
-        cases.append({"case": str(number), "image": image[0], "label": label[0]})
-    bank = VolumeCache(cases, device="cuda")
-    assert bank.on_device
-    batches = PatchBatches(bank, PATCH, 9, 4, source_size=augment.source_size).epoch(0)
-    generator = torch.Generator("cuda").manual_seed(0)
-    first = next(batches)  # the plan is copied, constants are made
-    augment(first["image"], first["label"], generator)
-    with no_waiting():
-        for one in batches:
-            augment(one["image"], one["label"], generator)
-
-
-def test_batches_from_memory_are_those_from_the_device():
-    cases = []
-    for number, sides in enumerate([(36, 50, 35), (31, 59, 24)]):
-        image, label = batch(1, sides)
-        cases.append({"case": str(number), "image": image[0], "label": label[0]})
-    made = [
-        list(PatchBatches(VolumeCache(cases, device="cuda", keep=keep), PATCH, 2, 6).epoch(0))
-        for keep in ("memory", "device")
-    ]
-    for memory, device in zip(*made, strict=True):
-        assert memory["image"].is_cuda
-        assert torch.equal(memory["image"], device["image"])
-        assert torch.equal(memory["label"], device["label"])

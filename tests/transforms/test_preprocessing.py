@@ -145,26 +145,6 @@ def test_label_takes_the_affine_of_the_image(case):
     assert result["label"].shape[1:] == result["image"].shape[1:]
 
 
-def test_zscore_is_per_channel_and_can_leave_zeros_alone():
-    voxels = torch.stack([torch.rand(6, 6, 6), torch.rand(6, 6, 6) * 1e6 + 1e5])
-    voxels[:, :2] = 0
-    image = run(case_of(voxels), {"name": "ZScore", "nonzero": True})["image"].as_tensor()
-    assert (image[:, :2] == 0).all()
-    inside = image[:, 2:].flatten(1)
-    # float32 sums over 144 voxels
-    torch.testing.assert_close(inside.mean(1), torch.zeros(2), atol=1e-5, rtol=0)
-    torch.testing.assert_close(inside.std(1, correction=0), torch.ones(2), atol=1e-5, rtol=0)
-
-
-def test_clip_zscore_uses_the_moments_of_the_data_set():
-    ct = torch.tensor([-2000.0, -17, 99.4, 201, 3000]).reshape(1, 5, 1, 1)
-    image = run(
-        case_of(ct), {"name": "ClipZScore", "lower": -17, "upper": 201, "mean": 99.4, "std": 39.36}
-    )["image"]  # fmt: skip
-    expected = torch.tensor([-116.4, -116.4, 0, 101.6, 101.6]) / 39.36
-    torch.testing.assert_close(image.flatten().as_tensor(), expected)
-
-
 def test_clip_zscore_by_percentiles_ignores_an_outlier():
     voxels = torch.arange(1000.0).reshape(1, 10, 10, 10)
     voxels[0, 0, 0, 0] = 1e7

@@ -1,4 +1,6 @@
-"""A slab at a time comes out as MONAI makes it at once."""
+"""Volumes are resampled as MONAI does, and slabs are worked on in threads to the same bits."""
+
+import threading
 
 import numpy as np
 import pytest
@@ -6,8 +8,10 @@ import torch
 from monai.data import MetaTensor
 from monai.transforms import Spacingd
 
-from volseg.transforms import resampling
-from volseg.transforms.preprocessing import spacing
+from volseg.data.volume import as_volume
+from volseg.transforms import resampling, slabs
+from volseg.transforms.preprocessing import build_preprocessing, spacing
+from volseg.transforms.slabs import run_over_slabs
 
 FIELDS = ("image", "label")
 GRIDS = {
@@ -67,3 +71,55 @@ def test_planes_that_come_and_go_leave_the_same_bits(flip, monkeypatch):
     assert len(held) == 1 + 50
     assert max(map(len, held[1:])) < 15
     assert at_once.std() > 0.1
+
+
+@pytest.fixture
+def threaded(monkeypatch):
+    """Take threads for small volumes too, on a machine of one core too."""
+    monkeypatch.setattr(slabs, "ALONE_VOXELS", 0)
+    monkeypatch.setattr(slabs.os, "cpu_count", lambda: 3)
+
+
+@pytest.mark.parametrize("depth", [1, 7, 8, 9])
+def test_every_plane_is_worked_on_once(threaded, depth):
+    seen = np.zeros(depth, dtype=int)
+    threads = set()
+
+    def count(slab):
+        seen[slab] += 1
+        threads.add(threading.current_thread().name)
+        assert torch.get_num_threads() == 1
+
+    before = torch.get_num_threads()
+    run_over_slabs(count, (depth, 2, 2), 4)
+    assert torch.get_num_threads() == before
+    assert seen.tolist() == [1] * depth
+    assert all(name.startswith("slabs") for name in threads)
+
+
+def test_the_error_of_a_slab_is_raised(threaded):
+    def fail(slab):
+        if slab.start == 4:
+            raise ValueError("slab 4")
+
+    with pytest.raises(ValueError, match="slab 4"):
+        run_over_slabs(fail, (9, 2, 2), 2)
+
+
+def test_a_case_is_prepared_to_the_same_bits(monkeypatch):
+    generator = np.random.default_rng(0)
+    voxels = np.asfortranarray(generator.normal(0, 500, (1, 40, 35, 67)).astype(np.float64))
+    voxels[0, 3, 4, 5] = 1e300  # beyond float32
+    steps = [{"name": "Spacing", "spacing": [1.3, 0.7, 1.1]}]
+    steps += [{"name": "ClipZScore", "lower": -900.0, "upper": 900.0, "mean": 10.0, "std": 300.0}]
+
+    def prepared() -> tuple[MetaTensor, MetaTensor]:
+        read = as_volume(voxels, np.eye(4), "ct.nii", stored=np.dtype(np.float64))
+        return read, build_preprocessing(steps)({"case": "ct", "image": read})["image"]
+
+    alone = prepared()
+    monkeypatch.setattr(slabs, "ALONE_VOXELS", 0)
+    monkeypatch.setattr(slabs.os, "cpu_count", lambda: 3)
+    for one, other in zip(alone, prepared(), strict=True):
+        assert torch.equal(one.as_tensor(), other.as_tensor())
+    assert alone[0][0, 3, 4, 5].isinf()

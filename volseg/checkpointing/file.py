@@ -12,7 +12,7 @@ import torch
 
 from volseg.checkpointing.state import FORMAT, TrainingState
 from volseg.errors import CheckpointError
-from volseg.exchange.torch_file import read_torch_file
+from volseg.exchange.tensors import read_torch_file
 from volseg.files import replacing
 
 __all__ = ["BEST", "CHECKPOINTS", "LATEST", "PREVIOUS", "load_checkpoint", "parse_checkpoint", "save_checkpoint"]

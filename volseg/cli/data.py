@@ -1,8 +1,9 @@
 """Define the verbs of `volseg data` (list, info, fetch, make, check) and `volseg data cache` (list, clear, verify)."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -10,7 +11,7 @@ from typer import Argument, Option
 from volseg.cli.options import DATA_SET, Components, Output, PlainGroup, verb
 from volseg.streams import show
 
-__all__ = ["cache_app", "data_app"]
+__all__ = ["data_app"]
 
 
 cache_app = typer.Typer(
@@ -84,14 +85,63 @@ def info(
         show(describe_public_task(get_public_task(name)))
         return
     DATA_SET(Path(name))
-    from volseg.data import load_task  # imports torch: not for --help
-    from volseg.data.describing import describe_task
-    from volseg.monitoring.progress import count_up
+    show(_describe_data(Path(name)))
 
-    task = load_task(name)
+
+def _describe_data(root: Path) -> str:
+    """Return a description of a data set; of several images of a case the first is read, since they share one grid."""
+    # What follows imports torch: not for --help.
+    import numpy as np
+
+    from volseg.config.catalogue import format_numbered  # pydantic
+    from volseg.data import load_task, read_volume
+    from volseg.data.groups import propose_groups
+    from volseg.data.readers import list_files
+    from volseg.data.threads import map_in_threads
+    from volseg.formatting import align_columns
+    from volseg.monitoring.progress import count_up
+    from volseg.transforms.grid import measure_sides
+
+    def measure(case: Mapping[str, Any]) -> tuple[Sequence[float], Sequence[float]]:
+        volume = read_volume(list_files(case["image"])[0])
+        return volume.shape[1:], measure_sides(volume.affine)
+
+    def summarise(sides: Sequence[Sequence[float]]) -> str:
+        """Return the median of each axis, and the smallest and largest of each."""
+        median, least, most = (
+            " x ".join(f"{side:.4g}" for side in found)
+            for found in (np.median(sides, axis=0), np.min(sides, axis=0), np.max(sides, axis=0))
+        )
+        return median if least == most else f"{median} (median; from {least} to {most})"
+
+    task = load_task(root)
+    measured = []
     with count_up(len(task.training) + len(task.test), "reading") as count:
-        described = describe_task(task, progress=count)
-    show(described)
+        for found in map_in_threads(measure, [*task.training, *task.test]):
+            measured.append(found)
+            count()
+    shapes, spacings = zip(*measured, strict=True)
+    regions = ", ".join(f"{name} = {' + '.join(map(str, values))}" for name, values in task.regions.items())
+    patients = propose_groups(task)
+    partly = sum("labelled" in case for case in task.training)
+    facts = [
+        ("task", task.name),
+        ("folder", str(task.root)),
+        ("cases", f"{len(task.training)} with labels, {len(task.test)} without"),
+        ("channels", format_numbered(enumerate(task.modalities))),
+        ("labels", format_numbered(task.labels.items())),
+        ("regions", regions),
+        ("ignored", "" if task.ignore is None else str(task.ignore)),
+        ("partly", f"{partly} case(s) were looked through for some labels only" if partly else ""),
+        ("folds", f"{len(task.splits)}, of the data set's own" if task.splits else ""),
+        (
+            "patients",
+            f"{patients.num_patients} (split.group: {patients.group})" if patients and patients.evident else "",
+        ),
+        ("voxels", summarise(shapes)),
+        ("spacing", f"{summarise(spacings)} mm"),
+    ]
+    return "\n".join(align_columns([(name, said) for name, said in facts if said]))
 
 
 @verb(data_app, None, "volseg data fetch Task04_Hippocampus --output data")

@@ -81,8 +81,7 @@ def train(
         bool, Option("--restart", help="Begin or continue; print the report if it is finished.")
     ] = False,
     gpus: Annotated[
-        int | None,
-        Option(min=1, help="Number of GPUs; they share samples, or cut a sample that does not fit."),
+        int | None, Option(min=1, help="Number of GPUs; they share samples, or cut a sample that does not fit.")
     ] = None,
     max_restarts: Annotated[int, Option(min=0, help="How often to restart all processes after a failure.")] = 0,
     no_cache: NoCache = False,
@@ -175,8 +174,7 @@ def cross_validate(
 def search(
     config: ConfigFile,
     over: Annotated[
-        Path,
-        Option("--over", metavar="FILE", help="YAML file: for each key a range or a list of choices."),
+        Path, Option("--over", metavar="FILE", help="YAML file: for each key a range or a list of choices.")
     ],
     overrides: Overrides = None,
     output: Annotated[Path | None, Output(help="Folder for trial_0, trial_1 ...; default runs/NAME.")] = None,

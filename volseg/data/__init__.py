@@ -1,19 +1,10 @@
 """Cases, the readers that fill them, and the checks before a training starts."""
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks import (
-    Finding,
-    Problem,
-    Remark,
-    TaskCheck,
-    check_case,
-    check_cases,
-    check_task,
-    inspect_cases,
-    repair_task,
-    require_sound,
-    summarise_remarks,
-)
+from volseg.data.checks.kinds import Finding, Problem, Remark
+from volseg.data.checks.reading import check_case, check_cases, inspect_cases, require_sound, summarise_remarks
+from volseg.data.checks.repair import repair_task
+from volseg.data.checks.task import TaskCheck, check_task
 from volseg.data.layouts import load_task
 from volseg.data.readers import Read, read_volume
 from volseg.data.splits import Split, folds, read_splits, write_splits

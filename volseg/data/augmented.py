@@ -190,9 +190,8 @@ class AugmentedBatches:
                 self._own_generator = torch.Generator(image.device)
             self._own_generator.manual_seed(mix_seed(self.seed, number, position, place))
             made.append(self.own.apply(image, label, self._own_generator))
-        return {
-            name: torch.stack(parts) for name, parts in zip(("image", "label"), zip(*made, strict=True), strict=True)
-        }
+        images, labels = zip(*made, strict=True)
+        return {"image": torch.stack(images), "label": torch.stack(labels)}
 
     def _cut_and_augment(self, begins: Tensor, shapes: Tensor, corners: Tensor) -> dict[str, Tensor]:
         """Return the wanted rows of the batch whose patches have these places; see `PatchSources`."""
@@ -200,12 +199,8 @@ class AugmentedBatches:
         sources = PatchSources(cache.stored, self._make_room(len(begins)), begins, shapes, corners)
         ends = list(accumulate(part.stop - part.start for part in self.rows))
         mine = [slice(*pair) for pair in pairwise([0, *ends])]
-        return _join(
-            [
-                self._make_rows(sources.select(own), parameters.select(part))
-                for own, part in zip(mine, self.rows, strict=True)
-            ]
-        )
+        pairs = zip(mine, self.rows, strict=True)
+        return _join([self._make_rows(sources.select(own), parameters.select(part)) for own, part in pairs])
 
     def _make_rows(self, sources: PatchSources, parameters: AugmentationParameters) -> tuple[Tensor, Tensor]:
         if self._fused:

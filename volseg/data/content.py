@@ -129,25 +129,12 @@ class Content:
 
     def peek(self, count: int) -> bytes:
         """Return the next ``count`` bytes, or fewer at the end, without advancing."""
-        self._ahead = self.take(count) + self._ahead
+        while len(self._ahead) < count and (piece := self._next()):
+            self._ahead += piece
         return self._ahead[:count]
 
-    def take(self, count: int) -> bytes:
-        """Return the next ``count`` bytes, or fewer at the end."""
-        parts, missing = [self._ahead], count - len(self._ahead)
-        while missing > 0 and (piece := self._next()):
-            parts.append(piece)
-            missing -= len(piece)
-        last = parts.pop()
-        end = len(last) + min(missing, 0)
-        self._ahead = last[end:]
-        return b"".join([*parts, last[:end]])
-
     def fill(self, room: memoryview) -> int:
-        """Write the next bytes into ``room`` until it is full or the content ends; return their number.
-
-        Unlike `take`, this makes no second copy of large content.
-        """
+        """Write the next bytes into ``room`` until it is full or the content ends; return their number."""
         piece, filled = self._ahead or self._next(), 0
         self._ahead = b""
         while piece:

@@ -20,9 +20,9 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 from urllib.parse import urlsplit
@@ -73,31 +73,6 @@ class Persistence:
 
 PATIENT = Persistence()
 """Defaults for a file that is fetched once."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Begun:
-    """Description of a file whose first bytes have been fetched."""
-
-    url: str
-    total: int | None = None
-    validator: str | None = None
-    """The file's ETag, or the date of its last change, for ``If-Range``."""
-
-    @classmethod
-    def read(cls, path: Path, url: str) -> "_Begun":
-        """Read the description; return an empty one if it is absent, damaged, or about another URL."""
-        try:
-            known = read_json(path)
-            begun = cls(url=known["url"], total=known["total"], validator=known["validator"])
-        except (DataError, KeyError, TypeError):
-            return cls(url=url)
-        sound = isinstance(begun.total, int | None) and isinstance(begun.validator, str | None)
-        return begun if sound and begun.url == url else cls(url=url)
-
-    def write(self, path: Path) -> None:
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
 
 class _Passing(Exception):  # noqa: N818  (no error: another attempt may bring more)
@@ -187,17 +162,30 @@ class _Download:
         self._spare = spare
         self._persistence = persistence
         self._show = show
-        self._begun = _Begun.read(self._described, url)
         self._num_parts = 0
         self._num_changes = 0
         self._opener = urllib.request.build_opener(_SafeRedirects())
-        if self._begun == _Begun(url=url):  # the source of the bytes is unknown
+        self._total: int | None
+        self._validator: str | None
+        """The file's ETag, or the date of its last change, for ``If-Range``."""
+        self._total, self._validator = self._recall()
+        if (self._total, self._validator) == (None, None):  # the source of the bytes is unknown
             self.forget()
+
+    def _recall(self) -> tuple[int | None, str | None]:
+        """Return the length of the file and its validator; none if the description is absent, or about another URL."""
+        try:
+            known = read_json(self._described)
+            url, total, validator = (known[key] for key in ("url", "total", "validator"))
+        except (DataError, KeyError, TypeError):
+            return None, None
+        is_sound = url == self._url and isinstance(total, int | None) and isinstance(validator, str | None)
+        return (total, validator) if is_sound else (None, None)
 
     @property
     def may_be_mixed(self) -> bool:
         """Whether the bytes may be of two files, or end early: servers may leave out the headers that tell."""
-        return self._num_parts != 1 or self._begun.total is None
+        return self._num_parts != 1 or self._total is None
 
     @property
     def _held(self) -> int:
@@ -205,12 +193,12 @@ class _Download:
 
     @property
     def _is_whole(self) -> bool:
-        return self._begun.total is not None and self._held == self._begun.total
+        return self._held == self._total
 
     def forget(self) -> None:
         """Drop the bytes and their description."""
         self._part.truncate(0)
-        self._begun = _Begun(url=self._url)
+        self._total = self._validator = None
         self._described.unlink(missing_ok=True)
 
     def _start_again(self) -> NoReturn:
@@ -252,15 +240,15 @@ class _Download:
         with response:
             self._begin(response)
             self._receive(response)
-        if self._begun.total is not None and self._held < self._begun.total:
-            raise _Passing(f"the connection ended after {self._held} of {self._begun.total} bytes")
+        if self._total is not None and self._held < self._total:
+            raise _Passing(f"the connection ended after {self._held} of {self._total} bytes")
 
     def _request(self) -> urllib.request.Request:
         headers = {"User-Agent": f"volseg/{__version__}", "Accept-Encoding": "identity"}
         if self._held:
             headers["Range"] = f"bytes={self._held}-"
-            if self._begun.validator is not None:
-                headers["If-Range"] = self._begun.validator
+            if self._validator is not None:
+                headers["If-Range"] = self._validator
         return urllib.request.Request(self._url, headers=headers)  # noqa: S310 (see require_web)
 
     def _begin(self, response: Any) -> None:
@@ -272,21 +260,25 @@ class _Download:
             start, total = _read_range(response.headers.get("Content-Range", ""))
         elif self._held:
             logger.info("%s: the server sends the file from its beginning", self._url)
-        changed = start and self._begun.total not in (None, total)
+        changed = start and self._total not in (None, total)
         if start not in (0, self._held) or changed:
             self._start_again()
         self._num_parts = self._num_parts + 1 if start else 1
         self._part.truncate(start)
-        self._begun = replace(self._begun, total=total, validator=_read_validator(response.headers))
+        etag = response.headers.get("ETag") or "W/"  # a weak ETag does not promise the same bytes
+        self._total = total
+        self._validator = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
         if total is not None:
             require_room(self._path.parent, total - start + int(self._spare * total), "fetch and unpack")
-        self._begun.write(self._described)
+        about = {"url": self._url, "total": total, "validator": self._validator}
+        with replacing(self._described) as partial:
+            partial.write_text(json.dumps(about) + "\n", encoding="utf-8")
 
     def _receive(self, response: Any) -> None:
         done = self._held
         try:
             while True:
-                self._show("fetching", done, self._begun.total)
+                self._show("fetching", done, self._total)
                 with _hearing(self._url):
                     piece = response.read(PIECE)
                 if not piece:
@@ -294,7 +286,7 @@ class _Download:
                 if self._part.write(piece) < len(piece):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 done += len(piece)
-                if self._begun.total is None and done % CHECKED_EVERY < PIECE:
+                if self._total is None and done % CHECKED_EVERY < PIECE:
                     self._require_end(done)
         except OSError as fault:
             raise DataError(
@@ -382,12 +374,6 @@ def _read_range(text: str) -> tuple[int, int | None]:
     match = CONTENT_RANGE.fullmatch(text.strip())
     start = match and _as_number(match[1])
     return (-1, None) if match is None or start is None else (start, _as_number(match[2]))
-
-
-def _read_validator(headers: Mapping[str, str]) -> str | None:
-    """Return the condition of a later request; a weak ETag does not promise the same bytes."""
-    etag = headers.get("ETag")
-    return etag if etag and not etag.startswith("W/") else headers.get("Last-Modified")
 
 
 def _read_wait(text: str | None) -> float | None:

@@ -2,23 +2,237 @@
 
 Two frames, visits or sides of one patient resemble each other more than two patients do. If one trains and the other
 validates, the Dice is higher than that of any new patient, and no other number of the training shows it.
+
+*Evident* groups of names follow from words: in ``patient001_frame01``, ``sub-07_ses-1``, ``case_0001_t0`` and
+``P3_left``, the patient stands beside a frame, a visit, a time, a side. ``configure`` sets such groups. *Possible*
+groups follow from numbers: ``MMS_003_01`` may be the first visit of patient 3 or the first patient of site 3. They are
+only reported.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from volseg.config.data import compile_group
 from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Task
 from volseg.data.dicom.labels import read_image_text
-from volseg.data.proposed_groups import GroupProposal, describe_groups, propose_group
 from volseg.data.readers import list_files, match_suffix
 from volseg.data.splits import Split
 from volseg.errors import ConfigError, DataError
 from volseg.formatting import list_some
 
-__all__ = ["PATIENT_ID", "CutPatient", "assign_patients", "list_split_patients", "propose_groups"]
+__all__ = ["GroupProposal", "assign_patients", "list_split_patients", "propose_group", "propose_groups"]
+
+MOST_IN_GROUP = 12
+"""Most cases of a patient if a word distinguishes them; more are allowed if there are as many patients."""
+
+MOST_COUNTED = 3
+"""Most cases of a patient if that word may count patients of a site or a year too (`COUNTED`)."""
+
+MOST_NUMBERED = 6
+"""Most cases of a patient if only numbers distinguish them: ``patient_2_014`` may be of site 2."""
+
+SEPARATOR = "[-_. ]"
+
+DATE = r"(?:(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d|[0-3]\d[-_.][0-3]\d[-_.](?:19|20)\d\d)"
+
+PEOPLE = "patient|participant|subject|subj|sub|pat|volunteer"
+
+PATIENT = rf"(?:sub-(?!{DATE})[A-Za-z0-9]+|(?:{PEOPLE})[-_ ]?[A-Za-z]{{0,3}}(?!{DATE})\d+)"
+"""BIDS' ``sub-`` with any label, or another word for a person with a number."""
+
+COUNTED = "run|scan|exam|acq|study|series"
+
+WORDS = rf"frame|session|ses|visit|timepoint|time|tp|follow-?up|fu|baseline|bl|phase|month|week|day|year|{COUNTED}"
+"""Words for one of several recordings; the rest of the name describes the recording."""
+
+TAGS = "|".join(
+    [
+        r"[tvmwdy]\d{1,4}|\d{1,3}[mwdy]",  # times
+        "sax?|lax?|[234]ch|ax(?:ial)?|sag(?:ittal)?|cor(?:onal)?",  # views
+        "ed|es|systole|diastole|(?:pre|post)(?:[-_]?(?:op|treatment|contrast))?",
+        "arterial|portal|venous|delayed|native|insp(?:iration)?|exp(?:iration)?|inhale|exhale",
+        "left|right|[lr]h?|od|os",
+        r"(?:(?:cb)?ct|mri?|pe?t|t[12](?!\d)[a-z]*(?:[-_][a-z]+)?|flair|dwi|adc|swi|pd)\d{0,2}",  # modalities
+        r"i\d{4,}",  # numbers of images
+    ]
+)
+"""Marks of one of several recordings, at the end of a part of the name."""
+
+ENDING = "|".join(
+    [
+        rf"{SEPARATOR}(?:{WORDS})(?![A-Za-z]).*",
+        rf"{SEPARATOR}{DATE}(?:[-_.T ]?\d{{4,6}})?(?:-NA-.*)?",  # TCIA writes NA and a description
+        rf"{SEPARATOR}{{1,2}}(?:{TAGS})(?![A-Za-z\d])",
+        r"(?<=\d)[lr]",
+    ]
+)
+"""The part of a name after the patient."""
+
+BEGINNING = rf"(?:(?:{DATE}|(?:{WORDS})[-_ ]?\d*|{TAGS}){SEPARATOR})*"
+"""The part of a name before the patient that describes the recording, and not a site."""
+
+ANY = "^(.+?)"
+"""The beginning of a pattern of endings."""
+
+NUMBERED = rf"^(.*\d[A-Za-z]?)(?:{SEPARATOR}\d+|{SEPARATOR}?[a-dA-D])$"
+
+PLACES = re.compile(
+    r"(?:site|cent(?:er|re)|scanner|hospital|vendor|dataset|cohort|batch|task|fold|group|train|val|test|part|set)"
+    r"[-_ ]?\w{0,3}",
+    re.IGNORECASE,
+)
+"""Groups of cases other than patients."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupProposal:
+    """Proposed groups of cases by patient."""
+
+    group: str
+    """Value for ``split.group``."""
+    reason: str
+    evident: bool
+    """Whether the groups are used by default; else they are a guess, for the user to judge."""
+    patients: Mapping[str, str]
+    """The patient of each case."""
+
+    @property
+    def num_patients(self) -> int:
+        """The number of patients."""
+        return len(set(self.patients.values()))
+
+
+def propose_group(names: Iterable[str]) -> GroupProposal | None:
+    r"""Return the pattern that finds patients in the names of cases; None if no two cases seem to be of one patient.
+
+    Examples
+    --------
+    >>> propose_group(["patient001_frame01", "patient001_frame12", "patient002_frame01"]).group
+    '^(patient[-_ ]?\\d+)'
+    >>> propose_group(["hippocampus_001", "hippocampus_003"]) is None
+    True
+    """
+    known = sorted(set(names))
+    found = _propose_called(known) or _propose_ended(known)
+    return _propose_numbered(known) if found is None else _add_coarser(found, known)
+
+
+def describe_groups(
+    groups: Mapping[str, str], group: str, source: str, *, evident: bool = True
+) -> GroupProposal | None:
+    """Return a proposal of ``groups``, case to patient; None if each patient has one case, or one has all."""
+    cases: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(groups):
+        cases[groups[name]].append(name)
+    if not 1 < len(cases) < len(groups):
+        return None
+    first, second, *_ = next(same for same in cases.values() if len(same) > 1)
+    are = "are" if evident else "may be"
+    reason = (
+        f"by {source}, {len(groups)} cases {are} of {len(cases)} patients: {first} and {second} {are} of one, and a "
+        "patient must not both train and validate"
+    )
+    return GroupProposal(group=group, reason=reason, evident=evident, patients=groups)
+
+
+def _propose(pattern: str, names: Sequence[str], most: float, *, evident: bool = True) -> GroupProposal | None:
+    """Return the groups of a pattern; None if one has more than ``most`` cases, or is a place or a year."""
+    groups = {name: match[1] for name in names if (match := re.search(pattern, name))}
+    sizes = Counter(groups.values())
+    several = [patient for patient, size in sizes.items() if size > 1]
+    is_place = any(PLACES.fullmatch(patient) or re.fullmatch(DATE, patient) for patient in several)
+    are_years = all(re.search(r"(?<!\d)(?:199|20[0-3])\d$", patient) for patient in several)
+    if len(groups) < len(names) or is_place or are_years or max(sizes.values()) > most:
+        return None
+    return describe_groups(groups, pattern, "their names", evident=evident)
+
+
+def _propose_called(names: Sequence[str]) -> GroupProposal | None:
+    """Return the groups of names with a word for a person."""
+    found = [match for name in names if (match := re.search(rf"(?<![A-Za-z]){PATIENT}", name, re.IGNORECASE))]
+    found = [match for match in found if len(match[0]) < len(match.string)]
+    if not found:
+        return None
+    words = {re.match(rf"sub-|{PEOPLE}", match[0], re.IGNORECASE)[0] for match in found}  # type: ignore[index]
+    called = "|".join(_spell_patient(word, [match[0] for match in found]) for word in sorted(words))
+    called = f"(?:{called})" if "|" in called else called
+    matches = [match for name in names if (match := re.search(called, name))]
+    starts = {match.string[: match.start()] for match in matches}
+    # The part before it may be a site, or a recording: ses-1_sub-07.
+    has_site = not all(re.fullmatch(BEGINNING, start, re.IGNORECASE) for start in starts)
+    pattern = f"^({called})" if starts == {""} else f"^(.*?{called})" if has_site else f"({called})"
+    ends = [match.string[match.end() :] for match in matches]
+    is_known = all(not end or re.match(rf"(?:{ENDING}|_[A-Za-z]+-)", end, re.IGNORECASE) for end in ends)
+    most = float("inf") if is_known else min(MOST_NUMBERED, len({match[0] for match in matches}))
+    if len(matches) < len(names):  # a case without such a word is a patient of its own
+        pattern = f"^(.*?{called}|.+)"
+    return _propose(pattern, names, most)
+
+
+def _spell_patient(word: str, found: Sequence[str]) -> str:
+    """Return the pattern of a patient with one word, as short as possible."""
+    if word.casefold() == "sub-":
+        return f"{word}[A-Za-z0-9]+"
+    has_letters = any(re.fullmatch(rf"{word}[-_ ]?[A-Za-z]+\d+", each) for each in found)
+    return rf"{word}[-_ ]?{'[A-Za-z]{0,3}' if has_letters else ''}\d+"
+
+
+def _propose_ended(names: Sequence[str]) -> GroupProposal | None:
+    """Return the groups of names that end in a visit, a date, a side, a phase."""
+    split = {name: _split_endings(name) for name in names}
+    sizes = Counter(stem for stem, _ in split.values())
+    several = {stem for stem, size in sizes.items() if size > 1}
+    if not several or not all(re.search(r"\d", stem) for stem in several):
+        return None
+    endings = {ending for stem, found in split.values() if stem in several for ending in found}
+    counted = re.compile(rf"{SEPARATOR}+(?:{COUNTED}|[a-z]\d)", re.IGNORECASE)
+    most = MOST_COUNTED if any(map(counted.match, endings)) else MOST_IN_GROUP
+    spelt = "|".join(sorted(set(map(_spell_ending, endings))))
+    return _propose(f"{ANY}(?:{spelt})*$", names, max(most, len(sizes)))
+
+
+def _split_endings(name: str) -> tuple[str, list[str]]:
+    """Return a name without its endings, and the endings."""
+    found = []
+    while match := re.fullmatch(f"(.+?)({ENDING})", name, re.IGNORECASE):
+        name = match[1]
+        found.append(match[2])
+    return name, found
+
+
+def _spell_ending(ending: str) -> str:
+    """Return a pattern that matches an ending with other numbers too."""
+    opened = re.match(rf"{SEPARATOR}(?:(?:{WORDS})|{DATE}.*?-NA-)", ending, re.IGNORECASE)
+    escaped = re.escape(opened[0] if opened else ending).replace(r"\-", "-")
+    # Eight digits are a date: the pattern must not match a patient's number before it.
+    spelt = re.sub(r"\d+", lambda found: r"\d{8}" if len(found[0]) == 8 else r"\d+", escaped)
+    behind = "" if re.match(SEPARATOR, ending) else r"(?<=\d)"
+    return f"{behind}{spelt}{'.*' if opened else ''}"
+
+
+def _propose_numbered(names: Sequence[str]) -> GroupProposal | None:
+    """Return the groups of names with two numbers; the second may count a patient's cases."""
+    stems = [match[1] for name in names if (match := re.search(NUMBERED, name))]
+    num_patients = len(set(stems))
+    numbers = {name[len(stem) :] for name, stem in zip(names, stems, strict=False)}
+    # Visits repeat few numbers. Running numbers count only if most patients have one case.
+    if len(stems) < len(names) or (len(numbers) >= num_patients and 2 * num_patients <= len(names)):
+        return None
+    return _propose(NUMBERED, names, min(MOST_NUMBERED, num_patients), evident=False)
+
+
+def _add_coarser(found: GroupProposal, names: Sequence[str]) -> GroupProposal:
+    """Add coarser possible groups to the reason: the number before a modality or a side may count studies."""
+    stems = sorted({match[1] for name in names if (match := re.search(found.group, name))})
+    if not found.group.startswith(ANY) or _propose_numbered(stems) is None:
+        return found
+    coarser = NUMBERED.removesuffix("$") + found.group.removeprefix(ANY)
+    more = _propose(coarser, names, len(names), evident=False)
+    return found if more is None else replace(found, reason=f"{found.reason}; {more.reason} (split.group: {coarser})")
+
 
 PATIENT_ID = "PatientID"
 """Value of ``split.group`` that takes the patient from the images' DICOM headers."""

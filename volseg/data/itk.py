@@ -1,9 +1,19 @@
-"""Read MHA, MHD and NRRD files by SimpleITK, which is imported at the first such file.
+"""Read MHA, MHD and NRRD files by SimpleITK, which is imported at the first such file, after a check of their headers.
 
 ITK's world axes point to the patient's left and back (LPS), those of this package to the right and front (RAS+). Only
 here the first two rows of every affine change sign.
+
+ITK formats its errors into buffers of about a thousand characters, and allocates the claimed sizes: a damaged line
+kills the process, a damaged size exhausts its memory. So a header must be of the usual kind, with short lines of known
+fields, and the file must hold the voxels. Unknown content is refused.
 """
 
+import io
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -12,11 +22,11 @@ from typing import Any
 import numpy as np
 from monai.data import MetaTensor
 
-from volseg.data.itk_headers import require_sound_meta, require_sound_nrrd
+from volseg.data.content import Content, Packing, require_held, require_memory, require_packing, require_regular
 from volseg.data.volume import as_volume
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["image_affine", "image_voxels", "lps_to_ras", "read_itk", "simpleitk"]
+__all__ = ["image_affine", "image_voxels", "lps_to_ras", "read_itk", "resolve_voxel_file", "simpleitk"]
 
 
 @cache
@@ -41,11 +51,10 @@ def read_itk(path: Path) -> MetaTensor:
     ReaderError
         If the file is truncated, damaged or of another format, or has other axes.
     """
-    is_nrrd = path.suffix.lower() in (".nrrd", ".nhdr")
-    (require_sound_nrrd if is_nrrd else require_sound_meta)(path)
+    _require_room(_read_claim(path), path)
     try:
         # Named, since ITK would otherwise search for a parser by content, among twenty.
-        image = simpleitk().ReadImage(str(path), imageIO="NrrdImageIO" if is_nrrd else "MetaImageIO")
+        image = simpleitk().ReadImage(str(path), imageIO="NrrdImageIO" if _is_nrrd(path) else "MetaImageIO")
     except RuntimeError as fault:
         raise DamagedFileError(
             f"{path} is truncated, damaged or no {path.suffix} file: SimpleITK cannot read it; fetch it again"
@@ -82,3 +91,245 @@ def image_affine(image: Any) -> np.ndarray:
 def lps_to_ras(affine: np.ndarray) -> np.ndarray:
     """Turn an affine whose world axes are LPS into one whose world axes are RAS+."""
     return np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine
+
+
+LONGEST_HEADER = 1 << 20
+LONGEST_LINE = 500
+"""Most characters of a field and of the file's path; ITK's errors may name a text twice in a buffer of 1024."""
+
+LONGEST_NAME = 200
+LONGEST_NUMBER = 40
+MOST_DIMENSIONS = 5
+
+NRRD_FIELD = re.compile(
+    "type|dimension|space|sizes|encoding|endian|content|kinds|labels|units|spacings|thicknesses|centers|centerings|"
+    "number|datafile|lineskip|byteskip|min|max|oldmin|oldmax|axismins|axismaxs|sampleunits|spacedimension|spaceunits|"
+    "spacedirections|spaceorigin|measurementframe"
+)
+"""Names without blanks, which some names have in two spellings. ``block size`` is a field of a refused type."""
+
+NRRD_BYTES = {
+    **dict.fromkeys(("signed char", "int8", "int8_t", "uchar", "unsigned char", "uint8", "uint8_t"), 1),
+    **dict.fromkeys(("short", "short int", "signed short", "signed short int", "int16", "int16_t"), 2),
+    **dict.fromkeys(("ushort", "unsigned short", "unsigned short int", "uint16", "uint16_t"), 2),
+    **dict.fromkeys(
+        ("int", "signed int", "int32", "int32_t", "uint", "unsigned int", "uint32", "uint32_t", "float"), 4
+    ),
+    **dict.fromkeys(("longlong", "long long", "long long int", "signed long long", "signed long long int"), 8),
+    **dict.fromkeys(("int64", "int64_t", "ulonglong", "unsigned long long", "unsigned long long int"), 8),
+    **dict.fromkeys(("uint64", "uint64_t", "double"), 8),
+}
+NRRD_PACKINGS: Mapping[str, Packing] = {"raw": "plain", "gzip": "gzip", "gz": "gzip"}
+NRRD_TEXTS = {"text": 1, "txt": 1, "ascii": 1, "hex": 2}
+"""Encodings as text, and the fewest characters for a value of one byte."""
+
+META_BYTES = {
+    **dict.fromkeys(("met_char", "met_uchar"), 1),
+    **dict.fromkeys(("met_short", "met_ushort"), 2),
+    **dict.fromkeys(("met_int", "met_uint", "met_float"), 4),
+    **dict.fromkeys(("met_long_long", "met_ulong_long", "met_double"), 8),
+}
+"""``MET_LONG`` has 4 or 8 bytes, depending on the machine: it is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Claim:
+    """Voxels that a header describes, and their place."""
+
+    voxels: int
+    """Values of all channels."""
+    bytes_each: int
+    file: Path
+    begins: int
+    """First byte of the data in ``file``."""
+    packing: Packing
+    skips: int = 0
+    """Bytes before the voxels, after decompression."""
+    packed_bytes: int | None = None
+    """Bytes that ITK decompresses; None: all bytes."""
+
+
+def resolve_voxel_file(path: Path) -> Path:
+    """Return the file with the voxels of a NRRD or MetaImage file: itself, or the file that its header names.
+
+    Raises
+    ------
+    ReaderError
+        If its header is invalid.
+    """
+    return _read_claim(path).file
+
+
+def _is_nrrd(path: Path) -> bool:
+    return path.suffix.lower() in (".nrrd", ".nhdr")
+
+
+def _read_claim(path: Path) -> _Claim:
+    return _read_nrrd(path) if _is_nrrd(path) else _read_meta(path)
+
+
+def _read_nrrd(path: Path) -> _Claim:
+    lines, ends = _read_lines(path, end=b"")
+    if not lines or not re.fullmatch(r"NRRD000[1-6]", lines[0]):
+        raise _damaged(path, "it does not begin with NRRD0001 to NRRD0006")
+    fields: dict[str, str] = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(":")
+        if line.startswith("#") or value.startswith("="):
+            continue
+        key = name.replace(" ", "").lower()
+        if not colon or not NRRD_FIELD.fullmatch(key):
+            raise _damaged(path, f"its header holds the line {line[:40]!r}, which is no NRRD field")
+        _add_field(fields, key, value.strip(), path)
+    shape = _read_shape(fields, "dimension", "sizes", path)
+    kind, encoding = fields.get("type", "").lower(), fields.get("encoding", "").lower()
+    if kind not in NRRD_BYTES:
+        raise ReaderError(f"{path} stores voxels of type {kind!r}; convert them to integers or floats")
+    if encoding not in NRRD_PACKINGS and encoding not in NRRD_TEXTS:
+        raise ReaderError(f"{path} has the encoding {encoding!r}; convert it to raw or gzip")
+    _read_number(fields, "lineskip", path)
+    skips = max(0, _read_number(fields, "byteskip", path))
+    data = fields.get("datafile")
+    return _Claim(
+        voxels=math.prod(shape),
+        bytes_each=NRRD_TEXTS.get(encoding, NRRD_BYTES[kind]),
+        file=path if data is None else _locate_data(path, data),
+        begins=ends if data is None else 0,
+        packing=NRRD_PACKINGS.get(encoding, "plain"),
+        skips=skips,
+    )
+
+
+def _read_meta(path: Path) -> _Claim:
+    lines, ends = _read_lines(path, end=b"ElementDataFile")
+    fields: dict[str, str] = {}
+    for line in filter(None, map(str.strip, lines)):
+        name, sign, value = line.partition("=")
+        if not sign or not 1 <= len(key := name.strip()) <= LONGEST_NAME:  # custom fields are allowed
+            raise _damaged(path, f"its header holds the line {line[:40]!r}, which is no field of a MetaImage")
+        _add_field(fields, key, value.strip(), path)
+    if "ElementDataFile" not in fields:
+        raise _damaged(path, "its header has no ElementDataFile")
+    shape = _read_shape(fields, "NDims", "DimSize", path)
+    channels = _read_number(fields, "ElementNumberOfChannels", path, r"[1-9]\d{0,5}", default="1")
+    kind = fields.get("ElementType", "").lower()
+    if kind not in META_BYTES:
+        raise ReaderError(f"{path} stores voxels of type {kind.upper()!r}; convert them to integers or floats")
+    header_size = _read_number(fields, "HeaderSize", path)
+    packed_bytes = _read_number(fields, "CompressedDataSize", path, r"\d{1,15}")
+    data = fields["ElementDataFile"]
+    is_local = data.lower() == "local"
+    file = path if is_local else _locate_data(path, data)
+    packing: Packing = "zlib" if _is_true(fields, "CompressedData", path) else "plain"
+    if not _is_true(fields, "BinaryData", path, default=True):
+        raise ReaderError(f"{path} stores its voxels as text; convert it to binary")
+    return _Claim(
+        voxels=math.prod(shape) * channels,
+        bytes_each=META_BYTES[kind],
+        file=file,
+        begins=ends if is_local else max(0, header_size),
+        packing=packing,
+        packed_bytes=packed_bytes or None,
+    )
+
+
+def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:
+    """Return the lines of a header up to the line that begins with ``end`` (empty for b""), and the data's offset.
+
+    The last line is part of the header, unless it is empty. Without such a line the whole file is the header.
+    """
+    if len(str(path)) > LONGEST_LINE:
+        raise ReaderError(f"{path} has a path of over {LONGEST_LINE} characters; move it to a shorter one")
+    require_regular(path)
+    with path.open("rb") as file:
+        require_packing(file, path)
+        head = file.read(LONGEST_HEADER)
+    lines, begin = [], 0
+    while begin < len(head):
+        stop = head.find(b"\n", begin)
+        raw = head[begin : stop if stop >= 0 else len(head)]
+        begin += len(raw) + 1
+        line = raw.rstrip(b"\r")
+        if not end and not line:
+            break
+        if len(line) > LONGEST_LINE and not (not end and (line[:1] == b"#" or b":=" in line)):
+            raise _damaged(path, f"its header has a line of {len(line)} characters; at most {LONGEST_LINE} are read")
+        if re.search(rb"[\x00-\x08\x0b-\x1f\x7f]", line):
+            raise _damaged(path, f"its header holds characters that are no text, in {line[:20]!r}")
+        lines.append(line.decode("latin-1"))
+        if end and line.lstrip().startswith(end):
+            break
+    else:
+        if len(head) == LONGEST_HEADER:
+            raise _damaged(path, f"its header has over {LONGEST_HEADER} bytes")
+    return lines, begin
+
+
+def _add_field(fields: dict[str, str], key: str, value: str, path: Path) -> None:
+    if key in fields and key != "Comment":  # ITK's choice among them is undefined
+        raise _damaged(path, f"its header has the field {key} twice")
+    longest = max(map(len, re.findall(r"[-+.\w]+", value) if re.match(r"[-+.\d(]", value) else ()), default=0)
+    if longest > LONGEST_NUMBER and key not in ("datafile", "ElementDataFile", "content", "Name", "Comment"):
+        raise _damaged(path, f"its {key} holds a number of {longest} characters")
+    fields[key] = value
+
+
+def _read_shape(fields: Mapping[str, str], dimension: str, sizes: str, path: Path) -> tuple[int, ...]:
+    """Return the sizes; raise unless there is one per dimension."""
+    count, shape = fields.get(dimension, ""), fields.get(sizes, "").split()
+    if not re.fullmatch(r"\d", count) or not 1 <= int(count) <= MOST_DIMENSIONS:
+        raise _damaged(path, f"its {dimension} is {count[:40]!r}; needed: 1 to {MOST_DIMENSIONS}")
+    if len(shape) != int(count) or not all(re.fullmatch(r"0*[1-9]\d{0,9}", side) for side in shape):
+        raise _damaged(path, f"its {sizes} are {' '.join(shape)[:60]!r}; needed: {count} positive numbers")
+    return tuple(map(int, shape))
+
+
+def _read_number(
+    fields: Mapping[str, str], key: str, path: Path, pattern: str = r"-1|\d{1,12}", default: str = "0"
+) -> int:
+    value = fields.get(key, default)
+    if not re.fullmatch(pattern, value):
+        raise _damaged(path, f"its {key} is {value[:40]!r}")
+    return int(value)
+
+
+def _is_true(fields: Mapping[str, str], key: str, path: Path, *, default: bool = False) -> bool:
+    value = fields.get(key, str(default)).lower()
+    if value not in ("true", "false", "1", "0", "t", "f"):
+        raise _damaged(path, f"its {key} is {value[:40]!r}, neither True nor False")
+    return value in ("true", "1", "t")
+
+
+def _locate_data(path: Path, name: str) -> Path:
+    """Return the one data file of a detached header; ITK formats patterns of several files by C's printf."""
+    if not name or name.upper().split()[0] == "LIST" or "%" in name:
+        raise ReaderError(f"{path} spreads its voxels over several files ({name[:40]!r}); convert it into one")
+    return path.parent / os.fsdecode(name.encode("latin-1"))
+
+
+def _require_room(claim: _Claim, path: Path) -> None:
+    """Raise unless the data are complete, counted without keeping them, and fit into memory."""
+    held = require_regular(claim.file) - claim.begins
+    if claim.packing == "zlib":  # ITK allocates this too
+        require_held(claim.packed_bytes or 0, held, claim.file)
+        if claim.file == path and claim.packed_bytes is None:  # ITK would silently return uninitialised memory
+            raise _damaged(path, "its voxels are packed, but its header has no CompressedDataSize")
+    with claim.file.open("rb") as file:
+        require_packing(file, claim.file)
+    needed = claim.voxels * claim.bytes_each + claim.skips
+    require_held(needed, held, claim.file, claim.packing)
+    # Once in ITK, once as an array, once as float32; text becomes at most 8 bytes.
+    require_memory(claim.voxels * (2 * max(claim.bytes_each, 8) + 4), path)
+    if claim.packing == "plain":
+        return
+    with claim.file.open("rb") as file:
+        file.seek(claim.begins)
+        # The bytes that ITK decompresses: for too small a size it silently returns uninitialised memory.
+        packed = file if claim.packed_bytes is None else io.BytesIO(file.read(claim.packed_bytes))
+        content = Content(packed, claim.file, claim.packing)
+        require_held(needed, content.count(needed), claim.file)
+        content.finish()
+
+
+def _damaged(path: Path, what: str) -> DamagedFileError:
+    return DamagedFileError(f"{path} is truncated or damaged ({what}); fetch it again")

@@ -29,6 +29,7 @@ __all__ = [
     "SUFFIXES",
     "Files",
     "Read",
+    "list_case_files",
     "list_files",
     "match_suffix",
     "name_files",
@@ -44,14 +45,7 @@ Files = str | Path | Sequence[str | Path]
 
 SUFFIXES = Registry(
     "reader",
-    {
-        ".nii.gz": read_nifti,
-        ".nii": read_nifti,
-        ".mha": read_itk,
-        ".mhd": read_itk,
-        ".nrrd": read_itk,
-        ".nhdr": read_itk,
-    },
+    {**dict.fromkeys((".nii.gz", ".nii"), read_nifti), **dict.fromkeys((".mha", ".mhd", ".nrrd", ".nhdr"), read_itk)},
     group="volseg.readers",
 )
 """The reader of each kind of file, by suffix in lower case; a folder is read as a DICOM series. A reader of the user
@@ -182,6 +176,11 @@ def list_files(files: Files) -> tuple[Path, ...]:
     if not paths:
         raise ReaderError("an image needs a file, or one per channel, got none")
     return tuple(Path(path) for path in paths)
+
+
+def list_case_files(case: Case) -> list[Path]:
+    """Return the files of a case's image and label."""
+    return [file for field in ("image", "label") if field in case for file in list_files(case[field])]
 
 
 def name_files(files: Files) -> str:

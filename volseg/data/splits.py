@@ -12,7 +12,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -81,10 +80,8 @@ def folds(
     if groups is not None and len(patients := _gather_patients(names, groups)) < len(names):
         validated = _deal_patients(patients, num_folds, seed)
     else:
-        order = _shuffle(len(names), seed)
-        sizes = [len(names) // num_folds + (fold < len(names) % num_folds) for fold in range(num_folds)]
-        ends = list(accumulate(sizes))
-        validated = [{names[index] for index in order[start:end]} for start, end in pairwise([0, *ends])]
+        parts = np.array_split(_shuffle(len(names), seed), num_folds)
+        validated = [{names[index] for index in part} for part in parts]
     return [
         Split(
             training=tuple(name for name in names if name not in chosen),
@@ -94,11 +91,9 @@ def folds(
     ]
 
 
-def _shuffle(count: int, seed: int) -> list[int]:
-    order = np.arange(count)
+def _shuffle(count: int, seed: int) -> np.ndarray:
     # The legacy generator on purpose: it defines scikit-learn's folds.
-    np.random.RandomState(seed).shuffle(order)
-    return [int(index) for index in order]
+    return np.random.RandomState(seed).permutation(count)
 
 
 def _gather_patients(names: Sequence[str], groups: Mapping[str, str]) -> list[list[str]]:

@@ -12,10 +12,9 @@ from typing import Any
 from volseg.data.cases import Case, Structure, Task
 from volseg.data.json_files import parse_json
 from volseg.data.layouts import load_task
-from volseg.data.layouts.channels import cut_channel
 from volseg.data.layouts.declared import add_labelled, make_task, read_manifest, read_regions
 from volseg.data.layouts.files import list_images, list_labels
-from volseg.data.layouts.naming import attempt_values, name_channels
+from volseg.data.layouts.naming import attempt_values, cut_channel, name_channels
 from volseg.data.layouts.pairs import LABEL_FOLDERS, LABEL_WORDS, detect_arrangement
 from volseg.data.layouts.table import TABLES, read_labels
 from volseg.data.nifti import read_label_table

@@ -29,7 +29,7 @@ from volseg.config.catalogue import list_public_tasks
 from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.surfaces import DISTANCES, measure_surfaces
-from volseg.transforms.spacing import measure_sides
+from volseg.transforms.grid import measure_sides
 
 __all__ = [
     "LESIONS",

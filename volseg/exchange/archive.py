@@ -23,7 +23,7 @@ from volseg.errors import CheckpointError
 from volseg.files import replacing
 from volseg.version import __version__
 
-__all__ = ["FORMAT", "VERSION", "is_archive", "read_archive", "write_archive"]
+__all__ = ["is_archive", "read_archive", "write_archive"]
 
 FORMAT = "volseg-model"
 

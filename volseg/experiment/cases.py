@@ -16,7 +16,7 @@ from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.case_store.preparing import PreparedCases, prepare_together
 from volseg.data.case_store.reading_group import ALONE, Readers
 from volseg.data.cases import Case, Task
-from volseg.data.checks import summarise_remarks
+from volseg.data.checks.reading import summarise_remarks
 from volseg.data.groups import assign_patients, list_split_patients, propose_groups
 from volseg.data.layouts import load_task
 from volseg.data.splits import Split, folds, read_splits

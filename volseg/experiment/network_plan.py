@@ -24,7 +24,7 @@ from volseg.errors import DataError, ReaderError
 from volseg.experiment.cases import read_task
 from volseg.models.networks import ISOTROPIC, complete_spec
 from volseg.parallel.processes.group import gather_over_processes
-from volseg.transforms.spacing import Sides, depends_on_case, spacing_after
+from volseg.transforms.grid import Sides, depends_on_case, spacing_after
 
 __all__ = ["DataFacts", "NetworkPlan", "load_facts", "plan_for_spacing", "plan_network"]
 

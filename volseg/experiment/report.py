@@ -17,7 +17,8 @@ from volseg.checkpointing.state import EpochRecord
 from volseg.commands import spell
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case, Task, list_values
-from volseg.data.checks import Problem, Remark, read_case, summarise_remarks
+from volseg.data.checks.kinds import Problem, Remark
+from volseg.data.checks.reading import read_case, summarise_remarks
 from volseg.data.readers import read_volume
 from volseg.data.threads import map_in_threads
 from volseg.errors import VolsegError

@@ -31,14 +31,15 @@ from torch import Tensor
 from volseg.data.case_store.cache_folder import choose_cache_folder
 from volseg.data.case_store.file_digests import list_image_files
 from volseg.data.cases import Case, Task
-from volseg.data.checks import Finding, read_case, require_sound
+from volseg.data.checks.kinds import Finding
+from volseg.data.checks.reading import read_case, require_sound
 from volseg.data.json_files import read_json
 from volseg.data.readers import list_files
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
 from volseg.files import replacing
 from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
-from volseg.transforms.spacing import measure_sides
+from volseg.transforms.grid import measure_sides
 
 __all__ = ["Taken", "keep_fingerprint", "list_fingerprint_paths", "load_fingerprint", "take_fingerprint"]
 

@@ -13,7 +13,7 @@ from volseg.config.loading import load_config
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
 from volseg.config.yaml_values import dump_yaml
-from volseg.data.proposed_groups import GroupProposal
+from volseg.data.groups import GroupProposal
 from volseg.errors import ConfigError
 from volseg.files import replacing, require_new
 from volseg.planning.facts import Fingerprint

@@ -25,7 +25,7 @@ from volseg.memory import available_bytes
 from volseg.transforms.grid import ANISOTROPY, Grid, find_coarse_axis
 from volseg.transforms.resampling import SlabResample
 
-__all__ = ["BoundedSpacing", "KeptOrientation", "PlaneSpacing", "keep_spaced"]
+__all__ = ["BoundedSpacing", "KeptOrientation", "PlaneSpacing"]
 
 RESAMPLING_BYTES = 24
 """Bytes per new voxel while MONAI resamples: three coordinates in float64; each channel takes 8 more."""
@@ -40,7 +40,7 @@ ALWAYS_FITS = 1 << 28
 class BoundedSpacing(Spacingd):
     """MONAI's ``Spacingd``, computed slab by slab; a volume that would not fit the memory is refused first.
 
-    A case that already has the spacing is returned at once, equal to MONAI's result.
+    Beyond a volume its border continues. A case at the spacing is returned at once, equal to MONAI's result.
     """
 
     def __init__(
@@ -49,12 +49,9 @@ class BoundedSpacing(Spacingd):
         *,
         pixdim: Sequence[float],
         mode: Sequence[str] | str,
-        padding_mode: str,
         allow_missing_keys: bool = False,
     ) -> None:
-        super().__init__(
-            fields, pixdim=pixdim, mode=mode, padding_mode=padding_mode, allow_missing_keys=allow_missing_keys
-        )
+        super().__init__(fields, pixdim, mode=mode, padding_mode="border", allow_missing_keys=allow_missing_keys)
         self.spacing_transform.sp_resample = SlabResample(
             mode="bilinear", padding_mode="border", align_corners=False, dtype=np.float64
         )
@@ -70,7 +67,7 @@ class BoundedSpacing(Spacingd):
         target = [float(side) for side in self.spacing_transform.pixdim]
         if not (self.lazy if lazy is None else lazy):
             modes = dict(self.key_iterator(data, self.mode))
-            kept = keep_spaced(data, modes, target, self.padding_mode[0], self.spacing_transform.sp_resample)
+            kept = keep_spaced(data, modes, target, self.spacing_transform.sp_resample)
             if kept is not None:
                 return kept
         for field in self.key_iterator(data):
@@ -100,8 +97,8 @@ class PlaneSpacing(BoundedSpacing):
             return super().__call__(data, lazy)
         within = [sides[axis] if i == axis else side for i, side in enumerate(target)]
         modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
-        planes = BoundedSpacing(fields, pixdim=within, mode=modes, padding_mode="border")
-        return BoundedSpacing(fields, pixdim=target, mode="nearest", padding_mode="border")(planes(data))
+        planes = BoundedSpacing(fields, pixdim=within, mode=modes)
+        return BoundedSpacing(fields, pixdim=target, mode="nearest")(planes(data))
 
 
 PLAIN_SHEAR = 1e-4
@@ -129,11 +126,7 @@ class KeptOrientation(Orientationd):
     """MONAI's ``Orientationd``, which returns a volume of the wanted orientation at once."""
 
     def __init__(
-        self,
-        keys: Sequence[str],
-        axcodes: str,
-        labels: Sequence[tuple[str, str]],
-        allow_missing_keys: bool = False,
+        self, keys: Sequence[str], axcodes: str, labels: Sequence[tuple[str, str]], allow_missing_keys: bool = False
     ) -> None:
         super().__init__(keys, axcodes=axcodes, labels=labels, allow_missing_keys=allow_missing_keys)
         self._wanted = axcodes2ornt(axcodes, labels)
@@ -161,7 +154,7 @@ class KeptOrientation(Orientationd):
 
 
 def keep_spaced(
-    case: Mapping[str, Any], modes: Mapping[str, str], target: Sequence[float], padding_mode: str, step: SpatialResample
+    case: Mapping[str, Any], modes: Mapping[str, str], target: Sequence[float], step: SpatialResample
 ) -> Case | None:
     """Return the result of `Spacingd` for a case that already has the spacing; None otherwise or in doubt.
 
@@ -173,8 +166,6 @@ def keep_spaced(
         Fields to compare, with MONAI's interpolation of each, in float64.
     target : sequence of float
         The spacing (mm) along D, H, W.
-    padding_mode : str
-        MONAI's values outside of the volume.
     step : SpatialResample
         Transform to record in the trace.
     """
@@ -188,7 +179,7 @@ def keep_spaced(
     for field, mode in modes.items():
         voxels = case[field].as_tensor().to(torch.float32, memory_format=torch.contiguous_format)
         found[field] = _copy_of(case[field], voxels)
-        resampled = {"dtype": "float64", "mode": mode, "padding_mode": padding_mode, "align_corners": False}
+        resampled = {"dtype": "float64", "mode": mode, "padding_mode": "border", "align_corners": False}
         _note(found[field], trace, {**resampled, "src_affine": case[field].affine.clone()})
     return found
 

@@ -1,22 +1,34 @@
-"""Define a grid of voxels and the map that places it in the patient.
+"""Define a grid of voxels and the map that places it in the patient, and compute its voxel sides after preprocessing.
 
 The way back to the image's original grid needs only the affines of the two grids. MONAI's ``Invertd`` would invert its
 trace instead. It compares ``id(self)``, so the prediction depends on the same transform objects that preprocessed the
 case. Hence it fails for cases from a cache or another process. It also interpolates once per transform.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import nibabel
 import numpy as np
 import torch
 from monai.data import MetaTensor
+from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from volseg.errors import GridError
 
-__all__ = ["ANISOTROPY", "MISPLACED_VOXELS", "Grid", "find_coarse_axis"]
+__all__ = [
+    "ANISOTROPY",
+    "MISPLACED_VOXELS",
+    "Grid",
+    "Sides",
+    "depends_on_case",
+    "find_coarse_axis",
+    "measure_sides",
+    "spacing_after",
+]
 
 ANISOTROPY = 3.0
 """Ratio to the finest spacing above which an axis has thick slices; nnU-Net's number."""
@@ -167,3 +179,71 @@ def find_coarse_axis(spacing: Sequence[float]) -> int | None:
     mm = [float(side) for side in spacing]
     coarse = [axis for axis, side in enumerate(mm) if side == max(mm)]
     return coarse[0] if max(mm) / min(mm) > ANISOTROPY and len(coarse) == 1 else None
+
+
+Sides = tuple[float, float, float]
+
+DIGITS = 6
+"""Significant digits of a side. NIfTI stores affines as float32, DICOM and MetaImage as decimals, so that a rotated
+axis of 2 mm has a side of 1.9999998 or 2.0000001 mm."""
+
+
+def measure_sides(affine: ArrayLike) -> Sides:
+    """Return the voxel sides along D, H, W in mm, rounded to the precision of a stored affine.
+
+    All comparisons of sides or distances use this function, so that they do not depend on the volume's orientation.
+
+    Parameters
+    ----------
+    affine : array_like
+        3 x 3 or 4 x 4, voxel index to position in mm.
+
+    Examples
+    --------
+    >>> measure_sides(np.diag([0.7, 0.7, 1.9999998]).astype(np.float32))
+    (0.7, 0.7, 2.0)
+    """
+    axes = np.asarray(affine, dtype=np.float64)[:3, :3]
+    d, h, w = (float(f"{side:.{DIGITS}g}") for side in np.linalg.norm(axes, axis=0))
+    return d, h, w
+
+
+def spacing_after(components: Sequence[Mapping[str, Any]], affine: np.ndarray) -> Sides:
+    """Return the voxel sides along D, H, W in mm after the preprocessing that ``components`` list.
+
+    ``Orientation`` permutes axes and ``Spacing`` sets their sides; no other built-in component changes them. A custom
+    component that changes them must be followed by ``Spacing``.
+
+    Parameters
+    ----------
+    components : sequence of mapping
+        Components for `build_preprocessing`.
+    affine : ndarray
+        4 x 4, voxel index to RAS+ position in mm, of the case as read from its file.
+
+    Examples
+    --------
+    >>> sagittal = np.diag([4.0, 1.0, 1.0, 1.0])[[1, 0, 2, 3]]  # the first voxel axis points to the front
+    >>> spacing_after([], sagittal), spacing_after([{"name": "Orientation"}], sagittal)
+    ((4.0, 1.0, 1.0), (1.0, 4.0, 1.0))
+    """
+    axes = np.array(affine, dtype=np.float64)[:3, :3]
+    for component in components:
+        if component["name"] == "Spacing":
+            axes = axes / np.linalg.norm(axes, axis=0) * np.asarray(component["spacing"], dtype=np.float64)
+        elif component["name"] == "Orientation":
+            placed = np.eye(4)
+            placed[:3, :3] = axes
+            turn = ornt_transform(io_orientation(placed), axcodes2ornt(component.get("axcodes", "RAS")))
+            axes = axes[:, np.argsort(turn[:, 0])]
+    return measure_sides(axes)
+
+
+def depends_on_case(components: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether cases may get different voxel sides: without ``Spacing``, or with ``Orientation`` after it.
+
+    >>> depends_on_case([{"name": "Orientation"}, {"name": "Spacing", "spacing": [1, 1, 3]}])
+    False
+    """
+    geometric = [component["name"] for component in components if component["name"] in ("Orientation", "Spacing")]
+    return "Spacing" not in geometric or geometric[-1] == "Orientation"

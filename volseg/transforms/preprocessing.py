@@ -273,7 +273,7 @@ def spacing(
         raise ValueError(f"spacing must be three positive lengths in mm, got {list(spacing)}")
     modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
     kind = BoundedSpacing if thick_slices == "linear" else PlaneSpacing
-    return kind(fields, pixdim=spacing, mode=modes, padding_mode="border", allow_missing_keys=True)
+    return kind(fields, pixdim=spacing, mode=modes, allow_missing_keys=True)
 
 
 def crop_foreground(
@@ -316,11 +316,7 @@ class Pad(Padd):  # codespell:ignore padd
     """
 
     def __init__(
-        self,
-        fields: Sequence[str],
-        *,
-        size: Sequence[int] | None = None,
-        multiple: int | Sequence[int] | None = None,
+        self, fields: Sequence[str], *, size: Sequence[int] | None = None, multiple: int | Sequence[int] | None = None
     ) -> None:
         if (size is None) == (multiple is None):
             raise ValueError("give size or multiple")

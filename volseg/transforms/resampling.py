@@ -173,20 +173,14 @@ class _ExactPlanes:
         """Convert the planes in ``[start, stop)``, clipped to the volume, to float64, and release the others."""
         channels, depth, height, width = self.volume.shape
         start, stop = min(max(start, 0), depth - 1), max(min(stop, depth), 1)
-        for forgotten in (
-            range(self.held.start, min(self.held.stop, start)),
-            range(max(self.held.start, stop), self.held.stop),
-        ):
-            for channel in range(channels) if forgotten else ():
-                self._release(
-                    *(8 * (channel * depth + plane) * height * width for plane in (forgotten.start, forgotten.stop))
-                )
-        kept = range(max(start, self.held.start), min(stop, self.held.stop))
-        for fresh in (
-            (range(start, min(stop, kept.start)), range(max(start, kept.stop), stop)) if kept else (range(start, stop),)
-        ):
-            if fresh:
-                run_over_slabs(self._convert, (len(fresh), height, width), CONVERTED_PLANES, fresh.start)
+        old = self.held
+        for forgotten in filter(None, (range(old.start, min(old.stop, start)), range(max(old.start, stop), old.stop))):
+            for first in range(0, channels * depth, depth):
+                ends = (8 * (first + plane) * height * width for plane in (forgotten.start, forgotten.stop))
+                self._release(*ends)
+        kept = range(max(start, old.start), min(stop, old.stop)) or range(start, start)
+        for fresh in filter(None, (range(start, kept.start), range(kept.stop, stop))):
+            run_over_slabs(self._convert, (len(fresh), height, width), CONVERTED_PLANES, fresh.start)
         self.held = range(start, stop)
 
     def _convert(self, planes: slice) -> None:

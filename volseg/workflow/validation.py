@@ -28,8 +28,7 @@ from volseg.inference.original_grid import resample
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
 from volseg.parallel.processes.progress import report_progress
-from volseg.transforms.grid import Grid
-from volseg.transforms.spacing import measure_sides
+from volseg.transforms.grid import Grid, measure_sides
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 

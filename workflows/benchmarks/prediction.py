@@ -52,7 +52,7 @@ from torch import nn
 
 from volseg.data.case_store.preprocessed import prepare, preprocess
 from volseg.data.cases import Task
-from volseg.data.checks import read_case
+from volseg.data.checks.reading import read_case
 from volseg.fields import Case
 from volseg.inference.in_memory import prepare_on, suits
 from volseg.inference.original_grid import Decision, Prediction

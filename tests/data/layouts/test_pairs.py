@@ -1,4 +1,4 @@
-"""Folders of pairs: found by one rule, in every arrangement that people have; two readings are refused."""
+"""Folders of pairs and the channels of an image: found by one rule in every arrangement; two readings are refused."""
 
 import json
 import logging
@@ -11,6 +11,7 @@ import SimpleITK
 
 from volseg.data import check_cases
 from volseg.data.layouts import load_task
+from volseg.data.layouts.naming import group_channels
 from volseg.errors import DataError
 
 NAMES = {"labels": {"background": 0, "lesion": 1}}
@@ -96,19 +97,8 @@ def test_numbered_channels_beside_labels(folder):
 
 
 def test_the_longest_case_that_an_image_begins_with_is_its_own(folder):
-    root = folder(
-        "case_1.nii.gz",
-        "case_1_seg.nii.gz",
-        "case_10.nii.gz",
-        "case_10_seg.nii.gz",
-        "case_1_2.nii.gz",
-        "case_1_2_seg.nii.gz",
-    )
-    assert {case: files[0] for case, files in paired(root)[1].items()} == {
-        "case_1": "case_1.nii.gz",
-        "case_10": "case_10.nii.gz",
-        "case_1_2": "case_1_2.nii.gz",
-    }
+    pairs = {case: [f"{case}.nii.gz", f"{case}_seg.nii.gz"] for case in ("case_1", "case_10", "case_1_2")}
+    assert paired(folder(*(name for pair in pairs.values() for name in pair)))[1] == pairs
 
 
 def test_a_word_for_labels_may_end_the_name_of_a_case(folder):
@@ -146,23 +136,14 @@ def test_what_a_yaml_file_declares(folder):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (
-            ("a.nii", "a_seg.nii", "b.nii"),
-            r"1 file\(s\) have no partner: b\.nii; an image begins .* to imagesTs, or list",
-        ),
+        (("a.nii", "a_seg.nii", "b.nii"), r"1 file\(s\) have no partner: b\.nii; an image begins .* to imagesTs, or"),
         (("a.nii", "a_seg.nii", "b_seg.nii"), r"1 file\(s\) have no partner: b_seg\.nii"),
         (("images/a.nii", "images/b.nii", "labels/a.nii"), r"1 file\(s\) have no partner: images/b\.nii"),
         (("a.nii", "a_seg.nii", "a_mask.nii"), r"a_mask\.nii and a_seg\.nii are both labels of one case; keep one"),
         (("p/a.nii", "p/a_seg.nii", "p/b_seg.nii"), r"a_seg\.nii and b_seg\.nii are both labels of one case"),
         (("a.nii", "a.nii.gz", "a_seg.nii"), r"a\.nii and a\.nii\.gz are one image twice; keep one of them"),
-        (
-            ("a.nii", "a_t1.nii", "a_seg.nii"),
-            r"channels \(no word\), t1: a has a\.nii, a_t1\.nii; needed: the same words",
-        ),
-        (
-            ("a_t1.nii", "a_t2.nii", "a_seg.nii", "b_t1.nii", "b_seg.nii"),
-            r"not every case has one file for each of the channels t1, t2: b has b_t1\.nii; needed",
-        ),
+        (("a.nii", "a_t1.nii", "a_seg.nii"), r"channels \(no word\), t1: a has a\.nii, a_t1\.nii; needed: the same"),
+        (("a_t1.nii", "a_t2.nii", "a_seg.nii", "b_t1.nii", "b_seg.nii"), r"not every case has one file for each of"),
         (("images/a.nii", "img/a.nii", "labels/a.nii"), r"holds images, img, labels; needed: one folder of images and"),
         (("images/a.nii", "labels/a.nii", "b.nii"), r"holds images, labels, b\.nii; needed: .* and none beside"),
         (("a.nii", "a_seg.nii", "b/b.nii", "b/b_seg.nii"), r"\(a\.nii, a_seg\.nii, b\); keep one way to arrange them"),
@@ -177,10 +158,7 @@ def test_what_can_be_read_in_two_ways_is_refused(folder, names, message):
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        (
-            {**NAMES, "modality": ["T1", "T2"]},
-            r"declares the channels T1, T2, but the files are called t1, t3; call them",
-        ),
+        ({**NAMES, "modality": ["T1", "T2"]}, r"declares the channels T1, T2, but the files are called t1, t3; call"),
         ({**NAMES, "modality": ["CT"]}, r"declares the channels CT, but the files are called t1, t3"),
         ({"ignore": 3}, r"declares 'ignore' without 'labels'; name the labels too"),
     ],
@@ -226,10 +204,7 @@ def test_labels_that_nobody_named_are_read_once(folder, caplog, reads):
     ("values", "message"),
     [
         ((0,), r"the 1 label maps of .* hold background only; label the structures"),
-        (
-            (-1, 2),
-            r"a\.nii\.gz is no label map: it holds 1 channel\(s\) of -1 to 2; needed: one, of integers from 0 on",
-        ),
+        ((-1, 2), r"a\.nii\.gz is no label map: it holds 1 channel\(s\) of -1 to 2; needed: one, of integers from 0"),
     ],
 )
 def test_label_maps_that_are_none(folder, values, message):
@@ -276,3 +251,65 @@ def test_formats_may_be_mixed(tmp_path):
     assert [case["case"] for case in task.training] == [f"case{number}" for number in range(6)]
     assert task.modalities == ("t1", "t2")
     assert check_cases(task.training, task) == []
+
+
+def grouped(tmp_path, names, modalities):
+    """Return the names of the files of each case."""
+    images = [tmp_path / name for name in names]
+    cases = group_channels(images, modalities)
+    return {
+        case["case"]: [path.name for path in case["image"]] if isinstance(case["image"], tuple) else case["image"].name
+        for case in cases
+    }
+
+
+def test_numbers_and_names_of_channels(tmp_path):
+    numbered, named = ["a_0001.nii", "a_0000.nii.gz", "d_0007.nii"], ["b_T1.nii", "b_flair.mha", "c.nii"]
+    names = [*numbered, *named, "patient/t1", "patient/FLAIR"]
+    assert grouped(tmp_path, names, ("T1", "FLAIR")) == {
+        "a": ["a_0000.nii.gz", "a_0001.nii"],
+        "b": ["b_T1.nii", "b_flair.mha"],
+        "c": "c.nii",  # holds all channels, or the check will say so
+        "d_0007": "d_0007.nii",  # cases may be numbered: there is no d_0000
+        "patient": ["t1", "FLAIR"],
+    }
+
+
+def test_of_two_names_the_longer_counts(tmp_path):
+    names = ["a_pre_t1.nii", "a_t1.nii"]
+    assert grouped(tmp_path, names, ("t1", "pre_t1")) == {"a": ["a_t1.nii", "a_pre_t1.nii"]}
+
+
+def test_one_channel(tmp_path):
+    assert grouped(tmp_path, ["a_0000.nii", "b_0000.nii"], ("CT",)) == {"a": "a_0000.nii", "b": "b_0000.nii"}
+    assert list(grouped(tmp_path, ["a_0000.nii", "a_0001.nii"], ("CT",))) == ["a_0000", "a_0001"]
+    assert list(grouped(tmp_path, ["a_0000.nii", "b.nii"], ("CT",))) == ["a_0000", "b"]
+
+
+def test_the_name_of_the_only_channel_is_no_part_of_a_cases_name(tmp_path):
+    names = ["pat13_t1.nii.gz", "pat14-T1.mha", "pat15.nii", "t1.nii", "pat13_t2.nii.gz"]
+    assert list(grouped(tmp_path, names, ("t1",))) == ["pat13", "pat14", "pat15", "t1", "pat13_t2"]
+    both = ["pat13_t1.nii", "pat13.nii", "pat14_t1.nii"]
+    assert list(grouped(tmp_path, both, ("T1",))) == ["pat13_t1", "pat13", "pat14"], "two cases are not called alike"
+    assert grouped(tmp_path, [], ("T1",)) == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["a_0000.nii", "a_0001.nii"],
+            r"a has 2 file\(s\), a_0000\.nii, a_0001\.nii; needed: one for each of the 3 channels, called a_0000, "
+            r"a_0001 \.\.\. or by T1, T2, ADC, or one file of all channels, or a table \(CSV\)",
+        ),
+        (["a_0000.nii", "a_0001.nii", "a_0003.nii"], r"a has 3 file\(s\), a_0000\.nii, a_0001\.nii, a_0003\.nii"),
+        ([f"a_000{n}.nii" for n in range(4)], r"a has 4 file\(s\)"),
+        (["a_T1.nii", "a_ADC.nii"], r"a has 2 file\(s\), a_T1\.nii, a_ADC\.nii"),
+        (["a.nii", "a_T1.nii"], r"a has 2 file\(s\), a\.nii, a_T1\.nii"),
+        (["a_T1.nii", "a_0000.nii"], r"a_T1\.nii and .*a_0000\.nii are both channel 0 of a; name one of them"),
+        (["a.nii", "a.mha"], r"a\.nii and .*a\.mha are both all channels of a; name one of them"),
+    ],
+)
+def test_channels_that_are_not_all_there(tmp_path, names, message):
+    with pytest.raises(DataError, match=message):
+        grouped(tmp_path, names, ("T1", "T2", "ADC"))

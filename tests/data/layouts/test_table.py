@@ -31,37 +31,23 @@ def table(tmp_path):
 PLAIN = "case,image,label\nb,files/y.nii,files/yl.nii\na,files/x.nii,files/xl.nii\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "encoding"),
-    [
-        (PLAIN, "cases.csv", "utf-8"),
-        (PLAIN, "CASES.CSV", "utf-8-sig"),
-        (PLAIN.replace("\n", "\r\n"), "cases.csv", "utf-8"),
-        (PLAIN.replace(",", ";"), "cases.csv", "utf-8"),
-        (PLAIN.replace(",", "\t"), "cases.csv", "utf-8"),
-        (PLAIN.replace(",", "\t"), "cases.tsv", "utf-8"),
-        (
-            '"Case", "Image",  Label\n\n"b", "files/y.nii",files/yl.nii \n,,\n a ,./files//x.nii,"files/xl.nii"',
-            "c.csv",
-            "utf-8",
-        ),
-        (PLAIN.replace("files/", "files\\"), "cases.csv", "utf-8"),
-        ("label,image,case\nfiles/yl.nii,files/y.nii,b\nfiles/xl.nii,files/x.nii,a", "c.csv", "utf-8"),
-        (",case,image,label,age\n0,b,files/y.nii,files/yl.nii,71\n1,a,files/x.nii,files/xl.nii,\n", "c.csv", "utf-8"),
-    ],
-    ids=[
-        "plain",
-        "byte order mark",
-        "CRLF",
-        "semicolons",
-        "tabs",
-        "TSV",
-        "quotes and blanks",
-        "backslashes",
-        "order",
-        "pandas",
-    ],
-)
+QUOTED = '"Case", "Image",  Label\n\n"b", "files/y.nii",files/yl.nii \n,,\n a ,./files//x.nii,"files/xl.nii"'
+INDEXED = ",case,image,label,age\n0,b,files/y.nii,files/yl.nii,71\n1,a,files/x.nii,files/xl.nii,\n"
+WRITTEN = {
+    "plain": (PLAIN, "cases.csv", "utf-8"),
+    "byte order mark": (PLAIN, "CASES.CSV", "utf-8-sig"),
+    "CRLF": (PLAIN.replace("\n", "\r\n"), "cases.csv", "utf-8"),
+    "semicolons": (PLAIN.replace(",", ";"), "cases.csv", "utf-8"),
+    "tabs": (PLAIN.replace(",", "\t"), "cases.csv", "utf-8"),
+    "TSV": (PLAIN.replace(",", "\t"), "cases.tsv", "utf-8"),
+    "quotes and blanks": (QUOTED, "c.csv", "utf-8"),
+    "backslashes": (PLAIN.replace("files/", "files\\"), "cases.csv", "utf-8"),
+    "order": ("label,image,case\nfiles/yl.nii,files/y.nii,b\nfiles/xl.nii,files/x.nii,a", "c.csv", "utf-8"),
+    "pandas": (INDEXED, "c.csv", "utf-8"),
+}
+
+
+@pytest.mark.parametrize(("text", "name", "encoding"), WRITTEN.values(), ids=WRITTEN)
 def test_one_table_however_it_was_written(table, tmp_path, text, name, encoding):
     path = table(text, name, encoding)
     task = load_task(path)
@@ -140,31 +126,19 @@ def test_a_split_of_a_column(table):
         ("id,image,label\na,files/x.nii,files/xl.nii", r"needs a column 'case'; known: id, image, label"),
         ("case,scan,label\na,files/x.nii,files/xl.nii", r"needs a column 'image', or one for each channel.*case, scan"),
         ("case,image,image_T1,label\na,x,x,x", r"needs a column 'image', or one for each channel"),
-        (
-            "case,image,label,labeled\na,x,x,1",
-            r"has a column 'labeled'; rename it to 'labelled', or to a less similar name",
-        ),
-        (
-            "case,image_T2,imageADC,label\na,x,x,x",
-            r"has a column 'imageADC'; rename it to 'image_ADC' if it is a channel",
-        ),
+        ("case,image,label,labeled\na,x,x,1", r"has a column 'labeled'; rename it to 'labelled', or to a less similar"),
+        ("case,image_T2,imageADC,label\na,x,x,x", r"has a column 'imageADC'; rename it to 'image_ADC' if it is a"),
         ("case,image_T2,Image-ADC,label\na,x,x,x", r"has a column 'Image-ADC'; rename it to 'image_ADC'"),
         ("case,image,label,Label\na,x,x,x", r"has two columns called 'label'; keep one of them"),
         ("case,image,label\na,x", r"line 2 has 2 cells; needed: 3, as the first line"),
         ("case,image,label\n\na,x,y,z", r"line 3 has 4 cells"),
         ('case,image,label\na,"x,y', r"cannot be read as a table: unexpected end of data"),
-        (
-            "case,image,label\na,files/x.nii,",
-            r"line 2: 'label' is empty; needed: a path \(cases without a label have 'test'",
-        ),
+        ("case,image,label\na,files/x.nii,", r"line 2: 'label' is empty; needed: a path \(cases without a label have"),
         ("case,image,label\n,files/x.nii,files/xl.nii", r"line 2 calls a case ''; needed: a name that a file can have"),
         ("case,image,label\na/b,files/x.nii,files/xl.nii", r"line 2 calls a case 'a/b'; needed"),
         ("case,image,label\na,C:\\x.nii,files/xl.nii", r"'image' is 'C:\\\\x\.nii', a place on another system"),
         ("case,image,label\na,files/x.nii,files/gone.nii", r"declares 1 absent file\(s\): files/gone\.nii; fetch them"),
-        (
-            "case,image,label\na,files/x.nii,files/xl.nii\na,files/y.nii,files/yl.nii",
-            r"declares 1 case\(s\) more than once, first 'a'",
-        ),
+        ("case,image,label\na,files/x.nii,files/xl.nii\na,files/y.nii,files/yl.nii", r"declares 1 case\(s\) more than"),
         (
             "case,image,label\na,files/x.nii,files/xl.nii\nb,files/../files/x.nii,files/yl.nii",
             r"names 1 file\(s\) more than once, first files/x\.nii",
@@ -185,9 +159,7 @@ def test_what_cannot_be_trusted_is_refused(table, text, message):
 def test_what_was_looked_for_stands_in_the_table(table, tmp_path):
     """A manifest beside it may be about other cases; what it says of them is not passed over without a word."""
     (tmp_path / "dataset.json").write_text(json.dumps({**NAMES, "labelled": {"q": [1]}}), encoding="utf-8")
-    with pytest.raises(
-        DataError, match=r"dataset\.json says what was looked for in cases; .*needs a column 'labelled'"
-    ):
+    with pytest.raises(DataError, match=r"dataset\.json says what was looked for in cases; .*needs a column"):
         load_task(table(PLAIN))
     assert [case.get("labelled") for case in load_task(table(with_column("labelled", 1, "", ""))).training] == [
         (1,),

@@ -14,7 +14,6 @@ from volseg.errors import ConfigError
 __all__ = [
     "GIB",
     "SUFFIX",
-    "CacheEntry",
     "choose_cache_folder",
     "describe_entries",
     "get_cache_folder",

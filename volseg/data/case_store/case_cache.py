@@ -179,7 +179,10 @@ class CaseCache:
         path = self._path(key)
         try:
             stored = StoredCase.open(path)
-            if self._may_verify(stored.size):
+            with self._lock:
+                self._verified_bytes -= stored.size
+                is_verified = self._verified_bytes >= 0
+            if is_verified:
                 stored.require_whole()
         except FileNotFoundError:
             return None
@@ -195,11 +198,6 @@ class CaseCache:
         with self._lock:
             self.num_found += 1
         return stored
-
-    def _may_verify(self, size: int) -> bool:
-        with self._lock:
-            self._verified_bytes -= size
-            return self._verified_bytes >= 0
 
     @contextmanager
     def _only_maker(self, key: str) -> Iterator[None]:

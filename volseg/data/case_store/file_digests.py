@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from volseg.config.records import EXECUTED
 from volseg.data.content import require_regular
-from volseg.data.itk_headers import resolve_voxel_file
+from volseg.data.itk import resolve_voxel_file
 from volseg.data.json_files import parse_json
 from volseg.errors import ConfigError, ReaderError
 from volseg.files import replacing
@@ -99,10 +99,7 @@ class FileDigests:
             digest = file_digest(file, "sha256").hexdigest()
             is_settled = _read_state(file) == seen and begun - max(seen[2:4]) > YOUNG_NS
         if is_settled and os.name != "nt":  # there ctime is the time of creation
-            with (
-                suppress(OSError),
-                replacing(known, flush=False) as partial,
-            ):  # a full or read-only disk: digested again next time
+            with suppress(OSError), replacing(known, flush=False) as partial:  # a full disk: digested again next time
                 content = {"path": os.fsdecode(path), "seen": seen, "digest": digest}
                 partial.write_text(json.dumps(content), encoding="utf-8")
         return digest

@@ -20,15 +20,9 @@ from volseg.data.case_store.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.case_store.stored_case import SharedTensors, StoredCase, map_tensors, view_tensor
 from volseg.data.case_store.volume_cache import require_fit
 from volseg.data.cases import Case, Task
-from volseg.data.checks import (
-    Problem,
-    Remark,
-    read_case,
-    refuse_held_out,
-    remark_on_same_images,
-    require_sound,
-)
-from volseg.data.readers import list_files
+from volseg.data.checks.kinds import Problem, Remark
+from volseg.data.checks.reading import read_case, refuse_held_out, remark_on_same_images, require_sound
+from volseg.data.readers import list_case_files, list_files
 from volseg.data.threads import map_in_threads
 from volseg.parallel.processes.progress_sync import Rounds, describe_error, exchange, run_together, told_error
 
@@ -70,7 +64,7 @@ class _CaseReport:
 
     def describe_sound(self, case: Case) -> dict[str, Any]:
         """Return the facts for a stored case. A file is named by its index: its path may change."""
-        files = _list_all_files(case)
+        files = list_case_files(case)
         remarks = [
             [files.index(one.file) if one.file in files else None, one.message, one.kind] for one in self.remarks
         ]
@@ -79,7 +73,7 @@ class _CaseReport:
     @classmethod
     def of_stored(cls, stored: StoredCase, case: Case) -> "_CaseReport":
         """Return the report from the output of ``describe_sound``, for the present paths of the case."""
-        found, files = stored.about["found"], _list_all_files(case)
+        found, files = stored.about["found"], list_case_files(case)
         return cls(
             remarks=[
                 Remark(case["case"], None if place is None else files[place], message, kind)
@@ -150,7 +144,10 @@ def prepare_together(
     sides = [*((case, False) for case in training), *((case, True) for case in validation)]  # whether it validates
     shares = len(readers.local) > 1 and readers.number is not None
     with closing(SharedTensors()) if shares else nullcontext() as store:
-        reading = _Reading(sides, _choose_own(sides, readers), task, preprocessing, skip_bad, store, cache)
+        own, steps = _choose_own(sides, readers), preprocessing
+        reading = _Reading(
+            sides=sides, own=own, task=task, preprocessing=steps, skip_bad=skip_bad, store=store, cache=cache
+        )
         heard = None if progress is None else _count_heard(progress, readers)
         messages = run_together(readers.group, partial(reading.run, workers=workers), num_counts=2, heard=heard)
         reports = _merge_reports(messages, sides)
@@ -177,87 +174,77 @@ def prepare_together(
     )
 
 
+@dataclass(kw_only=True)
 class _Reading:
     """The share of this process in the reading."""
 
-    def __init__(
-        self,
-        sides: Sequence[tuple[Case, bool]],
-        own: Sequence[int],
-        task: Task,
-        preprocessing: Preprocessing,
-        skip_bad: bool,
-        store: SharedTensors | None,
-        cache: CaseCache | None,
-    ) -> None:
-        self.prepared: dict[int, Case] = {}
-        """The cases that this process holds."""
-        self._faults: dict[int, Exception] = {}
-        self._sides, self._own, self._task = sides, own, task
-        self._preprocessing = preprocessing
-        self._skip_bad = skip_bad
-        self._store = store
-        self._cache = cache
-        self._is_refused = Event()  # after that, cases are checked and not prepared: they are not needed
+    sides: Sequence[tuple[Case, bool]]
+    own: Sequence[int]
+    task: Task
+    preprocessing: Preprocessing
+    skip_bad: bool
+    store: SharedTensors | None
+    cache: CaseCache | None
+    prepared: dict[int, Case] = field(default_factory=dict)
+    """The cases that this process holds."""
+    faults: dict[int, Exception] = field(default_factory=dict)
+    is_refused: Event = field(default_factory=Event)
+    """Set once a case is refused: after that, cases are checked and not prepared, since they are not needed."""
 
     def run(self, rounds: Rounds, workers: int | None) -> Any:
         """Read this process's cases; return the message to the other processes."""
         # Trainings that start together with one cache begin at different cases, and find each other's.
-        begin = 0 if self._cache is None else randbelow(max(1, len(self._own)))
-        order = [*self._own[begin:], *self._own[:begin]]
+        begin = 0 if self.cache is None else randbelow(max(1, len(self.own)))
+        order = [*self.own[begin:], *self.own[:begin]]
         reports = []
         with closing(map_in_threads(self.read_one, order, workers)) as found:
             for index, report in zip(order, found, strict=True):
                 reports.append([index, REPORTS.dump_python(report, mode="json")])
-                rounds.count(int(self._sides[index][1]))
+                rounds.count(int(self.sides[index][1]))
                 rounds.check()
-        return {"address": None if self._store is None else self._store.address, "cases": reports}
+        return {"address": None if self.store is None else self.store.address, "cases": reports}
 
     def read_one(self, index: int) -> _CaseReport:
         """Read a case, or take it from the cache."""
-        case, validates = self._sides[index]
-        key = None if self._cache is None else self._cache.key_of(case)
-        if self._cache is None or key is None:
+        case, validates = self.sides[index]
+        key = None if self.cache is None else self.cache.key_of(case)
+        if self.cache is None or key is None:
             return self._keep(index, *self._prepare(index))
-        with self._cache.making(key) as stored:
+        with self.cache.making(key) as stored:
             if stored is None:
                 report, prepared = self._prepare(index)
                 if prepared is not None:
-                    stored = self._cache.store(key, case, prepared, report.describe_sound(case))
+                    stored = self.cache.store(key, case, prepared, report.describe_sound(case))
                 if stored is None:
                     return self._keep(index, report, prepared)
         self.prepared[index] = take_case(stored, case, keep_reference=validates)
-        is_shared = self._store is not None and not validates
+        is_shared = self.store is not None and not validates
         return replace(_CaseReport.of_stored(stored, case), stored={"file": str(stored.path)} if is_shared else None)
 
     def _prepare(self, index: int) -> tuple[_CaseReport, Case | None]:
         """Read, check and preprocess a case."""
-        case, _ = self._sides[index]
-        checked = read_case(case, self._task)
+        case, _ = self.sides[index]
+        checked = read_case(case, self.task)
         report = _CaseReport(
-            problems=checked.problems,
-            remarks=checked.remarks,
-            digest=checked.digest,
-            fingerprint=checked.fingerprint,
+            problems=checked.problems, remarks=checked.remarks, digest=checked.digest, fingerprint=checked.fingerprint
         )
-        if checked.problems and not self._skip_bad:
-            self._is_refused.set()
-        if checked.problems or self._is_refused.is_set():
+        if checked.problems and not self.skip_bad:
+            self.is_refused.set()
+        if checked.problems or self.is_refused.is_set():
             return report, None
         try:
-            prepared = preprocess(checked.case, case, self._preprocessing, keep_reference=True, task=self._task)
-            return report, prepared
+            return report, preprocess(checked.case, case, self.preprocessing, keep_reference=True, task=self.task)
         except Exception as fault:  # any error of a step is reported, unless there are bad cases
             return self._note_fault(index, report, fault), None
 
     def _keep(self, index: int, report: _CaseReport, prepared: Case | None) -> _CaseReport:
         """Hold a prepared case in memory; return the report with its storage."""
-        _, validates = self._sides[index]
+        _, validates = self.sides[index]
         if prepared is not None and not validates:
             prepared = {name: value for name, value in prepared.items() if name not in ("reference", "reference_file")}
-            if self._store is not None:
+            if self.store is not None:
                 try:
-                    return replace(report, stored={"places": _put(prepared, self._store)})
+                    return replace(report, stored={"places": _put(prepared, self.store)})
                 except Exception as fault:  # reported like those of the steps
                     return self._note_fault(index, report, fault)
         if prepared is not None:
@@ -265,20 +252,16 @@ class _Reading:
         return report
 
     def _note_fault(self, index: int, report: _CaseReport, fault: Exception) -> _CaseReport:
-        self._faults[index] = fault
+        self.faults[index] = fault
         return replace(report, fault=describe_error(fault))
 
     def require_prepared(self, reports: Mapping[int, _CaseReport], readers: Readers) -> None:
         """Raise the error that prevented preprocessing of the first such case, in any process."""
         for index, report in reports.items():
             if report.fault is not None and not report.problems:
-                if index in self._faults:
-                    raise self._faults[index]
+                if index in self.faults:
+                    raise self.faults[index]
                 raise told_error(report.fault, f"process {readers.rank_of(report.reader)}")
-
-
-def _list_all_files(case: Case) -> list[Path]:
-    return [file for field in ("image", "label") if field in case for file in list_files(case[field])]
 
 
 def _merge_reports(messages: Sequence[Mapping[str, Any]], sides: Sequence[tuple[Case, bool]]) -> dict[int, _CaseReport]:

@@ -27,7 +27,6 @@ from volseg.data.checks.volumes import measure_agreement
 __all__ = [
     "CELLS",
     "MOVES",
-    "Border",
     "LabelShape",
     "Move",
     "Texture",

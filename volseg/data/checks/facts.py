@@ -1,9 +1,20 @@
-"""Facts of a case for the comparison with others: a few numbers, no voxels."""
+"""Facts of a case, a few numbers and no voxels, and cases whose facts are far from those of the others.
 
-from collections.abc import Iterable, Mapping
+One table of rules says which facts are compared. A value is an outlier if it is beyond Tukey's outer fences [1]_, three
+quartile ranges from the quartiles, and differs from the median by an amount that matters for its statistic. If more
+than a tenth of the cases are outliers, the data set is mixed, and none is reported.
+
+References
+----------
+.. [1] Tukey, Exploratory Data Analysis (1977), chapter 2: outer fences.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import gcd, nan
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 import nibabel
 import numpy as np
@@ -12,16 +23,22 @@ from torch import Tensor
 
 from volseg.data.cases import Case, Task
 from volseg.data.checks.borders import LabelShape, Texture, compute_thumbnail, measure_shape, measure_texture
+from volseg.data.checks.kinds import Finding
 from volseg.data.checks.reading import CheckedCase
 
 __all__ = [
     "AXES",
+    "FEWEST_CASES",
+    "RARE",
     "ChannelFacts",
     "ComparedCase",
     "ImageFacts",
     "StructureFacts",
     "anatomical_axes",
+    "find_outliers",
     "measure",
+    "report_odd_images",
+    "report_odd_labels",
     "turn_upright",
 ]
 
@@ -207,3 +224,130 @@ def _choose_samples(count: int) -> slice:
 def _percentile(values: Tensor, part: float) -> float:
     place = round(part * (values.numel() - 1))
     return values.kthvalue(place + 1).values.item()
+
+
+FEWEST_CASES = 10
+"""Cases that a statistic needs before one of them can be an outlier."""
+
+FENCE = 3.0
+"""Quartile ranges from the quartiles."""
+
+RARE = 0.1
+"""Largest share of the cases that can be outliers."""
+
+Tail = Literal["low", "high", "both"]
+
+
+def find_outliers(
+    values: Sequence[float], margin: float, tail: Tail = "both", *, is_ratio: bool = False, fewest: int = FEWEST_CASES
+) -> list[int]:
+    """Return the indices of the outliers.
+
+    Parameters
+    ----------
+    margin : float
+        Smallest distance of an outlier from the median; a factor if ``is_ratio``.
+    tail : {"low", "high", "both"}
+        Side of the outliers.
+    is_ratio : bool
+        Compare the logarithms of positive values.
+    fewest : int
+        Number of values below which none is an outlier.
+    """
+    if len(values) < fewest:
+        return []
+    compared = np.asarray(values, dtype=np.float64)
+    if is_ratio:
+        compared, margin = np.log(np.maximum(compared, np.finfo(np.float64).tiny)), np.log(margin)
+    lower, median, upper = np.percentile(compared, [25, 50, 75])
+    reach = FENCE * (upper - lower)
+    is_low = (compared < lower - reach) & (compared < median - margin)
+    is_high = (compared > upper + reach) & (compared > median + margin)
+    outliers: list[int] = {"low": is_low, "high": is_high, "both": is_low | is_high}[tail].nonzero()[0].tolist()
+    return outliers if len(outliers) <= max(1, RARE * len(values)) else []
+
+
+@dataclass(frozen=True, slots=True)
+class OutlierRule:
+    """A statistic of a label or a channel, and the rule for its outliers; see `find_outliers`."""
+
+    kind: str
+    tail: Tail
+    margin: float
+    statistic: Callable[[Any], float]
+    """Function of a `LabelShape` or a `Texture`."""
+    message: str
+    """Template with ``{value}`` and ``{median}``."""
+    is_ratio: bool = False
+
+
+def _take_smoothness(axis: int) -> Callable[[Texture], float]:
+    return lambda texture: texture.smoothness[axis]
+
+
+VOLUME = "{value:.3g} mm3, elsewhere about {median:.3g}"
+FULL = "{value:.0%} of the voxels are background, elsewhere about {median:.0%}"
+RAGGED = "{value:.0%} of neighbours agree, elsewhere {median:.0%}"
+STRAY = "a voxel {value:.2g} radii from the largest part, elsewhere {median:.2g}"
+CUT = "{value:.0%} of its surface, elsewhere {median:.0%}"
+LABEL_RULES = (
+    OutlierRule("label-volume", "low", 4, attrgetter("volume"), VOLUME, is_ratio=True),
+    OutlierRule("label-volume", "high", 6, attrgetter("volume"), VOLUME, is_ratio=True),
+    OutlierRule("label-full", "low", 10, attrgetter("unlabelled"), FULL, is_ratio=True),
+    OutlierRule("label-ragged", "low", 0.12, attrgetter("agreement"), RAGGED),
+    OutlierRule("label-scattered", "high", 0.3, attrgetter("stray"), STRAY),
+    OutlierRule("label-cut", "high", 0.03, attrgetter("on_faces"), CUT),
+)
+
+NOISE = "neighbours {axis} correlate by {{value:.2f}}, elsewhere by {{median:.2f}}"
+ROUGH = "{axis} {{value:.2f}} times as rough as along the other axes, elsewhere {{median:.2f}}"
+JUMPS = "{value:.2%} of neighbours differ by more than 90 % of the range, elsewhere {median:.2%}"
+SATURATED = "{value:.1%} of the voxels at the highest value, elsewhere {median:.1%}"
+EMPTY = "{value:.0%} of the slices, elsewhere {median:.0%}"
+TEXTURE_RULES = (
+    *(
+        OutlierRule("noise", "low", 0.15, _take_smoothness(axis), NOISE.format(axis=name))
+        for axis, name in enumerate(AXES)
+    ),
+    *(
+        OutlierRule(
+            "slices-unlike",
+            "high",
+            1.5,
+            partial(Texture.compare_axis, axis=axis),
+            ROUGH.format(axis=name),
+            is_ratio=True,
+        )
+        for axis, name in enumerate(AXES)
+    ),
+    OutlierRule("wrapped", "high", 0.005, attrgetter("jumps"), JUMPS),
+    OutlierRule("saturated", "high", 0.01, attrgetter("share_highest"), SATURATED),
+    OutlierRule("empty-slices", "high", 0.1, attrgetter("empty_slices"), EMPTY),
+)
+
+
+def report_odd_labels(facts: Sequence[ComparedCase]) -> Iterator[Finding]:
+    """Remark on labels whose size, shape or place in the volume is unlike that of the other cases."""
+    labels = [(fact.case, fact.label) for fact in facts if fact.label is not None]
+    for rule in LABEL_RULES:
+        yield from _apply(rule, labels, "label")
+
+
+def report_odd_images(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
+    """Remark on images whose voxels are unlike those of the other cases."""
+    for index, modality in enumerate(task.modalities):
+        where = f"{modality}, " if task.num_channels > 1 else ""
+        textures = [
+            (fact.case, fact.image.channels[index].texture)
+            for fact in facts
+            if fact.image is not None and len(fact.image.channels) == task.num_channels
+        ]
+        for rule in TEXTURE_RULES:
+            yield from _apply(rule, textures, "image", where)
+
+
+def _apply(rule: OutlierRule, measured: Sequence[tuple[Case, Any]], field: str, where: str = "") -> Iterator[Finding]:
+    values = [rule.statistic(of) for _, of in measured]
+    for index in find_outliers(values, rule.margin, rule.tail, is_ratio=rule.is_ratio):
+        message = where + rule.message.format(value=values[index], median=float(np.median(values)))
+        yield Finding.of(measured[index][0], rule.kind, message, field)

@@ -13,12 +13,11 @@ import numpy as np
 
 from volseg.data.cases import Case, Task
 from volseg.data.checks.borders import CELLS, MOVES, LabelShape, Move, coarsen, describe_border, pool, take_profile
-from volseg.data.checks.facts import AXES, ComparedCase, anatomical_axes, turn_upright
+from volseg.data.checks.facts import AXES, RARE, ComparedCase, anatomical_axes, turn_upright
 from volseg.data.checks.kinds import Finding
-from volseg.data.checks.outliers import RARE
 from volseg.data.readers import read_label, read_volume
 
-__all__ = ["BorderModel", "report_displaced_labels"]
+__all__ = ["report_displaced_labels"]
 
 FEWEST_PLACED = 20
 """Cases that a model of the border needs."""

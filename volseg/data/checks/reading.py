@@ -1,6 +1,10 @@
-"""Read a case fully, and check it: a training prepares these volumes, so no file is decompressed twice."""
+"""Read cases fully, and check them: a training prepares these volumes, so no file is decompressed twice.
 
-from collections.abc import Callable, Iterator, Mapping
+All faults of many cases are named at once, in sentences.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -21,11 +25,28 @@ from volseg.data.checks.volumes import (
     holds_labels_only,
     resembles_labels,
 )
-from volseg.data.readers import Files, list_files, name_files, read_label, read_volume
+from volseg.data.readers import Files, list_case_files, list_files, name_files, read_label, read_volume
+from volseg.data.splits import Split
+from volseg.data.threads import map_in_threads
 from volseg.errors import DamagedFileError, DataError, LargeVolumeError
+from volseg.formatting import list_some
 from volseg.parallel.processes.progress import report_progress
 
-__all__ = ["CheckedCase", "check_case", "digest_voxels", "read_case"]
+__all__ = [
+    "CheckedCase",
+    "check_case",
+    "check_cases",
+    "digest_voxels",
+    "expect_bytes",
+    "group_equal_images",
+    "inspect_cases",
+    "read_case",
+    "refuse_held_out",
+    "remark_on_same_images",
+    "report_leaks",
+    "require_sound",
+    "summarise_remarks",
+]
 
 LABEL_VALUES = {"label-undeclared", "label-fractions"}
 """Kinds of findings for an image in place of a label."""
@@ -152,23 +173,17 @@ def _compare_fields(
     if image is not None and label is not None:
         if fault := check_label_place(image, label):
             found = [*found, _describe(case, "label", fault)]
-        values = [finding for finding in found if finding.kind in LABEL_VALUES]
+        others = [finding for finding in found if finding.kind not in LABEL_VALUES]
         if digests and digests["image"] == digests["label"]:
             text = "holds the same voxels as its image; name the image's own file, and the label's"
-            return [
-                *(one for one in found if one not in values),
-                _describe(case, "label", Fault("image-is-label", text)),
-            ]
-        if values and holds_labels_only(image.as_tensor(), task):
+            return [*others, _describe(case, "label", Fault("image-is-label", text))]
+        if len(others) < len(found) and holds_labels_only(image.as_tensor(), task):
             text = "holds values of labels alone, and its label others; name them the other way round"
-            return [*(one for one in found if one not in values), _describe(case, "image", Fault("swapped", text))]
-    if (
-        image is not None
-        and not any(finding.kind in NO_VALUES for finding in found)
-        and (holds_labels_only(image.as_tensor(), task) or resembles_labels(image.as_tensor()))
-    ):
-        return [*found, _describe(case, "image", Fault("image-like-label", ""))]
-    return found
+            return [*others, _describe(case, "image", Fault("swapped", text))]
+    if image is None or any(finding.kind in NO_VALUES for finding in found):
+        return found
+    is_like_label = holds_labels_only(image.as_tensor(), task) or resembles_labels(image.as_tensor())
+    return [*found, _describe(case, "image", Fault("image-like-label", ""))] if is_like_label else found
 
 
 def digest_voxels(volume: MetaTensor) -> str:
@@ -184,3 +199,165 @@ def _fingerprint(digests: Mapping[str, str], volumes: Mapping[str, MetaTensor]) 
     parts = [str(digests.get("image")), digests.get("label", "")]
     places = [volume.affine.to(torch.float64).contiguous().numpy().tobytes() for volume in volumes.values()]
     return sha256("".join(parts).encode() + b"".join(places)).hexdigest()
+
+
+BYTES_PER_STORED = 12
+"""Memory of reading and checking per byte of voxels: stored, as float32 in two orders, and masks (uint8: 11.7)."""
+
+
+def expect_bytes(case: Case) -> int:
+    """Return the approximate memory for reading a case, judged only by its files."""
+    return BYTES_PER_STORED * sum(map(_stored_bytes, list_case_files(case)))
+
+
+def _stored_bytes(path: Path) -> int:
+    try:
+        if path.is_dir():
+            return sum(file.stat().st_size for file in path.iterdir())
+        size = path.stat().st_size
+        if path.suffix.lower() != ".gz" or size < 4 or not path.is_file():
+            return size
+        with path.open("rb") as file:  # gzip's last four bytes: the uncompressed size, up to 4 GiB
+            file.seek(-4, 2)
+            return max(size, int.from_bytes(file.read(4), "little"))
+    except OSError:  # its reader reports the fault
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Findings in many cases."""
+
+    problems: list[Finding]
+    remarks: list[Finding]
+
+
+def check_cases(
+    cases: Sequence[Case], task: Task, *, workers: int | None = None, progress: Callable[[], object] | None = None
+) -> list[Finding]:
+    """Check all cases; an empty list means that all are usable.
+
+    Parameters
+    ----------
+    cases, task
+        As for `check_case`.
+    workers
+        Threads; see `map_in_threads`.
+    progress
+        Called after each case, for instance ``bar.update``.
+    """
+    return inspect_cases(cases, task, workers=workers, progress=progress).problems
+
+
+def inspect_cases(
+    cases: Sequence[Case], task: Task, *, workers: int | None = None, progress: Callable[[], object] | None = None
+) -> Findings:
+    """Check all cases; return the problems that exclude cases, and the remarks.
+
+    The parameters are those of `check_cases`. `check_task` finds the faults that only the whole data set shows.
+    """
+    problems: list[Finding] = []
+    remarks: list[Finding] = []
+    digests: list[tuple[Case, str]] = []
+
+    def without_volumes(case: Case) -> CheckedCase:
+        checked = read_case(case, task)
+        return CheckedCase(case=case, problems=checked.problems, remarks=checked.remarks, digest=checked.digest)
+
+    for checked in map_in_threads(without_volumes, cases, workers):
+        problems.extend(checked.problems)
+        remarks.extend(checked.remarks)
+        if checked.digest is not None:
+            digests.append((checked.case, checked.digest))
+        if progress is not None:
+            progress()
+    return Findings(problems=problems, remarks=[*remarks, *remark_on_same_images(digests)])
+
+
+def summarise_remarks(remarks: Sequence[Finding], most: int = 3) -> list[str]:
+    """Return a line per kind: number of cases, description, remedy, and the first names."""
+    by_kind: dict[str, list[Finding]] = defaultdict(list)
+    for remark in remarks:
+        by_kind[remark.kind].append(remark)
+    return [summarise_kind(kind, same, most) for kind, same in by_kind.items()]
+
+
+def summarise_kind(kind: str, same: Sequence[Finding], most: int = 3) -> str:
+    """Return the line for the findings of one kind."""
+    says = f"{KINDS[kind].says}; {KINDS[kind].remedy}"
+    cases = {remark.case for remark in same if remark.case}
+    who = f"{len(cases)} case(s)" if cases else "data set"
+    shown = [f"{one.case} ({one.message})" if one.case and one.message else one.case or one.message for one in same]
+    return f"{who}: {says}: {list_some(shown, most)}"
+
+
+def require_sound(
+    problems: Sequence[Finding], remedy: str = "fix them, or set data.skip_bad to leave them out of training"
+) -> None:
+    """Raise one error that names every bad case, and the remedy.
+
+    Raises
+    ------
+    DataError
+        If there is a problem; one line each.
+    """
+    if problems:
+        cases = len({problem.case for problem in problems})
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise DataError(f"{cases} case(s) cannot be used:\n{lines}\n{remedy}")
+
+
+def group_equal_images(digests: Iterable[tuple[Case, str]]) -> list[list[Case]]:
+    """Return the groups of cases with the same voxels, from pairs of a case and its digest."""
+    cases: dict[str, list[Case]] = defaultdict(list)
+    for case, digest in digests:
+        cases[digest].append(case)
+    return [same for same in cases.values() if len(same) > 1]
+
+
+def remark_on_same_images(digests: Iterable[tuple[Case, str]]) -> list[Finding]:
+    """Remark on images that exist under several names."""
+    remarks = []
+    for first, *rest in group_equal_images(digests):
+        crosses = any(("label" in first) != ("label" in case) for case in rest)
+        also = f"also {list_some([case['case'] for case in rest])}"
+        kind = "trains-and-tests" if crosses else "same-image"
+        remarks.append(Finding.of(first, kind, also))
+    return remarks
+
+
+def refuse_held_out(
+    digests: Iterable[tuple[Case, str]], validation: Container[str], where: str = ""
+) -> dict[str, list[Finding]]:
+    """Return problems of training cases whose image also validates: the network would have memorised it.
+
+    Parameters
+    ----------
+    digests
+        Pairs of a case and its digest, on both sides of the split.
+    validation
+        Ids of the validation cases.
+    where
+        Name of the split, for the message.
+    """
+    refused: dict[str, list[Finding]] = {}
+    for same in group_equal_images(digests):
+        held_out = [case["case"] for case in same if case["case"] in validation]
+        for case in same if held_out else ():
+            if case["case"] not in validation:
+                message = (
+                    f"{name_files(case['image'])} holds the same voxels as the validation case {held_out[0]}{where}; "
+                    "keep one of them, or both on one side of the split"
+                )
+                refused[case["case"]] = [Finding.of(case, "leak", message)]
+    return refused
+
+
+def report_leaks(digests: Sequence[tuple[Case, str]], splits: Sequence[Split]) -> list[Finding]:
+    """Return a problem of each case that trains in a fold in which its image validates."""
+    found: dict[str, Finding] = {}
+    for number, split in enumerate(splits):
+        leaks = refuse_held_out(digests, set(split.validation), f" of fold {number}")
+        for name, [leak] in leaks.items():
+            found.setdefault(name, leak)
+    return list(found.values())

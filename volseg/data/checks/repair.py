@@ -39,7 +39,7 @@ from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
 from volseg.transforms.grid import Grid
 
-__all__ = ["RepairedTask", "repair_task"]
+__all__ = ["repair_task"]
 
 ROUNDED_VOXELS = 0.25
 """Largest distance of a label from its image that counts as rounding: half of the usual error of half a voxel."""
@@ -149,13 +149,7 @@ def _write_cases(check: TaskCheck, root: Path, keep_bad: bool, workers: int | No
 
 
 def _write_case(
-    case: Case,
-    found: Sequence[Finding],
-    *,
-    task: Task,
-    root: Path,
-    keep_bad: bool,
-    once: Mapping[str, Sequence[str]],
+    case: Case, found: Sequence[Finding], *, task: Task, root: Path, keep_bad: bool, once: Mapping[str, Sequence[str]]
 ) -> _Outcome:
     """Copy a case with possible repairs; ``once`` maps cases to their duplicates, which are left out."""
     kinds = {finding.kind for finding in found}

@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks.comparing import compare_cases, describe_data
-from volseg.data.checks.copies import report_copies
+from volseg.data.checks.comparing import compare_cases, describe_data, report_copies
 from volseg.data.checks.facts import ComparedCase, measure
-from volseg.data.checks.findings import group_equal_images, remark_on_same_images, report_leaks, summarise_kind
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.placing import report_displaced_labels
-from volseg.data.checks.reading import CheckedCase, read_case
+from volseg.data.checks.reading import (
+    CheckedCase,
+    expect_bytes,
+    group_equal_images,
+    read_case,
+    remark_on_same_images,
+    report_leaks,
+    summarise_kind,
+)
 from volseg.data.groups import assign_patients, list_split_patients, propose_groups
 from volseg.data.readers import list_files
 from volseg.data.splits import Split, folds
@@ -27,15 +33,12 @@ from volseg.files import replacing
 from volseg.formatting import align_columns, list_some
 from volseg.memory import available_bytes
 
-__all__ = ["TaskCheck", "Verdict", "check_task"]
+__all__ = ["TaskCheck", "check_task"]
 
 Verdict = Literal["ok", "look", "bad"]
 
 FOLDS = 5
 """Folds of a training with a default config."""
-
-BYTES_PER_STORED = 12
-"""Memory of reading and checking per byte of voxels: stored, as float32 in two orders, and masks (uint8: 11.7)."""
 
 FIELDS = ("image", "label")
 JSON_FORMAT = "volseg data check, 1"
@@ -68,7 +71,8 @@ class TaskCheck:
         found: dict[str, set[str]] = defaultdict(set)
         for finding in self.findings:
             found[finding.case].add(finding.severity)
-        return {name: _judge(found[name]) for name in (case["case"] for case in self.cases)}
+        names = [case["case"] for case in self.cases]
+        return {name: "bad" if "bad" in found[name] else "look" if found[name] else "ok" for name in names}
 
     def count(self) -> dict[Verdict, int]:
         """Return the number of cases with each verdict."""
@@ -132,12 +136,6 @@ def _list_problems(problems: Sequence[Finding]) -> Iterator[tuple[str, str, str,
             yield "bad", f"{len(cases)} cases", kind, f"each {said}: {list_some(cases)}"
 
 
-def _judge(severities: set[str]) -> Verdict:
-    if "bad" in severities:
-        return "bad"
-    return "look" if severities else "ok"
-
-
 def check_task(
     task: Task,
     *,
@@ -161,12 +159,14 @@ def check_task(
     cases = (*task.training, *task.test)
     given = task.splits if splits is None else splits
     groups, of_patients = check_patients(task, group, given)
-    splits = given or _default_splits(task, groups)
+    ids = [case["case"] for case in task.training]
+    num_patients = len(ids if groups is None else set(groups.values()))
+    splits = given or (folds(ids, FOLDS, groups=groups) if num_patients >= FOLDS else [])
     # Half, because a file's size is only an estimate of its memory.
     allowance = Allowance(available_bytes() // 2)
 
     def read(case: Case) -> tuple[CheckedCase, ComparedCase]:
-        with allowance.taken(_expect_bytes(case)):
+        with allowance.taken(expect_bytes(case)):
             checked = read_case(case, task)
             facts = measure(checked, case, task)
             # Drop the volumes.
@@ -199,32 +199,6 @@ def check_task(
         facts=tuple(facts),
         equal=tuple(tuple(names) for names in same if len({labels[name] for name in names}) == 1),
     )
-
-
-def _default_splits(task: Task, groups: Mapping[str, str] | None) -> list[Split]:
-    ids = [case["case"] for case in task.training]
-    num_patients = len(ids if groups is None else set(groups.values()))
-    return folds(ids, FOLDS, groups=groups) if num_patients >= FOLDS else []
-
-
-def _expect_bytes(case: Case) -> int:
-    """Return the approximate memory for reading a case, judged only by its files."""
-    fields = [list_files(case[name]) for name in FIELDS if name in case]
-    return BYTES_PER_STORED * sum(_stored_bytes(file) for files in fields for file in files)
-
-
-def _stored_bytes(path: Path) -> int:
-    try:
-        if path.is_dir():
-            return sum(file.stat().st_size for file in path.iterdir())
-        size = path.stat().st_size
-        if path.suffix.lower() != ".gz" or size < 4 or not path.is_file():
-            return size
-        with path.open("rb") as file:  # gzip's last four bytes: the uncompressed size, up to 4 GiB
-            file.seek(-4, 2)
-            return max(size, int.from_bytes(file.read(4), "little"))
-    except OSError:  # its reader reports the fault
-        return 0
 
 
 def check_patients(

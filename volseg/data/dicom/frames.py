@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from volseg.data.dicom.elements import Header, Item, parse_numbers
+from volseg.data.dicom.elements import BINARY, GROUPS, STATES, TAGS, UNITS, Header, Item, parse_numbers
 from volseg.data.dicom.pixels import Stored, describe_stored
-from volseg.data.dicom.tags import BINARY, GROUPS, STATES, TAGS, UNITS
 from volseg.errors import ReaderError
 
 __all__ = ["Frame", "list_frames"]

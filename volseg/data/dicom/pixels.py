@@ -13,8 +13,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from volseg.data.content import require_held
-from volseg.data.dicom.elements import BIG_ENDIAN, IMPLICIT, SEQUENCE_END, Header, Pixels, Tag
-from volseg.data.dicom.tags import OVERLAY_BITS, TAGS
+from volseg.data.dicom.elements import BIG_ENDIAN, IMPLICIT, OVERLAY_BITS, SEQUENCE_END, TAGS, Header, Pixels, Tag
 from volseg.data.itk import simpleitk
 from volseg.errors import DamagedFileError, ReaderError
 
@@ -217,11 +216,8 @@ def _strip(header: Header, stored: Stored) -> bytes:
         return struct.pack("<HH2sH", *tag, kind, len(value)) + value
 
     capture, uid = SECONDARY_CAPTURE.encode(), UID.encode()
-    information = (
-        element((0x0002, 0x0002), b"UI", capture)
-        + element((0x0002, 0x0003), b"UI", uid)
-        + element((0x0002, 0x0010), b"UI", header.syntax.encode("latin-1"))
-    )
+    named = {0x0002: capture, 0x0003: uid, 0x0010: header.syntax.encode("latin-1")}
+    information = b"".join(element((0x0002, tag), b"UI", value) for tag, value in named.items())
     numbers = {
         "Rows": stored.rows,
         "Columns": stored.columns,

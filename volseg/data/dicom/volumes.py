@@ -14,10 +14,9 @@ import numpy as np
 from monai.data import MetaTensor
 
 from volseg.data.content import require_memory
-from volseg.data.dicom.elements import Header, decode_text, read_elements, read_header
+from volseg.data.dicom.elements import TAGS, WANTED, Header, decode_text, read_elements, read_header
 from volseg.data.dicom.frames import Frame, list_frames
 from volseg.data.dicom.pixels import read_stored
-from volseg.data.dicom.tags import TAGS, WANTED
 from volseg.data.itk import lps_to_ras
 from volseg.data.volume import as_volume
 from volseg.errors import ReaderError
@@ -47,7 +46,10 @@ def read_dicom_series(path: Path) -> MetaTensor:
     headers = [_require_header(file) for file in list_slices(path)]
     frames, affine = stack_frames([frame for header in headers for frame in list_frames(header)])
     voxels = _read_voxels(headers, frames)
-    return as_volume(voxels.transpose(2, 1, 0)[None], affine, path, stored=_choose_dtype(frames))
+    # The smallest type for all values.
+    is_rescaled = any((frame.slope, frame.intercept) != (1, 0) for frame in frames)
+    stored = np.dtype(np.float32) if is_rescaled else np.result_type(*{frame.stored.dtype for frame in frames})
+    return as_volume(voxels.transpose(2, 1, 0)[None], affine, path, stored=stored)
 
 
 def list_slices(path: Path) -> list[Path]:
@@ -114,13 +116,6 @@ def _require_header(file: Path) -> Header:
     if header is None:  # it was DICOM when its folder was listed
         raise ReaderError(f"{file} is no readable DICOM file; fetch it again or take it out of the series")
     return header
-
-
-def _choose_dtype(frames: Sequence[Frame]) -> np.dtype:
-    """Return the smallest type for all values: the stored type if no value is rescaled, else float32."""
-    if any((frame.slope, frame.intercept) != (1, 0) for frame in frames):
-        return np.dtype(np.float32)
-    return np.result_type(*{frame.stored.dtype for frame in frames})
 
 
 def _read_voxels(headers: Sequence[Header], frames: Sequence[Frame]) -> np.ndarray:

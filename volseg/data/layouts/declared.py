@@ -5,7 +5,7 @@ Labels are read in both usual directions: MSD's ``{"0": "background", "1": "edem
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,7 +24,6 @@ __all__ = [
     "DeclaredLabels",
     "add_labelled",
     "make_task",
-    "name_task",
     "note_columns",
     "read_channel_names",
     "read_labelled",
@@ -37,16 +36,10 @@ MANIFESTS = ("dataset.json", "task.yaml")
 """Files that may describe a data set."""
 
 KEYS: Mapping[str, type | tuple[type, ...]] = {
-    "labels": dict,
-    "modality": (dict, list),
-    "channel_names": (dict, list),
-    "regions": dict,
-    "regions_class_order": list,
+    **dict.fromkeys(("labels", "regions", "labelled", "dataset"), dict),
+    **dict.fromkeys(("modality", "channel_names"), (dict, list)),
+    **dict.fromkeys(("regions_class_order", "training", "test"), list),
     "ignore": int,
-    "labelled": dict,
-    "training": list,
-    "test": list,
-    "dataset": dict,
     "file_ending": str,
 }
 """Keys of a manifest that are read, and the type of each value.
@@ -372,15 +365,17 @@ def add_labelled(cases: Sequence[Case], declared: Any, labels: Mapping[int, str]
         return tuple(cases)
     if not isinstance(declared, dict):
         raise DataError(f"{source}: 'labelled' should map case ids to lists of labels, got {type(declared).__name__}")
-    ids = {case["case"] for case in cases}
-    if unknown := [name for name in declared if name not in ids]:
-        raise DataError(
-            f"{source}: 'labelled' names {unknown[0]!r}, which is no case; {did_you_mean(str(unknown[0]), ids)}"
-        )
+    _require_cases(declared, "labelled", cases, source)
     found = {name: read_labelled(members, labels, f"{source}, {name}") for name, members in declared.items()}
     return tuple(
         case if found.get(case["case"]) is None else {**case, "labelled": found[case["case"]]} for case in cases
     )
+
+
+def _require_cases(named: Iterable[object], key: str, cases: Sequence[Case], source: Path) -> None:
+    known = {case["case"] for case in cases}
+    if unknown := [str(name) for name in named if name not in known]:
+        raise DataError(f"{source}: {key!r} names {unknown[0]!r}, which is no case; {did_you_mean(unknown[0], known)}")
 
 
 def make_task(
@@ -431,9 +426,7 @@ def _read_patients(declared: Mapping[str, Any], cases: Sequence[Case], source: P
         return {}
     if not isinstance(patients, Mapping) or not all(_is_name(value) for value in patients.values()):
         raise DataError(f"{source}: 'patients' should map each case to its patient, got {str(patients)[:80]!r}")
-    known = [case["case"] for case in cases]
-    if unknown := [name for name in patients if name not in known]:
-        raise DataError(f"{source}: 'patients' names {unknown[0]!r}; {did_you_mean(str(unknown[0]), known)}")
+    _require_cases(patients, "patients", cases, source)
     return {"patients": {name: str(value).strip() for name, value in patients.items()}}
 
 

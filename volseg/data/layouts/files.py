@@ -8,22 +8,13 @@ from pathlib import Path, PureWindowsPath
 
 from volseg.data.cases import Case
 from volseg.data.dicom.labels import find_dicom_label
-from volseg.data.readers import list_files, match_suffix
+from volseg.data.readers import list_case_files, list_files, match_suffix
 from volseg.errors import DataError
 from volseg.files import require_text
 from volseg.formatting import list_duplicates, list_some
 from volseg.launched import read_launch
 
-__all__ = [
-    "LONGEST_NAME",
-    "join_inside",
-    "list_images",
-    "list_labels",
-    "log_once",
-    "require_id",
-    "sort_cases",
-    "split_path",
-]
+__all__ = ["join_inside", "list_images", "list_labels", "log_once", "require_id", "sort_cases", "split_path"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +65,7 @@ def sort_cases(
     """
     training, test = (sorted(cases, key=lambda case: case["case"]) for cases in (training, test))
     for case in (*training, *test):
-        require_text([case["case"], *_list_all(case)], f"a case of {source} or a file of it")
+        require_text([case["case"], *list_case_files(case)], f"a case of {source} or a file of it")
     if not training:
         raise DataError(
             f"{source} declares no training cases; needed: 'training': [{{'image': ..., 'label': ...}}, ...]"
@@ -84,8 +75,12 @@ def sort_cases(
             f"{source} declares {len(doubled)} case(s) more than once, first {doubled[0]!r}; keep each once"
         )
     _refuse_shared_files([*training, *test], source)
-    if require_files:
-        _refuse_absent(training, source)
+    absent = [path for case in training for path in list_case_files(case) if not path.exists()] if require_files else []
+    if absent:
+        shown = list_some([str(_shorten(path, source)) for path in absent])
+        raise DataError(
+            f"{source} declares {len(absent)} absent file(s): {shown}; fetch them, or take the cases out of the list"
+        )
     return tuple(training), tuple(_drop_absent(test, source))
 
 
@@ -140,25 +135,12 @@ def split_path(text: str, where: str) -> PureWindowsPath:
     return PureWindowsPath(text)
 
 
-def _list_all(case: Case) -> list[Path]:
-    return [*list_files(case["image"]), *([case["label"]] if "label" in case else [])]
-
-
 def _refuse_shared_files(cases: Sequence[Case], source: Path) -> None:
     """Raise if a file is given for two fields or cases: one would learn from the other's label."""
-    if doubled := list_duplicates(str(path) for case in cases for path in _list_all(case)):
+    if doubled := list_duplicates(str(path) for case in cases for path in list_case_files(case)):
         raise DataError(
             f"{source} names {len(doubled)} file(s) more than once, first {_shorten(Path(doubled[0]), source)}; each "
             "image and each label needs a file of its own"
-        )
-
-
-def _refuse_absent(cases: Sequence[Case], source: Path) -> None:
-    absent = [path for case in cases for path in _list_all(case) if not path.exists()]
-    if absent:
-        shown = list_some([str(_shorten(path, source)) for path in absent])
-        raise DataError(
-            f"{source} declares {len(absent)} absent file(s): {shown}; fetch them, or take the cases out of the list"
         )
 
 

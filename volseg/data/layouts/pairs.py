@@ -15,15 +15,22 @@ from typing import Any
 
 from volseg.data.cases import Case, Task
 from volseg.data.dicom.labels import DicomLabel, find_dicom_label, read_image_text
-from volseg.data.layouts.channels import SEPARATORS, group_channels, image_of
 from volseg.data.layouts.declared import make_task
 from volseg.data.layouts.files import list_images, list_labels, log_once, require_id, sort_cases
-from volseg.data.layouts.naming import match_channels, name_channels, name_labels
+from volseg.data.layouts.naming import (
+    SEPARATORS,
+    cut_channel,
+    group_channels,
+    image_of,
+    match_channels,
+    name_channels,
+    name_labels,
+)
 from volseg.data.readers import match_suffix, stem
 from volseg.errors import DataError
 from volseg.formatting import list_some
 
-__all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "Arrangement", "detect_arrangement", "load_pairs"]
+__all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "detect_arrangement", "load_pairs"]
 
 IMAGE_FOLDERS = ("images", "image", "imagesTr", "img", "imgs", "scans", "volumes")
 LABEL_FOLDERS = ("labels", "label", "labelsTr", "masks", "mask", "seg", "segs", "segmentation", "segmentations")
@@ -120,12 +127,8 @@ def _is_label(path: Path) -> bool:
 
 def _cut_label_word(name: str) -> str | None:
     """Return the part before the word for labels at the end of a name, or None without such a word."""
-    for word in sorted(LABEL_WORDS, key=len, reverse=True):
-        if name.casefold() == word:
-            return ""
-        if name.casefold().endswith(word) and name[-len(word) - 1] in SEPARATORS:
-            return name[: -len(word) - 1]
-    return None
+    found = cut_channel(name, LABEL_WORDS)
+    return None if found is None else found[0]
 
 
 def load_pairs(

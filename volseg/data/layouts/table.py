@@ -28,15 +28,14 @@ from typing import NamedTuple
 
 from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Case, Task
-from volseg.data.layouts.channels import image_of
 from volseg.data.layouts.declared import make_task, read_manifest
 from volseg.data.layouts.files import log_once, require_id, sort_cases, split_path
-from volseg.data.layouts.naming import match_channels, name_channels, name_labels
+from volseg.data.layouts.naming import image_of, match_channels, name_channels, name_labels
 from volseg.data.splits import Split
 from volseg.errors import DataError
 from volseg.formatting import list_duplicates
 
-__all__ = ["TABLES", "LabelRow", "load_table", "read_images", "read_labels"]
+__all__ = ["TABLES", "load_table", "read_images", "read_labels"]
 
 TABLES = (".csv", ".tsv")
 """Suffixes of tables."""
@@ -140,21 +139,16 @@ def read_labels(path: Path) -> dict[str, LabelRow]:
         If the table cannot be read, has no label map, or a case or a prediction occurs twice.
     """
     table = _read(path, ("case", "label"))
-    rows = {
-        where: (
-            require_id(row["case"], where),
-            LabelRow(
-                _locate(row["label"], "label", table, where), row.get("prediction"), _split(row.get("labelled", ""))
-            ),
-        )
-        for where, row in table.rows
-        if row["label"]
-    }
-    found = dict(rows.values())
+    rows = []
+    for where, row in table.rows:
+        if row["label"]:
+            label, labelled = _locate(row["label"], "label", table, where), _split(row.get("labelled", ""))
+            rows.append((require_id(row["case"], where), LabelRow(label, row.get("prediction"), labelled)))
+    found = dict(rows)
     if not found:
         raise DataError(f"{path} names no label map; needed: a path under 'label'")
     named = [row.prediction for row in found.values() if row.prediction]
-    if doubled := list_duplicates(case for case, _ in rows.values()) or list_duplicates(named):
+    if doubled := list_duplicates(case for case, _ in rows) or list_duplicates(named):
         raise DataError(f"{path} names {doubled[0]!r} twice; needed: a row per case, each with its own prediction")
     return found
 
@@ -163,7 +157,9 @@ def _read(path: Path, required: Sequence[str]) -> _Table:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = file.readlines()
-        reader = csv.reader(lines, delimiter=_detect_delimiter(lines, path), skipinitialspace=True, strict=True)
+        first = next((line for line in lines if line.strip()), "")
+        delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
+        reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
         rows = [
             (reader.line_num, [cell.strip() for cell in row]) for row in reader if any(cell.strip() for cell in row)
         ]
@@ -184,12 +180,6 @@ def _read(path: Path, required: Sequence[str]) -> _Table:
         columns=columns,
         rows=tuple((f"{path}, line {number}", dict(zip(columns, cells, strict=True))) for number, cells in rows[1:]),
     )
-
-
-def _detect_delimiter(lines: Sequence[str], path: Path) -> str:
-    """Return the delimiter of cells: tabs in a TSV; else the most frequent one in the first line."""
-    first = next((line for line in lines if line.strip()), "")
-    return "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
 
 
 def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) -> tuple[str, ...]:

@@ -14,13 +14,11 @@ from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import read_channel_names, read_regions
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.exchange.nnunet.plans import NnunetPlan, parse_plan, read_plan
-from volseg.exchange.torch_file import read_torch_file
+from volseg.exchange.tensors import read_torch_file
 
 __all__ = [
-    "CHECKPOINT",
     "FILES",
     "NnunetModel",
-    "NnunetWeights",
     "is_nnunet_model",
     "locate_nnunet",
     "parse_nnunet",

@@ -19,9 +19,16 @@ from volseg.data.json_files import read_json
 from volseg.errors import ConfigError
 from volseg.evaluation.summary import read_summary
 from volseg.exchange.archive import write_archive
-from volseg.exchange.bundle import BundleSource, is_monais, write_bundle
+from volseg.exchange.formats import (
+    BundleSource,
+    is_monais,
+    require_same_logits,
+    trace,
+    write_bundle,
+    write_onnx,
+    write_torchscript,
+)
 from volseg.exchange.tensors import pack_tensors
-from volseg.exchange.traced import require_same_logits, trace, write_onnx, write_torchscript
 from volseg.experiment.prediction.imported import MEMBERS, POSTPROCESSING, WEIGHTS
 from volseg.experiment.prediction.sources import load_trained, require_runs
 from volseg.experiment.prediction.trained import Trained, open_run

@@ -22,10 +22,8 @@ from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import read_archive
 from volseg.exchange.nnunet.folder import FILES, NnunetModel, parse_nnunet, read_alone
 from volseg.exchange.nnunet.network import rename_weights
-from volseg.exchange.nnunet.predictor import NnunetPredictor
-from volseg.exchange.nnunet.preprocessing import build_preprocessing
-from volseg.exchange.tensors import unpack_tensors
-from volseg.exchange.torch_file import read_torch_file
+from volseg.exchange.nnunet.predictor import NnunetPredictor, build_preprocessing
+from volseg.exchange.tensors import read_torch_file, unpack_tensors
 from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.placement.placed_network import choose_device
 from volseg.experiment.prediction.trained import SourceNetwork

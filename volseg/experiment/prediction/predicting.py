@@ -16,8 +16,8 @@ from volseg.data.cases import Case
 from volseg.data.dicom.elements import is_dicom
 from volseg.data.dicom.series import FoundSeries, choose_series, gather_series, name_series, search_series
 from volseg.data.labels import format_colour_tables
-from volseg.data.layouts.channels import group_channels, name_image
 from volseg.data.layouts.files import list_images
+from volseg.data.layouts.naming import group_channels, name_image
 from volseg.data.layouts.table import TABLES, read_images
 from volseg.data.readers import list_files, match_suffix, name_files
 from volseg.errors import ConfigError, DataError

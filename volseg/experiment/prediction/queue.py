@@ -17,8 +17,8 @@ from volseg.config.records import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.case_store.preprocessed import preprocess
 from volseg.data.cases import Case
-from volseg.data.checks import (
-    Remark,
+from volseg.data.checks.kinds import Remark
+from volseg.data.checks.reading import (
     digest_voxels,
     inspect_cases,
     read_case,
