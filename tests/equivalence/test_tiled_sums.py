@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import WAYS, assert_no_coarser, assert_small, measure_rounding, on_slabs
 from in_group import in_group
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.spatial.convolution import plan
 from volseg.parallel.spatial.lazy import tiled_addition
-from volseg.parallel.verification.verify import TOLERANCE, compare
+from volseg.parallel.verification.verify import compare
 
 spatial = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("spatial_cases.py"))))
 
@@ -54,11 +55,6 @@ def written_by_tiles() -> Iterator[list[int]]:
         yield found
 
 
-def assert_equal(errors: dict[str, float]) -> None:
-    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
-    assert not wrong, f"largest relative errors: {wrong}"
-
-
 def run_vnet(**where: Any) -> dict[str, float]:
     case = replace(spatial.VNET, steps=2, options={**spatial.VNET.options, "checkpoint": "tiled"})
     return spatial.run(case, **where)
@@ -72,7 +68,7 @@ def run_vnet_in_process() -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]])
 def test_vnet_with_sums_by_tiles_equals_the_plain_one(devices: list[str], written_by_tiles: list[int]) -> None:
-    assert_equal(run_vnet(devices=devices, fixed_order=len(devices) > 1))
+    assert_small(run_vnet(devices=devices, fixed_order=len(devices) > 1))
     assert len(written_by_tiles) >= 2 * 2
 
 
@@ -80,7 +76,7 @@ def test_vnet_with_sums_by_tiles_equals_the_plain_one(devices: list[str], writte
 @pytest.mark.parametrize("processes", [2, 3])
 def test_vnet_on_processes_with_sums_by_tiles_equals_the_plain_one(processes: int) -> None:
     for errors in in_group(processes, run_vnet_in_process):
-        assert_equal(errors)
+        assert_small(errors)
 
 
 class Residual(nn.Module):
@@ -145,7 +141,7 @@ def test_a_level_with_sums_by_tiles_equals_the_plain_one(
         before = len(written_by_tiles)
         model = ModelParallel(copy.deepcopy(plain), strategy=options, devices=devices)
         volume = torch.randn(samples, 2, 20, 6, 8, dtype=torch.float64)
-        assert_equal(compare(copy.deepcopy(plain), model, [volume], steps=2))
+        assert_small(compare(copy.deepcopy(plain), model, [volume], steps=2))
         assert len(written_by_tiles) > before
 
 
@@ -160,7 +156,7 @@ def compare_level() -> dict[str, float]:
 
 def test_processes_with_sums_by_tiles_equal_one_device() -> None:
     for errors in in_group(2, compare_level):
-        assert_equal(errors)
+        assert_small(errors)
 
 
 @pytest.mark.parametrize("frozen", ["first", "norm", "high", "last", "up"])
@@ -169,7 +165,7 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs(frozen: str, wr
     plain = Residual().double()
     getattr(plain, frozen).requires_grad_(False)
     model = ModelParallel(copy.deepcopy(plain), strategy=Spatial(checkpoint="tiled"), devices=["cpu"])
-    assert_equal(compare(plain, model, [torch.randn(1, 2, 20, 6, 8, dtype=torch.float64)], steps=2))
+    assert_small(compare(plain, model, [torch.randn(1, 2, 20, 6, 8, dtype=torch.float64)], steps=2))
     assert written_by_tiles
 
 
@@ -190,45 +186,26 @@ def test_a_sum_that_others_read_too_gets_all_of_its_gradient(written_by_tiles: l
         options = Spatial(checkpoint="tiled", fixed_order=len(devices) > 1)
         model = ModelParallel(copy.deepcopy(plain), strategy=options, devices=devices)
         volume = torch.randn(1, 2, 20, 6, 8, dtype=torch.float64)
-        assert_equal(compare(copy.deepcopy(plain), model, [volume], steps=2))
+        assert_small(compare(copy.deepcopy(plain), model, [volume], steps=2))
     assert written_by_tiles
 
 
 def test_half_precision_is_as_near_to_float64_as_without_tiles() -> None:
     """Under autocast the sums have two types, as V-Net's; nothing is rounded that the plain network does not round."""
     torch.manual_seed(7)
-    plain = Residual(act=in_place)
-    volume = torch.randn(1, 2, 20, 16, 16)
-    truth = copy.deepcopy(plain).double()
-    truth(volume.double()).square().mean().backward()
-    expected = [p.grad for p in truth.parameters()]
     backward, taken = tiled_addition._AddInTiles.backward, []
 
     def count(ctx: Any, *gradients: Tensor) -> Any:
         taken.extend(gradient.dtype for gradient in gradients)
         return backward(ctx, *gradients)
 
-    errors = {}
-    for checkpoint in (None, "all", "tiled"):
-        net = copy.deepcopy(plain)
-        options = Spatial(checkpoint=checkpoint)
-        model = net if checkpoint is None else ModelParallel(net, strategy=options, devices=["cpu"])
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            patch.object(tiled_addition._AddInTiles, "backward", staticmethod(count)),
-        ):
-            output = model(volume)
-            loss = (output if isinstance(output, Tensor) else output.full_tensor()).float().square().mean()
-            loss.backward()
-        found = [p.grad for p in net.parameters()]
-        errors[checkpoint] = max(
-            float((a.double() - b).norm() / b.norm())
-            for a, b in zip(found, expected, strict=True)
-            if b.norm() > 1e-3 * max(map(torch.linalg.vector_norm, expected))
-        )
+    net, volume = Residual(act=in_place), torch.randn(1, 2, 20, 16, 16)
+    ways = None, WAYS["one, recomputed"], on_slabs(1, checkpoint="tiled")
+    with patch.object(tiled_addition._AddInTiles, "backward", staticmethod(count)):
+        plain, whole, tiled = measure_rounding(net, volume, *ways)
     # The skip's gradient is float32, as in the plain network; the last sum's is the convolution's own.
     assert set(taken) == {torch.float32, torch.bfloat16}
-    assert errors["tiled"] <= 1.5 * max(errors[None], errors["all"]), errors
+    assert_no_coarser(tiled, plain, whole)
 
 
 def test_a_hook_on_a_sum_by_tiles_gets_its_gradient_or_is_refused(written_by_tiles: list[int]) -> None:

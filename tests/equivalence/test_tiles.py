@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import WAYS, assert_no_coarser, assert_small, measure_rounding, on_slabs
 from in_group import in_group
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.spatial.convolution import plan, tiles
 from volseg.parallel.spatial.lazy import transposed
-from volseg.parallel.verification.verify import TOLERANCE, compare
+from volseg.parallel.verification.verify import compare
 
 spatial = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("spatial_cases.py"))))
 
@@ -65,11 +66,6 @@ def run_in_process(name: str) -> dict[str, float]:
         return run(name)
 
 
-def assert_equal(errors: dict[str, float]) -> None:
-    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
-    assert not wrong, f"largest relative errors: {wrong}"
-
-
 TILED = {
     "dynunet all recomputed": (True, True),
     "dynunet residual anisotropic": (True, True),
@@ -81,19 +77,19 @@ TILED = {
 
 @pytest.mark.parametrize("name", sorted(TILED))
 def test_a_network_by_tiles_equals_the_plain_one(name: str, counted: dict[str, int]) -> None:
-    assert_equal(run(name, devices=["cpu"]))
+    assert_small(run(name, devices=["cpu"]))
     assert (counted["convolutions"] > 0, counted["transposed"] > 0) == TILED[name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*spatial.CASES, "vnet"} - set(TILED)))
 def test_every_other_network_by_tiles_equals_the_plain_one(name: str) -> None:
-    assert_equal(run(name, devices=["cpu"]))
+    assert_small(run(name, devices=["cpu"]))
 
 
 @pytest.mark.parametrize("name", ["dynunet all recomputed", "channels last"])
 def test_slabs_of_one_process_by_tiles_equal_one_device(name: str, counted: dict[str, int]) -> None:
-    assert_equal(run(name, devices=["cpu"] * 2, fixed_order=True))
+    assert_small(run(name, devices=["cpu"] * 2, fixed_order=True))
     assert counted["convolutions"] > 0
     assert counted["transposed"] > 0
 
@@ -101,14 +97,14 @@ def test_slabs_of_one_process_by_tiles_equal_one_device(name: str, counted: dict
 @pytest.mark.parametrize("name", ["channels last, one sample"])
 def test_processes_by_tiles_equal_one_device(name: str) -> None:
     for errors in in_group(2, run_in_process, name):
-        assert_equal(errors)
+        assert_small(errors)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dynunet all recomputed", "attention unet", "vnet"])
 def test_more_processes_by_tiles_equal_one_device(name: str) -> None:
     for errors in in_group(3, run_in_process, name):
-        assert_equal(errors)
+        assert_small(errors)
 
 
 class Level(nn.Module):
@@ -156,7 +152,7 @@ def test_a_level_by_tiles_equals_the_plain_one(
         before = dict(counted)
         model = ModelParallel(copy.deepcopy(plain), strategy=options, devices=["cpu"] * shards)
         volume = torch.randn(samples, 1, 20, 6, 8, dtype=torch.float64)
-        assert_equal(compare(copy.deepcopy(plain), model, [volume], steps=2))
+        assert_small(compare(copy.deepcopy(plain), model, [volume], steps=2))
         assert all(counted[kind] > before[kind] for kind in counted)
 
 
@@ -166,29 +162,16 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs() -> None:
     for module in (plain.first, plain.norm, plain.up, plain.way_up[0]):
         module.requires_grad_(False)
     model = ModelParallel(copy.deepcopy(plain), strategy=Spatial(checkpoint="tiled"), devices=["cpu"])
-    assert_equal(compare(plain, model, [torch.randn(1, 1, 20, 6, 8, dtype=torch.float64)], steps=2))
+    assert_small(compare(plain, model, [torch.randn(1, 1, 20, 6, 8, dtype=torch.float64)], steps=2))
 
 
 def test_half_precision_is_as_near_to_the_plain_network_as_without_tiles(counted: dict[str, int]) -> None:
     """The weight's gradient is added up over tiles in float32: what it differs by is the rounding of what it reads."""
     torch.manual_seed(7)
-    plain = Level(3)
-    volume = torch.randn(1, 1, 20, 16, 16)
-    found = []
-    for checkpoint in (None, "all", "tiled"):
-        options = Spatial(checkpoint=checkpoint)
-        net = copy.deepcopy(plain)
-        model = net if checkpoint is None else ModelParallel(net, strategy=options, devices=["cpu"])
-        with torch.autocast("cpu", torch.bfloat16):
-            output = model(volume)
-        (output if isinstance(output, Tensor) else output.full_tensor()).float().square().mean().backward()
-        found.append([p.grad for p in net.parameters()])
+    net, volume = Level(3), torch.randn(1, 1, 20, 16, 16)
+    plain, whole, tiled = measure_rounding(net, volume, None, WAYS["one, recomputed"], on_slabs(1, checkpoint="tiled"))
     assert counted["convolutions"] > 0
-    expected, whole, tiled = found
-    scale = max(float(gradient.abs().max()) for gradient in expected)
-    errors = [max(float((a - b).abs().max()) for a, b in zip(own, expected, strict=True)) for own in (whole, tiled)]
-    # Each rounds to eight bits at other places than the plain network does: a unit in the last place is 2**-7 at most.
-    assert errors[1] <= max(2 * errors[0], scale * 2**-7)
+    assert_no_coarser(tiled, plain, whole)
 
 
 def test_an_input_that_changed_in_place_is_refused_by_tiles() -> None:
