@@ -78,14 +78,16 @@ def measure_rounding(
 
     wanted = look(None, torch.float64)
     least = 1e-3 * max(float(value.norm()) for name, value in wanted.items() if name != "output")
+    # Of a bias in front of a norm nothing but rounding is left.
+    wanted = {name: value for name, value in wanted.items() if float(value.norm()) > 1e-6 * least}
     return [
         {name: float((found[name] - value).norm()) / max(float(value.norm()), least) for name, value in wanted.items()}
         for found in (look(way, torch.float32) for way in ways)
     ]
 
 
-def assert_no_coarser(ours: dict[str, float], *others: dict[str, float], more: float = 0.02) -> None:
-    """Compare errors of ``measure_rounding``: those of biases in front of norms are of sums that ought to be zero."""
+def assert_no_coarser(ours: dict[str, float], *others: dict[str, float], more: float = 0.01) -> None:
+    """Compare errors of ``measure_rounding``."""
     coarser = {name: error for name, error in ours.items() if not error <= 1.5 * max(o[name] for o in others) + more}
     assert not coarser, f"errors: {coarser}, of others: {others}"
 

@@ -170,7 +170,7 @@ def compare_in_half_precision() -> list[dict[str, float]]:
 
 def test_half_precision_is_as_exact_as_one_devices() -> None:
     for ours, plain in in_group(2, compare_in_half_precision):
-        assert_no_coarser(ours, plain, more=0.05)
+        assert_no_coarser(ours, plain, more=0.02)
 
 
 def change_what_a_convolution_read() -> str:

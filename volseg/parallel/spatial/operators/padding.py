@@ -48,8 +48,8 @@ def pad(
     cut = [dim for dim in volume.dims if pairs[dim] != (0, 0)]
     at_once = bool(cut) and mode == "constant" and min(inside) >= 0
     if any(inside) and not at_once:
-        rest = {"mode": mode, "value": value}
-        volume = _pad_inside(volume, inside, rest)
+        # Modes other than constant need a width for each of the last dims: it is zero for cut dims.
+        volume = wrap(volume, [F.pad(slab, inside, mode=mode, value=value) for slab in volume.slabs])
         inside = []
     for dim in cut:
         volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0, len(widths), inside)
@@ -65,12 +65,6 @@ def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
     if not any(shared):
         return volume
     return wrap(volume, [own.clone() if same else own for own, same in zip(volume.slabs, shared, strict=True)])
-
-
-def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) -> ShardedVolume:
-    # Modes other than constant need a width for each of the last dims: it is zero for cut dims.
-    slabs = [F.pad(slab, widths, **rest) for slab in volume.slabs]
-    return wrap(volume, slabs)
 
 
 def _pad_cut(
