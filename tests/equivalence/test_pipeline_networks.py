@@ -18,6 +18,7 @@ from volseg.errors import ParallelError
 from volseg.models.topology import plan_vnet_topology
 from volseg.parallel import ModelParallel
 from volseg.parallel.pipeline.record.choice import WARM_UP
+from volseg.parallel.verification.comparison import join
 
 census = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("monai_networks.py"))))
 
@@ -140,14 +141,7 @@ def step(run, inputs: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], dict[str, 
 def in_micro_batches(net: nn.Module, size: int):
     """Return what a pipeline computes, without one: the plain network on each micro-batch."""
 
-    def run(*args: Tensor):
-        outputs = [net(*pieces) for pieces in zip(*(x.split(size) for x in args), strict=True)]
-        flat = [pytree.tree_flatten(output) for output in outputs]
-        columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-        return pytree.tree_unflatten(joined, flat[0][1])
-
-    return run
+    return lambda *args: join([net(*pieces) for pieces in zip(*(x.split(size) for x in args), strict=True)])
 
 
 def gradients_of(net: nn.Module) -> dict[str, Tensor]:

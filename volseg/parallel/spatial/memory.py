@@ -115,7 +115,9 @@ class Recomputation:
         checkpointed = saved_tensors_hooks() != self.context.hooks
         given = volumes((args, kwargs)) if torch.is_grad_enabled() and not checkpointed else []
         # A way up reads the coarse level below and the skip of its own level.
-        if not given or not self._chosen(max(volume.shape[2:].numel() for volume in given), finest):
+        voxels = max((volume.shape[2:].numel() for volume in given), default=1)
+        level = round(log2(max(finest / max(voxels, 1), 1)) / 3)
+        if not given or (isinstance(self.levels, int) and level >= self.levels):
             return forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         held = [_HeldTensors(leaf) if isinstance(leaf, ShardedVolume) else leaf for leaf in leaves]
@@ -149,15 +151,9 @@ class Recomputation:
         result = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
         check("by the block itself")
         for leaf in held:
-            if isinstance(leaf, _HeldTensors):
-                leaf.let_go()
+            if isinstance(leaf, _HeldTensors) and leaf.recipe is not None:
+                leaf.volume, leaf.unchanged = None, Unchanged(())
         return result
-
-    def _chosen(self, voxels: int, finest: int) -> bool:
-        if self.levels in ("all", "tiled"):
-            return True
-        level = round(log2(max(finest / max(voxels, 1), 1)) / 3)
-        return level < self.levels  # type: ignore[operator]
 
 
 class _DrawnStates:
@@ -292,11 +288,6 @@ class _HeldTensors:
         # Shape, layout and room of the slabs, without their memory.
         self._likes = build_meta_slabs(volume)
         self._room = get_halo_room(volume._slabs[0])
-
-    def let_go(self) -> None:
-        """Drop the slabs if there is a recipe."""
-        if self.recipe is not None:
-            self.volume, self.unchanged = None, Unchanged(())
 
     def take(self) -> ShardedVolume:
         """Return the input: itself, or to be written again without history, which the recomputation does not need."""

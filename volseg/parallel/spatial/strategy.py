@@ -25,7 +25,7 @@ from volseg.parallel.spatial.outputs import CutInput, finish_result
 from volseg.parallel.spatial.plan.shards import check_axes, choose_dims
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.transport.communicator import Communicator
-from volseg.parallel.spatial.transport.mesh import Processes, join
+from volseg.parallel.spatial.transport.mesh import join
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
@@ -126,9 +126,7 @@ class SpatialStrategy:
     ) -> None:
         self.options = options = options or Spatial()
         self.net = net
-        placed = _find_place(devices, mesh, options)
-        self.communicator: Communicator = placed.communicator if isinstance(placed, Processes) else placed
-        self.replicas = placed.replicas if isinstance(placed, Processes) else None
+        self.communicator, self.replicas = _find_place(devices, mesh, options)
         self.sums: GradientSums | None = None
         self.axes = check_axes(options.axes, self.communicator.grid)
         self.context = Context(self.communicator, options.on_unsupported, net)
@@ -351,12 +349,12 @@ def _make_ordinary(value: Any) -> Any:
     return value.clone() if made_there else value
 
 
-def _find_place(devices: Devices, mesh: Any, options: Spatial) -> LocalDevices | Processes:
+def _find_place(devices: Devices, mesh: Any, options: Spatial) -> tuple[Communicator, dist.ProcessGroup | None]:
     several = is_distributed() or (is_launched() and count_launched() > 1)
     if mesh is not None or (several and devices is None):
         return join(mesh, options.grid, options.fixed_order)
     own = [get_own_device()] if devices is None and is_launched() else name_devices(devices)
-    return LocalDevices(own, options.grid, options.fixed_order)
+    return LocalDevices(own, options.grid, options.fixed_order), None
 
 
 def _put_channels_last(net: nn.Module) -> None:

@@ -154,7 +154,9 @@ class _Convolve(torch.autograd.Function):
         asked = asked._replace(bias=asked.bias and not no_biases)
         rows = [] if ctx.write is None else split_rows(kept, ctx.sizes)
         pairs_kept = list(zip(rows[::2], rows[1::2], strict=True))
-        if ctx.plan.in_parts and _can_derive_in_parts(ctx):
+        # A join of joins has more parts than inputs.
+        joined = isinstance(ctx.write, Join) and len(ctx.write.channels) == len(ctx.channels)
+        if ctx.plan.in_parts and joined and ctx.plan.settings.groups == 1:
             found = _derive_in_parts(ctx, laid, weights, pairs_kept, asked._replace(input=True))
         else:
             # Planes travel while the input is recomputed, and arrive before the weights' gradient begins: its blocks
@@ -243,17 +245,6 @@ class _Derivation:
         rest = [of_slab(asked._replace(input=False)) for of_slab in derive]
         inputs = [None] * len(rest) if finish is None else finish()
         return [(own, weight, bias) for own, (_, weight, bias) in zip(inputs, rest, strict=True)]
-
-
-def _can_derive_in_parts(ctx: Any) -> bool:
-    settings, write = ctx.plan.settings, ctx.write
-    # A join of joins has more parts than inputs.
-    return (
-        isinstance(write, Join)
-        and len(write.channels) == len(ctx.channels)
-        and not settings.transposed
-        and settings.groups == 1
-    )
 
 
 Kept = Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.device.gpus import host_values
 from volseg.device.torch_internals import get_storage_key
-from volseg.parallel.spatial.context import Context, saved_tensors_hooks
+from volseg.parallel.spatial.context import saved_tensors_hooks
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -110,13 +110,9 @@ def _find_group(volume: ShardedVolume, outputs: int) -> int:
     """
     context = volume.context
     is_repeated = context.frugal or saved_tensors_hooks() is not context.hooks
-    return 1 if is_repeated or _keeps_bits(context) else context.groups.get((volume.dims, outputs), 1)
-
-
-def _keeps_bits(context: Context) -> bool:
-    if context.communicator.fixed_order or torch.are_deterministic_algorithms_enabled():
-        return True
-    return KEEPS_BITS_ON_CPU and context.communicator.home.type == "cpu"
+    keeps_bits = context.communicator.fixed_order or torch.are_deterministic_algorithms_enabled()
+    keeps_bits = keeps_bits or (KEEPS_BITS_ON_CPU and context.communicator.home.type == "cpu")
+    return 1 if is_repeated or keeps_bits else context.groups.get((volume.dims, outputs), 1)
 
 
 @handles("Padding and mirroring", "fliplr", "flipud", merged=True)

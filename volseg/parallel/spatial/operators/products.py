@@ -42,7 +42,8 @@ def contract(
     given = [(o, own) for o, own in zip(operands, letters, strict=True) if isinstance(o, ShardedVolume)]
     like, own = next(((o, own) for o, own in given if set(_cut(o, own)) <= set(output)), given[0])
     cut = _cut(like, own)
-    results = [compute(*row) for row in _rows(operands, letters, like, cut)]
+    columns = [_placed(o, own, like, cut) for o, own in zip(operands, letters, strict=True)]
+    results = [compute(*row) for row in zip(*columns, strict=True)]
     if set(cut) <= set(output):
         return wrap(like, results, [list(output).index(letter) for letter in cut])
     refuse_if(set(cut) & set(output), "one cut dim is summed over, and the other one is not")
@@ -54,14 +55,6 @@ def contract(
 
 def _cut(volume: ShardedVolume, letters: Letters) -> list[str]:
     return [letters[dim] for dim in volume.dims]
-
-
-def _rows(
-    operands: Sequence[Tensor], letters: Sequence[Letters], like: ShardedVolume, cut: Letters
-) -> list[tuple[Tensor, ...]]:
-    """Return the local operands of each slab."""
-    columns = [_placed(o, own, like, cut) for o, own in zip(operands, letters, strict=True)]
-    return list(zip(*columns, strict=True))
 
 
 def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters) -> list[Tensor]:

@@ -44,13 +44,6 @@ def generators(volume: ShardedVolume) -> list[torch.Generator | None]:
     return [torch.Generator(slab.device).manual_seed(own) for slab, own in zip(volume.slabs, seeds, strict=True)]
 
 
-def common_generator(volume: ShardedVolume) -> torch.Generator | None:
-    """Return a generator on the home device that draws the same numbers in every process."""
-    if is_recording(volume.device):  # every process's default generator has the same state: see ``recorded_step``
-        return None
-    return torch.Generator(volume.context.communicator.home).manual_seed(draw_seed(volume))
-
-
 FILLS = ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"]
 
 
@@ -172,5 +165,8 @@ def _draw_channels(volume: ShardedVolume, name: str, keep: float) -> list[Tensor
     leading = 1 if spatial == [volume.ndim - 1] else 2
     refuse_if(any(dim < leading for dim in volume.dims), "batch and channels must not be cut")
     shape = [*volume.shape[:leading], *([1] * (volume.ndim - leading))]
-    empty = torch.empty(shape, dtype=volume.dtype, device=volume.context.communicator.home)
-    return volume.context.spread(empty.bernoulli_(keep, generator=common_generator(volume)))
+    home = volume.context.communicator.home
+    # In a recorded step every process's default generator has the same state: see ``recorded_step``.
+    generator = None if is_recording(volume.device) else torch.Generator(home).manual_seed(draw_seed(volume))
+    empty = torch.empty(shape, dtype=volume.dtype, device=home)
+    return volume.context.spread(empty.bernoulli_(keep, generator=generator))
