@@ -21,8 +21,7 @@ from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
 from volseg.parallel.processes.group import start_group
 from volseg.parallel.spatial.plan.shards import Fetch, spans
-from volseg.parallel.spatial.transport import kept_halo
-from volseg.parallel.spatial.transport.halo import Halo, return_gradients, start_filling
+from volseg.parallel.spatial.transport.halo import Halo, put_halo_back, return_gradients, start_filling
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.transport.room import allocate_with_room, extend, own_planes
@@ -269,7 +268,7 @@ class Rounds:
             assert kept is not None
             restored = torch.full_like(buffer, 99)
             own_planes(restored, halo.own).copy_(own_planes(buffer, halo.own))
-            kept_halo.put_back(restored, halo.own, *kept)
+            put_halo_back(restored, halo.own, *kept)
             results.append(restored)
             results += return_gradients([buffer.clone()], [halo])()
         return results

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from beside_plain import assert_no_coarser, measure_rounding
 from narrow_vnet import NarrowVNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -332,6 +333,18 @@ def run(case: Case, **where: Any) -> dict[str, float]:
     return compare(plain, model, [volume], steps=case.steps)
 
 
+def gradient_error(model: nn.Module, plain: nn.Module) -> float:
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
+
+
+def spread_over_ranks(value: Tensor) -> float:
+    """Return 0 if a value has the same bits in all processes."""
+    everyone = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, value.detach())
+    return float(any(not other.equal(value) for other in everyone))
+
+
 def scattered() -> dict[str, float]:
     """Train with a batch that one process loads; the loss and the gradients are those of one device, on every rank."""
     from monai.losses import DiceCELoss
@@ -354,13 +367,8 @@ def scattered() -> dict[str, float]:
     loss.backward()
     expected.backward()
     norms = [torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1) for net in (model, plain)]
-    everyone = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, loss.detach())
     errors = {"loss": float((loss - expected).abs()), "norm": float((norms[0] - norms[1]).abs())}
-    errors["ranks"] = max(float((other - loss).abs()) * 1e30 for other in everyone)  # bit for bit
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    errors["gradients"] = max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
-    return errors
+    return errors | {"ranks": spread_over_ranks(loss), "gradients": gradient_error(model, plain)}
 
 
 def supervised(**where: Any) -> dict[str, float]:
@@ -386,16 +394,8 @@ def supervised(**where: Any) -> dict[str, float]:
     expected = sum(w * monai_loss.get_loss(h, label) for w, h in zip(monai_loss.get_weights(3), heads, strict=True))
     (3 * loss).backward()
     (3 * expected).backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    errors = {
-        "loss": float((loss - expected).detach().abs()),
-        "gradients": max(float((a.grad - b.grad).abs().max()) for a, b in pairs),
-    }
-    if dist.is_initialized():
-        everyone = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, loss.detach())
-        errors["ranks"] = max(float((other - loss).abs()) * 1e30 for other in everyone)  # bit for bit
-    return errors
+    errors = {"loss": float((loss - expected).detach().abs()), "gradients": gradient_error(model, plain)}
+    return errors | ({"ranks": spread_over_ranks(loss)} if dist.is_initialized() else {})
 
 
 def refused() -> dict[str, float]:
@@ -425,8 +425,7 @@ def replicas() -> dict[str, float]:
     own = mesh.get_local_rank("data")
     model(volumes[own : own + 1]).square().mean().backward()
     sum(plain(volume[None]).square().mean() / 2 for volume in volumes).backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return {"gradients": max(float((a.grad - b.grad).abs().max()) for a, b in pairs)}
+    return {"gradients": gradient_error(model, plain)}
 
 
 def dropped() -> dict[str, float]:
@@ -440,12 +439,10 @@ def dropped() -> dict[str, float]:
     )
     voxels = ModelParallel(nn.Dropout(0.5), strategy="spatial")(ones).full_tensor()
     halves = voxels.chunk(dist.get_world_size(), 2)
-    everyone = [torch.empty_like(coarse) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, coarse)
     return {
         "channels": float((channels - channels[..., :1]).abs().max()),
         "some channels": float(not 10 < int((channels[0, :, 0] == 0).sum()) < 54),
-        "coarse": max(float((other - coarse).abs().max()) for other in everyone),
+        "coarse": spread_over_ranks(coarse),
         "voxels": float(halves[0].equal(halves[1])) + abs(float(voxels.mean()) - 1) // 0.1,
     }
 
@@ -463,8 +460,7 @@ def accumulated(**where: Any) -> dict[str, float]:
     for number, volume in enumerate(volumes):
         for net in (plain, model):
             net(volume).square().mean().backward()
-        pairs = list(zip(plain.parameters(), model.parameters(), strict=True))
-        errors[f"gradients {number}"] = max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
+        errors[f"gradients {number}"] = gradient_error(model, plain)
         if number == 1:
             for optimizer in optimizers:
                 optimizer.step()
@@ -475,22 +471,11 @@ def accumulated(**where: Any) -> dict[str, float]:
 def in_half(**where: Any) -> dict[str, float]:
     """Autocast to bfloat16: ours is as far from float64 as the plain network is."""
     torch.manual_seed(7)
-    exact = monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)().double()
-    plain, other = (monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)() for _ in range(2))
-    for net in (plain, other):
-        net.load_state_dict(exact.state_dict())
-    model = ModelParallel(other, strategy="spatial", **where)
-    volume = torch.randn(1, 1, 32, 12, 8)
-    distances = []
-    exact(volume.double()).square().mean().backward()
-    for net in (plain, model):
-        with torch.autocast("cpu", torch.bfloat16):
-            output = net(volume)
-        output.float().square().mean().backward()
-        pairs = zip(exact.parameters(), net.parameters(), strict=True)
-        distances.append(sum(float((a.grad - b.grad).square().sum()) for a, b in pairs) ** 0.5)
-    # bfloat16 has three digits: the distances are dominated by its rounding, and of one size.
-    return {"much further than the plain network": float(not distances[1] < 1.5 * distances[0])}
+    net = monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)()
+    ways = (lambda own: ModelParallel(own, strategy="spatial", **where)), None
+    ours, plain = measure_rounding(net, torch.randn(1, 1, 32, 12, 8), *ways)
+    assert_no_coarser(ours, plain)
+    return {}
 
 
 def different() -> dict[str, float]:

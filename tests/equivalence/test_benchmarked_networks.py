@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from volseg.parallel import FastKernels, ModelParallel
-from volseg.parallel.verification.comparison import TOLERANCE, compare, compare_values, observe_call
+from beside_plain import WAYS, check_beside_plain
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
@@ -22,39 +20,18 @@ SIDES = (32, 16, 16)
 
 WIDE = {"SwinUNETR": (64, 32, 32), "UNETR": (16, 16, 16)}
 
-WAYS = {
-    "fast kernels": lambda net: FastKernels(net, "cpu"),
-    "slabs": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
-}
-
 SLOW = ("VNet", "SwinUNETR")
 """V-Net has 45 million parameters however it is asked for; SwinUNETR takes no volume of less than 64 x 32 x 32."""
 
 LISTED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NETWORKS]
 
 
-def make(name):
-    """Return a plain network, another one of the same values, and a volume."""
+@pytest.mark.parametrize("way", ["fast", "two"])
+@pytest.mark.parametrize("name", LISTED)
+def test_a_network_equals_the_plain_one(name, way):
     sides = WIDE.get(name, SIDES)
-    plain, other = (build(name, sides, small=True).double() for _ in range(2))
-    return plain, other, torch.randn(1, 1, *sides, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LISTED)
-def test_two_steps_equal_those_of_the_plain_network(name, way):
-    plain, other, image = make(name)
-    errors = compare(plain, WAYS[way](other), [image], steps=2)
-    assert {value: error for value, error in errors.items() if not error <= TOLERANCE} == {}
-    assert any(value.startswith("gradient of ") for value in errors)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LISTED)
-def test_evaluation_equals_that_of_the_plain_network(name, way):
-    plain, other, image = make(name)
-    found = compare_values(observe_call(plain.eval(), [image]), observe_call(WAYS[way](other.eval()), [image]))
-    assert found.wrong == {}
+    image = torch.randn(1, 1, *sides, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    check_beside_plain(build(name, sides, small=True).double(), WAYS[way], image)
 
 
 def test_sides_are_those_that_a_network_takes():

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from beside_plain import check_beside_plain
 from every_pair import every_pair
 from monai.networks.nets import DynUNet, HighResNet
 from monai.networks.nets.highresnet import DEFAULT_LAYER_PARAMS_3D
@@ -29,49 +31,12 @@ def build_highresnet() -> nn.Module:
     return HighResNet(3, 1, 2, norm_type="instance", dropout_prob=0.0, layer_params=kept)
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
+Network = tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]
+
+NETWORKS: dict[str, Network] = {
     "DynUNet": (build_dynunet, (2, 1, 16, 8, 16), {"3, 3, 3", "1, 3, 3"}),
     "HighResNet": (build_highresnet, (1, 1, 16, 6, 12), {"3, 3, 3", "3, 3, 3 by 2", "3, 3, 3 by 4"}),
 }
-
-
-def train(net: nn.Module, plain: nn.Module, shape: tuple[int, ...]) -> list[tuple[str, Tensor, Tensor]]:
-    """Take two steps of both; return outputs, gradients, parameters and buffers of both, then those of evaluation."""
-    pairs = []
-    for step in range(2):
-        x = torch.randn(shape, dtype=torch.float64)
-        outputs = net(x), plain(x)
-        for output in outputs:
-            output.square().mean().backward()
-        pairs.append((f"output {step}", outputs[0].detach(), outputs[1].detach()))
-        for (name, one), (_, other) in zip(net.named_parameters(), plain.named_parameters(), strict=True):
-            if other.grad is None:  # of a head that this configuration leaves out
-                continue
-            pairs.append((f"gradient of {name} {step}", one.grad.clone(), other.grad.clone()))
-            for own in (one, other):
-                own.data.sub_(own.grad, alpha=0.1)
-                own.grad = None
-            pairs.append((f"{name} {step}", one.detach().clone(), other.detach().clone()))
-    buffers = zip(net.named_buffers(), plain.named_buffers(), strict=True)
-    pairs += [(name, one, other) for (name, one), (_, other) in buffers]
-    net.eval()
-    plain.eval()
-    with torch.no_grad():
-        pairs.append(("evaluated", net(x), plain(x)))
-    return pairs
-
-
-def check_training(
-    build: Callable[[], nn.Module], shape: tuple[int, ...], shards: int, options: dict[str, Any]
-) -> None:
-    """Train a network on shards beside the plain one."""
-    torch.manual_seed(0)
-    net, plain = (build().double() for _ in range(2))
-    plain.load_state_dict(net.state_dict())
-    cut = {"fixed_order": True} if shards > 1 else {}
-    ours = ModelParallel(net, Spatial(channels_last=True, **{**cut, **options}), devices=["cpu"] * shards)
-    for label, got, wanted in train(ours, plain, shape):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9, msg=lambda text, label=label: f"{label}: {text}")
 
 
 def name_kernel(weight: Tensor, settings: Settings) -> str:
@@ -80,78 +45,65 @@ def name_kernel(weight: Tensor, settings: Settings) -> str:
     return ", ".join(map(str, weight.shape[2:])) + dilated
 
 
-OPTIONS = ([{}, {"checkpoint": "all"}, {"fixed_order": True}], ["plain", "all", "fixed order"])
+FORMS: dict[str, tuple[ModuleType, Form]] = {
+    "groups of 2": (space_to_channels, Groups(2)),
+    "groups of 4": (space_to_channels, Groups(4)),
+    # Its volumes are slices of others' channels: whatever reads them must go by their strides.
+    "zeros in": (padded, ZeroChannels(True, False)),
+    "zeros out": (padded, ZeroChannels(False, True)),
+    "zeros in and out": (padded, ZeroChannels(True, True)),
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "all": {"checkpoint": "all"}, "fixed order": {"fixed_order": True}}
 
 
-@pytest.mark.parametrize(
-    ("shards", "options", "voxels"),
-    every_pair([1, 2], OPTIONS[0], [2, 4], ids=["12", OPTIONS[1], "24"]),
-)
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_trains_in_groups(
-    name: str, shards: int, options: dict[str, Any], voxels: int, monkeypatch: pytest.MonkeyPatch
+def check_form(
+    name: str, network: Network, shards: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build, shape, kernels = NETWORKS[name]
+    """Train a network whose convolutions are computed in a form, on shards, beside the plain one."""
+    (module, form), (build, shape, kernels) = FORMS[name], network
+    directions = ["forward", "input_gradient", "weight_gradient"]
     taken: dict[str, set[str]] = {}
 
-    def note(form: str, compute: Callable[..., Tensor], *given: Any, **group: int) -> Tensor:
-        *_, weight, settings = given if form != "forward" else (*given[:2], *given[3:])
-        assert group == {"voxels": voxels}
-        taken.setdefault(form, set()).add(name_kernel(weight, settings))
-        return compute(*given, **group)
+    def list_forms(direction: str, call: ConvolutionCall) -> list[Form]:
+        plain = call.settings.stride == (1, 1, 1) and call.settings.groups == 1 and not call.settings.transposed
+        several = call.weight.shape[2:].numel() > 1
+        return [form] if isinstance(form, Groups) or (plain and several) else []
 
-    for form in ("forward", "input_gradient", "weight_gradient"):
-        monkeypatch.setattr(space_to_channels, form, partial(note, form, getattr(space_to_channels, form)))
-    monkeypatch.setattr(choice, "_list_forms", lambda direction, call: [Groups(voxels)])
-    check_training(build, shape, shards, options)
-    assert set(taken) == {"forward", "input_gradient", "weight_gradient"}
-    for form, found in taken.items():
-        assert found >= kernels, form
+    def note(direction: str, compute: Callable[..., Tensor], *given: Any, **settings: Any) -> Tensor:
+        weight = given[1] if direction == "forward" else given[-2]
+        taken.setdefault(direction, set()).add(name_kernel(weight, given[-1]))
+        assert settings == form._asdict()
+        return compute(*given, **settings)
 
-
-WHERE = ([(True, False), (False, True), (True, True)], ["in", "out", "both"])
+    for direction in directions:
+        monkeypatch.setattr(module, direction, partial(note, direction, getattr(module, direction)))
+    monkeypatch.setattr(choice, "_list_forms", list_forms)
+    torch.manual_seed(0)
+    cut = {"fixed_order": True} if shards > 1 else {}
+    check_beside_plain(
+        build().double(),
+        lambda net: ModelParallel(net, Spatial(channels_last=True, **{**cut, **options}), devices=["cpu"] * shards),
+        torch.randn(shape, dtype=torch.float64),
+    )
+    assert set(taken) == set(directions)
+    for direction, found in taken.items():
+        assert found >= kernels, direction
 
 
 @pytest.mark.parametrize(
-    ("shards", "options", "filled"),
-    every_pair([1, 2], OPTIONS[0], WHERE[0], ids=["12", OPTIONS[1], WHERE[1]]),
+    ("form", "shards", "options"),
+    every_pair(list(FORMS), [1, 2], list(OPTIONS)),
 )
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_trains_with_channels_of_zeros(
-    name: str, shards: int, options: dict[str, Any], filled: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+def test_a_network_trains_in_another_form(
+    name: str, form: str, shards: int, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its volumes are slices of others' channels: whatever reads them must go by their strides."""
-    build, shape, _ = NETWORKS[name]
-    check_channels_of_zeros(build, shape, shards, options, filled, monkeypatch)
+    check_form(form, NETWORKS[name], shards, OPTIONS[options], monkeypatch)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_deep_network_trains_with_channels_of_zeros(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # On two devices a volume of fewer than 32 planes is cut along its longest side, and the convolutions of slabs that
     # are cut along another dim than D come to no table of ours: they take the general exchange, and are torch's.
-    check_channels_of_zeros(NarrowVNet, (1, 1, 32, 16, 16), shards, {}, (True, True), monkeypatch)
-
-
-def check_channels_of_zeros(
-    build: Callable[[], nn.Module],
-    shape: tuple[int, ...],
-    shards: int,
-    options: dict[str, Any],
-    filled: tuple[bool, bool],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def list_forms(direction: str, call: ConvolutionCall) -> list[Form]:
-        plain = call.settings.stride == (1, 1, 1) and call.settings.groups == 1 and not call.settings.transposed
-        return [ZeroChannels(*filled)] if plain and call.weight.shape[2:].numel() > 1 else []
-
-    taken = set()
-
-    def note(form: str, compute: Callable[..., Tensor], *given: Any, **wide: bool) -> Tensor:
-        taken.add(form)
-        return compute(*given, **wide)
-
-    for form in ("forward", "input_gradient", "weight_gradient"):
-        monkeypatch.setattr(padded, form, partial(note, form, getattr(padded, form)))
-    monkeypatch.setattr(choice, "_list_forms", list_forms)
-    check_training(build, shape, shards, options)
-    assert taken == {"forward", "input_gradient", "weight_gradient"}
+    check_form("zeros in and out", (NarrowVNet, (1, 1, 32, 16, 16), set()), shards, {}, monkeypatch)

@@ -9,19 +9,23 @@ import runpy
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.spatial.volume import ShardedVolume
-from volseg.parallel.verification.comparison import TOLERANCE, default_objective
+from volseg.parallel.verification.comparison import (
+    TOLERANCE,
+    Values,
+    compare_values,
+    default_objective,
+    eager_step,
+    observe,
+)
 
 HERE = Path(__file__).parent
 NETWORKS: dict[str, Any] = runpy.run_path(str(HERE / "monai_networks.py"))["NETWORKS"]
@@ -43,33 +47,16 @@ SINGLE = 1e-3
 """Tolerance for the networks that compute in float32 whatever their weights are."""
 
 
-def observed(net: nn.Module, inputs: list[Tensor], learns: bool) -> Iterator[tuple[str, Tensor]]:
-    """One pass forward, and back where the network ``learns``: yield outputs, gradients and buffers by name."""
-    inputs = [value.clone().requires_grad_(learns and value.is_floating_point()) for value in inputs]
+def observed(net: nn.Module, inputs: list[Tensor], learns: bool) -> Values:
+    """Return what one pass forward leaves, and one back where the network ``learns``."""
     torch.manual_seed(5)
-    with torch.set_grad_enabled(learns):
-        outputs = net(*inputs)
-    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    for place, leaf in enumerate(leaves):
-        yield f"output {place}", leaf.full_tensor() if isinstance(leaf, ShardedVolume) else leaf
-    if learns:
-        default_objective(outputs).backward()
-    learnt = {f"input {place}": value for place, value in enumerate(inputs)} | dict(net.named_parameters())
-    for name, value in learnt.items():
-        yield f"gradient of {name}", torch.zeros(()) if value.grad is None else value.grad
-    yield from net.named_buffers()
+    step = eager_step(net, default_objective, gradients=learns)
+    return observe(net, inputs, step, leaves=learns)[0]
 
 
 def no_draw(like: Tensor) -> Tensor:
     """Stand in for ``torch.randn_like``, whose numbers are others on slabs, as those of dropout are."""
     return (like.detach() * 100).cos()
-
-
-def relative(ours: Tensor, theirs: Tensor, scale: float) -> float:
-    if ours.shape != theirs.shape:
-        return float("nan")
-    a, b = ours.detach().double(), theirs.detach().double()
-    return float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3 * scale, 1e-30) if b.numel() else 0.0
 
 
 FORMS = ((1, True), (3, True), (1, False))
@@ -82,7 +69,7 @@ def trial(case: Any, train: bool) -> tuple[str, str]:
     for batch, learns in FORMS:
         inputs = list(case.inputs(batch))
         try:
-            expected = list(observed(case.build().train(train), inputs, learns))
+            expected = observed(case.build().train(train), inputs, learns)
             break
         except (RuntimeError, ValueError) as fault:
             reason = str(fault).partition("\n")[0]
@@ -90,17 +77,14 @@ def trial(case: Any, train: bool) -> tuple[str, str]:
         return "torch refuses", reason
     model = ModelParallel(case.build().train(train), strategy="spatial", devices=["cpu", "cpu:1"])
     try:
-        found = list(observed(model, inputs, learns))
+        found = observed(model, inputs, learns)
     except (UnsupportedOperatorError, ParallelError) as fault:
         return "refused", _in_short(str(fault))
     except Exception:
         return "CRASH", traceback.format_exc().strip()
-    if [name for name, _ in found] != [name for name, _ in expected]:
-        return "WRONG", "other outputs"
-    scale = max(float(b.detach().abs().max()) for name, b in expected if b.numel() and name.startswith("gradient"))
-    errors = {name: relative(a, b, scale) for (name, a), (_, b) in zip(found, expected, strict=True)}
     tolerance = TOLERANCE if case.dtype == torch.float64 else SINGLE
-    wrong = [f"{name} by {error:.0e}" for name, error in errors.items() if not error <= tolerance]
+    errors = compare_values(expected, found, tolerance=tolerance).wrong
+    wrong = [f"{name} by {error:.0e}" for name, error in errors.items()]
     return ("WRONG", ", ".join(wrong[:5])) if wrong else ("exact", "")
 
 

@@ -8,21 +8,21 @@ import copy
 import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import plain_kernels
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from beside_plain import attention_by_plain_forms, name_cpus
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from volseg.device import attention
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -161,6 +161,37 @@ class Scaled(nn.Module):
         return torch.addcmul(self.shift, x, self.scale) + (self.scale * x).mean() * 0.1
 
 
+class Drawn(nn.Module):
+    """A convolution, transposed convolution or pooling whose settings a seed draws; nothing where it does not fit."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = random.Random(seed)
+        kernel, stride, padding, dilation = rng.randint(1, 5), rng.randint(1, 3), rng.randint(0, 2), rng.randint(1, 2)
+        kind, groups = rng.choice(("conv", "conv", "up", "pool")), rng.choice([1, 2])
+        bias, ceil = rng.choices((False, True), k=2)
+        self.grows = kind == "up"
+        if self.grows:
+            self.layer: nn.Module = nn.ConvTranspose3d(
+                CHANNELS, CHANNELS, kernel, stride, min(padding, kernel - 1), rng.randint(0, stride - 1), groups
+            )
+        elif kind == "pool":
+            pool = rng.choice([nn.MaxPool3d, nn.AvgPool3d])
+            padding, dilation = min(padding, kernel // 2), 1
+            self.layer = pool(kernel, stride, padding, ceil_mode=ceil)
+        else:
+            padding = min(padding, kernel)
+            self.layer = nn.Conv3d(CHANNELS, CHANNELS, kernel, stride, padding, dilation, groups, bias)
+        self.least = 2 if self.grows else (kernel - 1) * dilation + 1 - 2 * padding + stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        fits = min(x.shape[2:]) >= self.least and not (self.grows and x.shape[2:].numel() > 800)
+        return self.layer(x) if fits else x * 0.9
+
+
+DRAWN = tuple(f"drawn {seed}" for seed in range(60))
+
+
 def conv(kernel: int | tuple[int, ...] = 3, **options: Any) -> nn.Module:
     options = {"padding": kernel // 2 if isinstance(kernel, int) else tuple(k // 2 for k in kernel)} | options
     return nn.Conv3d(CHANNELS, CHANNELS, kernel, **options)
@@ -225,6 +256,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "counter": Counter,
     "memory": Memory,
     "raw parameters": Scaled,
+    **{name: partial(Drawn, seed) for seed, name in enumerate(DRAWN)},
 }
 
 
@@ -466,33 +498,16 @@ class Plan:
         return "\n".join([f"  {rest}", *lines])
 
 
-FUSED: dict[str, dict[str, int]] = {
-    "layer": {
-        "norm alone behind conv": 1,
-        "batch norm alone behind conv": 1,
-        "group norm alone behind conv": 1,
-        "norm and prelu": 1,
-        "norm and activation": 1,
-        "prelu of channels": 1,
-        "conv": 1,
-        "block": 1,
-        "transposed conv": 1,
-    },
-    "unary": {"leaky, falling": 1, "elu": 1, "gelu": 1, "gelu, tanh": 1, "sigmoid": 1, "relu": 1, "detached part": 1},
-    "binary": {"sum": 2, "sum and relu": 1, "sum and gelu": 1, "concatenate and mix": 1},
-    "in place": {"+= the other": 1, "relu_": 1, "mul_": 1, "leaky_relu_": 1},
-}
-"""What one kernel does instead of several, and what comes between, with weights."""
-
-ONLY_FUSED = frozenset(
-    {
+FUSED: dict[str, tuple[str, ...]] = {
+    "layer": (
         *("norm alone behind conv", "batch norm alone behind conv", "group norm alone behind conv", "norm and prelu"),
-        *("leaky, falling", "elu", "gelu", "gelu, tanh", "sigmoid", "sum", "sum and relu", "sum and gelu"),
-        "+= the other",
-    }
-)
-"""Which ``draw`` leaves out."""
-
+        *("norm and activation", "prelu of channels", "conv", "block", "transposed conv"),
+    ),
+    "unary": ("leaky, falling", "elu", "gelu", "gelu, tanh", "sigmoid", "relu", "detached part"),
+    "binary": ("sum", "sum", "sum and relu", "sum and gelu", "concatenate and mix"),
+    "in place": ("+= the other", "relu_", "mul_", "leaky_relu_"),
+}
+"""What one kernel does instead of several, and what comes between."""
 
 OF_SLABS = (
     *("transposed conv, 4 by 2", "transposed conv, 5 by 2", "transposed conv, 5 by 3", "transposed conv, same size"),
@@ -500,50 +515,42 @@ OF_SLABS = (
 )
 """What exchanges planes, or keys, in ways of its own; ``draw_slabs`` alone draws it."""
 
+OTHERS = tuple(name for name in LAYERS if name not in (*OF_SLABS, *DRAWN))
 
-def _drawn(table: dict[str, Any]) -> list[str]:
-    return [name for name in table if name not in ONLY_FUSED and name not in OF_SLABS]
+TABLES: dict[str, dict[str, Any]] = {"unary": UNARY, "binary": BINARY, "in place": IN_PLACE}
+
+
+def _draw_kind(rng: random.Random, *weights: int) -> str:
+    return rng.choices(("layer", *TABLES), weights)[0]
+
+
+def _draw_step(rng: random.Random, kind: str, name: str, behind: float = 0.0) -> Step:
+    """Draw what a step reads, and what is around it or, with some probability, behind it."""
+    first = 1 if rng.random() < 0.7 else rng.randint(1, 4)
+    around = rng.choices(BEHIND, (6, 2, 1, 1))[0] if rng.random() < behind else rng.choice(AROUND)
+    return Step(kind, name, first, rng.randint(1, 5), around)
 
 
 def draw_fused(seed: int) -> Plan:
     """Draw a network of norms, activations and sums in close succession, often recomputed, or in tiles."""
-    rng = random.Random(seed)
-    layers = tuple(rng.choices(list(FUSED["layer"]), k=4))
-    steps = []
-    for _ in range(rng.randint(3, 8)):
-        kind = rng.choices(("layer", "unary", "binary", "in place"), (6, 3, 4, 1))[0]
-        names = FUSED[kind]
-        name = str(rng.randrange(4)) if kind == "layer" else rng.choices(list(names), list(names.values()))[0]
-        first = 1 if rng.random() < 0.7 else rng.randint(1, 4)
-        steps.append(Step(kind, name, first, rng.randint(1, 5), rng.choice(AROUND)))
-    checkpoint = rng.choice([None, None, "all", "tiled"])
-    return replace(
-        draw(seed),
-        layers=layers,
-        steps=tuple(steps),
-        options={} if checkpoint is None else {"checkpoint": checkpoint},
-        grid=None,
-        shards=rng.choice([1, 2, 2, 3]),
-        outputs=rng.choice(["last", "all"]),
-    )
+    return _draw_fused(random.Random(seed), seed, 0, (3, 8), 1.0, 0.0)
 
 
 def draw_deep(seed: int) -> Plan:
     """Draw a network of many fused operators among others, with hooks and changes before and behind each."""
-    rng = random.Random(seed)
-    layers = tuple(rng.choices(list(FUSED["layer"]), k=3)) + tuple(
-        rng.choices([name for name in LAYERS if name not in OF_SLABS], k=2)
-    )
+    return _draw_fused(random.Random(seed), seed, 2, (10, 24), 0.8, 0.15)
+
+
+def _draw_fused(
+    rng: random.Random, seed: int, others: int, count: tuple[int, int], share: float, behind: float
+) -> Plan:
+    layers = (*rng.choices(FUSED["layer"], k=4 - others // 2), *rng.choices(OTHERS, k=others))
     steps = []
-    for _ in range(rng.randint(10, 24)):
-        kind = rng.choices(("layer", "unary", "binary", "in place"), (6, 3, 4, 1))[0]
-        names = (
-            FUSED[kind] if rng.random() < 0.8 else {"unary": UNARY, "binary": BINARY, "in place": IN_PLACE}.get(kind)
-        )
-        name = str(rng.randrange(5)) if kind == "layer" else rng.choice(list(names or FUSED[kind]))
-        first = 1 if rng.random() < 0.7 else rng.randint(1, 4)
-        around = rng.choice(AROUND) if rng.random() < 0.85 else rng.choices(BEHIND, (6, 2, 1, 1))[0]
-        steps.append(Step(kind, name, first, rng.randint(1, 5), around))
+    for _ in range(rng.randint(*count)):
+        kind = _draw_kind(rng, 6, 3, 4, 1)
+        names = FUSED[kind] if rng.random() < share else tuple(TABLES.get(kind, FUSED[kind]))
+        name = str(rng.randrange(len(layers))) if kind == "layer" else rng.choice(names)
+        steps.append(_draw_step(rng, kind, name, behind))
     checkpoint = rng.choice([None, None, "all", "tiled", 1])
     return replace(
         draw(seed),
@@ -556,18 +563,36 @@ def draw_deep(seed: int) -> Plan:
     )
 
 
+def draw_stack(seed: int) -> Plan:
+    """Draw convolutions and poolings of any settings, and norms, on slabs down to a plane."""
+    rng = random.Random(seed)
+    norms = ("batch norm", "instance norm", "instance norm, tracked", "group norm")
+    steps = []
+    for _ in range(rng.randint(1, 6)):
+        kind = _draw_kind(rng, 6, 2, 2, 0)
+        name = str(rng.randrange(4)) if kind == "layer" else rng.choice(list(TABLES[kind]))
+        steps.append(_draw_step(rng, kind, name))
+    return replace(
+        draw(seed),
+        layers=(*rng.choices(DRAWN, k=3), rng.choice(norms)),
+        steps=tuple(steps),
+        shape=(rng.randint(1, 2), CHANNELS, rng.randint(3, 17), rng.randint(3, 9), rng.randint(3, 7)),
+        options={"axes": rng.choice(["D", "D", "H", None]), "channels_last": rng.random() < 0.5},
+        grid=None,
+        shards=rng.choice([1, 2, 3, 4, 8]),
+    )
+
+
 def draw_slabs(seed: int, shards: int | None = None) -> Plan:
     """Draw a network of transposed convolutions, attention and sums, with hooks and changes before and behind each."""
     rng = random.Random(seed)
     others = ("conv", "conv 5", "conv, strided", "norm and activation", "group norm", "batch norm alone behind conv")
     layers = (*rng.choices(OF_SLABS, k=2), *rng.choices((*OF_SLABS, "transposed conv, overlapping", *others), k=2))
-    tables: dict[str, dict[str, Any]] = {"unary": UNARY, "binary": BINARY, "in place": IN_PLACE}
     steps = []
     for _ in range(rng.randint(2, 8)):
-        kind = rng.choices(("layer", "unary", "binary", "in place"), (7, 2, 3, 1))[0]
-        name = str(rng.randrange(4)) if kind == "layer" else rng.choice(list(tables[kind]))
-        around = rng.choice(AROUND) if rng.random() < 0.8 else rng.choice(BEHIND)
-        steps.append(Step(kind, name, 1 if rng.random() < 0.7 else rng.randint(1, 4), rng.randint(1, 5), around))
+        kind = _draw_kind(rng, 7, 2, 3, 1)
+        name = str(rng.randrange(4)) if kind == "layer" else rng.choice(list(TABLES[kind]))
+        steps.append(_draw_step(rng, kind, name, 0.2))
     options: dict[str, Any] = {}
     if rng.random() < 0.4:
         options["checkpoint"] = rng.choice(["all", 1, "tiled"])
@@ -591,20 +616,12 @@ def draw_slabs(seed: int, shards: int | None = None) -> Plan:
 def draw(seed: int, shards: int | None = None) -> Plan:
     """Draw a network; with ``shards``, for so many along one axis."""
     rng = random.Random(seed)
-    layers = tuple(rng.choices(_drawn(LAYERS), k=rng.randint(1, 4)))
+    layers = tuple(rng.choices(OTHERS, k=rng.randint(1, 4)))
     steps = []
     for _ in range(rng.randint(2, 10)):
-        kind = rng.choices(("layer", "unary", "binary", "in place"), (5, 4, 3, rng.choice((0, 1, 3))))[0]
-        names: Sequence[str] = {
-            "layer": layers,
-            "unary": _drawn(UNARY),
-            "binary": _drawn(BINARY),
-            "in place": _drawn(IN_PLACE),
-        }[kind]
-        number = rng.randrange(len(names))
-        name = str(number) if kind == "layer" else names[number]
-        first = 1 if rng.random() < 0.6 else rng.randint(1, 5)
-        steps.append(Step(kind, name, first, rng.randint(1, 6), rng.choice(AROUND)))
+        kind = _draw_kind(rng, 5, 4, 3, rng.choice((0, 1, 3)))
+        name = str(rng.randrange(len(layers))) if kind == "layer" else rng.choice(list(TABLES[kind]))
+        steps.append(_draw_step(rng, kind, name))
     sizes = rng.choice([(12, 5, 4), (9, 6, 5), (7, 9, 6), (16, 8, 8), (5, 4, 3), (8, 4, 4), (3, 6, 5), (11, 7, 3)])
     options: dict[str, Any] = {}
     if rng.random() < 0.25:
@@ -804,10 +821,7 @@ def as_if_large(plan: Plan) -> Iterator[None]:
     with (
         patch(f"{spatial}.convolution.plan.TILE_ELEMENTS", TILE_ELEMENTS),
         patch(f"{spatial}.convolution.around.LARGE", (0, 0, 3000, 2**26)[plan.seed % 4]),
-        patch(f"{spatial}.lazy.scores._has_kernel", return_value=True),
-        patch(f"{spatial}.lazy.scores.WIDTHS", {torch.float64}),
-        patch.object(attention, "attend", plain_kernels.attend),
-        patch.object(attention, "differentiate", plain_kernels.differentiate_attention),
+        attention_by_plain_forms(),
     ):
         yield
 
@@ -908,46 +922,8 @@ def compared(plan: Plan, **where: Any) -> Outcome:
 
 
 def devices_of(plan: Plan) -> dict[str, Any]:
-    """Return the devices of one process: different names, so that slabs are copied as between GPUs."""
-    names = ["cpu", *(f"cpu:{number}" for number in range(1, plan.shards))]
-    return {"devices": names, "grid": plan.grid}
-
-
-def shrunken(plan: Plan, same: Callable[[Plan], bool]) -> Plan:
-    """Return a smaller plan that ``same`` still holds for: steps left out, options left out."""
-    smaller = True
-    while smaller:
-        smaller = False
-        candidates = [replace(plan, steps=plan.steps[:i] + plan.steps[i + 1 :]) for i in range(len(plan.steps))]
-        candidates += [
-            replace(plan, steps=(*plan.steps[:i], replace(step, around=""), *plan.steps[i + 1 :]))
-            for i, step in enumerate(plan.steps)
-            if step.around
-        ]
-        candidates += [
-            replace(plan, options={k: v for k, v in plan.options.items() if k != name})
-            for name in plan.options
-            if plan.grid is None or name != "axes"
-        ]
-        if plan.grid is not None:
-            candidates.append(
-                replace(plan, grid=None, shards=2, options={k: v for k, v in plan.options.items() if k != "axes"})
-            )
-        if plan.shards > 2 and plan.grid is None:
-            candidates.append(replace(plan, shards=2))
-        if plan.outputs != "last":
-            candidates.append(replace(plan, outputs="last"))
-        if plan.steps_of_training > 1:
-            candidates.append(replace(plan, steps_of_training=1))
-        if plan.second != "another":
-            candidates.append(replace(plan, second="another"))
-        if plan.shape[0] != 1:
-            candidates.append(replace(plan, shape=(1, *plan.shape[1:])))
-        for candidate in candidates:
-            if same(candidate):
-                plan, smaller = candidate, True
-                break
-    return plan
+    """Return the devices of one process."""
+    return {"devices": name_cpus(plan.shards), "grid": plan.grid}
 
 
 def compared_on_processes(first: int, count: int, kind: str = "draw") -> dict[int, tuple[str, str]]:
@@ -955,9 +931,7 @@ def compared_on_processes(first: int, count: int, kind: str = "draw") -> dict[in
     outcomes = {}
     for seed in range(first, first + count):
         shards = dist.get_world_size()
-        plan = {"draw": draw, "draw_deep": lambda seed, _: draw_deep(seed), "draw_slabs": draw_slabs}[kind](
-            seed, shards
-        )
+        plan = draw_deep(seed) if kind == "draw_deep" else {"draw": draw, "draw_slabs": draw_slabs}[kind](seed, shards)
         outcome = compared(plan)
         outcomes[seed] = outcome.verdict, outcome.what if outcome.ok else f"{outcome.what}\n{plan}"
         if outcome.verdict == "CRASH":  # the processes may have parted

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from volseg.parallel import ModelParallel
 from volseg.parallel.pipeline.observe.costs import observe_copy
 from volseg.parallel.pipeline.observe.trace import list_segments
 from volseg.parallel.pipeline.record.choice import WARM_UP
+from volseg.parallel.verification.comparison import join
 
 
 def held_without_grad(x: Tensor) -> Tensor:
@@ -140,13 +140,7 @@ def run(module, x: Tensor, y: Tensor):
 def in_micro_batches(net: nn.Module, size: int):
     """What a pipeline computes, without one: the plain network on each micro-batch, in order."""
 
-    def run_all(x: Tensor, y: Tensor):
-        outputs = [net(*pieces) for pieces in zip(x.split(size), y.split(size), strict=True)]
-        flat = [pytree.tree_flatten(output) for output in outputs]
-        joined = [torch.cat(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-        return pytree.tree_unflatten(joined, flat[0][1])
-
-    return run_all
+    return lambda x, y: join([net(*pieces) for pieces in zip(x.split(size), y.split(size), strict=True)])
 
 
 def cut_somewhere(net: nn.Module, x: Tensor, y: Tensor, data) -> list[str]:

@@ -34,34 +34,19 @@ def test_a_random_network_on_slabs_equals_itself_or_is_refused(first: int) -> No
     assert verdicts["equal"] >= 33, f"few networks run at all: {verdicts}"
 
 
-def test_a_random_network_of_fused_operators_equals_itself_or_is_refused() -> None:
-    assert assert_equal_or_refused(range(100), dags.draw_fused)["equal"] >= 70
-
-
-def test_a_deep_random_network_equals_itself_or_is_refused() -> None:
-    assert assert_equal_or_refused(range(60), dags.draw_deep)["equal"] >= 15
-
-
-def test_a_random_network_of_transposed_convolutions_and_attention_equals_itself_or_is_refused() -> None:
-    assert assert_equal_or_refused(range(80), dags.draw_slabs)["equal"] >= 40
+@pytest.mark.parametrize(
+    ("kind", "count", "equal"),
+    [("draw_fused", 100, 70), ("draw_stack", 150, 120), ("draw_deep", 60, 15), ("draw_slabs", 80, 40)],
+)
+def test_a_random_network_of_one_kind_equals_itself_or_is_refused(kind: str, count: int, equal: int) -> None:
+    assert assert_equal_or_refused(range(count), getattr(dags, kind))["equal"] >= equal
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 3000, 500))
-def test_more_random_networks_of_transposed_convolutions_and_attention(first: int) -> None:
-    assert_equal_or_refused(range(first, first + 500), dags.draw_slabs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 3000, 500))
-def test_more_deep_random_networks(first: int) -> None:
-    assert_equal_or_refused(range(first, first + 500), dags.draw_deep)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 5000, 500))
-def test_more_random_networks(first: int) -> None:
-    assert_equal_or_refused(range(first, first + 500))
+@pytest.mark.parametrize("kind", ["draw", "draw_stack", "draw_deep", "draw_slabs"])
+def test_more_random_networks(kind: str, first: int) -> None:
+    assert_equal_or_refused(range(first, first + 500), getattr(dags, kind))
 
 
 def check_ranks(processes: int, first: int, count: int, kind: str = "draw") -> None:

@@ -15,9 +15,7 @@ import argparse
 import json
 import multiprocessing
 import sys
-import time
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -48,6 +46,10 @@ class Fault:
     where: str
     verdict: Verdict
 
+    def __str__(self) -> str:
+        what = f"{self.verdict.outcome}, {self.verdict.kind}: {self.operator} ({self.variant}), {self.call}"
+        return f"{what}, {self.where}: {self.verdict.detail[:200]}"
+
 
 @dataclass
 class Result:
@@ -57,7 +59,6 @@ class Result:
     counts: Counts = field(default_factory=lambda: {"whole": [0, 0], "thin": [0, 0]})
     faults: "list[Fault]" = field(default_factory=list)
     num_cases: int = 0
-    seconds: float = 0.0
 
     def add(self, call: Call, thin_call: bool, thin: bool) -> None:
         """Judge every placement of a call."""
@@ -112,14 +113,13 @@ def tasks() -> list[Task | ModuleTask]:
 
 def run(task: Task | ModuleTask, thin: bool) -> Result:
     """Judge one operator or module."""
-    result, start = Result(task.name), time.process_time()
+    result = Result(task.name)
     if isinstance(task, ModuleTask):
         for call, belongs in module_calls(task.info, thin):
             result.note("train" if call.training else "eval", call, "spatial", belongs, judge_module(call))
     else:
         for call, thin_call in task.calls(thin):
             result.add(call, thin_call, thin)
-    result.seconds = time.process_time() - start
     return result
 
 
@@ -160,23 +160,6 @@ def version() -> str:
     return torch.__version__.partition("+")[0]
 
 
-def grouped(results: Sequence[Result]) -> str:
-    """Return the faults by what differs, then by operator, with an example each."""
-    kinds: dict[tuple[str, str], dict[tuple[str, str], list[Fault]]] = defaultdict(lambda: defaultdict(list))
-    for fault in (fault for result in results for fault in result.faults):
-        kinds[fault.verdict.outcome, fault.verdict.kind][fault.operator, fault.variant].append(fault)
-    lines = []
-    for (outcome, kind), operators in sorted(kinds.items(), reverse=True):
-        lines.append(f"{outcome}: {kind} ({sum(map(len, operators.values()))} cases)")
-        for (operator, variant), faults in sorted(operators.items()):
-            example = faults[0]
-            lines.append(
-                f"    {operator} ({variant}), {len(faults)} cases, such as {example.call}, {example.where}: "
-                f"{example.verdict.detail[:200]}"
-            )
-    return "\n".join(lines)
-
-
 def _run(index: int) -> Result:
     return run(TASKS[index], THIN)
 
@@ -193,7 +176,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="OPERATOR", help="only these; * stands for anything")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--write", action="store_true", help="write what was run into the committed table")
-    parser.add_argument("--times", action="store_true", help="print the slowest operators")
     chosen = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -223,20 +205,14 @@ def _conclude(results: Sequence[Result], chosen: argparse.Namespace) -> int:
         table = updated(table, results, ("thin",) if chosen.thin else ("whole", "thin"), everything=not chosen.only)
         TABLE.write_text(written(table), encoding="utf-8")
     told = list(complaints(results, table, form))
-    faults = sum(len(result.faults) for result in results)
-    if faults:
-        print(grouped(results))
+    faults = sorted(str(fault) for result in results for fault in result.faults)
+    print("\n".join((*faults, *told)))
     if told:
-        print("\n".join(told))
         print(f"To accept these counts: python {Path(__file__).name} --write")
-    if chosen.times:
-        for result in sorted(results, key=lambda result: -result.seconds)[:30]:
-            print(f"{result.seconds:8.1f} s  {result.num_cases:7} cases  {result.name}")
     equal, refused = (sum(result.counts[form][at] for result in results) for at in (0, 1))
-    seconds = sum(result.seconds for result in results)
     print(
         f"{len(results)} operators and modules, {sum(result.num_cases for result in results)} cases: {equal} equal, "
-        f"{refused} refused, {faults} wrong or crashed; {seconds:.0f} s of one core"
+        f"{refused} refused, {len(faults)} wrong or crashed"
     )
     return 1 if faults or told else 0
 

@@ -19,7 +19,6 @@ process of its own.
 import argparse
 import json
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +61,6 @@ class Found:
     name: str
     outcomes: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 class Cases:
@@ -142,7 +140,7 @@ def _dims(tensor: torch.Tensor, cut: str) -> tuple[int, ...] | None:
 
 def examine(label: str, function: Callable, cases: Cases) -> Found:
     """Try an entry on every cut."""
-    found, start, met = Found(label), time.process_time(), False
+    found, met = Found(label), False
     own = calls(label, function, cases)
     for cut in (*CUTS, MERGED):
         outcomes: Counter[str] = Counter()
@@ -159,7 +157,6 @@ def examine(label: str, function: Callable, cases: Cases) -> Found:
         found.outcomes[cut] = _outcome(outcomes, strict=label in RANDOM_ENTRIES)
     if not met:
         found.faults.append("no case calls it on a volume: write it a sample in table_samples.py")
-    found.seconds = time.process_time() - start
     return found
 
 
@@ -241,7 +238,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="ENTRY", help="only these; * stands for anything")
     parser.add_argument("--write", action="store_true", help="write the committed list")
-    parser.add_argument("--times", action="store_true", help="print the slowest entries")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -255,9 +251,6 @@ def main() -> int:
     faults = [f"{result.name}: {fault}" for result in results for fault in result.faults]
     exceptions = listed(results)
     print("\n".join(faults))
-    if chosen.times:
-        for result in sorted(results, key=lambda result: -result.seconds)[:20]:
-            print(f"{result.seconds:6.2f} s  {result.name}")
     if chosen.only:
         for result in results:
             print(result.name, result.outcomes)
@@ -267,8 +260,7 @@ def main() -> int:
     told = list(complaints(exceptions, json.loads(LIST.read_text(encoding="utf-8")), names))
     print("\n".join(told))
     counts = Counter(outcome for result in results for outcome in result.outcomes.values())
-    seconds = sum(result.seconds for result in results)
-    print(f"{len(results)} entries; of their cuts: {dict(counts)}; {len(faults)} faults; {seconds:.0f} s of one core")
+    print(f"{len(results)} entries; of their cuts: {dict(counts)}; {len(faults)} faults")
     return bool(faults or told)
 
 

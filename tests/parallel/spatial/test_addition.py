@@ -1,19 +1,17 @@
 """Sums that take norms along, against the plain network in float64: outputs, every gradient, buffers."""
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import WAYS, check_beside_plain, measure_rounding
 from torch import Tensor, nn
 
 from volseg.device import fusions
-from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.lazy.addition import WaitingSum
 from volseg.parallel.spatial.transport.halo import Halo
-from volseg.parallel.spatial.volume import ShardedVolume
 
 Sum = Callable[["Block", Tensor], Tensor]
 
@@ -78,36 +76,13 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-def run(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor, steps: int) -> list[Tensor]:
-    """Return outputs, gradients and buffers of some passes."""
-    results: list[Tensor] = []
-    for step in range(steps):
-        given = (x + step).requires_grad_()
-        output = call(given)
-        output = output.full_tensor() if isinstance(output, ShardedVolume) else output
-        output.square().mean().backward()
-        assert given.grad is not None
-        results += [output.detach(), given.grad]
-    # What a norm takes away has no gradient, and round-off in torch.
-    results += [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
-    return results + [buffer.clone().double() for buffer in net.buffers()]
-
-
-def compare(plain: nn.Module, devices: list[str], x: Tensor, steps: int = 2) -> None:
-    net = copy.deepcopy(plain)
-    wanted = run(plain, plain, x, steps)
-    got = run(net, ModelParallel(net, strategy="spatial", devices=devices), x, steps)
-    assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]], ids=["one", "two"])
+@pytest.mark.parametrize("way", ["one", "two"])
 @pytest.mark.parametrize("combine", SUMS)
 @pytest.mark.parametrize("norm", ["instance", "group"])
-def test_sums_are_exact(combine: str, norm: str, devices: list[str]) -> None:
+def test_sums_are_exact(combine: str, norm: str, way: str) -> None:
     torch.manual_seed(0)
-    compare(Block(NORMS[norm], SUMS[combine]).double(), devices, torch.rand(2, 2, 34, 3, 5, dtype=torch.float64), 1)
+    image = torch.rand(2, 2, 34, 3, 5, dtype=torch.float64)
+    check_beside_plain(Block(NORMS[norm], SUMS[combine]).double(), WAYS[way], image, steps=1)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -116,7 +91,7 @@ def test_norms_in_sums_are_exact(norm: str, training: bool) -> None:
     torch.manual_seed(0)
     plain = Block(NORMS[norm], SUMS["norm + norm, leaky"]).double()
     plain(torch.rand(2, 2, 5, 4, 3, dtype=torch.float64))  # running statistics that are no start's
-    compare(plain.train(training), ["cpu"], torch.rand(3, 2, 5, 4, 3, dtype=torch.float64))
+    check_beside_plain(plain.train(training), WAYS["one"], torch.rand(3, 2, 5, 4, 3, dtype=torch.float64))
 
 
 class Mixed(nn.Module):
@@ -163,15 +138,13 @@ MIXED: dict[str, Callable[[Mixed, Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]], ids=["one", "two"])
+@pytest.mark.parametrize("way", ["one", "two"])
 @pytest.mark.parametrize("combine", MIXED)
-def test_sums_of_two_types_are_float32_and_exact(
-    combine: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_two_types_are_float32_and_exact(combine: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     plain = Mixed(MIXED[combine])
     # What half precision holds, and one more does too, so that nothing is rounded before the norm.
-    x = torch.randint(128, (2, 4, 34, 3, 5)) / 128
+    x = (torch.randint(128, (2, 4, 34, 3, 5)) / 128).requires_grad_()
     summed: list[torch.dtype] = []
 
     def note(waiting: WaitingSum, halos: Sequence[Halo]) -> Any:
@@ -182,15 +155,10 @@ def test_sums_of_two_types_are_float32_and_exact(
 
     write = WaitingSum.write
     monkeypatch.setattr(WaitingSum, "write", note)
-    net = copy.deepcopy(plain)
-    got = run(net, ModelParallel(net, strategy="spatial", devices=devices), x, 2)
-    assert summed == [torch.float32] * 2
-    wanted = run(plain.double(), plain, x.double(), 2)
-    for place, (one, other) in enumerate(zip(got, wanted, strict=True)):
-        # The input's gradient comes through the half-precision slab.
-        limit = 2**-7 if place in (1, 3) else 1e-5
-        error = (one.double() - other).norm() / other.norm().clamp(min=1e-3)
-        assert float(error) < limit, (place, float(error))
+    (errors,) = measure_rounding(plain, x, WAYS[way], dtype=None)
+    assert summed == [torch.float32]
+    assert errors.pop("image") < 2**-7  # it comes through the half-precision slab
+    assert {name: error for name, error in errors.items() if not error < 1e-5} == {}
 
 
 def test_a_sum_reads_an_image_that_is_repeated_where_it_lies() -> None:
@@ -203,7 +171,7 @@ def test_a_sum_reads_an_image_that_is_repeated_where_it_lies() -> None:
         return F.elu(total)
 
     torch.manual_seed(0)
-    ModelParallel(Mixed(add), strategy="spatial", devices=["cpu", "cpu:1"])(torch.rand(1, 4, 34, 3, 5))
+    WAYS["two"](Mixed(add))(torch.rand(1, 4, 34, 3, 5))
     assert seen == [("WaitingRepeat", 0)]
 
 
@@ -216,14 +184,14 @@ def test_a_sum_in_place_keeps_the_type_of_what_is_changed() -> None:
 
     torch.manual_seed(0)
     net = Mixed(change)
-    ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"])(torch.rand(1, 4, 34, 3, 5))
+    WAYS["two"](net)(torch.rand(1, 4, 34, 3, 5))
 
 
 @pytest.mark.parametrize("channels", [1, 7, 130])
 def test_channels_of_any_number(channels: int) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv3d(2, channels, 1), nn.BatchNorm3d(channels), nn.PReLU(channels)).double()
-    compare(plain, ["cpu"], torch.rand(2, 2, 3, 5, 1, dtype=torch.float64))
+    check_beside_plain(plain, WAYS["one"], torch.rand(2, 2, 3, 5, 1, dtype=torch.float64))
 
 
 def test_a_sum_waits_for_its_activation() -> None:
@@ -247,7 +215,7 @@ def test_a_sum_waits_for_its_activation() -> None:
                 kinds.append(type((norm + features).pending).__name__)
             return result
 
-    net = ModelParallel(Spied(), strategy="spatial", devices=["cpu"])
+    net = WAYS["one"](Spied())
     x = torch.rand(1, 1, 4, 4, 4)
     net(x)
     # A norm of another mode is written as it was, first.
@@ -264,8 +232,6 @@ def test_with_all_fusions_off_it_is_the_same(norm: str) -> None:
     torch.manual_seed(0)
     plain = Block(NORMS[norm], SUMS["prelu(norm) + gelu(norm), silu"]).double()
     with fusions.without(*fusions.NAMES):
-        compare(plain, ["cpu"], torch.rand(2, 2, 5, 4, 3, dtype=torch.float64))
-        plain.zero_grad()  # a copy has no gradients
-        compare(plain.eval(), ["cpu"], torch.rand(2, 2, 5, 4, 3, dtype=torch.float64))
+        check_beside_plain(plain, WAYS["one"], torch.rand(2, 2, 5, 4, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match="no fusion is called"), fusions.without("sum"):
         pass

@@ -1,17 +1,16 @@
 """Volumes times one channel, by the kernels' plain form, against the plain network: every gradient, two steps."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import plain_kernels
 import pytest
 import torch
+from beside_plain import WAYS, check_beside_plain, noted
 from monai.networks.nets.attentionunet import AttentionBlock
 from torch import Tensor, nn
 
 from volseg.device import broadcast_mul, fusions
-from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.operators import pointwise
 from volseg.parallel.spatial.volume import ShardedVolume
 
@@ -78,65 +77,32 @@ class Attention(nn.Module):
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let a CPU take the kernels' way, by their plain forms; return what was called."""
-    found: list[str] = []
-
-    def noted(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Tensor) -> Any:
-            found.append(name)
-            return compute(*given)
-
-        return run
-
-    for name, plain in (("multiply", torch.mul), ("differentiate", plain_kernels.differentiate_product)):
-        monkeypatch.setattr(broadcast_mul, name, noted(name, plain))
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Let a CPU take the kernels' way, by their plain forms; give what was called."""
     monkeypatch.setattr(pointwise, "_has_kernel", lambda volume: fusions.is_on("gates"))
-    return found
+    with noted(broadcast_mul, multiply=torch.mul, differentiate=plain_kernels.differentiate_product) as found:
+        yield found
 
 
-def train(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
-    """Return outputs, gradients, parameters and buffers of two steps."""
-    optimizer, results = torch.optim.SGD(net.parameters(), 0.1), []
-    for step in range(2):
-        given = (x + step).requires_grad_()
-        output = call(given)
-        output = output.full_tensor() if hasattr(output, "full_tensor") else output
-        optimizer.zero_grad()
-        output.square().mean().backward()
-        optimizer.step()
-        assert given.grad is not None
-        results += [output.detach(), given.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
-    return [*results, *(value.detach().clone().double() for value in net.state_dict().values())]
-
-
-def compare(plain: nn.Module, devices: list[str], x: Tensor, atol: float = 1e-11, rtol: float = 1e-9) -> None:
-    net = copy.deepcopy(plain)
-    wanted = train(plain, plain, x)
-    got = train(net, ModelParallel(net, strategy="spatial", devices=devices), x)
-    assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]], ids=["one", "two"])
+@pytest.mark.parametrize("way", ["one", "two"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_gates_are_exact(name: str, devices: list[str], calls: list[str]) -> None:
+def test_gates_are_exact(name: str, way: str, calls: list[str]) -> None:
     torch.manual_seed(0)
     product, count = PRODUCTS[name]
-    compare(Gated(product).double(), devices, torch.rand(2, 2, 34, 3, 5, dtype=torch.float64))
-    assert calls == (["multiply"] * len(devices) + ["differentiate"] * len(devices)) * 2 * count
+    check_beside_plain(Gated(product).double(), WAYS[way], torch.rand(2, 2, 34, 3, 5, dtype=torch.float64))
+    each = 1 + (way == "two")
+    assert calls == ((["multiply"] * each + ["differentiate"] * each) * 2 + ["multiply"] * 2 * each) * bool(count)
 
 
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]], ids=["one", "two"])
-def test_monais_attention_block_is_exact(devices: list[str], calls: list[str]) -> None:
+@pytest.mark.parametrize("way", ["one", "two"])
+def test_monais_attention_block_is_exact(way: str, calls: list[str]) -> None:
     torch.manual_seed(0)
     plain = Attention().double()
-    compare(plain, devices, torch.rand(2, 2, 34, 4, 3, dtype=torch.float64))
+    check_beside_plain(plain, WAYS[way], torch.rand(2, 2, 34, 4, 3, dtype=torch.float64))
     assert calls
     calls.clear()
     with fusions.without("gates"):
-        compare(plain, devices, torch.rand(2, 2, 34, 4, 3, dtype=torch.float64))
+        check_beside_plain(plain, WAYS[way], torch.rand(2, 2, 34, 4, 3, dtype=torch.float64))
     assert not calls
 
 
@@ -147,7 +113,7 @@ def test_under_autocast_the_product_is_torchs(dtype: torch.dtype, calls: list[st
 
     def run() -> tuple[list[Tensor], list[str]]:
         calls.clear()
-        parallel = ModelParallel(copy.deepcopy(net), strategy="spatial", devices=["cpu"])
+        parallel = WAYS["one"](copy.deepcopy(net))
         with torch.autocast("cpu", dtype):
             output = parallel(x)
         output.float().square().mean().backward()
@@ -164,7 +130,7 @@ def test_under_autocast_the_product_is_torchs(dtype: torch.dtype, calls: list[st
 
 
 def test_outside_of_the_network_products_are_torchs(calls: list[str]) -> None:
-    net = ModelParallel(nn.Conv3d(2, 6, 3, padding=1), strategy="spatial", devices=["cpu", "cpu:1"])
+    net = WAYS["two"](nn.Conv3d(2, 6, 3, padding=1))
     output = net(torch.rand(1, 2, 34, 3, 5))
     assert isinstance(output, ShardedVolume)
     (output * output[:, :1].sigmoid()).mean().backward()

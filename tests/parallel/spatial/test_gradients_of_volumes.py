@@ -125,6 +125,12 @@ def hooked_in_place(x: ShardedVolume) -> None:
     torch.relu_(x)
 
 
+def hooked_and_a_view_changed(x: ShardedVolume) -> None:
+    """Torch said that a function returned several views."""
+    x.register_hook(print)
+    torch.relu_(x[:, :, ::2])
+
+
 def hooked_module(x: ShardedVolume) -> None:
     net = nn.Conv3d(3, 1, 1).double()
     net.register_full_backward_hook(lambda *_: None)
@@ -136,6 +142,7 @@ def hooked_module(x: ShardedVolume) -> None:
     [
         (late_hook, "the volume has been used: register it before"),
         (hooked_in_place, "a hook waits for the gradient of what would be changed"),
+        (hooked_and_a_view_changed, "a hook waits for the gradient of what would be changed"),
         (hooked_module, r"full backward hook.*output\.register_hook"),
         (lambda x: x.backward(), "needs the gradient of each voxel"),
         (lambda x: torch.autograd.grad((x * x).sum(), x, create_graph=True), "create_graph="),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from volseg.parallel.spatial.transport import kept_halo
+from volseg.parallel.spatial.transport.halo import allocate_halo, copy_halo, put_halo_back
 
 
 @pytest.mark.parametrize("own", [(0, 0), (1, 1), (2, 2), (1, 0), (0, 2), (2, 1)])
@@ -15,20 +15,20 @@ def test_edges_come_back(own: tuple[int, int], last: bool, dense: bool) -> None:
     before, behind = own
     if dense:
         order = (0, 2, 3, 4, 1) if last else (0, 1, 2, 3, 4)
-        kept, parts = kept_halo.allocate(buffer, own, order)
+        kept, parts = allocate_halo(buffer, own, order)
         for part, planes in zip(parts, (buffer[:, :, :before], buffer[:, :, 6 - behind :]), strict=True):
             assert (part is None) == (planes.numel() == 0)
             if part is not None:
                 assert part.is_contiguous()
                 part.copy_(planes.permute(order))
     else:
-        kept = kept_halo.copy_planes(buffer, own)
+        kept = copy_halo(buffer, own)
     assert len(kept) == len({planes for planes in own if planes})
     changed = buffer.clone()
     changed[:, :, :before] = changed[:, :, 6 - behind :] = 0
-    kept_halo.put_back(changed, own, kept)
+    put_halo_back(changed, own, kept)
     assert torch.equal(changed, buffer)
     part = changed[:, 1:].contiguous(memory_format=layout).zero_()  # some of the channels
-    kept_halo.put_back(part, own, [edge.narrow(1, 1, 2) for edge in kept])
+    put_halo_back(part, own, [edge.narrow(1, 1, 2) for edge in kept])
     assert torch.equal(part[:, :, :before], buffer[:, 1:, :before])
     assert torch.equal(part[:, :, 6 - behind :], buffer[:, 1:, 6 - behind :])

@@ -8,45 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from monai import losses, metrics
 from monai.data import decollate_batch
 from monai.inferers import sliding_window_inference
-from monai.losses import (
-    AsymmetricUnifiedFocalLoss,
-    BendingEnergyLoss,
-    ContrastiveLoss,
-    DeepSupervisionLoss,
-    DiceCELoss,
-    DiceFocalLoss,
-    DiceLoss,
-    DiffusionLoss,
-    FocalLoss,
-    GeneralizedDiceFocalLoss,
-    GeneralizedDiceLoss,
-    GeneralizedWassersteinDiceLoss,
-    GlobalMutualInformationLoss,
-    HausdorffDTLoss,
-    JukeboxLoss,
-    LocalNormalizedCrossCorrelationLoss,
-    LogHausdorffDTLoss,
-    MaskedDiceLoss,
-    MultiScaleLoss,
-    NACLLoss,
-    SoftDiceclDiceLoss,
-    SSIMLoss,
-    TverskyLoss,
-)
-from monai.metrics import (
-    ConfusionMatrixMetric,
-    DiceMetric,
-    GeneralizedDiceScore,
-    HausdorffDistanceMetric,
-    MeanIoU,
-    PanopticQualityMetric,
-    SSIMMetric,
-    SurfaceDiceMetric,
-    SurfaceDistanceMetric,
-    compute_dice,
-)
 from monai.networks.utils import one_hot
 from monai.transforms import Activations, AsDiscrete
 from torch import Tensor, nn
@@ -75,17 +39,17 @@ def label() -> Tensor:
 
 WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
-    "Dice": DiceLoss(softmax=True, to_onehot_y=True),
-    "Dice squared without background": DiceLoss(
+    "Dice": losses.DiceLoss(softmax=True, to_onehot_y=True),
+    "Dice squared without background": losses.DiceLoss(
         softmax=True, to_onehot_y=True, squared_pred=True, include_background=False
     ),
-    "Dice of batch": DiceLoss(sigmoid=True, to_onehot_y=True, batch=True),
-    "Dice CE": DiceCELoss(softmax=True, to_onehot_y=True),
-    "Dice CE weighted": DiceCELoss(softmax=True, to_onehot_y=True, weight=WEIGHT),
-    "focal": FocalLoss(to_onehot_y=True, use_softmax=True),
-    "focal sigmoid": FocalLoss(to_onehot_y=True),
-    "Dice focal": DiceFocalLoss(softmax=True, to_onehot_y=True),
-    "Tversky": TverskyLoss(softmax=True, to_onehot_y=True),
+    "Dice of batch": losses.DiceLoss(sigmoid=True, to_onehot_y=True, batch=True),
+    "Dice CE": losses.DiceCELoss(softmax=True, to_onehot_y=True),
+    "Dice CE weighted": losses.DiceCELoss(softmax=True, to_onehot_y=True, weight=WEIGHT),
+    "focal": losses.FocalLoss(to_onehot_y=True, use_softmax=True),
+    "focal sigmoid": losses.FocalLoss(to_onehot_y=True),
+    "Dice focal": losses.DiceFocalLoss(softmax=True, to_onehot_y=True),
+    "Tversky": losses.TverskyLoss(softmax=True, to_onehot_y=True),
     "cross entropy": lambda x, y: F.cross_entropy(x, y[:, 0]),
     "cross entropy weighted": lambda x, y: F.cross_entropy(x, y[:, 0], WEIGHT, ignore_index=1, label_smoothing=0.1),
     "cross entropy none": lambda x, y: F.cross_entropy(x, y[:, 0], reduction="none").square().mean(),
@@ -113,7 +77,7 @@ def test_loss_of_slabs_equals_loss_of_the_volume(name: str, sharded_label: bool)
 
 
 def test_deep_supervision_loss() -> None:
-    loss = DeepSupervisionLoss(DiceCELoss(softmax=True, to_onehot_y=True))
+    loss = losses.DeepSupervisionLoss(losses.DiceCELoss(softmax=True, to_onehot_y=True))
     x = torch.randn(2, 3, 8, 8, 4, dtype=torch.float64)
     y = torch.randint(0, 3, (2, 1, 8, 8, 4)).double()
     heads = [x, F.avg_pool3d(x, 2)]
@@ -124,9 +88,9 @@ def test_dice_metric() -> None:
     prediction, truth = one_hot(logits().argmax(1, keepdim=True), 3), one_hot(label(), 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = compute_dice(prediction, truth)
-        torch.testing.assert_close(compute_dice(cut(prediction), truth), expected)
-        metric = DiceMetric(reduction="none")
+        expected = metrics.compute_dice(prediction, truth)
+        torch.testing.assert_close(metrics.compute_dice(cut(prediction), truth), expected)
+        metric = metrics.DiceMetric(reduction="none")
         metric(cut(prediction), cut(truth))
         torch.testing.assert_close(metric.aggregate(), expected)
 
@@ -143,25 +107,27 @@ LARGE = (2, 3, 8, 9, 10)
 COST = np.array([[0, 1, 1], [1, 0, 0.5], [1, 0.5, 0]])
 CLASSES = {"softmax": True, "to_onehot_y": True}
 
+CORRELATION = losses.LocalNormalizedCrossCorrelationLoss(3, kernel_size=5, kernel_type="gaussian")
+
 # Each takes the logits, the label map and other logits. MONAI computes some of them in float32.
 MONAI_LOSSES: dict[str, Callable[[Any, Any, Any], Tensor]] = {
-    "generalized Dice": lambda x, y, z: GeneralizedDiceLoss(**CLASSES, batch=True)(x, y),
-    "generalized Dice focal": lambda x, y, z: GeneralizedDiceFocalLoss(**CLASSES)(x, y),
-    "Wasserstein Dice": lambda x, y, z: GeneralizedWassersteinDiceLoss(COST, weighting_mode="GDL")(x, y),
-    "unified focal": lambda x, y, z: AsymmetricUnifiedFocalLoss(to_onehot_y=True, num_classes=3)(x, y),
-    "masked Dice": lambda x, y, z: MaskedDiceLoss(softmax=True)(x, one_hot(y, 3), mask=y > 0),
-    "soft clDice": lambda x, y, z: SoftDiceclDiceLoss()(x.softmax(1), one_hot(y, 3).double()),
-    "SSIM": lambda x, y, z: SSIMLoss(3, win_size=5)(x.sigmoid(), z.sigmoid()),
-    "NACL": lambda x, y, z: NACLLoss(classes=3, dim=3)(x, y[:, 0]),
-    "correlation": lambda x, y, z: LocalNormalizedCrossCorrelationLoss(3, kernel_size=5, kernel_type="gaussian")(x, z),
-    "mutual information": lambda x, y, z: GlobalMutualInformationLoss()(x.sigmoid(), z.sigmoid()),
-    "multi-scale": lambda x, y, z: MultiScaleLoss(nn.MSELoss(), scales=[0, 1])(x, z),
-    "contrastive": lambda x, y, z: ContrastiveLoss()(x.flatten(1), z.flatten(1)),
-    "bending energy": lambda x, y, z: BendingEnergyLoss(normalize=True)(x),
-    "diffusion": lambda x, y, z: DiffusionLoss()(x),
-    "Hausdorff": lambda x, y, z: whole(HausdorffDTLoss(**CLASSES))(x, y),
-    "log Hausdorff": lambda x, y, z: whole(LogHausdorffDTLoss(**CLASSES))(x, y),
-    "spectral": lambda x, y, z: whole(JukeboxLoss(3))(x, z),
+    "generalized Dice": lambda x, y, z: losses.GeneralizedDiceLoss(**CLASSES, batch=True)(x, y),
+    "generalized Dice focal": lambda x, y, z: losses.GeneralizedDiceFocalLoss(**CLASSES)(x, y),
+    "Wasserstein Dice": lambda x, y, z: losses.GeneralizedWassersteinDiceLoss(COST, weighting_mode="GDL")(x, y),
+    "unified focal": lambda x, y, z: losses.AsymmetricUnifiedFocalLoss(to_onehot_y=True, num_classes=3)(x, y),
+    "masked Dice": lambda x, y, z: losses.MaskedDiceLoss(softmax=True)(x, one_hot(y, 3), mask=y > 0),
+    "soft clDice": lambda x, y, z: losses.SoftDiceclDiceLoss()(x.softmax(1), one_hot(y, 3).double()),
+    "SSIM": lambda x, y, z: losses.SSIMLoss(3, win_size=5)(x.sigmoid(), z.sigmoid()),
+    "NACL": lambda x, y, z: losses.NACLLoss(classes=3, dim=3)(x, y[:, 0]),
+    "correlation": lambda x, y, z: CORRELATION(x, z),
+    "mutual information": lambda x, y, z: losses.GlobalMutualInformationLoss()(x.sigmoid(), z.sigmoid()),
+    "multi-scale": lambda x, y, z: losses.MultiScaleLoss(nn.MSELoss(), scales=[0, 1])(x, z),
+    "contrastive": lambda x, y, z: losses.ContrastiveLoss()(x.flatten(1), z.flatten(1)),
+    "bending energy": lambda x, y, z: losses.BendingEnergyLoss(normalize=True)(x),
+    "diffusion": lambda x, y, z: losses.DiffusionLoss()(x),
+    "Hausdorff": lambda x, y, z: whole(losses.HausdorffDTLoss(**CLASSES))(x, y),
+    "log Hausdorff": lambda x, y, z: whole(losses.LogHausdorffDTLoss(**CLASSES))(x, y),
+    "spectral": lambda x, y, z: whole(losses.JukeboxLoss(3))(x, z),
 }
 
 
@@ -184,18 +150,18 @@ def test_losses_of_monai(name: str, sharded_label: bool) -> None:
 
 def test_a_loss_that_reads_numbers_says_what_to_do() -> None:
     with pytest.raises(UnsupportedOperatorError, match=r"volseg\.parallel\.whole"):
-        HausdorffDTLoss(**CLASSES)(cut(logits()), label())
+        losses.HausdorffDTLoss(**CLASSES)(cut(logits()), label())
 
 
 METRICS: dict[str, Any] = {
-    "Dice": DiceMetric(reduction="mean_batch"),
-    "Hausdorff distance": HausdorffDistanceMetric(percentile=95),
-    "surface distance": SurfaceDistanceMetric(symmetric=True),
-    "surface Dice": SurfaceDiceMetric([1.0, 1.0]),
-    "confusion matrix": ConfusionMatrixMetric(),
-    "intersection over union": MeanIoU(),
-    "generalized Dice": GeneralizedDiceScore(),
-    "structural similarity": SSIMMetric(3, win_size=5),
+    "Dice": metrics.DiceMetric(reduction="mean_batch"),
+    "Hausdorff distance": metrics.HausdorffDistanceMetric(percentile=95),
+    "surface distance": metrics.SurfaceDistanceMetric(symmetric=True),
+    "surface Dice": metrics.SurfaceDiceMetric([1.0, 1.0]),
+    "confusion matrix": metrics.ConfusionMatrixMetric(),
+    "intersection over union": metrics.MeanIoU(),
+    "generalized Dice": metrics.GeneralizedDiceScore(),
+    "structural similarity": metrics.SSIMMetric(3, win_size=5),
 }
 
 
@@ -220,7 +186,7 @@ def test_metrics_of_monai(name: str) -> None:
 
 def test_panoptic_quality() -> None:
     found, truth = (torch.randint(0, 3, (1, 2, 8, 8, 8), generator=torch.Generator().manual_seed(s)) for s in (0, 1))
-    metric = PanopticQualityMetric(num_classes=2)
+    metric = metrics.PanopticQualityMetric(num_classes=2)
     expected = aggregated(metric, found, truth)
     torch.testing.assert_close(aggregated(metric, cut(found), truth), expected)
 
@@ -235,7 +201,7 @@ def test_the_usual_validation_loop(grad: bool) -> None:
             found = [steps[0](case) for case in decollate_batch(prediction)]
             smooth = [steps[2](case) for case in decollate_batch(prediction)]
             truth = [steps[1](case) for case in decollate_batch(y)]
-            return [*found, *smooth, aggregated(DiceMetric(include_background=False), found, truth)]
+            return [*found, *smooth, aggregated(metrics.DiceMetric(include_background=False), found, truth)]
 
     for actual, expected in zip(loop(cut(x)), loop(x), strict=True):
         torch.testing.assert_close(actual, expected)

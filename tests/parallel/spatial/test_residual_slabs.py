@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import assert_no_coarser, measure_rounding, on_slabs
 from in_group import in_group
 from torch import Tensor, nn
 
@@ -157,32 +158,19 @@ def test_planes_that_are_fetched_keep_the_layout_forward_and_backward() -> None:
         assert results == gradients == [True] * len(OPERATORS)
 
 
-def compare_in_half_precision() -> list[float]:
-    """Return the relative distance of output and gradients from the plain network's, both in bfloat16."""
+def compare_in_half_precision() -> list[dict[str, float]]:
+    """Return the errors of slabs and of the plain network, both in bfloat16."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "equivalence"))
     from spatial_cases import Residual
 
     torch.manual_seed(0)
-    plain, net = Residual(), Residual()
-    net.load_state_dict(plain.state_dict())
-    volume = torch.randn(1, 1, 24, 8, 6)
-    found = []
-    for call in (plain, ModelParallel(net, strategy="spatial", channels_last=True)):
-        with torch.autocast("cpu", torch.bfloat16):
-            output = call(volume)
-        output = output.full_tensor() if hasattr(output, "full_tensor") else output
-        output.float().square().mean().backward()
-        found.append([output.detach(), *(value.grad for value in call.parameters())])
-    largest = max(float(wanted.float().norm()) for wanted in found[0][1:])
-    return [
-        float((got.float() - wanted.float()).norm() / max(wanted.float().norm(), 0.1 * largest))
-        for wanted, got in zip(*found, strict=True)
-    ]
+    way = on_slabs(None, channels_last=True)
+    return measure_rounding(Residual(), torch.randn(1, 1, 24, 8, 6), way, None)
 
 
 def test_half_precision_is_as_exact_as_one_devices() -> None:
-    for errors in in_group(2, compare_in_half_precision):
-        assert max(errors) < 0.05
+    for ours, plain in in_group(2, compare_in_half_precision):
+        assert_no_coarser(ours, plain, more=0.02)
 
 
 def change_what_a_convolution_read() -> str:

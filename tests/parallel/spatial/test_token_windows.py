@@ -2,21 +2,27 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import WAYS, assert_small, noted
 from in_group import in_group
 from monai.networks.nets.swin_unetr import BasicLayer
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel, Spatial
-from volseg.parallel.spatial import ShardedVolume
 from volseg.parallel.spatial.operators import padding
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.verification.comparison import (
+    compare_values,
+    default_objective,
+    eager_step,
+    observe,
+    observe_call,
+    whole,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +32,7 @@ def gpus() -> Iterator[None]:
         yield
 
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "two": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
-    "three": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1", "cpu:2"]),
-    "fixed order": lambda net: ModelParallel(net, strategy=Spatial(fixed_order=True), devices=["cpu", "cpu:1"]),
-    "recomputed": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"], checkpoint="all"),
-    "processes": lambda net: ModelParallel(net, strategy="spatial"),
-}
-
-LOCAL = [way for way in WAYS if way != "processes"]
+LOCAL = ("two", "three", "fixed order", "two, recomputed")
 
 
 class Layers(nn.Module):
@@ -62,40 +60,22 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def gather(value: Any) -> Tensor:
-    result: Tensor = value.full_tensor() if isinstance(value, ShardedVolume) else value
-    return result
-
-
 def make_image(size: tuple[int, ...], seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(2, 1, *size, generator=generator, dtype=torch.float64)
 
 
-def observe(net: nn.Module, call: nn.Module, size: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return outputs and gradients of two passes that overlap and of one more, and outputs in evaluation."""
-    seen: dict[str, Tensor] = {}
-    images = [make_image(size, step).requires_grad_() for step in range(3)]
-    first, second = gather(call(images[0])), gather(call(images[1]))
-    for step, output in enumerate((second, first, None)):
-        output = gather(call(images[2])) if output is None else output
-        seen[f"output {step}"] = output.detach()
-        net.zero_grad()
-        output.square().mean().backward()
-        seen |= {f"{name} {step}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-    seen |= {f"image {step}": image.grad for step, image in enumerate(images) if image.grad is not None}
-    call.eval()
-    with torch.no_grad():
-        seen["evaluated"] = gather(call(images[0]))
-    return seen
-
-
 def compare(plain: nn.Module, way: str, size: tuple[int, ...]) -> None:
-    other = copy.deepcopy(plain)
-    wanted, got = observe(plain, plain, size), observe(other, WAYS[way](other), size)
-    assert wanted.keys() == got.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
+    """Train in passes that overlap, two in each step, and evaluate."""
+    model = WAYS[way](copy.deepcopy(plain))
+    images, found = [make_image(size, seed) for seed in (0, 1)], []
+    for net in (plain, model):
+        step = eager_step(lambda first, second, call=net: (call(first), call(second)), default_objective)
+        found.append(observe(net, images, step, 2))
+        net.eval()
+        found[-1].append(observe_call(net, images[:1]))
+    for wanted, got in zip(*found, strict=True):
+        assert_small(compare_values(wanted, got).errors)
 
 
 @pytest.mark.parametrize("way", LOCAL)
@@ -142,14 +122,14 @@ def compare_rolled(way: str) -> None:
             net, found = Rolled(shift, group), []
             for call in (net, WAYS[way](net)):
                 image = make_image((planes, 3, 4)).requires_grad_()
-                output = gather(call(image))
+                output = whole(call(image))
                 output.square().sum().backward()
                 found.append((output.detach(), image.grad))
             for got, wanted in zip(found[1], found[0], strict=True):
                 torch.testing.assert_close(got, wanted, rtol=0, atol=0, msg=lambda text, s=shift: f"{s}: {text}")
 
 
-@pytest.mark.parametrize("way", [way for way in LOCAL if way != "recomputed"])
+@pytest.mark.parametrize("way", ["two", "three", "fixed order"])
 def test_rolls_are_exact(way: str) -> None:
     compare_rolled(way)
 
@@ -157,26 +137,6 @@ def test_rolls_are_exact(way: str) -> None:
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_rolls_of_processes_are_exact(processes: int) -> None:
     in_group(processes, compare_rolled, "processes")
-
-
-@contextmanager
-def counted() -> Iterator[list[str]]:
-    """Count the exchanges of this process."""
-    found: list[str] = []
-    exchange, give_back = ProcessGroupShards.exchange, ProcessGroupShards.give_back
-
-    def note(name: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def noted(*given: Any) -> Tensor:
-            found.append(name)
-            return run(*given)
-
-        return noted
-
-    with (
-        patch.object(ProcessGroupShards, "exchange", note("fetch", exchange)),
-        patch.object(ProcessGroupShards, "give_back", note("give back", give_back)),
-    ):
-        yield found
 
 
 def count_exchanges() -> list[tuple[int, int]]:
@@ -188,11 +148,12 @@ def count_exchanges() -> list[tuple[int, int]]:
     for step in range(3):
         image = torch.rand(1, 4, 11, 5, 3, dtype=torch.float64)
         image = (image + step).requires_grad_()
-        with counted() as found:
+        moves = {name: getattr(ProcessGroupShards, name) for name in ("exchange", "give_back")}
+        with noted(ProcessGroupShards, **moves) as found:
             output = net(image)
-            there = found.count("fetch")
+            there = found.count("exchange")
             output.full_tensor().sum().backward()
-        counts.append((there, found.count("give back")))
+        counts.append((there, found.count("give_back")))
     return counts
 
 
@@ -223,7 +184,7 @@ def test_what_was_padded_to_windows_is_read_as_planes(way: str) -> None:
     model = WAYS[way](net)
     for step in range(3):
         image = make_image((15, 4, 3), step)
-        torch.testing.assert_close(gather(model(image)), net(image), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(whole(model(image)), net(image), rtol=1e-12, atol=1e-12)
 
 
 class Drawn(nn.Module):
@@ -258,7 +219,7 @@ def test_a_pass_has_the_bits_of_the_first_one(mode: str) -> None:
                 for _ in range(2 - skipped):
                     torch.manual_seed(5)
                     model.zero_grad()
-                    output = gather(model(image))
+                    output = whole(model(image))
                     output.square().sum().backward()
                 found.append([output.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     finally:

@@ -1,6 +1,5 @@
 """Transposed convolutions whose slabs get planes of their neighbours equal those on one device, and compute no more."""
 
-import copy
 from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
@@ -8,11 +7,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import WAYS, assert_no_coarser, measure_rounding, name_cpus
 from in_group import in_group
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel, verify
-from volseg.parallel.spatial import ShardedVolume
 from volseg.parallel.spatial.convolution import slab as slabs
 
 
@@ -82,10 +81,6 @@ def count_direct(run: Callable[[], object]) -> int:
     return applied.call_count
 
 
-def devices(count: int) -> list[str]:
-    return ["cpu", *(f"cpu:{index}" for index in range(1, count))]
-
-
 @pytest.mark.parametrize("fixed_order", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_slabs_equal_one_device(case: Case, fixed_order: bool) -> None:
@@ -94,7 +89,7 @@ def test_slabs_equal_one_device(case: Case, fixed_order: bool) -> None:
     net, shape = Net(case), (2, 2, case.planes, 5, 4)
     options = {"axes": "D", "fixed_order": fixed_order}
     found: list = []
-    counted = count_direct(lambda: found.append(verify(net, shape, devices(case.shards), **options)))
+    counted = count_direct(lambda: found.append(verify(net, shape, name_cpus(case.shards), **options)))
     assert found[0].ok, str(found[0])
     assert (counted > 0) == (case.direct and fixed_order)
 
@@ -105,7 +100,7 @@ def test_slabs_equal_one_device(case: Case, fixed_order: bool) -> None:
 def test_whatever_is_in_front_and_behind(front: str, behind: str, groups: int) -> None:
     torch.manual_seed(0)
     net = Net(Case(3, 2, 1, 1), front, behind, groups)
-    report = verify(net, (1, 2, 8, 4, 4), devices(2), axes="D", fixed_order=True)
+    report = verify(net, (1, 2, 8, 4, 4), name_cpus(2), axes="D", fixed_order=True)
     assert report.ok, str(report)
 
 
@@ -114,7 +109,7 @@ def test_biases_wait_for_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("volseg.parallel.spatial.lazy.bias.torch_adds_apart", lambda slab: True)
     torch.manual_seed(0)
     for behind in ("norm", "sum"):
-        report = verify(Net(Case(3, 2, 1, 1), behind=behind), (1, 2, 8, 4, 4), devices(2), fixed_order=True)
+        report = verify(Net(Case(3, 2, 1, 1), behind=behind), (1, 2, 8, 4, 4), name_cpus(2), fixed_order=True)
         assert report.ok, str(report)
 
 
@@ -135,34 +130,15 @@ def test_slabs_of_processes_equal_one_device(case: Case, front: str) -> None:
         assert (counted > 0) == case.direct
 
 
-def rounded() -> dict[str, tuple[float, float]]:
-    """Return, for outputs and gradients under autocast, how far slabs and the plain network are from float32."""
+def rounded() -> list[dict[str, float]]:
+    """Return the errors of slabs and of the plain network under autocast."""
     torch.manual_seed(0)
-    exact, x = Net(Case(3, 2, 1, 1)), torch.randn(2, 2, 8, 6, 4)
-    found = []
-    for kind in ("exact", "plain", "slabs"):
-        net = copy.deepcopy(exact)
-        call = ModelParallel(net, strategy="spatial", axes="D") if kind == "slabs" else net
-        with torch.autocast("cpu", torch.bfloat16, enabled=kind != "exact"):
-            output = call(x)
-        output = output.full_tensor() if isinstance(output, ShardedVolume) else output
-        output.float().square().mean().backward()
-        named = [(name, parameter.grad) for name, parameter in net.named_parameters() if parameter.grad is not None]
-        found.append({"output": output.detach().float(), **dict(named)})
-    wanted, plain, ours = found
-    size = {name: value.norm() for name, value in wanted.items()}
-    return {
-        name: tuple(((other[name] - wanted[name]).norm() / size[name]).item() for other in (ours, plain))
-        for name in wanted
-        if size[name] > 1e-4  # biases in front of norms have none
-    }
+    return measure_rounding(Net(Case(3, 2, 1, 1)), torch.randn(2, 2, 8, 6, 4), WAYS["processes"], None)
 
 
 def test_half_precision_is_as_exact_as_torch() -> None:
-    for errors in in_group(2, rounded):
-        assert {"output", "up.weight", "first.weight"} <= errors.keys()
-        for name, (ours, plain) in errors.items():
-            assert ours < 2 * plain + 2**-8, name  # a rounding more
+    for ours, plain in in_group(2, rounded):
+        assert_no_coarser(ours, plain)
 
 
 def build(change: bool = False) -> tuple[nn.Module, Tensor]:
@@ -208,8 +184,7 @@ def test_only_what_is_asked_for() -> None:
     """A frozen weight, or an input that needs no gradient, leaves the other's as it was."""
     for frozen in ("weight", "bias", "input"):
         net, x = build()
-        up = net.net.up if hasattr(net, "net") else next(m for m in net.modules() if isinstance(m, nn.ConvTranspose3d))
-        first = next(m for m in net.modules() if isinstance(m, nn.Conv3d))
+        first, up = net.module.first, net.module.up
         net(x).full_tensor().square().sum().backward()
         wanted = {"weight": up.weight.grad, "bias": up.bias.grad, "input": first.weight.grad}
         for parameter in (*up.parameters(), *first.parameters()):
@@ -260,5 +235,5 @@ def test_what_came_without_gradients_may_be_changed_in_place_with_them(planes: i
             return found.mul_(self.scale)
 
     torch.manual_seed(0)
-    report = verify(Changed(), (1, 1, planes, 4, 4), devices(2), axes="D", fixed_order=fixed_order)
+    report = verify(Changed(), (1, 1, planes, 4, 4), name_cpus(2), axes="D", fixed_order=fixed_order)
     assert report.ok, str(report)

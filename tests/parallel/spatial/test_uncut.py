@@ -3,25 +3,23 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import plain_kernels
 import pytest
 import torch
+from beside_plain import WAYS, attention_by_plain_forms, check_beside_plain
 from in_group import in_group
 from monai.data import MetaTensor
 from monai.networks.nets.swin_unetr import BasicLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from volseg.device import attention
-from volseg.parallel import FastKernels, ModelParallel, Spatial
-from volseg.parallel.spatial import ShardedVolume
-from volseg.parallel.spatial.lazy import scores, uncut
+from volseg.parallel.spatial.lazy import uncut
 from volseg.parallel.spatial.lazy.uncut import Uncut
+from volseg.parallel.verification.comparison import whole
 
 SIZES = {"even": (8, 4, 4), "uneven": (9, 5, 4)}
 
@@ -226,23 +224,14 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
 }
 """And whether each shard computes its own rows."""
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "fast": lambda net: FastKernels(net, "cpu"),
-    "two": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
-    "three": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1", "cpu:2"]),
-    "fixed order": lambda net: ModelParallel(net, strategy=Spatial(fixed_order=True), devices=["cpu", "cpu:1"]),
-    "recomputed": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"], checkpoint="all"),
-    "processes": lambda net: ModelParallel(net, strategy="spatial"),
-}
-
-LOCAL = [way for way in WAYS if way != "processes"]
+LOCAL = ("fast", "two", "three", "fixed order", "two, recomputed")
 
 
 @contextmanager
 def small_ones_wait() -> Iterator[list[str]]:
     """Let small tensors wait; say which were cut, and which were written whole."""
     found: list[str] = []
-    cut, whole = Uncut.cut, Uncut.whole
+    cut, write = Uncut.cut, Uncut.whole
 
     def note_cut(self: Uncut, *given: Any) -> Any:
         slabs = cut(self, *given)
@@ -251,7 +240,7 @@ def small_ones_wait() -> Iterator[list[str]]:
 
     def note_whole(self: Uncut) -> Tensor:
         found.append("whole")
-        return whole(self)
+        return write(self)
 
     with (
         patch.object(uncut, "LARGE", 64),
@@ -269,50 +258,8 @@ def found() -> Iterator[list[str]]:
         yield noted
 
 
-def gather(value: Any) -> Tensor:
-    result: Tensor = value.full_tensor() if isinstance(value, ShardedVolume) else value
-    return result
-
-
-def observe(net: nn.Module, call: nn.Module, size: tuple[int, ...], samples: int) -> dict[str, Tensor]:
-    """Return outputs and gradients of three steps, and outputs in evaluation."""
-    seen: dict[str, Tensor] = {}
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        image = torch.rand(samples, 1, *size, generator=generator, dtype=torch.float64).requires_grad_()
-        output = gather(call(image))
-        seen[f"output {step}"] = output.detach()
-        if output.requires_grad:
-            net.zero_grad()
-            output.square().mean().backward()
-            assert image.grad is not None
-            seen[f"image {step}"] = image.grad
-            seen |= {f"{name} {step}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-    call.eval()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            seen[mode.__name__] = gather(call(image)).clone()
-    return seen
-
-
-def compare(plain: nn.Module, way: str, size: tuple[int, ...], samples: int = 2) -> None:
-    other = copy.deepcopy(plain)
-    wanted, got = observe(plain, plain, size, samples), observe(other, WAYS[way](other), size, samples)
-    assert wanted.keys() == got.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
-
-
-@contextmanager
-def with_kernels() -> Iterator[None]:
-    """Let a CPU take the way of attention's kernels, by their plain forms."""
-    with (
-        patch.object(attention, "attend", plain_kernels.attend),
-        patch.object(attention, "differentiate", plain_kernels.differentiate_attention),
-        patch.object(scores, "_has_kernel", lambda slab: True),
-        patch.object(scores, "WIDTHS", {torch.float64, torch.float32}),
-    ):
-        yield
+def make_image(size: str) -> Tensor:
+    return torch.rand(2, 1, *SIZES[size], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
@@ -321,20 +268,19 @@ def with_kernels() -> Iterator[None]:
 def test_shifted_windows_are_exact(way: str, size: str, checkpoints: bool, found: list[str]) -> None:
     torch.manual_seed(0)
     plain = Shifted(checkpoints).double()
-    compare(plain, way, SIZES[size])
-    assert not found if way == "fast" else "cut" in found and "whole" not in found
-    found.clear()
-    with with_kernels():
-        compare(plain, way, SIZES[size])
-    assert not found if way == "fast" else "cut" in found and "whole" not in found
+    for context in (nullcontext(), attention_by_plain_forms()):
+        found.clear()
+        with context:
+            check_beside_plain(plain, WAYS[way], make_image(size), steps=3)
+        assert not found if way == "fast" else "cut" in found and "whole" not in found
 
 
 def compare_in_process(size: str) -> list[str]:
     torch.manual_seed(0)
     with small_ones_wait() as noted:
-        compare(Shifted().double(), "processes", SIZES[size])
-        with with_kernels():
-            compare(Shifted().double(), "processes", SIZES[size])
+        for context in (nullcontext(), attention_by_plain_forms()):
+            with context:
+                check_beside_plain(Shifted().double(), WAYS["processes"], make_image(size), steps=3)
     return noted
 
 
@@ -351,16 +297,12 @@ def test_processes_are_exact(processes: int, size: str) -> None:
 def test_whoever_reads_it_gets_what_torch_computes(name: str, way: str, found: list[str]) -> None:
     use, is_cut = USES[name]
     net = Used(use)
-    compare_used(net, way)
-    assert ("cut" in found) == is_cut
-
-
-def compare_used(net: nn.Module, way: str) -> None:
     model = WAYS[way](copy.deepcopy(net))
     model.strategy.context.cuts_large = True
     for step in range(2):
         image = torch.rand(1, 4, 4, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        torch.testing.assert_close(gather(model(image)), net(image), rtol=0, atol=0)
+        torch.testing.assert_close(whole(model(image)), net(image), rtol=0, atol=0)
+    assert ("cut" in found) == is_cut
 
 
 def test_what_was_saved_and_changed_then_is_refused(found: list[str]) -> None:

@@ -6,14 +6,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import WAYS, assert_small, check_beside_plain, measure_rounding
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from volseg.device import fusions
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel import FastKernels, ModelParallel
+from volseg.parallel import FastKernels
 from volseg.parallel.spatial.lazy.bias import WaitingBias, torch_adds_apart
-from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.verification.comparison import compare_values, default_objective, eager_step, observe, whole
 
 Use = Callable[["Net", Tensor], Tensor]
 
@@ -115,49 +116,18 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "group of each": lambda channels: nn.GroupNorm(channels, channels),
 }
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "fast": lambda net: FastKernels(net, "cpu"),
-    "one": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu"]),
-    "two": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
-    "recomputed": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"], checkpoint="all"),
-    "tiled": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"], checkpoint="tiled"),
-}
+LOCAL = ("fast", "one", "two", "two, recomputed", "two, tiled")
 
 
-def observe(net: nn.Module, call: nn.Module, steps: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Return outputs, gradients and buffers of some steps of gradient descent."""
-    found: dict[str, Tensor] = {}
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for step in range(steps):
-        x = torch.rand(2, 2, 8, 6, 4, generator=torch.Generator().manual_seed(step))
-        x = x.to(next(net.parameters()).device, dtype).requires_grad_()
-        output = call(x)
-        output = output.full_tensor() if isinstance(output, ShardedVolume) else output
-        optimizer.zero_grad()
-        (
-            output
-            * torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).view(output.shape).sin()
-        ).sum().backward()
-        assert x.grad is not None
-        found |= {f"output {step}": output.detach(), f"image {step}": x.grad}
-        found |= {f"{name} {step}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-        optimizer.step()
-    return found | {name: buffer.clone() for name, buffer in net.named_buffers()}
+def make_image(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.rand(2, 2, 8, 6, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
 
 
-def compare(plain: Net, way: str, steps: int = 2) -> None:
-    other = copy.deepcopy(plain)
-    wanted, got = observe(plain, plain, steps), observe(other, WAYS[way](other), steps)
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", LOCAL)
 @pytest.mark.parametrize("use", USES)
 def test_biases_are_exact(use: str, way: str) -> None:
     torch.manual_seed(0)
-    compare(Net(NORMS["batch"], USES[use]).double(), way)
+    check_beside_plain(Net(NORMS["batch"], USES[use]).double(), WAYS[way], make_image())
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -166,8 +136,8 @@ def test_biases_are_exact(use: str, way: str) -> None:
 def test_biases_in_front_of_norms_are_exact(norm: str, way: str, training: bool) -> None:
     torch.manual_seed(0)
     plain = Net(NORMS[norm], USES["two in a row"]).double()
-    plain(torch.rand(2, 2, 8, 6, 4, dtype=torch.float64))  # running statistics that are no start's
-    compare(plain.train(training), way)
+    plain(make_image())  # running statistics that are no start's
+    check_beside_plain(plain.train(training), WAYS[way], make_image())
 
 
 @pytest.mark.parametrize(("norm", "waits"), [("instance", True), ("batch", True), ("group", False)])
@@ -203,13 +173,9 @@ def test_a_large_bias_costs_no_digits() -> None:
     exact = Net(NORMS["instance"], USES["norm"])
     with torch.no_grad():
         exact.first.bias.fill_(300.0)
-    plain, ours = copy.deepcopy(exact), copy.deepcopy(exact)
-    exact.double()
-    wanted = observe(exact, exact, 1)
-    theirs, found = observe(plain, plain, 1, torch.float32), observe(ours, FastKernels(ours, "cpu"), 1, torch.float32)
-    for name in ("output 0", "first.weight 0", "norm.weight 0"):
-        errors = [(values[name].double() - wanted[name]).abs().max() for values in (found, theirs)]
-        assert errors[0] < 0.1 * errors[1], name
+    ours, plain = measure_rounding(exact, make_image(), WAYS["fast"], None, dtype=None)
+    for name in ("output", "first.weight", "norm.weight"):
+        assert ours[name] < 0.1 * plain[name], name
 
 
 def test_a_bias_that_is_changed_before_it_is_added_is_refused() -> None:
@@ -243,7 +209,7 @@ def test_a_bias_along_no_planes() -> None:
     torch.manual_seed(0)
     plain, x = Plain(), torch.rand(2, 2, 3, 4, 4)
     found = FastKernels(copy.deepcopy(plain), "cpu")(x)
-    torch.testing.assert_close(found.full_tensor() if isinstance(found, ShardedVolume) else found, plain(x))
+    torch.testing.assert_close(whole(found), plain(x))
 
 
 @pytest.mark.parametrize("way", ["fast", "two"])
@@ -260,7 +226,7 @@ def test_a_bias_that_torch_refuses_is_refused(
         return F.relu(function(inner, weight, net.second.bias)) + function(inner, weight, bias(net.second.bias))
 
     with pytest.raises(RuntimeError, match="expected bias to be 1-dimensional with 6 elements"):
-        WAYS[way](Net(NORMS["batch"], use))(torch.rand(2, 2, 8, 6, 4))
+        WAYS[way](Net(NORMS["batch"], use))(make_image(torch.float32))
 
 
 @pytest.mark.parametrize("way", ["fast", "two"])
@@ -285,7 +251,7 @@ def test_the_gradient_of_what_a_norm_has_read_without_its_bias_is_refused(
         return result
 
     with pytest.raises(UnsupportedOperatorError, match="a norm has read this convolution without its bias"):
-        WAYS[way](Net(NORMS["batch"], use))(torch.rand(2, 2, 8, 6, 4))
+        WAYS[way](Net(NORMS["batch"], use))(make_image(torch.float32))
 
 
 @pytest.mark.parametrize("use", USES)
@@ -293,10 +259,12 @@ def test_the_gradient_of_what_a_norm_has_read_without_its_bias_is_refused(
 def test_biases_are_exact_on_a_gpu(use: str) -> None:
     torch.manual_seed(0)
     plain = Net(NORMS["batch"], USES[use]).double()
-    other = copy.deepcopy(plain).cuda()
-    wanted, got = observe(plain, plain, 2), observe(other, FastKernels(other, "cuda"), 2)
-    for name, value in wanted.items():
-        torch.testing.assert_close(got[name].cpu(), value, rtol=1e-9, atol=1e-9, msg=lambda t, n=name: f"{n}: {t}")
+    model = FastKernels(copy.deepcopy(plain).cuda(), "cuda")
+    image = make_image()
+    theirs = observe(plain, [image], eager_step(plain, default_objective), 2)
+    ours = observe(model, [image.cuda()], eager_step(model, default_objective), 2)
+    for wanted, found in zip(theirs, ours, strict=True):
+        assert_small(compare_values(wanted, found).errors)
 
 
 def test_on_a_cpu_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,4 +291,4 @@ def test_the_fusion_can_be_switched_off() -> None:
     torch.manual_seed(0)
     plain = Net(NORMS["batch"], USES["strided, transposed"]).double()
     with fusions.without("waiting biases"):
-        compare(plain, "two")
+        check_beside_plain(plain, WAYS["two"], make_image())

@@ -2,23 +2,22 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import WAYS, assert_no_coarser, attention_by_plain_forms, check_beside_plain, measure_rounding
 from in_group import in_group
 from monai.networks.blocks.selfattention import SABlock
 from monai.networks.nets.swin_unetr import WindowAttention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from volseg.device import attention, fusions
+from volseg.device import fusions
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel import FastKernels, ModelParallel, Spatial
+from volseg.parallel import FastKernels
 from volseg.parallel.spatial.plan.shards import Fetch
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -169,20 +168,8 @@ HEADS: dict[str, tuple[Heads, int, int]] = {
 }
 """What is written, and how often it is ours: in training, with what a checkpoint computes again, and in evaluation."""
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "fast": lambda net: FastKernels(net, "cpu"),
-    "two": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
-    "three": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1", "cpu:2"]),
-    "two axes": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu"] * 4, grid=(2, 2), axes=("D", "H")),
-    "fixed order": lambda net: ModelParallel(net, strategy=Spatial(fixed_order=True), devices=["cpu", "cpu:1"]),
-    "two, recomputed": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"], checkpoint="all"),
-    "processes": lambda net: ModelParallel(net, strategy="spatial"),
-    "recomputed": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu"], checkpoint="all"),
-}
-
-
-ALONE = ("fast", "two", "three", "two axes", "fixed order", "recomputed", "two, recomputed")
-"""In one process."""
+ALONE = ("fast", "two", "three", "two axes", "fixed order", "one, recomputed", "two, recomputed")
+"""Ways in one process."""
 
 SEVERAL = {"two": 2, "fixed order": 2, "three": 3}
 """Slabs."""
@@ -194,65 +181,12 @@ MOVED = ("like SwinUNETR", "checkpointed", "reshaped")
 @pytest.fixture
 def calls() -> Iterator[list[str]]:
     """Let a CPU take the kernels' way, by their plain forms; give what was called."""
-    with by_plain_forms() as found:
+    with attention_by_plain_forms(torch.bfloat16) as found:
         yield found
 
 
-@contextmanager
-def by_plain_forms() -> Iterator[list[str]]:
-    """Let a CPU take the kernels' way, by their plain forms; give what was called."""
-    found: list[str] = []
-
-    def noted(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
-            found.append(name)
-            return compute(*given)
-
-        return run
-
-    scores, widths = "volseg.parallel.spatial.lazy.scores", {torch.float64, torch.float32, torch.bfloat16}
-    with (
-        patch.object(attention, "attend", noted("attend", plain_kernels.attend)),
-        patch.object(attention, "differentiate", noted("differentiate", plain_kernels.differentiate_attention)),
-        patch(f"{scores}._has_kernel", lambda slab: True),
-        patch(f"{scores}.WIDTHS", widths),
-    ):
-        yield found
-
-
-def whole(output: Any) -> Tensor:
-    result: Tensor = output.full_tensor() if isinstance(output, ShardedVolume) else output
-    return result
-
-
-def observe(net: nn.Module, call: nn.Module) -> dict[str, Tensor]:
-    """Return outputs, gradients and parameters of two steps, and outputs in evaluation."""
-    found: dict[str, Tensor] = {}
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.rand(2, 2, 4, 4, 3, generator=generator).to(next(net.parameters()).dtype).requires_grad_()
-        output = whole(call(x))
-        optimizer.zero_grad()
-        output.square().mean().backward()
-        assert x.grad is not None
-        found |= {f"output {step}": output.detach(), f"image {step}": x.grad}
-        found |= {f"{name} {step}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-        optimizer.step()
-    call.eval()
-    with torch.no_grad():
-        found["evaluated"] = whole(call(x))
-    with torch.inference_mode():
-        found["inferred"] = whole(call(x))
-    return found | {name: value.detach().clone() for name, value in net.state_dict().items()}
-
-
-def compare(plain: nn.Module, way: str) -> None:
-    other = copy.deepcopy(plain)
-    wanted, got = observe(plain, plain), observe(other, WAYS[way](other))
-    assert wanted.keys() == got.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
+def make_image(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.rand(2, 2, 4, 4, 3, dtype=dtype, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("way", ALONE)
@@ -260,15 +194,13 @@ def compare(plain: nn.Module, way: str) -> None:
 def test_it_is_exact(name: str, way: str, calls: list[str]) -> None:
     torch.manual_seed(0)
     heads, trained, evaluated = HEADS[name]
-    if way not in ("fast", "recomputed") and name == "hooked":
+    if way not in ("fast", "one, recomputed") and name == "hooked":
         pytest.skip("a hook on several slabs has to come before they are used")
     if way == "three" and name == "a view changed":
         pytest.skip("what moves planes between slabs is a copy, and may not be changed in place")
-    compare(Net(heads).double(), way)
-    if way == "two axes":
+    check_beside_plain(Net(heads).double(), WAYS[way], make_image())
+    if way == "two axes" or (way == "three" and name in MOVED):
         assert not calls  # two cut dims that are merged into one are gathered: nothing is left of slabs
-    elif way == "three" and name in MOVED:
-        assert not calls
     elif "recomputed" not in way:
         again = trained // 2 if name == "checkpointed" else trained
         slabs = SEVERAL.get(way, 1)
@@ -353,20 +285,21 @@ def test_monais_blocks_are_exact(name: str, way: str, calls: list[str]) -> None:
     torch.manual_seed(0)
     make, is_ours = BLOCKS[name]
     plain = make().double()
-    compare(plain, way)
+    check_beside_plain(plain, WAYS[way], make_image())
     is_gathered = way == "two axes" or (way == "three" and "windows" in name)  # or fewer rows of windows than slabs
     assert bool(calls) == (is_ours and not is_gathered)
     calls.clear()
     with fusions.without("attention"):
-        compare(plain, way)
+        check_beside_plain(plain, WAYS[way], make_image())
     assert not calls
 
 
 def compare_in_process(name: str) -> int:
     """Compare where each process holds one slab; return how often it is ours."""
     torch.manual_seed(0)
-    with by_plain_forms() as found:
-        compare((Net(HEADS[name][0]) if name in HEADS else BLOCKS[name][0]()).double(), "processes")
+    with attention_by_plain_forms() as found:
+        net = (Net(HEADS[name][0]) if name in HEADS else BLOCKS[name][0]()).double()
+        check_beside_plain(net, WAYS["processes"], make_image())
         return found.count("attend")
 
 
@@ -391,25 +324,10 @@ def test_three_processes_are_exact(name: str) -> None:
 def test_under_autocast_scores_keep_their_digits(name: str, way: str, calls: list[str]) -> None:
     """In bfloat16 ours lie as near to float64 as the plain network's, each gradient."""
     torch.manual_seed(0)
-    exact = BLOCKS[name][0]().double()
-    x = torch.rand(2, 2, 4, 4, 3)
-
-    def look(call: nn.Module, net: nn.Module, image: Tensor) -> dict[str, Tensor]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=image.dtype == torch.float32):
-            output = whole(call(image))
-        output.double().square().mean().backward()
-        found = {name: p.grad.double() for name, p in net.named_parameters() if p.grad is not None}
-        return found | {"output": output.detach().double()}
-
-    plain, ours = (copy.deepcopy(exact).float() for _ in range(2))
-    wanted, theirs = look(exact, exact, x.double()), look(plain, plain, x)
-    assert not calls
-    got = look(WAYS[way](ours), ours, x)
+    exact = BLOCKS[name][0]()
+    ours, plain = measure_rounding(exact, make_image(torch.float32).requires_grad_(), WAYS[way], None)
     assert sorted(calls) == sorted(["attend", "differentiate"] * SEVERAL.get(way, 1))
-    assert got.keys() == theirs.keys() == wanted.keys()
-    for each, right in wanted.items():
-        error, other = (float((found[each] - right).norm()) for found in (got, theirs))
-        assert error <= 1.5 * other + 0.01 * float(right.norm()), each
+    assert_no_coarser(ours, plain)
 
 
 @pytest.mark.parametrize("way", ["fast", "two"])
@@ -443,7 +361,7 @@ def test_what_a_step_reads_is_watched(way: str, calls: list[str]) -> None:
             slab.detach().mul_(2.0)
         return scores.softmax(-1) @ v
 
-    image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64)
+    image = make_image()
     for heads in (change_bias, read_late, change_key):
         with pytest.raises(UnsupportedOperatorError, match="a bias or a mask of attention were changed in place"):
             WAYS[way](Net(heads).double())(image)
@@ -463,7 +381,7 @@ def test_keys_that_are_to_be_gathered_are_watched(calls: list[str]) -> None:
             return scores.softmax(-1) @ x
 
     with pytest.raises(UnsupportedOperatorError, match="a bias or a mask of attention were changed in place"):
-        WAYS["two"](Changed().double())(torch.rand(2, 2, 4, 4, 3, dtype=torch.float64))
+        WAYS["two"](Changed().double())(make_image())
     assert not calls
 
 
@@ -474,7 +392,7 @@ def test_gradients_past_a_step_are_refused(calls: list[str]) -> None:
         scores.register_hook(lambda gradient: gradient)
         return found
 
-    image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64)
+    image = make_image()
     with pytest.raises(UnsupportedOperatorError, match="its gradient is not computed"):
         FastKernels(Net(ask).double(), "cpu")(image)
 
@@ -482,7 +400,7 @@ def test_gradients_past_a_step_are_refused(calls: list[str]) -> None:
 @pytest.mark.parametrize("way", ["fast", "two"])
 def test_there_are_no_second_derivatives(way: str, calls: list[str]) -> None:
     net = WAYS[way](Net(like_swin).double())
-    image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64, requires_grad=True)
+    image = make_image().requires_grad_()
     with pytest.raises(UnsupportedOperatorError, match="no second derivatives"):
         torch.autograd.grad(net(image).square().mean(), image, create_graph=True)
 
@@ -498,7 +416,7 @@ def test_scores_take_no_memory(way: str, calls: list[str]) -> None:
 
     net = WAYS[way](Net(like_swin).double())
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        net(torch.rand(2, 2, 4, 4, 3, dtype=torch.float64))
+        net(make_image())
     slabs = SEVERAL.get(way, 1)
     assert calls == ["attend"] * slabs
     sizes = {tuple(tensor.shape) for tensor in saved}
@@ -518,7 +436,7 @@ def test_keys_and_values_are_sent_together(name: str, messages: int, calls: list
         return move(self, slabs, plan)
 
     with patch.object(LocalDevices, "move", noted):
-        WAYS["two"](BLOCKS[name][0]().double())(torch.rand(2, 2, 4, 4, 3, dtype=torch.float64))
+        WAYS["two"](BLOCKS[name][0]().double())(make_image())
     assert calls == ["attend"] * 2
     assert len(gathered) == messages
 
@@ -528,7 +446,7 @@ def test_broken_numbers_stay_so(calls: list[str]) -> None:
     plain = Net(like_swin).double()
     plain.mask[1, 3] = -torch.inf
     ours = FastKernels(copy.deepcopy(plain), "cpu")
-    image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64)
+    image = make_image()
     assert ours(image).isnan().equal(plain(image).isnan())
     assert plain(image).isnan().any()
     with torch.no_grad():

@@ -160,12 +160,8 @@ def written(key: Any) -> list[Sample]:
 
 HANDWRITTEN: dict[str, Callable[[], list[Sample]]] = {
     # reductions and functions along a dim
-    "max": lambda: [given(x) for x in volumes()] + along(*KEEP),
-    "min": lambda: [given(x) for x in volumes()] + along(*KEEP),
-    "median": lambda: [given(x) for x in volumes()] + along(*KEEP),
-    "nanmedian": lambda: along(*KEEP[:2]),
-    "mode": lambda: along(*KEEP[:2]),
-    "aminmax": lambda: along(*KEEP[:2]),
+    **dict.fromkeys(("max", "min", "median"), lambda: [given(x) for x in volumes()] + along(*KEEP)),
+    **dict.fromkeys(("nanmedian", "mode", "aminmax"), lambda: along(*KEEP[:2])),
     "logsumexp": lambda: along(*KEEP, dims=DIMS),
     "norm": lambda: (
         along(*KEEP[:2], dims=DIMS) + along({"p": 1}, {"p": float("inf")}, {"p": "fro"}, {"p": "nuc"}, dims=DIMS[-6:])
@@ -183,19 +179,13 @@ HANDWRITTEN: dict[str, Callable[[], list[Sample]]] = {
         )
     ],
     "softmax": lambda: along({}, {"dtype": torch.float32}),
-    "log_softmax": lambda: along(),
-    "softmin": lambda: along(),
-    "cumsum": lambda: along(),
-    "cumprod": lambda: along(),
-    "logcumsumexp": lambda: along(),
-    "cummax": lambda: along(),
-    "cummin": lambda: along(),
+    **dict.fromkeys(("log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), along),
     "sort": lambda: along({}, {"descending": True}, {"stable": True}),
     "argsort": lambda: along({}, {"descending": True}),
     "topk": lambda: along({"k": 2}, {"k": 2, "largest": False}),
     "kthvalue": lambda: along({"k": 2}),
     "diff": lambda: along({}, {"n": 2}),
-    "trapezoid": lambda: along(),
+    "trapezoid": along,
     "renorm": lambda: along({"p": 2, "maxnorm": 1.0}, ties=False),
     "cosine_similarity": lambda: [given(normal(*SHAPE), normal(*SHAPE, seed=2), dim=dim) for dim in range(5)],
     "normalize": lambda: along({}, {"p": 1.0}, dims=DIMS, ties=False),
@@ -248,8 +238,7 @@ HANDWRITTEN: dict[str, Callable[[], list[Sample]]] = {
     "tensor_split": lambda: each(*(given(2, dim) for dim in range(5)), given((1, 4), 2), given((1,), dim=1)),
     "unbind": lambda: each(given(), *(given(dim) for dim in range(1, 5))),
     "flip": lambda: each(*(given((dim,)) for dim in range(5)), given((2, 3, 4)), given(dims=(2,))),
-    "fliplr": lambda: each(given()),
-    "flipud": lambda: each(given()),
+    **dict.fromkeys(("fliplr", "flipud"), lambda: each(given())),
     "rot90": lambda: each(given(1, (2, 3)), given(2, (3, 4)), given(1, (1, 2))),
     "roll": lambda: each(given(2, 2), given((1, -2), (2, 3)), given(3), given(shifts=1, dims=1), given(7, 2)),
     "index_select": lambda: each(*(given(dim, torch.tensor([1, 0, 1])) for dim in range(5))),
@@ -294,12 +283,9 @@ HANDWRITTEN: dict[str, Callable[[], list[Sample]]] = {
         ]
         + [given([normal(*SHAPE), normal(*SLAB)])]
     ),
-    "hstack": lambda: [given([normal(*SHAPE), normal(*SHAPE, seed=2)])],
-    "vstack": lambda: [given([normal(*SHAPE), normal(*SHAPE, seed=2)])],
-    "dstack": lambda: [given([normal(*SHAPE), normal(*SHAPE, seed=2)])],
+    **dict.fromkeys(("hstack", "vstack", "dstack"), lambda: [given([normal(*SHAPE), normal(*SHAPE, seed=2)])]),
     "meshgrid": lambda: [given(normal(4), normal(6))],
-    "tril": lambda: each(given(), given(1)),
-    "triu": lambda: each(given(), given(1)),
+    **dict.fromkeys(("tril", "triu"), lambda: each(given(), given(1))),
     "diagonal": lambda: each(given(), given(0, 2, 3), given(0, 3, 4), given(offset=1, dim1=1, dim2=2)),
     "unfold": lambda: [given(normal(2, 3, 6, 4), 2), given(normal(2, 3, 6, 4), (3, 1), padding=(1, 0))],
     "pixel_shuffle": lambda: [given(normal(2, 4, 6, 4), 2)],

@@ -131,7 +131,11 @@ class Context:
             try:
                 yield
             finally:
-                self._part_with_messages()
+                # What reads messages is written only if it is read: other processes may not have it any more.
+                for volume in [waiting() for waiting in self._waiting]:
+                    if volume is not None and volume.pending.reads_messages:
+                        volume.pending.wait_for_readers()
+                self.forget_written()
 
     @contextmanager
     def using(self, copies: Copies) -> Iterator[None]:
@@ -202,7 +206,7 @@ class Context:
     def spread_for(
         self, like: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[torch.dtype, list[Tensor], list[Tensor]]:
-        """Return the type in which a convolution of a volume or slab computes, and its parameters' copies in it."""
+        """Return the type in which a layer of a volume or slab computes, and its parameters' copies in it."""
         weights = self.spread(weight)
         biases = [] if bias is None else self.spread(bias)
         dtype = active_autocast_dtype(like)
@@ -235,13 +239,6 @@ class Context:
             for waiting, volume in found
             if volume is not None
         ]
-
-    def _part_with_messages(self) -> None:
-        """Release the volumes that read messages after the forward pass; they are written only if they are read."""
-        for volume in [waiting() for waiting in self._waiting]:
-            if volume is not None and volume.pending.reads_messages:
-                volume.pending.wait_for_readers()
-        self.forget_written()
 
     def change(self, volume: Any) -> None:
         """Count an in-place change of a volume, as torch does; write the waiting volumes before.

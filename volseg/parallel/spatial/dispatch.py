@@ -79,7 +79,8 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterabl
             handler = entry.handler
             if kwargs and kwargs.get("out") is not None:
                 refuse("it has no out= on slabs: use the result")
-            if by_sample and func in BY_SAMPLE and len(given) == 1 and _is_by_sample(given[0], args):
+            only = len(given) == 1 and bool(args) and args[0] is given[0]  # the function's input is the only volume
+            if by_sample and func in BY_SAMPLE and only and len(given[0].dims) == 1:
                 handler = BY_SAMPLE[func]
             elif merged and not entry.merged:
                 args, kwargs = tree_map_only(ShardedVolume, in_planes, (args, kwargs))
@@ -155,11 +156,6 @@ def _treated(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]) 
         if value is not default and (isinstance(value, Tensor) or value != default):
             refuse(f"its argument {name}= is not supported on slabs")
     return named
-
-
-def _is_by_sample(volume: ShardedVolume, args: tuple) -> bool:
-    """Return whether a volume is a function's input, and is cut along its samples."""
-    return len(volume.dims) == 1 and bool(args) and args[0] is volume
 
 
 def _of_one_shape(args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -226,9 +226,9 @@ class Waiting(Pending):
         outlined = self.outline()
         if outlined is None:
             return self.find_recipe(volume)
-        volume._slabs, recipe = outlined.slabs, outlined.recipe
+        volume._slabs, recipe, layout = outlined
         written = Written(recipe, Unchanged((*volume._slabs, *recipe.tensors)), self.parts)
-        volume.pending = Released(written, [0] * len(volume._slabs), self.parts, outlined.layout, self)
+        volume.pending = Released(written, [0] * len(volume._slabs), self.parts, layout, self)
         return recipe
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:

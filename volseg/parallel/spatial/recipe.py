@@ -35,23 +35,9 @@ class Recipe:
         return tuple(tensor for row in self.rows for tensor in row)
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """Slabs that were not written, in place of written ones.
-
-    Attributes
-    ----------
-    slabs
-        Tensors of their shapes in the memory of one element (see ``outline_slab``), with their history.
-    recipe
-        Recipe of the slabs.
-    layout
-        Their memory layout.
-    """
-
-    slabs: list[Tensor]
-    recipe: Recipe
-    layout: torch.memory_format
+Outline = tuple[list[Tensor], Recipe, torch.memory_format]
+"""Slabs that were not written: tensors of their shapes in the memory of one element (see ``outline_slab``), with their
+history; their recipe; and their layout."""
 
 
 def outline_slab(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

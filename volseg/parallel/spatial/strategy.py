@@ -20,13 +20,12 @@ from volseg.parallel.processes.group import agree, get_message_group
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.custom_function import no_script
 from volseg.parallel.spatial.lazy.uncut import cut_later, written
-from volseg.parallel.spatial.memory.offloading import offloaded
-from volseg.parallel.spatial.memory.recomputation import Recomputation
+from volseg.parallel.spatial.memory import Recomputation, offloaded
 from volseg.parallel.spatial.outputs import CutInput, finish_result
 from volseg.parallel.spatial.plan.shards import check_axes, choose_dims
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.transport.communicator import Communicator
-from volseg.parallel.spatial.transport.mesh import Processes, join
+from volseg.parallel.spatial.transport.mesh import join
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
@@ -127,9 +126,7 @@ class SpatialStrategy:
     ) -> None:
         self.options = options = options or Spatial()
         self.net = net
-        placed = _find_place(devices, mesh, options)
-        self.communicator: Communicator = placed.communicator if isinstance(placed, Processes) else placed
-        self.replicas = placed.replicas if isinstance(placed, Processes) else None
+        self.communicator, self.replicas = _find_place(devices, mesh, options)
         self.sums: GradientSums | None = None
         self.axes = check_axes(options.axes, self.communicator.grid)
         self.context = Context(self.communicator, options.on_unsupported, net)
@@ -145,9 +142,11 @@ class SpatialStrategy:
         self._draws_alike = self.group is not None or options.fixed_order
         shards = [] if self.group is None else [self.group]
         self.seeds = CommonSeeds(shards, self.communicator.home) if self._draws_alike else None
-        wanted = options.channels_last
-        self.context.channels_last = _suits_channels_last(self.communicator.home) if wanted is None else wanted
-        net.to(self.communicator.home)
+        home, wanted = self.communicator.home, options.channels_last
+        # Devices with 16-bit matrix units, for which channels last is faster.
+        suits = is_gpu(home) and get_capability(home) >= (8, 0)
+        self.context.channels_last = suits if wanted is None else wanted
+        net.to(home)
         if self.context.channels_last:
             _put_channels_last(net)
         if replicated:
@@ -266,13 +265,13 @@ class SpatialStrategy:
         if not isinstance(value, Tensor) or isinstance(value, ShardedVolume):
             return value
         value = as_plain(value)
-        if value.ndim not in (4, 5):
-            return value.to(self.communicator.home)
-        dims = self.dims_of(value.shape)
+        dims = self.dims_of(value.shape) if value.ndim in (4, 5) else None
         if dims is None:
             return value.to(self.communicator.home)
         self._check_alike(value)
-        return from_whole(value.to(self.communicator.home) if self._one_device else value, dims, self.context)
+        if len(self.communicator.devices) == 1:
+            value = value.to(self.communicator.home)
+        return from_whole(value, dims, self.context)
 
     def _check_alike(self, value: Tensor) -> None:
         """Refuse different volumes on the processes of a group; checked at the first volume."""
@@ -290,10 +289,6 @@ class SpatialStrategy:
                 f"are {found[:, 0].tolist()}); all must pass the same volume, or use scatter_batch(model, batch) so "
                 f"that one process loads, or a mesh with a 'data' dimension for replicas"
             )
-
-    @property
-    def _one_device(self) -> bool:
-        return len(self.communicator.devices) == 1
 
     def dims_of(self, shape: torch.Size) -> list[int] | None:
         """Return the dim that each mesh axis cuts, or None for a volume too thin to cut."""
@@ -354,17 +349,12 @@ def _make_ordinary(value: Any) -> Any:
     return value.clone() if made_there else value
 
 
-def _find_place(devices: Devices, mesh: Any, options: Spatial) -> LocalDevices | Processes:
+def _find_place(devices: Devices, mesh: Any, options: Spatial) -> tuple[Communicator, dist.ProcessGroup | None]:
     several = is_distributed() or (is_launched() and count_launched() > 1)
     if mesh is not None or (several and devices is None):
         return join(mesh, options.grid, options.fixed_order)
     own = [get_own_device()] if devices is None and is_launched() else name_devices(devices)
-    return LocalDevices(own, options.grid, options.fixed_order)
-
-
-def _suits_channels_last(home: torch.device) -> bool:
-    """Return whether the device has 16-bit matrix units, for which channels last is faster."""
-    return is_gpu(home) and get_capability(home) >= (8, 0)
+    return LocalDevices(own, options.grid, options.fixed_order), None
 
 
 def _put_channels_last(net: nn.Module) -> None:

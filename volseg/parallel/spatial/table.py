@@ -126,6 +126,7 @@ def handles(
     merged: bool = False,
     rounded: bool = False,
     treats: str = "",
+    composed: bool = False,
 ) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in each namespace of torch that has it.
 
@@ -148,9 +149,8 @@ def handles(
             bare = label.rpartition(".")[2]
             perhaps = bare in PERHAPS_VIEWS
             views = perhaps or bare in VIEWS or returns_view(function)
-            TABLE[function] = Entry(
-                label, family, handler, treated, rehearse, broadcasts, views, perhaps, merged, rounded, bool(treats)
-            )
+            flags = rehearse, broadcasts, views, perhaps, merged, rounded, bool(treats), composed
+            TABLE[function] = Entry(label, family, handler, treated, *flags)
         return handler
 
     return register
@@ -193,13 +193,7 @@ def handles_samples(*names: str) -> Callable[[Handler], Handler]:
 
 def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
     """Register a function that is composed of others; it is called with torch's own arguments."""
-
-    def register(handler: Handler) -> Handler:
-        for label, function in _found(names):
-            TABLE[function] = Entry(label, family, handler, composed=True)
-        return handler
-
-    return register
+    return handles(family, *names, composed=True)
 
 
 def _check_unknown(function: Callable, label: str) -> None:

@@ -4,7 +4,6 @@ It is possible if each shard needs its whole slab, and planes of its direct neig
 convolution of the usual networks, unless the sizes divide badly.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from volseg.device.convolution.settings import Settings
@@ -113,7 +112,11 @@ def plan_convolution(
     if volume.dims != (DIM,) or volume.ndim != 5:
         return None
     planes = plan_halo(size, communicator.num_shards, window, outputs)
-    if planes is None or _count_computed(planes, size, whole, reach) != _count(outputs, len(planes)):
+    if planes is None:
+        return None
+    given = [sum(around) + own for around, own in zip(planes, _count(size, len(planes)), strict=True)]
+    # Without padding each shard must compute just its own outputs from its slab and its halo.
+    if [(count - reach) // whole.stride[0] + 1 for count in given] != _count(outputs, len(planes)):
         return None
     same = whole.stride[0] == 1 and outputs == size and set(sum(planes, ())) == {(reach - 1) / 2}
     halos = plan_halos(communicator, planes, context.channels_last)
@@ -210,9 +213,3 @@ def count_slab_tiles(volume: ShardedVolume, channels: int, itemsize: int) -> int
 def _count(size: int, num_shards: int) -> list[int]:
     """Return the number of planes of each shard's slab."""
     return [stop - start for start, stop in spans(size, num_shards)]
-
-
-def _count_computed(planes: Sequence[tuple[int, int]], size: int, settings: Settings, reach: int) -> list[int]:
-    """Return the number of output planes that each shard computes from its slab and its halo, without padding."""
-    given = [sum(around) + own for around, own in zip(planes, _count(size, len(planes)), strict=True)]
-    return [(count - reach) // settings.stride[0] + 1 for count in given]

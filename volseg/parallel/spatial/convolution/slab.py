@@ -30,8 +30,7 @@ from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, sum_vanishing, vanishes
 from volseg.parallel.spatial.lazy.recipes import Join
 from volseg.parallel.spatial.recipe import Asked, Recipe, Write, mask_asked, split_rows
-from volseg.parallel.spatial.transport import kept_halo
-from volseg.parallel.spatial.transport.halo import Wait, return_gradients, start_filling
+from volseg.parallel.spatial.transport.halo import Wait, copy_halo, put_halo_back, return_gradients, start_filling
 from volseg.parallel.spatial.transport.room import extend, get_halo_room, own_planes
 from volseg.parallel.spatial.volume import ShardedVolume
 
@@ -136,7 +135,7 @@ class _Convolve(torch.autograd.Function):
             ctx.likes = [(buffer.shape, buffer.dtype, layout_of(buffer)) for buffer in buffers]
             if borders is None:
                 sizes = [halo.own for halo in halos] or [(0, 0)] * count  # planes before and behind each slab
-                borders = [kept_halo.copy_planes(*pair) for pair in zip(buffers, sizes, strict=True)]
+                borders = [copy_halo(*pair) for pair in zip(buffers, sizes, strict=True)]
             # For each slab: copies of its halo, then the recipe's tensors.
             kept = list(chain.from_iterable(zip(borders, recipe.rows, strict=True)))
             ctx.sizes = [len(own) for own in kept]
@@ -155,7 +154,9 @@ class _Convolve(torch.autograd.Function):
         asked = asked._replace(bias=asked.bias and not no_biases)
         rows = [] if ctx.write is None else split_rows(kept, ctx.sizes)
         pairs_kept = list(zip(rows[::2], rows[1::2], strict=True))
-        if ctx.plan.in_parts and _can_derive_in_parts(ctx):
+        # A join of joins has more parts than inputs.
+        joined = isinstance(ctx.write, Join) and len(ctx.write.channels) == len(ctx.channels)
+        if ctx.plan.in_parts and joined and ctx.plan.settings.groups == 1:
             found = _derive_in_parts(ctx, laid, weights, pairs_kept, asked._replace(input=True))
         else:
             # Planes travel while the input is recomputed, and arrive before the weights' gradient begins: its blocks
@@ -246,17 +247,6 @@ class _Derivation:
         return [(own, weight, bias) for own, (_, weight, bias) in zip(inputs, rest, strict=True)]
 
 
-def _can_derive_in_parts(ctx: Any) -> bool:
-    settings, write = ctx.plan.settings, ctx.write
-    # A join of joins has more parts than inputs.
-    return (
-        isinstance(write, Join)
-        and len(write.channels) == len(ctx.channels)
-        and not settings.transposed
-        and settings.groups == 1
-    )
-
-
 Kept = Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]
 """For each slab: copies of its halo, and the tensors from which the slab is written."""
 
@@ -305,7 +295,7 @@ def _write_input(
     write, tensors
         Function that writes the slab, and its tensors.
     borders
-        The halo in the form of ``kept_halo``.
+        The halo in the form of ``copy_halo``.
     channels
         Number of channels to write.
     """
@@ -316,6 +306,6 @@ def _write_input(
         write(tensors, buffer, 0)
         return buffer
     own = ctx.plan.halos[number].own
-    kept_halo.put_back(buffer, own, borders)
+    put_halo_back(buffer, own, borders)
     write(tensors, own_planes(buffer, own), 0)
     return buffer

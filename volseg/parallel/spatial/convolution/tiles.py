@@ -30,7 +30,7 @@ from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.lazy.recipes import Copy
 from volseg.parallel.spatial.plan.shards import Span, spans
-from volseg.parallel.spatial.recipe import Asked, Recipe, Write, add_in_float32, mask_asked, split_rows
+from volseg.parallel.spatial.recipe import Asked, Write, add_in_float32, mask_asked, split_rows
 from volseg.parallel.spatial.transport.halo import Halo, start_filling
 from volseg.parallel.spatial.volume import ShardedVolume
 
@@ -51,27 +51,12 @@ def convolve_by_tiles(
     columns = [volume.pending.narrow(volume, dtype)]
     if volume.pending.parts is not None:
         columns, volume.is_bypassed = volume.pending.parts, True
-    work = _TiledInput(plan, recipe, [slab.shape for slab in volume._slabs], volume.dtype, dtype, len(biases))
+    work = plan, recipe, [slab.shape for slab in volume._slabs], (volume.dtype, dtype), len(biases)
     results = _ConvolveByTiles.apply(work, *weights, *biases, *chain.from_iterable(columns))
     volume.pending.release(volume)
     shape = list(results[0].shape)
     shape[volume.dims[0]] = plan.outputs
     return ShardedVolume(results, volume.dims, shape, context)
-
-
-@dataclass(frozen=True, slots=True)
-class _TiledInput:
-    """Input of a convolution, besides tensors that autograd knows."""
-
-    plan: ConvolutionPlan
-    recipe: Recipe
-    shapes: Sequence[torch.Size]
-    """Shapes of the slabs."""
-    kept_in: torch.dtype
-    """Element type of the slabs."""
-    dtype: torch.dtype
-    """Element type of the computation."""
-    num_biases: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +104,20 @@ class _ConvolveByTiles(torch.autograd.Function):
     """Function of a weight for each slab, a bias for each slab if any, and the slabs of each joined volume."""
 
     @staticmethod
-    def forward(ctx: Any, work: _TiledInput, *tensors: Tensor) -> tuple[Tensor, ...]:
-        count, rows = len(work.shapes), work.recipe.rows
-        weights, biases = tensors[:count], tensors[count : count + work.num_biases]
-        ctx.columns = [(part.shape[1], part.dtype) for part in tensors[count + work.num_biases :: count]]
-        ctx.plan, ctx.write, ctx.shapes = work.plan, work.recipe.write, work.shapes
-        ctx.dtypes, ctx.num_biases = (work.kept_in, work.dtype), work.num_biases
+    def forward(ctx: Any, work: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # ``dtypes``: element types of the slabs and of the computation.
+        ctx.plan, recipe, ctx.shapes, ctx.dtypes, ctx.num_biases = work
+        count, rows, ctx.write = len(ctx.shapes), recipe.rows, recipe.write
+        weights, biases = tensors[:count], tensors[count : count + ctx.num_biases]
+        ctx.columns = [(part.shape[1], part.dtype) for part in tensors[count + ctx.num_biases :: count]]
         slabs = _surround(ctx, rows, [() for _ in rows])
-        borders = _exchange(slabs, work.plan.halos)
+        borders = _exchange(slabs, ctx.plan.halos)
         kept = list(chain.from_iterable(zip(borders, rows, strict=True)))
         ctx.sizes = [len(own) for own in kept]
         ctx.save_for_backward(*weights, *chain.from_iterable(kept))
         slabs = [replace(slab, borders=own) for slab, own in zip(slabs, borders, strict=True)]
         each = zip(slabs, weights, biases or [None] * count, strict=True)
-        return tuple(_convolve(*own, work.plan) for own in each)
+        return tuple(_convolve(*own, ctx.plan) for own in each)
 
     @staticmethod
     @first_order

@@ -24,6 +24,8 @@ from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
 __all__ = ["WaitingSum", "add_in_place", "add_waiting", "add_with_room"]
 
+WIDTHS = {torch.float16, torch.bfloat16, torch.float32}
+
 
 class WaitingSum(WaitingTerms):
     """A norm with its activation, if any, plus another norm or plain slabs, and an activation of the sum, if any.
@@ -128,7 +130,8 @@ def add_in_place(first: Any, second: Any) -> bool:
 def _find_sum(first: Any, second: Any) -> WaitingSum | None:
     """Return the sum of a waiting norm and another volume, or None if they differ in form."""
     norm = find_norm(first, second)
-    if norm is None or not _adds_up(first.dtype, second.dtype):
+    # One type, or two types whose sum is float32, as in the kernels.
+    if norm is None or not (first.dtype == second.dtype or {first.dtype, second.dtype} <= WIDTHS):
         return None
     other = second.pending if isinstance(second.pending, WaitingNorm) else None
     if other is not None and not other.moment.is_now():
@@ -140,11 +143,6 @@ def _read_slabs(volume: ShardedVolume) -> list[Tensor]:
     """Return a volume's slabs; the slabs of a repeated image take the memory of one channel."""
     expanded = volume.pending.expand() if isinstance(volume.pending, WaitingRepeat) else None
     return volume.slabs if expanded is None else expanded
-
-
-def _adds_up(first: torch.dtype, second: torch.dtype) -> bool:
-    """Return whether both terms have one type, or two types whose sum is float32, as in the kernels."""
-    return first == second or {first, second} <= {torch.float16, torch.bfloat16, torch.float32}
 
 
 def add_with_room(first: Any, second: Any) -> ShardedVolume | None:

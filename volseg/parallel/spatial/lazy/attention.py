@@ -17,7 +17,6 @@ from volseg.device.first_order import first_order
 from volseg.parallel.spatial.lazy.scores import take_up, waits
 from volseg.parallel.spatial.lazy.waiting_scores import (
     AddendPlace,
-    Steps,
     WaitingScores,
     find_cut,
     give_both_whole,
@@ -49,7 +48,10 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
     if waiting is None or not waiting.steps.is_softened:
         return None
     steps, context, tokens = waiting.steps, weights.context, values.ndim - 2
-    if values.context is not context or not _is_as_computed(weights, steps):
+    alone = context.communicator.num_shards == 1  # the dim of a cut does not matter then
+    cut_alike = alone or (weights.dims, weights.merged) == ((steps.cut.dim,), steps.cut.merged)
+    # The weights must have the shape and the cut of the product of queries and keys.
+    if values.context is not context or not cut_alike or weights.shape[:-2] != steps.sizes:
         return None
     if values.dtype != steps.key.dtype or (waiting.autocast is None and weights.dtype != values.dtype):
         return None
@@ -82,13 +84,6 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
         attended.pending = KeptResult(None, Unchanged(()))
         context.defer(attended)
     return attended
-
-
-def _is_as_computed(weights: ShardedVolume, steps: Steps) -> bool:
-    """Return whether the weights have the shape and the cut of the product of queries and keys."""
-    alone = weights.context.communicator.num_shards == 1  # the dim of a cut does not matter then
-    cut_alike = alone or (weights.dims, weights.merged) == ((steps.cut.dim,), steps.cut.merged)
-    return cut_alike and weights.shape[:-2] == steps.sizes
 
 
 @dataclass(slots=True, eq=False)

@@ -91,12 +91,6 @@ class WaitingBias(Waiting):
         self.moment, self.unchanged = Moment(), Unchanged(biases)
         self.is_kept = False
 
-    def keep_slabs(self) -> list[Tensor]:
-        """Return the slabs without the bias to a norm that keeps them: from now on the bias is added to copies."""
-        self.check()
-        self.is_kept = True
-        return self.stand_ins
-
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Add the bias."""
         del halos
@@ -155,7 +149,9 @@ def take_without_bias(volume: ShardedVolume) -> tuple[list[Tensor], Tensor | Non
         return volume.slabs, None
     if torch.is_grad_enabled():
         volume.is_bypassed = True  # the norm's gradient goes to the slabs without the bias
-    return waiting.keep_slabs(), waiting.biases[0].to(volume.context.communicator.home)
+    waiting.check()
+    waiting.is_kept = True  # from now on the bias is added to copies
+    return waiting.stand_ins, waiting.biases[0].to(volume.context.communicator.home)
 
 
 def with_gradient(volume: ShardedVolume, biases: Sequence[Tensor]) -> ShardedVolume:

@@ -184,7 +184,7 @@ class WaitingNorm(WaitingTerms):
             return [outline_slab(slab.shape, slab.dtype, slab.device) for slab in self.stand_ins]
 
         slabs, recipe = self.run(fill), self.describe(terms)
-        return None if recipe is None else Outline(slabs, recipe, layout_of(self.stand_ins[0]))
+        return None if recipe is None else (slabs, recipe, layout_of(self.stand_ins[0]))
 
     def describe(self, rows: Sequence[Terms]) -> Recipe | None:
         """Return the recipe that writes the slabs from the norm's input."""

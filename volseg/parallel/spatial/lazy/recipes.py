@@ -181,7 +181,7 @@ class WaitingRecipe(Waiting):
 
     def outline(self) -> Outline | None:
         """Return an outline for readers of a few planes at a time, and for the backward pass."""
-        return Outline(self.outline_as(self.likes[0].dtype), self.recipe, layout_of(self.likes[0]))
+        return self.outline_as(self.likes[0].dtype), self.recipe, layout_of(self.likes[0])
 
     def outline_as(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the slabs without memory, of this element type, with their history."""

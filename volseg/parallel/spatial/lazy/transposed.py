@@ -7,7 +7,7 @@ planes. A join behind it keeps the coarse input instead of the result, which has
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,8 +84,7 @@ def convolve_later(
 
     def record(fill: Callable[[], list[Tensor]]) -> list[Tensor]:
         with moment.restored():
-            work = _Transposition(fill, source, how, len(biases))
-            return list(_Transposed.apply(work, *weights, *biases, *slabs))
+            return list(_Transposed.apply((fill, source, how, len(biases)), *weights, *biases, *slabs))
 
     waiting = WaitingRecipe(recipe, likes, record, Unchanged([*slabs, *recipe.tensors]), slabs)
     return defer(waiting, volume.dims, how.compute_output_shape(volume.shape), volume.context)
@@ -124,25 +123,16 @@ def write_planes(
     return given
 
 
-class _Transposition(NamedTuple):
-    """Data of a transposed convolution that autograd does not track."""
-
-    fill: Callable[[], list[Tensor]]
-    source: Recipe
-    how: TransposedSettings
-    num_biases: int
-
-
 class _Transposed(torch.autograd.Function):
     """Takes a weight for each slab, then a bias for each slab if any, then the input's slabs."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Transposition, *tensors: Tensor) -> tuple[Tensor, ...]:
-        rows = work.source.rows
-        ctx.how, ctx.num_biases = work.how, work.num_biases
-        ctx.write, ctx.sizes = work.source.write, list(map(len, rows))
+    def forward(ctx: Any, work: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        fill, source, ctx.how, ctx.num_biases = work
+        rows = source.rows
+        ctx.write, ctx.sizes = source.write, list(map(len, rows))
         ctx.save_for_backward(*tensors[: len(rows)], *chain.from_iterable(rows))
-        return tuple(work.fill())
+        return tuple(fill())
 
     @staticmethod
     @first_order

@@ -69,26 +69,19 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if "other" in kwargs:
         named["dtype"] = _without_device(kwargs["other"], volume)
     kept = [value for value in kept if value is not None]
-    if waits(volume) and func is Tensor.to:
-        later = _cast_later(volume, kept, named)
+    told = [*kept, *named.values()]
+    if waits(volume) and func is Tensor.to and len(told) == 1 and isinstance(told[0], torch.dtype):
+        later = cast(volume, told[0])
         if later is not None:
             return later
     found = _converted(volume, [func(slab, *kept, **named) if kept or named else slab for slab in volume.slabs])
-    layouts = {value for value in (*kept, *named.values()) if isinstance(value, torch.memory_format)}
+    layouts = {value for value in told if isinstance(value, torch.memory_format)}
     if not layouts - {torch.preserve_format} or found.dtype != volume.dtype:
         return found
     # Whether torch copies depends on the memory layout of the whole volume, which is unknown here.
     laid = wrap(volume, found.slabs)
     laid.is_perhaps_given = True
     return mark_copies(laid, [volume], perhaps=True)
-
-
-def _cast_later(volume: ShardedVolume, told: list[Any], named: dict[str, Any]) -> ShardedVolume | None:
-    """Return pending attention scores in another dtype, or None if the call changes more than the dtype."""
-    dtypes = [*told, *named.values()]
-    if len(dtypes) != 1 or not isinstance(dtypes[0], torch.dtype) or named.keys() - {"dtype"}:
-        return None
-    return cast(volume, dtypes[0])
 
 
 @handles("Copies and conversions", "Tensor.cpu", "Tensor.cuda", rehearse=False, merged=True)

@@ -92,9 +92,12 @@ def transposed_convolution(func: Callable, given: Any) -> Any:
         windows.append((window, window.outputs(size, extra[i])))
     inside, extra_inside = outside_cut(volume, padding), outside_cut(volume, extra)
     along = Settings(tuple(stride), tuple(inside), tuple(dilation), True, tuple(extra_inside), groups)
-    chosen = _direct_transposed(volume, windows, weight.shape, along)
-    if chosen is not None:
-        return convolve(volume, weight, bias, chosen)
+    context = volume.context
+    if len(windows) == 1 and can_split(windows[0][1], context.communicator.num_shards):
+        key = volume.shape, volume.dims, *windows, weight.shape, along, context.channels_last
+        chosen = context.planned(key, lambda: plan_transposed(volume, *windows[0], along))
+        if chosen is not None:
+            return convolve(volume, weight, bias, chosen)
     plans = [AxisPlan(*window) for window in windows]
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
@@ -159,17 +162,6 @@ def _direct(given: Any, rehearse: Callable[[], None]) -> ConvolutionPlan | None:
     layer = weight, stride, padding, dilation, groups
     key = volume.shape, volume.dims, *layer, context.channels_last, context.frugal
     found: ConvolutionPlan | None = context.planned(key, make)
-    return found
-
-
-def _direct_transposed(
-    volume: ShardedVolume, windows: list[tuple[TransposedConvolution, int]], weight: torch.Size, along: Settings
-) -> ConvolutionPlan | None:
-    """Return the same plan of a transposed convolution, or None; ``windows`` have their numbers of outputs."""
-    if len(windows) != 1 or not can_split(windows[0][1], volume.context.communicator.num_shards):
-        return None
-    key = volume.shape, volume.dims, *windows, weight, along, volume.context.channels_last
-    found: ConvolutionPlan | None = volume.context.planned(key, lambda: plan_transposed(volume, *windows[0], along))
     return found
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.device.gpus import host_values
 from volseg.device.torch_internals import get_storage_key
-from volseg.parallel.spatial.context import Context, saved_tensors_hooks
+from volseg.parallel.spatial.context import saved_tensors_hooks
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -48,8 +48,8 @@ def pad(
     cut = [dim for dim in volume.dims if pairs[dim] != (0, 0)]
     at_once = bool(cut) and mode == "constant" and min(inside) >= 0
     if any(inside) and not at_once:
-        rest = {"mode": mode, "value": value}
-        volume = _pad_inside(volume, inside, rest)
+        # Modes other than constant need a width for each of the last dims: it is zero for cut dims.
+        volume = wrap(volume, [F.pad(slab, inside, mode=mode, value=value) for slab in volume.slabs])
         inside = []
     for dim in cut:
         volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0, len(widths), inside)
@@ -65,12 +65,6 @@ def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
     if not any(shared):
         return volume
     return wrap(volume, [own.clone() if same else own for own, same in zip(volume.slabs, shared, strict=True)])
-
-
-def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) -> ShardedVolume:
-    # Modes other than constant need a width for each of the last dims: it is zero for cut dims.
-    slabs = [F.pad(slab, widths, **rest) for slab in volume.slabs]
-    return wrap(volume, slabs)
 
 
 def _pad_cut(
@@ -116,13 +110,9 @@ def _find_group(volume: ShardedVolume, outputs: int) -> int:
     """
     context = volume.context
     is_repeated = context.frugal or saved_tensors_hooks() is not context.hooks
-    return 1 if is_repeated or _keeps_bits(context) else context.groups.get((volume.dims, outputs), 1)
-
-
-def _keeps_bits(context: Context) -> bool:
-    if context.communicator.fixed_order or torch.are_deterministic_algorithms_enabled():
-        return True
-    return KEEPS_BITS_ON_CPU and context.communicator.home.type == "cpu"
+    keeps_bits = context.communicator.fixed_order or torch.are_deterministic_algorithms_enabled()
+    keeps_bits = keeps_bits or (KEEPS_BITS_ON_CPU and context.communicator.home.type == "cpu")
+    return 1 if is_repeated or keeps_bits else context.groups.get((volume.dims, outputs), 1)
 
 
 @handles("Padding and mirroring", "fliplr", "flipud", merged=True)

@@ -6,6 +6,7 @@ each voxel's query meets all keys. If the letters are summed over, the slabs' su
 """
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.torch_internals import with_overrides
-from volseg.parallel.spatial.context import active_autocast_dtype
 from volseg.parallel.spatial.lazy.attention import attend
 from volseg.parallel.spatial.lazy.scores import score
 from volseg.parallel.spatial.operators.operands import elementwise
@@ -42,7 +42,8 @@ def contract(
     given = [(o, own) for o, own in zip(operands, letters, strict=True) if isinstance(o, ShardedVolume)]
     like, own = next(((o, own) for o, own in given if set(_cut(o, own)) <= set(output)), given[0])
     cut = _cut(like, own)
-    results = [compute(*row) for row in _rows(operands, letters, like, cut)]
+    columns = [_placed(o, own, like, cut) for o, own in zip(operands, letters, strict=True)]
+    results = [compute(*row) for row in zip(*columns, strict=True)]
     if set(cut) <= set(output):
         return wrap(like, results, [list(output).index(letter) for letter in cut])
     refuse_if(set(cut) & set(output), "one cut dim is summed over, and the other one is not")
@@ -54,14 +55,6 @@ def contract(
 
 def _cut(volume: ShardedVolume, letters: Letters) -> list[str]:
     return [letters[dim] for dim in volume.dims]
-
-
-def _rows(
-    operands: Sequence[Tensor], letters: Sequence[Letters], like: ShardedVolume, cut: Letters
-) -> list[tuple[Tensor, ...]]:
-    """Return the local operands of each slab."""
-    columns = [_placed(o, own, like, cut) for o, own in zip(operands, letters, strict=True)]
-    return list(zip(*columns, strict=True))
 
 
 def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters) -> list[Tensor]:
@@ -206,14 +199,9 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
         columns = ["n"] * (weight.ndim - 1)
         result = contract(F.linear, [input, weight], [[*letters, "k"], [*columns, "k"]], [*letters, *columns])
         return result if bias is None else elementwise(torch.add, result, bias)
-    spread = input.context.spread
-    weights = spread(weight)
-    dtype = active_autocast_dtype(input)
-    if dtype is not None and weight.dtype == torch.float32:
-        weights = [input.context.cast(copy, dtype) for copy in weights]
-    biases = [None] * len(weights) if bias is None else spread(bias)
-    rows = zip(input.slabs, weights, biases, strict=True)
-    return wrap(input, [func(slab, w, b) for slab, w, b in rows])
+    _, weights, biases = input.context.spread_for(input, weight, bias)
+    rows = zip(input.slabs, weights, biases or repeat(None), strict=False)
+    return wrap(input, [func(*row) for row in rows])
 
 
 @handles(

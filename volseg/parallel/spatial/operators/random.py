@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from volseg.device.gpus import get_host_readable_device, host_values, is_recording
-from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.operators.operands import aligned
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
 from volseg.parallel.spatial.signatures import bind
@@ -26,39 +25,23 @@ __all__ = ["dropout", "generators"]
 
 def draw_seed(volume: ShardedVolume) -> int:
     """Draw a seed that is the same on every shard."""
+    communicator = volume.context.communicator
     with host_values():
-        return _agree_on_seed(volume.context)
-
-
-def _agree_on_seed(context: Context) -> int:
-    own = torch.randint(2**62, ())
-    if isinstance(context.communicator, ProcessGroupShards) and not context.in_pass:
-        # Outside of a forward pass the processes' generators may differ: all use the first process's number.
-        return int(
-            context.communicator.stack(own.to(get_host_readable_device(context.communicator.home)).view(1))[0].item()
-        )
-    return int(own.item())
+        own = torch.randint(2**62, ())
+        if isinstance(communicator, ProcessGroupShards) and not volume.context.in_pass:
+            # Outside of a forward pass the processes' generators may differ: all use the first process's number.
+            own = communicator.stack(own.to(get_host_readable_device(communicator.home)).view(1))[0]
+        return int(own.item())
 
 
 def generators(volume: ShardedVolume) -> list[torch.Generator | None]:
     """Return a generator for each slab, each with its own seed."""
-    if _is_recording(volume):
+    if is_recording(volume.device):
         own = volume.context.graph_generators
         return [None] * len(volume.slabs) if own is None else [*own]
     seed = draw_seed(volume)
     seeds = [mix(seed, index) for index in volume.context.communicator.indices]
     return [torch.Generator(slab.device).manual_seed(own) for slab, own in zip(volume.slabs, seeds, strict=True)]
-
-
-def common_generator(volume: ShardedVolume) -> torch.Generator | None:
-    """Return a generator on the home device that draws the same numbers in every process."""
-    if _is_recording(volume):  # every process's default generator has the same state: see ``recorded_step``
-        return None
-    return torch.Generator(volume.context.communicator.home).manual_seed(draw_seed(volume))
-
-
-def _is_recording(volume: ShardedVolume) -> bool:
-    return is_recording(volume.device)
 
 
 FILLS = ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"]
@@ -182,5 +165,8 @@ def _draw_channels(volume: ShardedVolume, name: str, keep: float) -> list[Tensor
     leading = 1 if spatial == [volume.ndim - 1] else 2
     refuse_if(any(dim < leading for dim in volume.dims), "batch and channels must not be cut")
     shape = [*volume.shape[:leading], *([1] * (volume.ndim - leading))]
-    empty = torch.empty(shape, dtype=volume.dtype, device=volume.context.communicator.home)
-    return volume.context.spread(empty.bernoulli_(keep, generator=common_generator(volume)))
+    home = volume.context.communicator.home
+    # In a recorded step every process's default generator has the same state: see ``recorded_step``.
+    generator = None if is_recording(volume.device) else torch.Generator(home).manual_seed(draw_seed(volume))
+    empty = torch.empty(shape, dtype=volume.dtype, device=home)
+    return volume.context.spread(empty.bernoulli_(keep, generator=generator))

@@ -14,7 +14,6 @@ from torch import Tensor
 from volseg.device.gpus import is_gpu, is_recording
 from volseg.device.layout import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
-from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.transport.room import extend, own_planes
@@ -22,8 +21,11 @@ from volseg.parallel.spatial.transport.room import extend, own_planes
 __all__ = [
     "Halo",
     "Wait",
+    "allocate_halo",
     "compute_halo_room",
+    "copy_halo",
     "plan_halos",
+    "put_halo_back",
     "return_gradients",
     "start_filling",
     "start_receiving",
@@ -110,7 +112,7 @@ def start_filling(buffers: Sequence[Tensor], halos: Sequence[Halo], keep: bool =
     """Start to fetch the halos of this process's slabs from the neighbours; the returned function waits for them.
 
     The slabs' outermost planes must have been written. With ``keep``, the function returns a copy of the planes in the
-    form of ``kept_halo`` if this costs nothing more, otherwise None.
+    form of ``copy_halo`` if this costs nothing more, otherwise None.
     """
     sends = [halo.view_owed(own_planes(buffer, halo.own)) for buffer, halo in zip(buffers, halos, strict=True)]
     receives = [halo.view_around(buffer) for buffer, halo in zip(buffers, halos, strict=True)]
@@ -241,7 +243,7 @@ def _start_between_processes(
     if box is not None and _fits_mailbox(halo, [*sends, *receives]):
         if keep is None:
             return box.start(ordered_sends, ordered_receives)
-        kept, parts = kept_halo.allocate(keep, halo.own, order)
+        kept, parts = allocate_halo(keep, halo.own, order)
         wait = box.start(ordered_sends, ordered_receives, parts)
 
         def wait_and_keep() -> list[list[Tensor]]:
@@ -288,3 +290,55 @@ def _start_messages(halo: Halo, communicator: ProcessGroupShards, sends: Sides, 
         messages.end()
 
     return wait
+
+
+def _view_planes(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:
+    """Return views of the halo's planes."""
+    before, behind = own
+    if before != behind:
+        ends = (0, before), (buffer.shape[DIM] - behind, behind)
+        return [buffer.narrow(DIM, start, number) for start, number in ends if number]
+    if not before:
+        return []
+    shape, stride = list(buffer.shape), list(buffer.stride())
+    shape[DIM : DIM + 1] = 2, before
+    stride[DIM : DIM + 1] = (buffer.shape[DIM] - behind) * buffer.stride(DIM), buffer.stride(DIM)
+    return [buffer.as_strided(shape, stride, buffer.storage_offset())]
+
+
+def copy_halo(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:
+    """Copy the halo's planes for the backward pass: a few planes instead of the whole slab.
+
+    If both sides have equal numbers of planes, they are one tensor and one copy: ``(B, C, 2, planes, H, W)``. Otherwise
+    each side with planes is one tensor, ``(B, C, planes, H, W)``.
+    """
+    return [planes.clone() for planes in _view_planes(buffer, own)]
+
+
+def put_halo_back(buffer: Tensor, own: tuple[int, int], kept: Sequence[Tensor]) -> None:
+    """Write copies of the halo's planes back to their places."""
+    for planes, copy in zip(_view_planes(buffer, own), kept, strict=True):
+        planes.copy_(copy)
+
+
+def allocate_halo(
+    buffer: Tensor, own: tuple[int, int], order: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return memory for copies of the halo's planes, and each side's part: dense once permuted to ``order``."""
+    before, behind = own
+    shape = [buffer.shape[dim] for dim in order]
+    back = sorted(range(len(order)), key=lambda dim: order[dim])
+    at = list(order).index(DIM)
+
+    def dense(planes: int, *sides: int) -> Tensor:
+        shape[at] = planes
+        return torch.empty((*sides, *shape), dtype=buffer.dtype, device=buffer.device)
+
+    if before != behind:
+        parts = [dense(planes) if planes else None for planes in own]
+        return [part.permute(back) for part in parts if part is not None], list(parts)
+    if not before:
+        return [], [None, None]
+    both = dense(before, 2)
+    dims = [1 + dim for dim in back]
+    return [both.permute([*dims[:DIM], 0, *dims[DIM:]])], list(both.unbind(0))

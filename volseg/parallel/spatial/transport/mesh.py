@@ -5,7 +5,6 @@ cuts one axis of the volume. Without a mesh all processes share each volume.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -18,21 +17,15 @@ from volseg.parallel.devices import get_own_device
 from volseg.parallel.processes.group import make_groups, start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
-__all__ = ["Processes", "join"]
+__all__ = ["join"]
 
 DATA = "data"
 
 
-@dataclass(frozen=True, slots=True)
-class Processes:
-    """Place of this process: its communicator, and the replicas that it averages with, or None."""
-
-    communicator: ProcessGroupShards
-    replicas: dist.ProcessGroup | None
-
-
-def join(mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False) -> Processes:
-    """Return the communicator of this process.
+def join(
+    mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False
+) -> tuple[ProcessGroupShards, dist.ProcessGroup | None]:
+    """Return the communicator of this process, and the replicas that it averages with, or None.
 
     Parameters
     ----------
@@ -57,7 +50,7 @@ def join(mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False) -> Pr
     if not isinstance(mesh, DeviceMesh):
         group = get_default_group() if mesh is None else mesh
         shape = _grid(grid, [dist.get_world_size(group)])
-        return Processes(ProcessGroupShards(group, shape, device, fixed_order), None)
+        return ProcessGroupShards(group, shape, device, fixed_order), None
     names = mesh.mesh_dim_names or tuple(f"spatial{index}" for index in range(mesh.ndim))
     cutting = [name for name in names if name != DATA]
     if not cutting:
@@ -69,7 +62,7 @@ def join(mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False) -> Pr
     rows = ranks.reshape(-1, prod(sizes)).tolist()
     group = make_groups(rows)
     replicas = make_groups([list(column) for column in zip(*rows, strict=True)]) if len(rows) > 1 else None
-    return Processes(ProcessGroupShards(group, _grid(grid, sizes), device, fixed_order), replicas)
+    return ProcessGroupShards(group, _grid(grid, sizes), device, fixed_order), replicas
 
 
 def _grid(grid: Sequence[int] | None, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -15,12 +15,10 @@ from volseg.device.layout import DIM, layout_of
 __all__ = ["allocate_with_room", "extend", "get_halo_room", "own_planes"]
 
 
-def allocate_with_room(
-    like: Tensor, room: int, channels: int | None = None, device: torch.device | None = None
-) -> Tensor:
+def allocate_with_room(like: Tensor, room: int, device: torch.device | None = None) -> Tensor:
     """Return an uninitialised slab like ``like`` with ``room`` planes around it."""
     planes = like.shape[DIM]
-    slab = _alias(_allocate(like, planes + 2 * room, channels, device), room, planes)
+    slab = _alias(_allocate(like, planes + 2 * room, device), room, planes)
     # An attribute of the tensor itself, which autograd passes on unchanged; a view or a copy of it has none.
     slab._volseg_room = room  # type: ignore[attr-defined]
     return slab
@@ -56,8 +54,7 @@ def _alias(tensor: Tensor, offset: int, planes: int) -> Tensor:
     return alias.set_(tensor.untyped_storage(), start, shape, tensor.stride())
 
 
-def _allocate(like: Tensor, planes: int, channels: int | None = None, device: torch.device | None = None) -> Tensor:
+def _allocate(like: Tensor, planes: int, device: torch.device | None = None) -> Tensor:
     shape = list(like.shape)
     shape[DIM] = planes
-    shape[1] = shape[1] if channels is None else channels
     return torch.empty(shape, dtype=like.dtype, device=device or like.device, memory_format=layout_of(like))

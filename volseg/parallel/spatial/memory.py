@@ -1,4 +1,4 @@
-"""Activation checkpointing of the blocks of any network: drop activations, and recompute them in the backward pass.
+"""Recompute the activations of blocks of any network in the backward pass, or keep large ones in host memory.
 
 A block is one level's way down or up, if the network has modules for these (nnU-Net's double convolution, V-Net's
 transitions): one volume is kept between two blocks. Blocks of the finest levels hold nearly all memory, so the number
@@ -8,10 +8,14 @@ The recomputation repeats the first run with its state (buffers, attributes, mod
 torch, Python and NumPy), and leaves the current state unchanged. It refuses what it cannot repeat: a block that
 changes its own input, weights that have changed since, random numbers while a CUDA graph is recorded. Hooks on modules
 inside a block run twice.
+
+Offloading is for volumes that fit in no other way: each activation crosses the host's link twice. Recomputation is
+faster; try it first.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import log2
 from threading import RLock
@@ -30,12 +34,12 @@ from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.lazy.recipes import RecomputedInput
 from volseg.parallel.spatial.pending import build_meta_slabs
 from volseg.parallel.spatial.transport.room import get_halo_room
-from volseg.parallel.spatial.versions import Unchanged, Watched
+from volseg.parallel.spatial.versions import Kept, Unchanged, Watched, keep, take
 from volseg.parallel.spatial.volume import ShardedVolume, share_later
 from volseg.parallel.state.module import Remembered, remember
 from volseg.parallel.state.random import RandomState
 
-__all__ = ["Recomputation"]
+__all__ = ["Recomputation", "offloaded"]
 
 
 def find_blocks(net: nn.Module) -> list[nn.Module]:
@@ -111,11 +115,15 @@ class Recomputation:
         checkpointed = saved_tensors_hooks() != self.context.hooks
         given = volumes((args, kwargs)) if torch.is_grad_enabled() and not checkpointed else []
         # A way up reads the coarse level below and the skip of its own level.
-        if not given or not self._chosen(max(volume.shape[2:].numel() for volume in given), finest):
+        voxels = max((volume.shape[2:].numel() for volume in given), default=1)
+        level = round(log2(max(finest / max(voxels, 1), 1)) / 3)
+        if not given or (isinstance(self.levels, int) and level >= self.levels):
             return forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         held = [_HeldTensors(leaf) if isinstance(leaf, ShardedVolume) else leaf for leaf in leaves]
-        plain = Unchanged([leaf for leaf in leaves if _is_counted(leaf)])
+        # Of whole tensors those whose changes torch counts.
+        wholes = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, ShardedVolume)]
+        plain = Unchanged([leaf for leaf in wholes if not leaf.is_inference()])
         repeat = _Repetition(block, self._random, self.context, self._lock)
 
         def check(when: str) -> None:
@@ -143,20 +151,9 @@ class Recomputation:
         result = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
         check("by the block itself")
         for leaf in held:
-            if isinstance(leaf, _HeldTensors):
-                leaf.let_go()
+            if isinstance(leaf, _HeldTensors) and leaf.recipe is not None:
+                leaf.volume, leaf.unchanged = None, Unchanged(())
         return result
-
-    def _chosen(self, voxels: int, finest: int) -> bool:
-        if self.levels in ("all", "tiled"):
-            return True
-        level = round(log2(max(finest / max(voxels, 1), 1)) / 3)
-        return level < self.levels  # type: ignore[operator]
-
-
-def _is_counted(leaf: Any) -> bool:
-    """Return whether a leaf is a whole tensor whose changes torch counts."""
-    return isinstance(leaf, Tensor) and not isinstance(leaf, ShardedVolume) and not leaf.is_inference()
 
 
 class _DrawnStates:
@@ -292,11 +289,6 @@ class _HeldTensors:
         self._likes = build_meta_slabs(volume)
         self._room = get_halo_room(volume._slabs[0])
 
-    def let_go(self) -> None:
-        """Drop the slabs if there is a recipe."""
-        if self.recipe is not None:
-            self.volume, self.unchanged = None, Unchanged(())
-
     def take(self) -> ShardedVolume:
         """Return the input: itself, or to be written again without history, which the recomputation does not need."""
         if self.volume is not None:
@@ -307,3 +299,40 @@ class _HeldTensors:
         volume = ShardedVolume(waiting.stand_ins, self.dims, self.shape, self.context)
         volume.pending = waiting
         return volume
+
+
+SMALLEST_BYTES = 2**20
+"""Smaller tensors stay where they are: statistics, halos, most parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Away:
+    """An activation in host memory, and its original device."""
+
+    host: Tensor
+    device: torch.device
+
+
+@contextmanager
+def offloaded() -> Iterator[None]:
+    """Move the tensors that autograd saves in this block to the host, and back when they are needed.
+
+    A tensor that two operators save (a norm and the convolution behind it) crosses twice: an address does not
+    identify a tensor, since freed memory is reused.
+    """
+
+    def pack(tensor: Tensor) -> Kept | _Away:
+        # Except a block's input, saved by torch's checkpointing: a volume's slabs are saved one by one.
+        stays = isinstance(tensor, ShardedVolume) or tensor.is_leaf
+        if stays or tensor.numel() * tensor.element_size() < SMALLEST_BYTES:
+            return keep(tensor)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        host.copy_(tensor, non_blocking=True)
+        return _Away(host, tensor.device)
+
+    def unpack(saved: Kept | _Away) -> Tensor:
+        # A copy, even on the CPU: readers must not change the saved tensor.
+        return take(saved) if isinstance(saved, Kept) else saved.host.to(saved.device, non_blocking=True, copy=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

@@ -1,0 +1,123 @@
+"""Networks on slabs beside the plain ones: the ways they run, and what tests compare of both."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import plain_kernels
+import torch
+from torch import Tensor, nn
+
+from volseg.device import attention
+from volseg.parallel import FastKernels, ModelParallel
+from volseg.parallel.verification.comparison import TOLERANCE, compare, compare_values, observe_call, whole
+
+Way = Callable[[nn.Module], nn.Module]
+
+
+def name_cpus(count: int) -> list[str]:
+    """Return devices of different names: "cpu:1" is copied to as a second GPU is."""
+    return ["cpu", *(f"cpu:{index}" for index in range(1, count))]
+
+
+def on_slabs(count: int | None, **options: Any) -> Way:
+    """Return the way of so many slabs in this process, or of one in each process of a group."""
+    devices = None if count is None else name_cpus(count)
+    return lambda net: ModelParallel(net, strategy="spatial", devices=devices, **options)
+
+
+WAYS: dict[str, Way] = {
+    "fast": lambda net: FastKernels(net, "cpu"),
+    "one": on_slabs(1),
+    "two": on_slabs(2),
+    "three": on_slabs(3),
+    "two axes": on_slabs(4, grid=(2, 2), axes=("D", "H")),
+    "fixed order": on_slabs(2, fixed_order=True),
+    "one, recomputed": on_slabs(1, checkpoint="all"),
+    "two, recomputed": on_slabs(2, checkpoint="all"),
+    "two, tiled": on_slabs(2, checkpoint="tiled"),
+    "processes": on_slabs(None),
+}
+
+
+def assert_small(errors: dict[str, float], tolerance: float = TOLERANCE) -> None:
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"largest relative errors: {wrong}"
+
+
+def check_beside_plain(plain: nn.Module, way: Way, *inputs: Tensor, steps: int = 2) -> None:
+    """Train a copy of a network in some way beside another copy, then evaluate both, in inference mode too."""
+    theirs, ours = copy.deepcopy(plain), way(copy.deepcopy(plain))
+    assert_small(compare(theirs, ours, inputs, steps=steps))
+    theirs.eval(), ours.eval()
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            assert_small(compare_values(observe_call(theirs, inputs), observe_call(ours, inputs)).errors)
+
+
+def measure_rounding(
+    exact: nn.Module, image: Tensor, *ways: Way | None, dtype: torch.dtype | None = torch.bfloat16
+) -> list[dict[str, float]]:
+    """Return, by way, how far the output and all gradients under autocast are from those of float64.
+
+    A way of None is the plain network, a ``dtype`` of None no autocast. An error is relative to the norm of its value,
+    or to a thousandth of the largest one. The image has a gradient if it requires one.
+    """
+
+    def look(way: Way | None, own: torch.dtype) -> dict[str, Tensor]:
+        net = copy.deepcopy(exact).to(own)
+        call = net if way is None else way(net)
+        with torch.autocast("cpu", dtype, enabled=dtype is not None and own == torch.float32):
+            output = whole(call(given := image.detach().to(own, copy=True).requires_grad_(image.requires_grad)))
+        output.to(own).square().mean().backward()
+        tensors = {"image": given, **dict(net.named_parameters())}
+        found = {name: tensor.grad.double() for name, tensor in tensors.items() if tensor.grad is not None}
+        return found | {"output": output.detach().double()}
+
+    wanted = look(None, torch.float64)
+    least = 1e-3 * max(float(value.norm()) for name, value in wanted.items() if name != "output")
+    # Of a bias in front of a norm nothing but rounding is left.
+    wanted = {name: value for name, value in wanted.items() if float(value.norm()) > 1e-6 * least}
+    return [
+        {name: float((found[name] - value).norm()) / max(float(value.norm()), least) for name, value in wanted.items()}
+        for found in (look(way, torch.float32) for way in ways)
+    ]
+
+
+def assert_no_coarser(ours: dict[str, float], *others: dict[str, float], more: float = 0.01) -> None:
+    """Compare errors of ``measure_rounding``."""
+    coarser = {name: error for name, error in ours.items() if not error <= 1.5 * max(o[name] for o in others) + more}
+    assert not coarser, f"errors: {coarser}, of others: {others}"
+
+
+@contextmanager
+def noted(owner: Any, **plain: Callable[..., Any]) -> Iterator[list[str]]:
+    """Replace functions of a module or class by others; give the names of those that were called."""
+    found: list[str] = []
+
+    def note(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            found.append(name)
+            return compute(*given, **named)
+
+        return run
+
+    with ExitStack() as stack:
+        for name, compute in plain.items():
+            stack.enter_context(patch.object(owner, name, note(name, compute)))
+        yield found
+
+
+@contextmanager
+def attention_by_plain_forms(*widths: torch.dtype) -> Iterator[list[str]]:
+    """Let a CPU take the way of attention's kernels, by their plain forms; give what was called."""
+    scores = "volseg.parallel.spatial.lazy.scores"
+    kernels = {"attend": plain_kernels.attend, "differentiate": plain_kernels.differentiate_attention}
+    with (
+        noted(attention, **kernels) as found,
+        patch(f"{scores}._has_kernel", lambda slab: True),
+        patch(f"{scores}.WIDTHS", {torch.float64, torch.float32, *widths}),
+    ):
+        yield found

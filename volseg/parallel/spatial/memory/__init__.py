@@ -1,1 +1,0 @@
-"""Recompute activations, or keep them in host memory."""
