@@ -3,8 +3,6 @@
 import os
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line in this process; install signal handlers before importing anything else."""

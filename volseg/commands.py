@@ -11,8 +11,6 @@ import sysconfig
 from pathlib import Path
 from shlex import quote
 
-__all__ = ["run_module", "show_path", "spell"]
-
 MODULES = {"volseg": "volseg", "tensorboard": "tensorboard.main"}
 """Module that ``python -m`` runs for each command."""
 

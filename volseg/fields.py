@@ -5,8 +5,6 @@ Aliases instead of TypedDicts: configs add fields, and code looks fields up by v
 
 from typing import Any
 
-__all__ = ["LABEL_FIELDS", "Batch", "Case"]
-
 Case = dict[str, Any]
 """One patient: ``case`` (id), ``image`` and, except for prediction, ``label``.
 

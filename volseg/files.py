@@ -15,18 +15,6 @@ from typing import Any
 
 from volseg.errors import ConfigError, VolsegError
 
-__all__ = [
-    "decode_text",
-    "digest_file",
-    "read_bytes",
-    "remove_partials",
-    "replace_nan",
-    "replacing",
-    "require_new",
-    "require_text",
-    "require_writable",
-]
-
 PARTIAL = re.compile(r"\..+\.\d+\.partial")
 """Names of files that are being written, or were when their process was killed."""
 

@@ -5,17 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "UNITS",
-    "align_columns",
-    "format_duration",
-    "format_moment",
-    "format_table",
-    "format_value",
-    "list_duplicates",
-    "list_some",
-]
-
 UNITS = {"HD95": "mm", "HD": "mm", "ASSD": "mm", "volume_diff_ml": "ml"}
 
 

@@ -4,8 +4,6 @@ import gc
 from importlib import import_module
 from types import ModuleType
 
-__all__ = ["import_late"]
-
 
 def import_late(name: str) -> ModuleType:
     """Import a module and its dependencies like ``importlib.import_module``, with garbage collection paused.

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-__all__ = ["OF_JOB", "OWN_ATTEMPTS", "OWN_LAUNCHER", "Launch", "list_nodes", "read_launch"]
-
 OWN_ATTEMPTS = "VOLSEG_ATTEMPTS"
 """Variable that counts earlier starts of the processes: set by volseg's launcher, and by a process that restarts
 itself."""

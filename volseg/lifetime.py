@@ -21,24 +21,6 @@ from volseg.launched import OWN_LAUNCHER
 from volseg.signals import ENDING
 from volseg.streams import show
 
-__all__ = [
-    "ENDED_SILENTLY",
-    "begin_anew",
-    "bind_copy",
-    "call_before_last_words",
-    "count_from_beginning",
-    "describe_exit",
-    "end_at_exit",
-    "end_now",
-    "end_with_launcher",
-    "end_with_parent",
-    "is_exit_others",
-    "is_running",
-    "say_last",
-    "shape_last_words",
-    "take_age",
-]
-
 BEGUN_ANEW = "VOLSEG_BEGUN_ANEW"
 """Variable with the time of a restart in place, in seconds since boot: the system reports the age of the original
 process."""

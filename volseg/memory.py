@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-__all__ = ["available_bytes", "total_bytes"]
-
 _MEMINFO = Path("/proc/meminfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 """Memory limit of a container, in cgroup 2."""

@@ -22,18 +22,6 @@ TYPE_CHECKING = False  # typing and threading are slow imports: until this modul
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = [
-    "ENDING",
-    "INTERRUPTED",
-    "ONE_EVENT_SECONDS",
-    "deferring_signals",
-    "describe_resume",
-    "end_on_signals",
-    "raise_as_signal",
-    "unwinding_on_signals",
-    "use_default_handlers",
-]
-
 ENDING = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 """Signals of Ctrl-C, of a cluster that ends a job, and of a closed terminal."""
 

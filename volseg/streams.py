@@ -11,8 +11,6 @@ import re
 import sys
 from typing import Any
 
-__all__ = ["guard_streams", "make_printable", "show"]
-
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and line feed
     "\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069"  # line separators, and marks of the writing direction

@@ -1,7 +1,5 @@
 """The version of volseg, and those of other packages."""
 
-__all__ = ["__version__", "installed_version"]
-
 __version__ = "0.1.0"
 
 

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from volseg.checkpointing.state import TrainingState
 
-__all__ = ["BackgroundWriter", "HostCopies", "Snapshot"]
-
 Place = tuple[Any, ...]
 """Position of a tensor in a state: keys and indices from the outside in."""
 

@@ -20,22 +20,6 @@ from volseg.data.splits import Split
 from volseg.errors import ConfigError, DataError
 from volseg.formatting import list_some
 
-__all__ = [
-    "RULES",
-    "ResumeRule",
-    "list_keys",
-    "load_finished_report",
-    "load_mesh",
-    "may_differ",
-    "refuse",
-    "require_epochs",
-    "require_same_cases",
-    "require_same_config",
-    "require_same_mesh",
-    "require_same_split",
-    "require_same_task",
-]
-
 
 @dataclass(frozen=True)
 class ResumeRule:

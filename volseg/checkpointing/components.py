@@ -23,8 +23,6 @@ from volseg.errors import ConfigError, DataError
 from volseg.experiment.own_components import REGISTRIES, load_content
 from volseg.files import replacing
 
-__all__ = ["describe_components", "require_components", "write_components"]
-
 logger = logging.getLogger(__name__)
 
 RECORD, FILES = "components.json", "components"

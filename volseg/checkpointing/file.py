@@ -15,8 +15,6 @@ from volseg.errors import CheckpointError
 from volseg.exchange.tensors import read_torch_file
 from volseg.files import replacing
 
-__all__ = ["BEST", "CHECKPOINTS", "LATEST", "PREVIOUS", "load_checkpoint", "parse_checkpoint", "save_checkpoint"]
-
 LATEST, PREVIOUS, BEST = "latest.pt", "previous.pt", "best.pt"
 """The newest state; the previous ``latest.pt``; the state after the epoch with the best score."""
 

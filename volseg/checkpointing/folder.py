@@ -50,8 +50,6 @@ from volseg.files import remove_partials, replacing, require_text
 from volseg.monitoring import run_files
 from volseg.reporting import NAME
 
-__all__ = ["CASES", "ENVIRONMENT", "MEMORY", "NETWORK", "RunFolder", "list_labelled", "list_weights"]
-
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT, TASK, SPLIT = DESCRIPTION = ("environment.json", "task.json", "split.json")

@@ -23,8 +23,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["LOCK", "only_process_in"]
-
 logger = logging.getLogger(__name__)
 
 LOCK = "in_use.json"

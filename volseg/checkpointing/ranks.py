@@ -25,8 +25,6 @@ from volseg.monitoring.run_files import STATUS, TIMES
 from volseg.parallel.devices import is_distributed, is_main_process
 from volseg.parallel.processes.group import gather_over_processes
 
-__all__ = ["JobFolder"]
-
 SECONDS_TO_SEE = 30.0
 """Longest time until a file from one machine is visible on the others."""
 

@@ -17,9 +17,6 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.devices import list_gpus
 from volseg.parallel.state.random import CommonSeeds
 
-__all__ = ["random_state", "restore", "restore_random_state"]
-
-
 NOT_WHOLE = "the checkpoint is not whole"
 
 

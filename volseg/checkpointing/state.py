@@ -8,8 +8,6 @@ from torch import Tensor
 
 from volseg.errors import CheckpointError
 
-__all__ = ["CLOCKED", "FORMAT", "EpochRecord", "TrainingState"]
-
 FORMAT = 2
 """Number of the layout of a checkpoint file."""
 

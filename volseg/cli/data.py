@@ -11,9 +11,6 @@ from typer import Argument, Option
 from volseg.cli.options import DATA_SET, Components, Output, PlainGroup, verb
 from volseg.streams import show
 
-__all__ = ["data_app"]
-
-
 cache_app = typer.Typer(
     cls=PlainGroup, name="cache", help="List, clear and verify the cache of prepared cases.", no_args_is_help=True
 )

@@ -19,36 +19,6 @@ from volseg.errors import ConfigError
 from volseg.launched import read_launch
 from volseg.monitoring.console import add_to_logs
 
-__all__ = [
-    "DATA_SET",
-    "Channels",
-    "Checkpoint",
-    "Classes",
-    "Components",
-    "ConfigFile",
-    "JsonLogs",
-    "MadeFolder",
-    "NoCache",
-    "Output",
-    "Overrides",
-    "PlainGroup",
-    "Quiet",
-    "Settings",
-    "Source",
-    "SuggestingCommand",
-    "check_exists",
-    "complete_config",
-    "complete_kind",
-    "complete_network",
-    "complete_run",
-    "complete_shipped",
-    "config_argument",
-    "gather_overrides",
-    "require_data",
-    "source_argument",
-    "verb",
-]
-
 
 def complete_key(incomplete: str) -> list[str]:
     """Return the keys of a config that begin with the typed text, each followed by ``=``."""

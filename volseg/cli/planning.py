@@ -21,8 +21,6 @@ from volseg.cli.options import (
 )
 from volseg.streams import show
 
-__all__ = ["planning_app"]
-
 planning_app = typer.Typer()
 
 

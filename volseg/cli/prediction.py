@@ -11,8 +11,6 @@ from volseg import experiment
 from volseg.cli.options import Checkpoint, Components, MadeFolder, Output, Settings, Source, check_exists, verb
 from volseg.streams import show
 
-__all__ = ["prediction_app"]
-
 prediction_app = typer.Typer()
 
 LABEL_MAPS = check_exists("name a folder with a label map for each case")

@@ -31,8 +31,6 @@ from volseg.signals import INTERRUPTED, describe_resume, unwinding_on_signals, u
 from volseg.streams import guard_streams, make_printable, show
 from volseg.version import __version__
 
-__all__ = ["app", "main", "run_to_end"]
-
 app = typer.Typer(
     name="volseg",
     cls=PlainGroup,

@@ -26,8 +26,6 @@ from volseg.config.nearest import suggest_path
 from volseg.errors import VolsegError
 from volseg.streams import show
 
-__all__ = ["runs_app"]
-
 runs_app = typer.Typer()
 
 

@@ -20,8 +20,6 @@ from volseg.cli.options import (
 )
 from volseg.streams import show
 
-__all__ = ["start_app", "tools_app"]
-
 start_app, tools_app = typer.Typer(), typer.Typer()
 
 

@@ -27,8 +27,6 @@ from volseg.cli.options import (
 from volseg.launched import read_launch
 from volseg.streams import show
 
-__all__ = ["training_app"]
-
 training_app = typer.Typer()
 
 

@@ -10,8 +10,6 @@ from pydantic import Field, model_validator
 
 from volseg.config.base import ComponentConfig, ConfigModel
 
-__all__ = ["AugmentationConfig"]
-
 Probability = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]

@@ -26,26 +26,6 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
 
-__all__ = [
-    "ClassWeight",
-    "ComponentConfig",
-    "ConfigModel",
-    "Count",
-    "Decay",
-    "Finite",
-    "Fraction",
-    "NonNegative",
-    "Positive",
-    "Seed",
-    "Sides",
-    "Tolerance",
-    "list_values",
-    "require_sound_parts",
-    "say_what_is_needed",
-    "suggest_plain",
-    "validated",
-]
-
 PLAIN = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",

@@ -18,15 +18,6 @@ from volseg.config.yaml_values import read_yaml
 from volseg.errors import DataError
 from volseg.formatting import align_columns
 
-__all__ = [
-    "PublicTask",
-    "describe_public_task",
-    "format_numbered",
-    "get_public_task",
-    "list_public_tasks",
-    "tabulate_public_tasks",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublicTask:

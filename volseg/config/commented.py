@@ -20,8 +20,6 @@ from volseg.config.loading import load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.files import replacing
 
-__all__ = ["describe_values", "format_inline", "write_commented"]
-
 WIDTH = 110
 
 BOUNDS = {

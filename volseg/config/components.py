@@ -6,8 +6,6 @@ from pydantic import Field, field_validator, model_validator
 
 from volseg.config.base import ClassWeight, ComponentConfig, Finite
 
-__all__ = ["BATCH_FIELDS", "LossConfig", "MetricConfig", "NetworkConfig", "OptimizerConfig", "ScheduleConfig"]
-
 BATCH_FIELDS = frozenset({"image", "label"})
 """Fields of a batch besides the names of its cases."""
 

@@ -9,9 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from volseg.config.base import ConfigModel, NonNegative, Positive, Seed
 from volseg.errors import ConfigError
 
-__all__ = ["PREVIOUS_STAGE", "DataConfig", "SplitConfig", "compile_group"]
-
-
 PREVIOUS_STAGE = "PreviousStage"
 """Preprocessing component that adds a previous stage's label map to the image as channels."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from volseg.config.schema import ExperimentConfig
 
-__all__ = ["SCHEMA_FILE", "describe_config", "list_keys", "list_names", "read_schema", "refer_to_schema"]
-
 SCHEMA_FILE = Path(__file__).with_name("volseg.schema.json")
 """Schema in the package; ``volseg schema -o volseg/config/volseg.schema.json`` writes it."""
 

@@ -13,20 +13,6 @@ from volseg.config.yaml_values import DEEPEST, dump_yaml, parse_yaml, read_yaml
 from volseg.errors import ConfigError
 from volseg.files import replacing
 
-__all__ = [
-    "build_config",
-    "differences",
-    "dump_config",
-    "format_config",
-    "is_config_file",
-    "load_config",
-    "override",
-    "path_override",
-    "read_config",
-    "require_config",
-    "require_sound_overrides",
-]
-
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Read a YAML config and apply overrides.

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-__all__ = ["did_you_mean", "find_near_path", "suggest_path"]
-
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a sentence with the known names nearest to ``name``, or with all names if none is near.

@@ -13,8 +13,6 @@ from pydantic import Field, model_validator
 from volseg.config.base import ConfigModel, Count
 from volseg.errors import ConfigError
 
-__all__ = ["MeshPlan", "ParallelConfig", "choose_num_processes", "plan_mesh"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:

@@ -8,8 +8,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from volseg.errors import DataError
 
-__all__ = ["EXECUTED", "Source", "read_record"]
-
 # A plain `TypeAdapter` of a dataclass accepts ``"3"`` as a number, and ignores unknown fields.
 
 

@@ -19,8 +19,6 @@ from volseg.config.nearest import did_you_mean
 from volseg.config.records import Source
 from volseg.errors import ConfigError, VolsegError
 
-__all__ = ["Registry", "explain_import"]
-
 
 class Registry(Mapping[str, Callable[..., Any]]):
     """A table of components of one kind.

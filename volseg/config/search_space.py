@@ -20,8 +20,6 @@ from volseg.config.commented import format_inline
 from volseg.config.yaml_values import read_yaml
 from volseg.errors import ConfigError
 
-__all__ = ["RangeConfig", "Space", "list_samples", "read_space"]
-
 EXAMPLE = "optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}"
 
 FIXED = {"output": "each trial has a folder of its own", "name": "it names the search"}

@@ -5,8 +5,6 @@ from pathlib import Path
 from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
 
-__all__ = ["list_shipped", "shipped_config_path"]
-
 
 def list_shipped() -> dict[str, Path]:
     """Return the file of each config by name: ``quickstart``, ``task04_cpu``, ``msd/task09_spleen`` ..."""

@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from volseg.config.base import ConfigModel, Count, Decay, Fraction, Positive, Sides
 
-__all__ = ["KERNELS_OF", "UNSETTLED_KERNELS", "GrowthConfig", "PatchConfig", "TrainingConfig"]
-
 
 class GrowthConfig(ConfigModel):
     """An early part of the training, on smaller patches."""

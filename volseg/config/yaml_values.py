@@ -15,8 +15,6 @@ import yaml
 from volseg.errors import ConfigError
 from volseg.files import decode_text, read_bytes
 
-__all__ = ["DEEPEST", "dump_yaml", "parse_yaml", "read_yaml"]
-
 DEEPEST = 50
 """Most nested levels of lists and sections."""
 

@@ -16,8 +16,6 @@ from volseg.transforms.augmentation import AugmentationParameters, BatchAugmenta
 from volseg.transforms.augmentation.own import OwnAugmentations
 from volseg.transforms.augmentation.sources import PatchSources
 
-__all__ = ["AugmentedBatches", "EpochBatches", "GrowingBatches", "remaining_batches"]
-
 
 class EpochBatches(Protocol):
     """Batches of any epoch, from any position on."""

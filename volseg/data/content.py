@@ -15,8 +15,6 @@ from isal import igzip_lib, isal_zlib
 from volseg.errors import DamagedFileError, LargeVolumeError, ReaderError
 from volseg.memory import available_bytes
 
-__all__ = ["Content", "require_held", "require_memory", "require_packing", "require_regular"]
-
 SURPLUS_BYTES = 4096
 """Bytes that may follow the voxels: padding to a block. More bytes mean a wrong header, or a bomb."""
 

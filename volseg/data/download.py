@@ -32,8 +32,6 @@ from volseg.errors import DataError, VolsegError
 from volseg.files import replacing
 from volseg.version import __version__
 
-__all__ = ["PATIENT", "Persistence", "ShowBytes", "download", "require_room", "require_web"]
-
 logger = logging.getLogger(__name__)
 
 ShowBytes = Callable[[str, int, int | None], object]

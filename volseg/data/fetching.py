@@ -25,8 +25,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["fetch_task", "unpack"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -23,8 +23,6 @@ from volseg.data.splits import Split
 from volseg.errors import ConfigError, DataError
 from volseg.formatting import list_some
 
-__all__ = ["GroupProposal", "assign_patients", "list_split_patients", "propose_group", "propose_groups"]
-
 MOST_IN_GROUP = 12
 """Most cases of a patient if a word distinguishes them; more are allowed if there are as many patients."""
 

@@ -26,8 +26,6 @@ from volseg.data.content import Content, Packing, require_held, require_memory, 
 from volseg.data.volume import as_volume
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["image_affine", "image_voxels", "lps_to_ras", "read_itk", "resolve_voxel_file", "simpleitk"]
-
 
 @cache
 def simpleitk() -> ModuleType:

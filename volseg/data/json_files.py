@@ -14,8 +14,6 @@ from volseg.errors import DataError
 from volseg.files import decode_text, read_bytes, require_text
 from volseg.formatting import list_duplicates
 
-__all__ = ["parse_json", "read_json"]
-
 MOST_BYTES = 1 << 27
 MOST_VALUES = 4_000_000
 """A summary of 1,200 cases with 100 labels holds a million."""

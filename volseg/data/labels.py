@@ -21,18 +21,6 @@ from volseg.data.cases import Case, Task, list_values
 from volseg.errors import DataError
 from volseg.losses.targets import Targets
 
-__all__ = [
-    "LABEL_COLOURS",
-    "choose_colour",
-    "format_colour_tables",
-    "format_label_table",
-    "measure_volumes",
-    "num_indices",
-    "targets_of",
-    "to_classes",
-    "to_values",
-]
-
 MOST_INDICES = 256
 """Values of uint8."""
 

@@ -26,8 +26,6 @@ from volseg.config.catalogue import get_public_task
 from volseg.data.synthetic import SyntheticGrid, as_nifti, draw_hippocampus, draw_texture, scan, write_task
 from volseg.errors import DataError
 
-__all__ = ["make_mock_task"]
-
 LONGEST_SIDE = 48
 """Voxels of a mock's longest side, without a given scale."""
 

@@ -24,8 +24,6 @@ from volseg.data.content import Content, require_held, require_memory, require_p
 from volseg.data.volume import as_volume, require_numbers
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["convert_nifti", "read_label_table", "read_nifti", "read_nifti_affine"]
-
 logger = logging.getLogger(__name__)
 
 KINDS = (nibabel.Nifti1Image, nibabel.Nifti2Image)

@@ -18,8 +18,6 @@ from volseg.data.case_store.volume_cache import ForegroundVoxels, VolumeCache
 from volseg.data.cases import Batch
 from volseg.errors import ConfigError
 
-__all__ = ["PatchBatches", "mix_seed", "num_foreground", "plan_epoch"]
-
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:

@@ -25,21 +25,6 @@ from volseg.files import require_text
 from volseg.formatting import list_some
 from volseg.transforms.grid import Grid
 
-__all__ = [
-    "SUFFIXES",
-    "Files",
-    "Read",
-    "list_case_files",
-    "list_files",
-    "match_suffix",
-    "name_files",
-    "read_affine",
-    "read_label",
-    "read_volume",
-    "require_header",
-    "stem",
-]
-
 Files = str | Path | Sequence[str | Path]
 """A field of a case for voxels: a path, or a path per channel."""
 

@@ -22,8 +22,6 @@ from volseg.errors import DataError
 from volseg.files import replacing
 from volseg.formatting import list_duplicates, list_some
 
-__all__ = ["Split", "folds", "read_splits", "write_splits"]
-
 
 @dataclass(frozen=True)
 class Split:

@@ -22,8 +22,6 @@ from volseg.data.json_files import read_json
 from volseg.errors import DataError
 from volseg.files import replacing
 
-__all__ = ["SyntheticGrid", "as_nifti", "draw_hippocampus", "draw_texture", "make_task", "scan", "write_task"]
-
 ORIGIN = "volseg.data.synthetic"
 FOLDERS = ("imagesTr", "labelsTr", "imagesTs")
 ORIENTATIONS = [(order, signs) for order in permutations(range(3)) for signs in product((1, -1), repeat=3)]

@@ -10,8 +10,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["Allowance", "compute_in_one_thread", "map_in_threads"]
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 

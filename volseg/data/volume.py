@@ -14,8 +14,6 @@ from monai.utils import SpaceKeys
 from volseg.errors import ReaderError
 from volseg.transforms.slabs import run_over_slabs
 
-__all__ = ["SCANNER_ANATOMICAL", "as_volume", "require_numbers"]
-
 SCANNER_ANATOMICAL = 1
 """NIfTI's ``NIFTI_XFORM_SCANNER_ANAT``: a position in the scanner, as in DICOM, MHA and NRRD."""
 

@@ -18,8 +18,6 @@ from volseg.device.gpus import on_gpu
 from volseg.device.triton_kernels import triton
 from volseg.device.triton_tiles import available, count_processors, select_device
 
-__all__ = ["Addend", "attend", "differentiate", "fits", "takes"]
-
 MOST_FEATURES = 128
 """Limit of features of a query or a value: a tile of rows holds all of them."""
 

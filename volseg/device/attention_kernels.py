@@ -7,8 +7,6 @@ Matrix ``r`` of scores belongs to sample ``r // H`` and head ``r % H``. Columns 
 
 from volseg.device.triton_kernels import kernel, tl, triton
 
-__all__ = ["attention_kernel", "attention_key_kernel", "attention_query_kernel", "attention_term_kernel"]
-
 
 @triton.jit
 def _begin(source, r, H, STEP_B, STEP_H):

@@ -16,17 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = [
-    "ScriptMethod",
-    "compile_errors",
-    "compile_graph",
-    "count_breaks",
-    "explain_no_compiler",
-    "list_script_graphs",
-    "never_running_plain",
-    "watching_scripts",
-]
-
 
 def explain_no_compiler(device: torch.device) -> str | None:
     """Return why torch.compile cannot make kernels for a device, as the end of a sentence; None if it can."""

@@ -30,8 +30,6 @@ from torch import Tensor
 from volseg.device.triton_kernels import INSTALLED, KernelCall, TritonKernel
 from volseg.errors import ParallelError
 
-__all__ = ["Compiled", "Compiling", "Specialization", "can_compile", "starts_by_compiler", "take_capability"]
-
 ALIGNED = 16
 """Bytes and numbers for whose multiples Triton compiles a separate kernel."""
 

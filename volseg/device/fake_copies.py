@@ -11,8 +11,6 @@ from volseg.device.fake_internals import FakeTensor, FakeTensorMode
 from volseg.device.torch_internals import without_dispatch_modes
 from volseg.errors import FollowError
 
-__all__ = ["copy_without_values", "copying_by_clones"]
-
 
 def copy_without_values(value: Any, mode: FakeTensorMode) -> Any:
     """Return a deep copy of a network, or of any object with tensors, with a mode's fake tensors.

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from volseg.errors import ParallelError
 
-__all__ = ["FakeGpus", "GpuLike", "GpuObserver", "NotedKernel", "fake_device", "faking", "get_fake"]
-
 
 class GpuLike(Protocol):
     """A kind of GPU."""

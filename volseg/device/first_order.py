@@ -11,8 +11,6 @@ from torch.utils.checkpoint import CheckpointError
 from volseg.device.torch_internals import is_changed_in_place, is_forward_mode
 from volseg.errors import UnsupportedOperatorError
 
-__all__ = ["LinearMap", "first_order", "refuse_forward_mode"]
-
 
 def refuse_forward_mode(name: str) -> None:
     """Raise `UnsupportedOperatorError` in forward-mode differentiation: volseg's functions do not support it."""

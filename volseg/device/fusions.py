@@ -7,8 +7,6 @@ autocast. ``workflows/benchmarks/results/networks_h200_fusions.json`` has a step
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["NAMES", "is_on", "without"]
-
 NAMES = (
     "pooled statistics",
     "given statistics",

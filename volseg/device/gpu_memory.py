@@ -14,8 +14,6 @@ from torch import Tensor
 from volseg.device.gpus import empty_cache, fake_recording, get_tensor_device, has_values, on_gpu
 from volseg.device.torch_internals import PLAIN_TENSORS, count_references
 
-__all__ = ["MemoryPool", "move_together"]
-
 
 class MemoryPool:
     """A part of torch's allocator.

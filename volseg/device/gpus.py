@@ -17,30 +17,6 @@ from volseg.device.fake_gpu import GpuObserver, get_fake
 from volseg.device.fake_internals import FakeTensor
 from volseg.device.torch_internals import without_dispatch_modes
 
-__all__ = [
-    "count_free_bytes",
-    "count_gpus",
-    "count_processors",
-    "empty_cache",
-    "fake_recording",
-    "get_address",
-    "get_capability",
-    "get_device_cache",
-    "get_host_readable_device",
-    "get_tensor_device",
-    "has_values",
-    "host_values",
-    "is_gpu",
-    "is_recording",
-    "keeping",
-    "move_in_place",
-    "observer",
-    "on_gpu",
-    "release_cache",
-    "resize_memory",
-    "uses_gpus",
-]
-
 Kept = TypeVar("Kept")
 
 NOBODY = GpuObserver()

@@ -22,19 +22,6 @@ from volseg.device.streams import FakeStream, on_stream
 from volseg.device.torch_internals import end_allocations_to_pool, get_version, tree_flatten, tree_map
 from volseg.errors import ParallelError
 
-__all__ = [
-    "Graph",
-    "RecordedFunction",
-    "describe_inputs",
-    "describe_plain",
-    "make_graph",
-    "make_pool",
-    "read_modes",
-    "undisturbed",
-    "without_cached_casts",
-]
-
-
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 """Types of arguments, besides tensors, that are fully described by their value."""
 

@@ -14,8 +14,6 @@ from volseg.device.gpus import on_gpu
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import available, count_processors, select_device
 
-__all__ = ["differentiate_lines", "normalize_lines", "takes_lines"]
-
 LONGEST = 1024
 """Limit of channels in a line."""
 

@@ -17,8 +17,6 @@ from volseg.device.triton_tiles import (
     takes,
 )
 
-__all__ = ["DIM", "copy_into", "in_layout", "layout_of"]
-
 DIM = 2
 """The dim (D) whose planes are consecutive in memory: only cuts along it use the fast paths."""
 

@@ -33,8 +33,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from volseg.device.graph import describe_inputs, read_modes
 
-__all__ = ["Kind", "Recorder", "Recording", "Recordings"]
-
 logger = logging.getLogger(__name__)
 
 MOST_CHANGES = 20

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from volseg.device.gpus import get_device_cache, observer
 
-__all__ = ["FakeStream", "current_gpu_stream", "make_stream", "note_use", "on_stream"]
-
 
 @dataclass(eq=False)
 class FakeStream:

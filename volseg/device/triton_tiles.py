@@ -17,28 +17,6 @@ from torch import Tensor
 from volseg.device import gpus
 from volseg.device.triton_kernels import INSTALLED, tl, triton
 
-__all__ = [
-    "DIVIDERS",
-    "MOST_VOXELS",
-    "STAGES",
-    "available",
-    "choose_tile",
-    "compute_divider",
-    "compute_dividers",
-    "compute_strides",
-    "count_processors",
-    "count_voxels",
-    "describe_tile",
-    "halve",
-    "is_narrow",
-    "locate",
-    "make_even",
-    "read_strides",
-    "select_device",
-    "split_voxels",
-    "takes",
-]
-
 TILE = 4096
 """Elements per tile: 32 bytes in flight per thread of 128 in half precision."""
 
@@ -64,6 +42,7 @@ def takes(tensor: Tensor) -> bool:
 
 @triton.jit
 def elements(B_STRIDE, C_STRIDE, V_STRIDE, b, channels, voxels):
+    """Return the offsets of the elements of voxels and channels of sample ``b``, ``[voxels, channels]``."""
     return (
         b.to(tl.int64) * B_STRIDE + channels[None, :].to(tl.int64) * C_STRIDE + voxels[:, None].to(tl.int64) * V_STRIDE
     )

@@ -19,9 +19,6 @@ from volseg.diagnosis.gathering import GATHERERS, Gatherer, gather
 from volseg.streams import make_printable
 from volseg.version import __version__
 
-__all__ = ["SCHEMA_VERSION", "Diagnosis", "diagnose", "show_diagnosis"]
-
-
 SCHEMA_VERSION = 1
 """Version of the JSON: raised when a key disappears or changes its meaning."""
 

@@ -4,25 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = [
-    "AllReduceFacts",
-    "CompilerFacts",
-    "DriverFacts",
-    "Facts",
-    "FolderFacts",
-    "FoldersFacts",
-    "Gpu",
-    "ImportFacts",
-    "LinkFacts",
-    "NotGathered",
-    "PackageFacts",
-    "PciGpu",
-    "Peer",
-    "PythonFacts",
-    "SystemFacts",
-    "TorchFacts",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PythonFacts:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LEVELS", "Level", "MachineFinding", "error", "gib", "note", "ok", "warning"]
-
 Level = Literal["ok", "note", "warning", "error"]
 
 LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")

@@ -24,8 +24,6 @@ from pydantic import TypeAdapter, ValidationError
 from volseg.commands import run_module
 from volseg.diagnosis import facts
 
-__all__ = ["GATHERERS", "Gatherer", "gather"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gatherer:

@@ -34,16 +34,6 @@ from volseg.evaluation.surfaces import DISTANCES
 from volseg.files import replace_nan, replacing
 from volseg.formatting import format_table, list_duplicates, list_some
 
-__all__ = [
-    "Method",
-    "PairedResult",
-    "compare_methods",
-    "comparison_table",
-    "draw_comparison",
-    "read_method",
-    "write_comparison",
-]
-
 PLACES = ("summary.json", "validation/summary.json")
 """Path of the summary of a cross-validation or a folder of predictions, and of a run."""
 

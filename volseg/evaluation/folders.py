@@ -25,8 +25,6 @@ from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.evaluation.summary import EvaluatedCase, Summary, evaluate_files, summarise
 from volseg.formatting import list_duplicates, list_some
 
-__all__ = ["EvaluatedFolders", "Pairs", "evaluate_folders", "load_label_names", "pair_files", "strip_id"]
-
 WORDS = (*LABEL_WORDS, "pred", "preds", "prediction", "predicted")
 """Last words of names that describe the file, not the case."""
 

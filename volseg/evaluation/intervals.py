@@ -16,8 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from volseg.errors import DataError
 
-__all__ = ["CONFIDENCE", "NUM_RESAMPLES", "SEED", "MeanInterval", "mean_intervals"]
-
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 10_000
 SEED = 12345

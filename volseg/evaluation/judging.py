@@ -22,8 +22,6 @@ from volseg.evaluation.surfaces import DISTANCES
 from volseg.files import require_new
 from volseg.formatting import list_some
 
-__all__ = ["compare_folders", "judge_folders", "judging_json", "judging_words"]
-
 KNOWN = {name.casefold(): name for name in (*JUDGED, *DISTANCES, *TABULATED)}
 MEASURED = {*DISTANCES, "NSD"}
 

@@ -21,8 +21,6 @@ from volseg.errors import DataError, GridError
 from volseg.evaluation.scoring import VOLUMES, Scoring, read_spacing
 from volseg.transforms.grid import Grid
 
-__all__ = ["METRICS", "LabelMap", "Metrics", "evaluate_case"]
-
 METRICS = ("Dice", "IoU", "FN", "FP", "TN", "TP", "n_pred", "n_ref")
 """Metrics per label; counts are in voxels."""
 

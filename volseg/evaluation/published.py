@@ -12,8 +12,6 @@ from typing import Any
 from volseg.config.catalogue import list_public_tasks
 from volseg.data.cases import Task
 
-__all__ = ["PublishedResult", "published_results"]
-
 logger = logging.getLogger(__name__)
 
 

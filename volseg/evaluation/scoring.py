@@ -31,18 +31,6 @@ from volseg.errors import ConfigError, DataError
 from volseg.evaluation.surfaces import DISTANCES, measure_surfaces
 from volseg.transforms.grid import measure_sides
 
-__all__ = [
-    "LESIONS",
-    "MINIMUM_OVERLAP",
-    "VOLUMES",
-    "FoundLesions",
-    "Scoring",
-    "choose_scoring",
-    "get_tolerance",
-    "match_lesions",
-    "read_spacing",
-]
-
 # Match lesions, the connected components of prediction and reference, one to one.
 #
 # Components are joined by faces, edges and corners (26 neighbours). A predicted and a true lesion match if the voxels

@@ -31,28 +31,6 @@ from volseg.evaluation.surfaces import DISTANCES
 from volseg.files import replace_nan, replacing
 from volseg.formatting import UNITS, format_table, format_value, list_duplicates
 
-__all__ = [
-    "JUDGED",
-    "EvaluatedCase",
-    "Summary",
-    "collect_scores",
-    "complete_summary",
-    "compute_median",
-    "count_undefined",
-    "evaluate_files",
-    "explain_scores",
-    "format_summary",
-    "name_cases",
-    "read_names",
-    "read_settings",
-    "read_structure",
-    "read_summary",
-    "scores_table",
-    "summarise",
-    "write_cases",
-    "write_summary",
-]
-
 JUDGED = ("Dice", "IoU", "NSD", "HD95", "ASSD", "lesion_F1")
 """Scores by which methods are compared, whose means get intervals."""
 

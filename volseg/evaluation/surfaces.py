@@ -23,8 +23,6 @@ from scipy.spatial import KDTree
 
 from volseg.errors import DataError
 
-__all__ = ["DISTANCES", "SurfaceDistances", "measure_surfaces"]
-
 DISTANCES = ("HD95", "HD", "ASSD")
 """Metrics in mm, of which less is better."""
 

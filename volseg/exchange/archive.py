@@ -23,8 +23,6 @@ from volseg.errors import CheckpointError
 from volseg.files import replacing
 from volseg.version import __version__
 
-__all__ = ["is_archive", "read_archive", "write_archive"]
-
 FORMAT = "volseg-model"
 
 VERSION = 1

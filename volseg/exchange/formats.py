@@ -28,16 +28,6 @@ from volseg.errors import ConfigError
 from volseg.files import replacing
 from volseg.version import __version__
 
-__all__ = [
-    "BundleSource",
-    "is_monais",
-    "require_same_logits",
-    "trace",
-    "write_bundle",
-    "write_onnx",
-    "write_torchscript",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleSource:

@@ -30,8 +30,6 @@ from torch import Tensor
 from volseg.data.json_files import parse_json
 from volseg.errors import CheckpointError
 
-__all__ = ["pack_tensors", "read_torch_file", "unpack_tensors"]
-
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -38,24 +38,6 @@ from volseg.workflow.step import TrainingStep
 from volseg.workflow.training import Score, Training
 from volseg.workflow.validation import SHOWN, Validation
 
-__all__ = [
-    "build_batches",
-    "build_hooks",
-    "build_metrics",
-    "build_objective",
-    "build_predictor",
-    "build_scoring",
-    "build_step",
-    "build_training",
-    "build_validation",
-    "check_components",
-    "choose_channel",
-    "draw_batch",
-    "list_scores",
-    "preprocessing_of",
-]
-
-
 CASE_FIELDS = ("image", "label", "pred", "spacing")
 """Fields of a case that a metric of the validation can read."""
 

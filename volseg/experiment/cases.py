@@ -26,20 +26,6 @@ from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import is_main_process
 from volseg.transforms.preprocessing import Preprocessing
 
-__all__ = [
-    "ChosenCases",
-    "PatientReport",
-    "add_stage",
-    "choose_cases",
-    "choose_split",
-    "describe_patients",
-    "find_previous_stage",
-    "list_given_splits",
-    "open_cache",
-    "prepare_chosen",
-    "read_task",
-]
-
 logger = logging.getLogger(__name__)
 
 

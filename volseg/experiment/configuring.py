@@ -40,17 +40,6 @@ from volseg.planning import (
     write_config,
 )
 
-__all__ = [
-    "PLANNED",
-    "config_schema",
-    "configure",
-    "format_plan",
-    "init_config",
-    "is_data_set",
-    "plan_run",
-    "write_schema",
-]
-
 logger = logging.getLogger(__name__)
 
 

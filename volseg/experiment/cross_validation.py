@@ -48,14 +48,6 @@ from volseg.reporting import NAME, write_brief, write_report
 from volseg.reporting.cross_validation import RESULTS
 from volseg.workflow.validation import read_evaluated
 
-__all__ = [
-    "CrossValidated",
-    "LabelResult",
-    "as_json",
-    "cross_validate",
-    "format_cross_validation",
-]
-
 logger = logging.getLogger(__name__)
 
 

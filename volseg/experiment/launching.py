@@ -21,8 +21,6 @@ from volseg.errors import ConfigError, VolsegError
 from volseg.parallel.devices import count_gpus, is_launched
 from volseg.parallel.processes.launcher import launch
 
-__all__ = ["choose_gpus", "count_workers", "train_on"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -26,8 +26,6 @@ from volseg.models.networks import ISOTROPIC, complete_spec
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.transforms.grid import Sides, depends_on_case, spacing_after
 
-__all__ = ["DataFacts", "NetworkPlan", "load_facts", "plan_for_spacing", "plan_network"]
-
 logger = logging.getLogger(__name__)
 
 VARIES = 2.0

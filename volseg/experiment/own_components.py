@@ -25,8 +25,6 @@ from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS
 from volseg.workflow.hooks import HOOKS
 from volseg.workflow.schedules import SCHEDULES
 
-__all__ = ["REGISTRIES", "components_arguments", "list_components", "load_components", "load_content", "register"]
-
 Component = TypeVar("Component", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)

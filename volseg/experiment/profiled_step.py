@@ -39,8 +39,6 @@ from volseg.workflow.hooks import Hook
 from volseg.workflow.randomness import seed_everything
 from volseg.workflow.training import Training
 
-__all__ = ["BuiltTraining", "WatchedSteps", "build_profiled", "find_network", "watch_steps"]
-
 WARM_UP = 5
 """Steps before the timed ones: three run eagerly, the fourth is captured, the fifth is the first replay."""
 

@@ -50,8 +50,6 @@ from volseg.reporting.profile import write_profile
 from volseg.workflow.precision import Precision, choose_dtype
 from volseg.workflow.randomness import deterministic
 
-__all__ = ["Profiled", "compute_peaks", "profile_training", "watch_replays"]
-
 TRACE, TABLE = "trace.json.gz", "profile.json"
 
 CPU_HAS_NO_BOUNDS = "the bounds of a CPU are not known; volseg profile --gpu h200 tells those of a GPU without one"

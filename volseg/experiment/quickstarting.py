@@ -16,8 +16,6 @@ from volseg.experiment.report import format_outcome
 from volseg.experiment.training import train
 from volseg.parallel.devices import count_gpus
 
-__all__ = ["quickstart"]
-
 logger = logging.getLogger(__name__)
 
 

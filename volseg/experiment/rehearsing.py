@@ -24,8 +24,6 @@ from volseg.models.grids import run_on_copies
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 
-__all__ = ["OneOutput", "rehearse_losses", "rehearse_network", "require_window"]
-
 logger = logging.getLogger(__name__)
 
 

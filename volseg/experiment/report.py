@@ -39,18 +39,6 @@ from volseg.reporting.scores import choose_extremes
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Example, Validated, make_example
 
-__all__ = [
-    "Outcome",
-    "attempt",
-    "describe_network",
-    "dice_table",
-    "draw_overlays",
-    "format_outcome",
-    "list_findings",
-    "write_outcome",
-    "write_page",
-]
-
 logger = logging.getLogger(__name__)
 
 

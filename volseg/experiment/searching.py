@@ -58,8 +58,6 @@ from volseg.parallel.processes.workers import Worker
 from volseg.reporting import write_brief, write_report
 from volseg.reporting.search import SEARCH, SearchRecord, read_search
 
-__all__ = ["format_search", "search"]
-
 logger = logging.getLogger(__name__)
 
 JOURNAL, STUDY = "journal.log", "search"

@@ -33,16 +33,6 @@ from volseg.parallel.processes.workers import Worker, WorkerPool, run_queue
 from volseg.workflow.hooks import Patience
 from volseg.workflow.interrupts import catch_signals
 
-__all__ = [
-    "Fold",
-    "FoldResult",
-    "PlannedRun",
-    "load_final_state",
-    "plan_folds",
-    "require_own_folder",
-    "train_each",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from volseg.models.weights import WeightTransfer, strip_prefixes, trace_dependen
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["START", "Start", "require_weights"]
-
 logger = logging.getLogger(__name__)
 
 START = "start.json"

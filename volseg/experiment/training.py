@@ -50,8 +50,6 @@ from volseg.workflow.randomness import deterministic, seed_everything
 from volseg.workflow.training import Score, Training
 from volseg.workflow.validation import Validated
 
-__all__ = ["train"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -41,16 +41,6 @@ from volseg.inference.writing import write_prediction
 from volseg.monitoring.progress import count_up, progress
 from volseg.workflow.validation import Validated, read_evaluated
 
-__all__ = [
-    "VALIDATION_KEYS",
-    "apply_postprocessing",
-    "choose_validated",
-    "determine_postprocessing",
-    "validate",
-    "validate_and_format",
-    "validate_folds",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from volseg.parallel import Report
 from volseg.parallel import verify as verify_network
 from volseg.parallel.devices import list_devices, list_gpus
 
-__all__ = ["verify"]
-
 SMALLEST = 16
 """Voxels along each side, if the network takes so few."""
 

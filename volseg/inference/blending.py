@@ -19,8 +19,6 @@ from volseg.inference import triton_blending
 from volseg.inference.window_step import WindowStep
 from volseg.inference.windows import BlendPlan, Layer, Region
 
-__all__ = ["Slab", "add_window", "blend_slabs", "locate_planes"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:

@@ -35,9 +35,6 @@ from volseg.version import __version__
 if TYPE_CHECKING:
     from pydicom import Dataset
 
-__all__ = ["CODES", "CodedName", "code_name", "require_dicom_source", "write_dicom_segmentation"]
-
-
 SERIES_NUMBER = 9001
 """Far from the series numbers of scanners."""
 

@@ -30,8 +30,6 @@ from volseg.inference.streaming import count_free_bytes
 from volseg.inference.writing import build_label_image
 from volseg.transforms.preprocessing import Preprocessing as Composed
 
-__all__ = ["as_kind_of", "prepare_on", "suits", "to_volume"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -31,8 +31,6 @@ from volseg.evaluation.overlap import evaluate_case
 from volseg.inference.postprocessing import Changes, Postprocessing, Step
 from volseg.version import __version__
 
-__all__ = ["Judged", "MeasuredPostprocessing", "TriedStep", "measure_postprocessing"]
-
 RULE = "a step is kept if the mean Dice over the structures rises and that of no structure falls"
 
 

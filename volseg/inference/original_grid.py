@@ -21,20 +21,6 @@ from volseg.inference import triton_decision
 from volseg.inference.sampling import Aligned, Box, Held, Oblique, Place, Sampling, sample_grid
 from volseg.transforms.grid import Grid
 
-__all__ = [
-    "NEAREST_AXIS",
-    "Also",
-    "Decision",
-    "LabelRule",
-    "Prediction",
-    "WayBack",
-    "decide",
-    "measure_entropy",
-    "require_on",
-    "resample",
-]
-
-
 # Decide labels on the image's grid from probabilities on the network's grid, box by box as they are computed.
 #
 # Probabilities are interpolated only where a label is decided. So those of all classes never exist on the image's grid;

@@ -30,8 +30,6 @@ from volseg.data.json_files import read_json
 from volseg.errors import ConfigError, DataError
 from volseg.files import replacing
 
-__all__ = ["FORMAT", "Changes", "Postprocessing", "Step"]
-
 FORMAT = 1
 """Format of ``postprocessing.json``; other formats are refused."""
 

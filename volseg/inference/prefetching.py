@@ -23,8 +23,6 @@ from typing import Any
 from volseg.fields import Case
 from volseg.inference.original_grid import Prediction
 
-__all__ = ["CaseOutcome", "overlapped"]
-
 Predict = Callable[[Iterable[Case]], Iterator[tuple[Mapping[str, Any], Prediction]]]
 """`Predictor.stream`, or a ``functools.partial`` of it with a batch size."""
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from volseg.errors import GridError
 from volseg.transforms.grid import Grid
 
-__all__ = ["Aligned", "AxisTable", "Box", "Held", "Oblique", "Sampling", "sample_grid", "split_box"]
-
 WHOLE_VOXEL = 0.01
 """A map within this many voxels of a permutation, flip, scaling and whole shift counts as one."""
 

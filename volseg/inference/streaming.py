@@ -27,8 +27,6 @@ from volseg.parallel import FastKernels, ModelParallel
 if TYPE_CHECKING:
     from volseg.inference.predictor import Predictor
 
-__all__ = ["Streamer", "count_free_bytes", "pad_shape"]
-
 logger = logging.getLogger(__name__)
 
 FLOAT_BYTES = 4

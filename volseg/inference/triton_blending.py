@@ -18,8 +18,6 @@ from torch import Tensor
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 
-__all__ = ["add_window"]
-
 BLOCK = 128
 """Voxels per program, one per thread: 40 registers each (Triton 3.7, for an H200). Four per thread take 160, and leave
 room for three programs per multiprocessor instead of twelve. The logits that twelve programs read stay in the L2 cache

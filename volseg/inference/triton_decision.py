@@ -17,8 +17,6 @@ from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 from volseg.inference.sampling import Aligned, AxisTable, Box, Held, split_box
 
-__all__ = ["decide"]
-
 BLOCK = 256
 """Voxels per program, two per thread."""
 

@@ -15,8 +15,6 @@ from volseg.parallel import FastKernels, ModelParallel
 from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.recorded_step import RecordedStep
 
-__all__ = ["Model", "RecordedModel", "WindowStep", "choose_windows_per_step", "full_logits", "record_models"]
-
 logger = logging.getLogger(__name__)
 
 

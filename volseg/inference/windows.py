@@ -18,21 +18,6 @@ from torch import Tensor
 from volseg.errors import OutOfMemoryError
 from volseg.inference.sampling import Box
 
-__all__ = [
-    "HELD_WHOLE_BYTES",
-    "MONAI",
-    "BlendPlan",
-    "Layer",
-    "Region",
-    "Windowing",
-    "choose_axis",
-    "compute_importance",
-    "compute_starts",
-    "list_layers",
-    "plan_blend",
-    "restrict_layers",
-]
-
 
 def compute_starts(side: int, window: int, overlap: float) -> list[int]:
     """Return the first voxel of each window along one axis; the last window ends at the border.

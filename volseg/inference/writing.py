@@ -25,17 +25,6 @@ from volseg.memory import available_bytes
 from volseg.transforms.grid import Grid
 from volseg.transforms.slabs import run_over_slabs
 
-__all__ = [
-    "build_label_image",
-    "describe_outputs",
-    "place",
-    "require_room",
-    "write_entropy",
-    "write_prediction",
-    "write_probabilities",
-]
-
-
 COMPRESSION = 2
 """ISA-L's level: a label map takes a quarter more bytes than at zlib's level 6, in a thirtieth of the time."""
 

@@ -40,8 +40,6 @@ from volseg.losses.dice_cross_entropy import check_shapes, read_at_grid
 from volseg.losses.overlap import leave_overlap
 from volseg.losses.targets import Targets
 
-__all__ = ["check_outputs", "compute_known_loss", "known_dice_cross_entropy", "sum_known"]
-
 ELEMENTS = 2**23
 """Voxels per chunk, times the values computed for each voxel: some tens of megabytes."""
 

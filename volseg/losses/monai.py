@@ -8,8 +8,6 @@ from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 from volseg.losses.known_voxels import known_dice_cross_entropy
 from volseg.losses.targets import Targets
 
-__all__ = ["DiceCELoss"]
-
 
 class DiceCELoss(monai.losses.DiceCELoss):
     """`monai.losses.DiceCELoss` with the same parameters, values and gradients, and no volumes but logits and label.

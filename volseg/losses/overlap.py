@@ -10,8 +10,6 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-__all__ = ["Gathered", "compute_soft_dice", "gathering_overlap", "leave_overlap"]
-
 
 class Gathered:
     """Sums that the losses of one batch record."""

@@ -16,8 +16,6 @@ from volseg.parallel.spatial.signatures import fill
 from volseg.parallel.spatial.table import sharded_form
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = []
-
 
 @sharded_form(dice_cross_entropy)
 def compute_of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:

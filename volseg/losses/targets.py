@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Targets"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:

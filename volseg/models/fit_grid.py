@@ -17,8 +17,6 @@ from volseg.device.module_internals import (
 from volseg.launched import read_launch
 from volseg.models.grids import GridRule, grid_rule
 
-__all__ = ["FitGrid"]
-
 logger = logging.getLogger(__name__)
 
 

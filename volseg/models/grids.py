@@ -23,8 +23,6 @@ from volseg.models.networks import DynUNet
 from volseg.models.residual_encoder import PlainConvUNet, ResEncUNet
 from volseg.models.vnet import VNet
 
-__all__ = ["GridRule", "grid_divisors", "grid_rule", "probe_grid_rule", "run_on_copies"]
-
 Sides = tuple[int, int, int]
 
 

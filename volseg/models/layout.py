@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from volseg.device.torch_internals import tree_leaves
 
-__all__ = ["faster_layout"]
-
 logger = logging.getLogger(__name__)
 
 WARM_UP, MEASURED = 3, 5

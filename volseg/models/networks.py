@@ -23,8 +23,6 @@ from volseg.models.residual_encoder import ENCODER_BLOCKS, PlainConvUNet, ResEnc
 from volseg.models.topology import FIRST_FILTERS, MOST_FILTERS, plan_topology
 from volseg.models.vnet import VNet
 
-__all__ = ["NETWORKS", "DynUNet", "build_network", "complete_spec"]
-
 LARGEST = 1 << 16
 """Largest whole number in the parameters of networks of volseg and MONAI: channels, blocks, sides."""
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from volseg.errors import ConfigError
 
-__all__ = ["DECODER_BLOCKS", "ENCODER_BLOCKS", "PlainConvUNet", "ResEncUNet"]
-
 ENCODER_BLOCKS = (1, 3, 4, *[6] * 10)
 """Residual blocks of each stage in nnU-Net's networks."""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from volseg.errors import ConfigError
 
-__all__ = ["VNET_MONAI", "Topology", "is_thin", "leave_out_slices", "plan_topology", "plan_vnet_topology"]
-
 Sides = tuple[int, int, int]
 
 

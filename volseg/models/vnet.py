@@ -9,8 +9,6 @@ from torch import nn
 from volseg.errors import ConfigError
 from volseg.models.topology import VNET_MONAI
 
-__all__ = ["VNet", "reshape_levels"]
-
 Sides = tuple[int, int, int]
 
 

@@ -19,19 +19,6 @@ from torch import Tensor, nn
 
 from volseg.errors import CheckpointError
 
-__all__ = [
-    "NamedTensor",
-    "WeightTransfer",
-    "copy_parameters",
-    "get_tensor",
-    "list_tensors",
-    "load_weights",
-    "resolve_weights",
-    "strip_prefixes",
-    "trace_dependent_dims",
-    "transfer_weights",
-]
-
 PREFIXES = ("module.", "model.", "network.", "_orig_mod.")
 """Prefixes of all names in wrapped networks: DataParallel, Lightning and many scripts, torch.compile."""
 

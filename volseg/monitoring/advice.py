@@ -16,8 +16,6 @@ from volseg.workflow.hooks import Hook
 from volseg.workflow.spatial_group import GroupBatches
 from volseg.workflow.training import Training
 
-__all__ = ["SMALL", "Duration", "WaitingAdvice", "advice"]
-
 logger = logging.getLogger(__name__)
 
 NUM_TIMED = 5

@@ -23,18 +23,6 @@ from volseg.files import replace_nan
 from volseg.lifetime import call_before_last_words, shape_last_words
 from volseg.streams import make_printable
 
-__all__ = [
-    "FIELDS",
-    "LOGS",
-    "Bar",
-    "BesideBars",
-    "add_to_logs",
-    "are_logs_json",
-    "close_bars",
-    "set_up_logs",
-    "shows_bars",
-]
-
 logger = logging.getLogger(__name__)
 
 Form = Literal["text", "json", "quiet"]

@@ -11,8 +11,6 @@ import torch
 from volseg.parallel.devices import list_gpus
 from volseg.version import __version__, installed_version
 
-__all__ = ["environment"]
-
 LIBRARIES = ("torch", "monai", "numpy", "nibabel", "SimpleITK", "pydantic")
 
 

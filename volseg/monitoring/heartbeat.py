@@ -32,8 +32,6 @@ from volseg.signals import deferring_signals
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
-__all__ = ["EVERY_SECONDS", "Heartbeat"]
-
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 5.0

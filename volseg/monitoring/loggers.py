@@ -27,19 +27,6 @@ from volseg.config.registry import Registry
 from volseg.errors import ConfigError
 from volseg.monitoring.run_files import HISTORY, EpochLine, append_history, begin_history
 
-__all__ = [
-    "LOGGERS",
-    "History",
-    "LoggedRun",
-    "Logger",
-    "MLflow",
-    "TensorBoard",
-    "WeightsAndBiases",
-    "build_logger",
-    "flatten",
-    "import_package",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:

@@ -18,8 +18,6 @@ from volseg.parallel.processes.group import gather_over_processes
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
-__all__ = ["DeviceMemory", "FirstSteps", "GpuMeter", "MemoryReading", "gather_memory"]
-
 logger = logging.getLogger(__name__)
 
 FIRST = 2

@@ -19,8 +19,6 @@ from torch.nn import functional
 from volseg.data.labels import LABEL_COLOURS
 from volseg.workflow.validation import Example
 
-__all__ = ["PALETTE", "draw_example", "draw_patches", "draw_slices", "face_patient"]
-
 PALETTE = torch.tensor(LABEL_COLOURS, dtype=torch.float32)
 
 PLANES = ("sagittal", "coronal", "axial")

@@ -15,8 +15,6 @@ from volseg.monitoring.training_log import list_scalars
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
-__all__ = ["Progress", "count_up", "progress", "show_bytes"]
-
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")

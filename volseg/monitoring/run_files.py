@@ -24,26 +24,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from volseg.errors import DataError
 from volseg.files import replace_nan, replacing
 
-__all__ = [
-    "ENDED",
-    "HISTORY",
-    "STATUS",
-    "TIMES",
-    "EpochLine",
-    "RunPart",
-    "RunStatus",
-    "State",
-    "append_history",
-    "begin_history",
-    "list_numbered",
-    "read_history",
-    "read_process_namespace",
-    "read_status",
-    "read_times",
-    "write_status",
-    "write_times",
-]
-
 HISTORY, STATUS, TIMES = "history.jsonl", "status.json", "times.json"
 
 THE_REST = "the rest"

@@ -16,8 +16,6 @@ from volseg.formatting import format_duration
 from volseg.lifetime import is_running
 from volseg.monitoring.run_files import STATUS, RunStatus, list_numbered, read_process_namespace, read_status
 
-__all__ = ["Look", "format_speed", "list_run_folders", "look_at", "parse_age"]
-
 CLOCKS_DIFFER_SECONDS = 30.0
 """Between the time that a status says and the one at which the disk got it, from which on it is told."""
 

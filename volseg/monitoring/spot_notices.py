@@ -22,8 +22,6 @@ from volseg.errors import ConfigError
 from volseg.parallel.devices import read_local_rank
 from volseg.workflow.interrupts import request_stop
 
-__all__ = ["SpotNotices", "heeding_spot_notices"]
-
 logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"

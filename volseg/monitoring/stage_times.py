@@ -18,8 +18,6 @@ from volseg.parallel.timeline import Interval, Timeline, compute_idle_shares
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
-__all__ = ["StageTimes", "draw_intervals"]
-
 logger = logging.getLogger(__name__)
 
 FIRST, COUNT = 40, 3

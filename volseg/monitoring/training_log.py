@@ -16,8 +16,6 @@ from volseg.monitoring.pictures import draw_example, draw_patches
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
-__all__ = ["TrainingLog", "list_final", "list_scalars"]
-
 logger = logging.getLogger(__name__)
 
 BATCH_SECONDS = 30.0

@@ -19,8 +19,6 @@ from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.spatial.transport.communicator import narrow_to
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["from_slab", "loads_batches", "scatter_batch", "slab_shape"]
-
 
 def loads_batches(model: ModelParallel) -> bool:
     """Return whether this process loads batches for its spatial group."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from volseg.device.torch_internals import find_backward_pass, get_accumulation_hooks, get_storage_key
 from volseg.errors import UnsupportedOperatorError
 
-__all__ = ["GradientRoom", "check_hooks", "fill_buckets", "is_large", "read_layout"]
-
 BUCKET_BYTES = 16 * 2**20
 """Gradients summed in one call: large enough for the links' full speed, small enough to start early."""
 

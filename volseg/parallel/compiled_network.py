@@ -49,8 +49,6 @@ from volseg.parallel.pipeline.observe.run import HOOKS
 from volseg.parallel.state.description import opaque
 from volseg.parallel.state.module import REGISTRIES
 
-__all__ = ["MOST_VARIANTS", "CompiledNetwork", "refusing"]
-
 logger = logging.getLogger(__name__)
 
 MOST_VARIANTS = 16

@@ -36,8 +36,6 @@ from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.state.random import CommonSeeds, RandomState, mix, seeded
 from volseg.parallel.strategy import Strategy
 
-__all__ = ["DataParallel", "get_replicas"]
-
 NUM_CHECKED = 2
 """Number of training passes that first compare the replicas: the first pass, and the pass after the first step."""
 

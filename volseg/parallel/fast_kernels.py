@@ -15,8 +15,6 @@ from volseg.parallel.spatial import ShardedVolume
 from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["FastKernels", "explain_absence"]
-
 CAPABILITY = (8, 0)
 """Lowest supported compute capability: the kernels are laid out for its 16-bit matrix units."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from volseg.device.torch_internals import gather_into
 from volseg.errors import ParallelError
 
-__all__ = ["RoundSums", "add_up", "fold", "sum_in_order"]
-
 Value = TypeVar("Value")
 
 

@@ -22,8 +22,6 @@ from volseg.lifetime import bind_copy
 from volseg.parallel.devices import has_process_group, is_launched
 from volseg.signals import deferring_signals
 
-__all__ = ["ForkedWorkers", "ask_copy"]
-
 Shared = TypeVar("Shared")
 Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")

@@ -38,8 +38,6 @@ from volseg.parallel.buckets import GradientRoom, check_hooks, fill_buckets
 from volseg.parallel.fixed_order import add_up
 from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 
-__all__ = ["GradientSums", "Marked", "is_trained"]
-
 REFUSAL = (
     "some replicas used {names} in a step, others did not, so that their gradients belong to no network; let "
     "forward() use the same parameters in all processes for any sample (multiply by zero instead of skipping), "

@@ -14,8 +14,6 @@ from torch import Tensor
 from volseg.device.gpus import has_values, is_gpu, on_gpu
 from volseg.errors import ParallelError
 
-__all__ = ["Differences", "LayoutNumbers"]
-
 
 class LayoutNumbers:
     """Layout numbers of gradients, kept on their device, so that a step waits for no copy.

@@ -13,8 +13,6 @@ from volseg.parallel.devices import count_launched, count_processes
 from volseg.parallel.processes.group import make_groups, start_group
 from volseg.parallel.replicas import Replicas
 
-__all__ = ["Mesh", "join_mesh"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

@@ -45,8 +45,6 @@ from volseg.parallel.state.module import REGISTRIES
 from volseg.parallel.state.random import CommonSeeds, own_random_numbers
 from volseg.parallel.strategy import Devices, Options, Strategy
 
-__all__ = ["ModelParallel", "StrategyOptions", "check_network"]
-
 logger = logging.getLogger(__name__)
 
 CHOOSER = "volseg.estimate.network_plan"

@@ -36,8 +36,6 @@ from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.volume import ShardedVolume
 from volseg.parallel.state.description import is_opaque
 
-__all__ = ["check_norms", "check_script", "name_batch_norm", "norms_over_replicas"]
-
 BATCH_NORMS = frozenset(
     {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"}
 ) | {"_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update"}

@@ -27,8 +27,6 @@ from volseg.parallel.norms import check_script, name_batch_norm
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
 
-__all__ = ["FollowedReplicas", "Piped"]
-
 BUCKET_LIMITS = (2**20, 25 * 2**20)
 """Bytes at which a bucket is full: the first bucket of a device, and the others."""
 

@@ -30,8 +30,6 @@ from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.state.recorded import RecordedState
 
-__all__ = ["RecordedStep"]
-
 _MOVED: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose state was moved into one block of memory."""
 

@@ -18,8 +18,6 @@ from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import add_up, fold
 from volseg.parallel.spatial.plan.shards import spans
 
-__all__ = ["Replicas", "Share"]
-
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from volseg.parallel.spatial.strategy import SpatialStrategy
     from volseg.parallel.state.random import CommonSeeds
 
-__all__ = ["Devices", "Options", "Strategy"]
-
 Devices: TypeAlias = Sequence[str | int | torch.device] | None
 """Devices of this process, as a user names them; None for all visible ones."""
 

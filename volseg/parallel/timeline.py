@@ -15,8 +15,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-__all__ = ["Interval", "NotedMoment", "Pass", "Timeline", "compute_idle_shares", "get_timeline"]
-
 Pass = Literal["forward", "backward"]
 
 

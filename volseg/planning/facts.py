@@ -12,8 +12,6 @@ from pydantic import TypeAdapter
 
 from volseg.config.catalogue import get_public_task
 
-__all__ = ["CaseSizes", "Fingerprint", "Intensities", "published_fingerprint"]
-
 Lengths = tuple[float, float, float]
 Sides = tuple[int, int, int]
 

@@ -41,8 +41,6 @@ from volseg.files import replacing
 from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 from volseg.transforms.grid import measure_sides
 
-__all__ = ["Taken", "keep_fingerprint", "list_fingerprint_paths", "load_fingerprint", "take_fingerprint"]
-
 SAMPLES, SAMPLES_PER_CASE = 10_000_000, 200_000
 """Foreground voxels to draw: in all cases together, and at most in each case. nnU-Net draws ten times as many, which
 does not change the percentiles."""

@@ -28,17 +28,6 @@ from volseg.planning.patch import (
 )
 from volseg.transforms.grid import ANISOTROPY
 
-__all__ = [
-    "CASCADE_BELOW",
-    "PRESETS",
-    "Geometry",
-    "Like",
-    "is_flat",
-    "plan_geometry",
-    "plan_geometry_like",
-    "plan_low_resolution",
-]
-
 PRESETS = {
     "unet": "nnU-Net's plain U-Net",
     "resenc": "nnU-Net's U-Net with a residual encoder",

@@ -15,17 +15,6 @@ from volseg.errors import ConfigError
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
 from volseg.models.topology import VNET_MONAI, Topology, leave_out_slices, plan_topology
 
-__all__ = [
-    "REFERENCE_BATCH",
-    "count_residual_features",
-    "count_unet_features",
-    "count_vnet_features",
-    "plan_batch",
-    "plan_patch",
-    "reference_features",
-    "smallest_patch",
-]
-
 LARGEST_PATCHES = {2: 2048**2, 3: 256**3}
 """Voxels of the first patch, by the number of axes with more than one voxel."""
 

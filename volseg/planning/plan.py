@@ -21,17 +21,6 @@ from volseg.planning.geometry import PRESETS, Geometry, Like, plan_geometry, pla
 from volseg.planning.settings import Setting, list_settings
 from volseg.version import __version__
 
-__all__ = [
-    "CASCADE",
-    "DEFAULT_MEMORY",
-    "Plan",
-    "choose_name",
-    "name_first_stage",
-    "parse_memory",
-    "plan",
-    "write_config",
-]
-
 CASCADE = "cascade"
 """The preset that makes two configs."""
 

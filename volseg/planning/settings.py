@@ -17,8 +17,6 @@ from volseg.planning.facts import Fingerprint, Intensities
 from volseg.planning.geometry import CASCADE_BELOW, LARGEST_SHARE, PRESETS, Geometry, Like, is_flat
 from volseg.transforms.grid import find_coarse_axis
 
-__all__ = ["Setting", "list_settings"]
-
 MASKED_BELOW = 0.75
 """Share of voxels left by cropping; below it, moments are taken over the voxels that are not 0 (nnU-Net's number)."""
 

@@ -11,28 +11,6 @@ from volseg.commands import spell
 from volseg.formatting import format_moment
 from volseg.version import __version__
 
-__all__ = [
-    "Block",
-    "Boxes",
-    "Chart",
-    "Charts",
-    "Code",
-    "Commands",
-    "Composer",
-    "Items",
-    "Line",
-    "NamedValues",
-    "Picture",
-    "Pictures",
-    "ReportContent",
-    "Section",
-    "Shares",
-    "Text",
-    "TextTable",
-    "list_sections",
-    "select_charts",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Text:

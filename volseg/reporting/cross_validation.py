@@ -15,8 +15,6 @@ from volseg.reporting.resources import describe_time
 from volseg.reporting.run import describe_environment, describe_run_state, name_components, show_cases
 from volseg.reporting.scores import describe_scores, tabulate_published
 
-__all__ = ["RESULTS", "CrossedRecord", "describe_crossed", "list_fold_folders", "read_crossed"]
-
 RESULTS = "cross_validation.json"
 
 INTERVALS = (

@@ -12,19 +12,6 @@ import numpy as np
 
 from volseg.reporting.content import Boxes, Chart, Line, Shares
 
-__all__ = [
-    "NUM_COLOURS",
-    "Markup",
-    "choose_ticks",
-    "draw_boxes",
-    "draw_chart",
-    "draw_legend",
-    "draw_shares",
-    "format_number",
-    "join",
-    "tag",
-]
-
 VOID = {"meta", "img", "br", "link", "path", "line", "rect", "circle"}
 
 

@@ -15,8 +15,6 @@ from PIL import Image
 from volseg.reporting import content
 from volseg.reporting.drawing import Markup, draw_boxes, draw_chart, draw_legend, draw_shares, join, tag
 
-__all__ = ["read_part", "write_document", "write_page"]
-
 LONG = 24
 """Rows from which a table scrolls within its own box."""
 

@@ -21,8 +21,6 @@ from volseg.reporting.page import write_page
 from volseg.reporting.writing import write_markdown
 from volseg.version import __version__
 
-__all__ = ["BRIEF", "PAGE", "describe_profile", "write_profile"]
-
 PAGE, BRIEF = "profile.html", "profile.md"
 
 

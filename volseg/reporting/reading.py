@@ -16,21 +16,6 @@ from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError, DataError
 from volseg.monitoring import run_files
 
-__all__ = [
-    "FEWEST",
-    "OVERLAYS",
-    "TOLD",
-    "ReportedCase",
-    "RunRecord",
-    "Scores",
-    "Told",
-    "list_component_files",
-    "read_json",
-    "read_number",
-    "read_run",
-    "read_scores",
-]
-
 TOLD = "told.json"
 """Information of a training that is in no other file: cases left out, remarks, published results."""
 

@@ -9,8 +9,6 @@ from volseg.monitoring import run_files
 from volseg.reporting import content
 from volseg.reporting.reading import RunRecord
 
-__all__ = ["add_spans", "describe_kernels", "describe_memory", "describe_time", "describe_time_of_run"]
-
 GIB = 2**30
 
 

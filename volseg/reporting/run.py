@@ -14,8 +14,6 @@ from volseg.reporting.reading import RunRecord, Scores
 from volseg.reporting.resources import describe_kernels, describe_memory, describe_time_of_run
 from volseg.reporting.scores import choose_extremes, describe_scores, name_metric, tabulate_published
 
-__all__ = ["describe_environment", "describe_run", "describe_run_state", "name_components", "show_cases"]
-
 GIB = 2**30
 
 CURVES = (

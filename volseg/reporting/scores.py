@@ -8,8 +8,6 @@ from volseg.formatting import UNITS, format_value
 from volseg.reporting import content
 from volseg.reporting.reading import FEWEST, ReportedCase, Scores, mean
 
-__all__ = ["choose_extremes", "describe_scores", "tabulate_published"]
-
 NUM_EXTREME = 5
 """Number of cases shown at either end."""
 

@@ -12,8 +12,6 @@ from volseg.reporting import content
 from volseg.reporting.reading import read_json, read_number
 from volseg.reporting.run import describe_environment
 
-__all__ = ["SEARCH", "SearchRecord", "describe_search", "read_search"]
-
 SEARCH = "search.json"
 
 

@@ -41,8 +41,6 @@ from volseg.streams import show
 from volseg.transforms.grid import Grid
 from volseg.version import __version__
 
-__all__ = ["SCRIPT", "ViewedCase", "fetch_niivue", "read_niivue", "write_viewer"]
-
 MOST_OF_CASE, MOST_OF_PAGE = 2**25, 2**27
 """Voxels of an image: 512 x 512 x 128, and four such images, take 50 to 200 MB in a page."""
 

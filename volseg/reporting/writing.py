@@ -14,8 +14,6 @@ from volseg.reporting.run import describe_run
 from volseg.reporting.search import SEARCH, describe_search, read_search
 from volseg.streams import make_printable
 
-__all__ = ["NAME", "write_brief", "write_markdown", "write_report"]
-
 NAME = "report.html"
 
 

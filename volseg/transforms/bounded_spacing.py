@@ -25,8 +25,6 @@ from volseg.memory import available_bytes
 from volseg.transforms.grid import ANISOTROPY, Grid, find_coarse_axis
 from volseg.transforms.resampling import SlabResample
 
-__all__ = ["BoundedSpacing", "KeptOrientation", "PlaneSpacing"]
-
 RESAMPLING_BYTES = 24
 """Bytes per new voxel while MONAI resamples: three coordinates in float64; each channel takes 8 more."""
 

@@ -19,17 +19,6 @@ from torch import Tensor
 
 from volseg.errors import GridError
 
-__all__ = [
-    "ANISOTROPY",
-    "MISPLACED_VOXELS",
-    "Grid",
-    "Sides",
-    "depends_on_case",
-    "find_coarse_axis",
-    "measure_sides",
-    "spacing_after",
-]
-
 ANISOTROPY = 3.0
 """Ratio to the finest spacing above which an axis has thick slices; nnU-Net's number."""
 

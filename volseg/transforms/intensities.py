@@ -13,8 +13,6 @@ from volseg.errors import DataError
 from volseg.fields import LABEL_FIELDS, Case
 from volseg.transforms.slabs import run_over_slabs
 
-__all__ = ["ClipZScore", "ZScore"]
-
 SLAB_PLANES = 8
 
 

@@ -30,8 +30,6 @@ from volseg.transforms.bounded_spacing import BoundedSpacing, KeptOrientation, P
 from volseg.transforms.grid import Grid
 from volseg.transforms.intensities import ClipZScore, ZScore
 
-__all__ = ["PREPROCESSING", "Preprocessing", "build_preprocessing", "choose_label_dtype"]
-
 GEOMETRIC = frozenset({"CropForeground", "Orientation", "Pad", "Spacing"})
 """Components that change the grid."""
 
@@ -186,6 +184,7 @@ class RememberGrid(MapTransform):
         self.image, *self.others = fields
 
     def __call__(self, data: Mapping[str, Any]) -> Case:
+        """Return the case with its grid in ``meta``."""
         case = dict(data)
         for field in (self.image, *(other for other in self.others if other not in LABEL_FIELDS)):
             if field not in case:
@@ -225,6 +224,7 @@ class StoreVoxels(MapTransform):
         super().__init__(fields, allow_missing_keys=True)
 
     def __call__(self, data: Mapping[str, Any]) -> Case:
+        """Return the case with converted fields."""
         case = dict(data)
         for field in self.key_iterator(case):
             dtype = choose_label_dtype(case[field], field) if field in LABEL_FIELDS else torch.float32
@@ -300,6 +300,7 @@ class Foreground:
     above: float | None
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """Return the mask of an image ``(C, D, H, W)``."""
         found = image != 0 if self.above is None else image > self.above
         if not found.any():
             rule = "is not 0" if self.above is None else f"exceeds {self.above}"
@@ -324,6 +325,7 @@ class Pad(Padd):  # codespell:ignore padd
         super().__init__(fields, padder, allow_missing_keys=True)
 
     def __call__(self, data: Mapping[str, Any], lazy: bool | None = None) -> Case:
+        """Return the padded case."""
         case = super().__call__(data, lazy)
         for field in self.key_iterator(case):
             before = Grid.of(data[field]).index_map(Grid.of(case[field]))[:3, 3].round().long().tolist()
@@ -344,6 +346,7 @@ class PreviousStage:
         self.image, self.labels = fields[0], tuple(labels)
 
     def __call__(self, data: Mapping[str, Any]) -> Case:
+        """Return the case with the masks, and without ``stage``."""
         case = dict(data)
         image, stage = case[self.image], case.pop("stage", None)
         if not isinstance(stage, MetaTensor):

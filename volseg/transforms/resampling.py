@@ -24,8 +24,6 @@ from torch.nn.functional import grid_sample
 
 from volseg.transforms.slabs import run_over_slabs
 
-__all__ = ["SlabResample"]
-
 SLAB_VOXELS = 1 << 17
 """New voxels at a time; their coordinates take 7 MB."""
 

@@ -7,8 +7,6 @@ from functools import partial
 
 import torch
 
-__all__ = ["run_over_slabs"]
-
 ALONE_VOXELS = 2**22
 """Volumes up to this size run in one thread: they take little time, and mostly other cases run in parallel."""
 

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-__all__ = ["WeightAverage"]
-
 
 class WeightAverage:
     """Exponential moving average of a module's parameters.

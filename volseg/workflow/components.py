@@ -23,20 +23,6 @@ from volseg.losses.monai import DiceCELoss
 from volseg.losses.targets import Targets
 from volseg.workflow.named import Named
 
-__all__ = [
-    "LOSSES",
-    "METRICS",
-    "OPTIMIZERS",
-    "build_loss",
-    "build_metric",
-    "build_optimizer",
-    "freeze_parts",
-    "group_parameters",
-    "is_fused_on_gpu",
-    "list_frozen_norms",
-    "match_parameters",
-]
-
 
 def _classes(module: ModuleType, base: type) -> dict[str, Callable[..., Any]]:
     """Return the public classes of ``module`` that derive from ``base``, by name."""

@@ -11,9 +11,6 @@ from torch import Tensor
 from volseg.errors import NonFiniteLossError
 from volseg.losses.overlap import compute_soft_dice
 
-__all__ = ["CHECK_EVERY", "NORM", "OVERLAP", "AsyncLossReader", "EpochClock", "EpochLosses"]
-
-
 CHECK_EVERY = 32
 """Batches between two checks of the losses on a GPU; on a CPU every batch is checked, at no cost."""
 

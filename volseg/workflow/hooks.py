@@ -26,8 +26,6 @@ from volseg.workflow.epoch import NORM
 if TYPE_CHECKING:
     from volseg.workflow.training import Training
 
-__all__ = ["HOOKS", "Checkpoints", "ForgetOldSizes", "Hook", "Patience", "build_hook"]
-
 
 class Hook:
     """Watch a training; override the events of interest.

@@ -14,17 +14,6 @@ from volseg.parallel.processes.group import largest_over_processes
 from volseg.signals import ENDING, ONE_EVENT_SECONDS, raise_as_signal
 from volseg.workflow.epoch import CHECK_EVERY
 
-__all__ = [
-    "Interruption",
-    "LookInterval",
-    "StopRequested",
-    "Stopping",
-    "catch_signals",
-    "request_stop",
-    "stop_if_requested",
-]
-
-
 _listening: list["Interruption"] = []
 """Active `catch_signals` contexts, the innermost last; global, as signals belong to the process."""
 

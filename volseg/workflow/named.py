@@ -12,8 +12,6 @@ from torch import nn
 
 from volseg.errors import BatchFieldError, ConfigError
 
-__all__ = ["Named"]
-
 
 class Named(nn.Module):
     """A module with named inputs and outputs.

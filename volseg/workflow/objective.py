@@ -14,8 +14,6 @@ from volseg.losses import Targets, Terms, dice_cross_entropy, known_dice_cross_e
 from volseg.losses.overlap import gathering_overlap
 from volseg.workflow.named import Named
 
-__all__ = ["Objective", "require_mean_of_shares", "require_mean_over_samples"]
-
 Loss = Named | Callable[..., Any]
 
 TRIED_SIDES = (16, 16, 16)

@@ -13,9 +13,6 @@ import torch
 from volseg.device.gpus import get_capability, is_gpu
 from volseg.errors import ConfigError
 
-__all__ = ["PRECISIONS", "Precision", "PrecisionName", "choose_dtype"]
-
-
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 PRECISIONS: tuple[str, ...] = ("auto", "fp32", "bf16", "fp16")
 

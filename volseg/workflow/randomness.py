@@ -13,8 +13,6 @@ from volseg.data.threads import compute_in_one_thread
 from volseg.errors import ConfigError
 from volseg.parallel.devices import list_gpus
 
-__all__ = ["deterministic", "seed_everything"]
-
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators, on every device."""

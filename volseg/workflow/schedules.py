@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError
 
-__all__ = ["SCHEDULES", "Schedule", "constant", "cosine", "polynomial"]
-
 
 def polynomial(progress: float, *, power: float = 0.9) -> float:
     """Return ``(1 - progress) ** power``, the schedule of DeepLab and nnU-Net (doi:10.1038/s41592-020-01008-z)."""

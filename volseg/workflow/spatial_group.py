@@ -23,16 +23,6 @@ from volseg.parallel.processes.progress_sync import describe_error, told_error
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Example, Validated
 
-__all__ = [
-    "FollowedModel",
-    "GroupBatches",
-    "GroupValidation",
-    "Verdict",
-    "follow",
-    "is_cut_over_processes",
-    "stop_followers",
-]
-
 
 def is_cut_over_processes(model: nn.Module) -> TypeGuard[ModelParallel]:
     """Return whether volumes of ``model`` are sharded over several processes."""

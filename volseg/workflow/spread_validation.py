@@ -15,8 +15,6 @@ from volseg.parallel.processes.progress_sync import Rounds, run_together
 from volseg.workflow.interrupts import StopRequested, stop_if_requested
 from volseg.workflow.validation import Example, JudgedCase, Validated, Validation, read_evaluated
 
-__all__ = ["SpreadValidation"]
-
 
 class SpreadValidation:
     """Validate with a process group: every process scores the cases that it holds.

@@ -23,9 +23,6 @@ from volseg.workflow.objective import Objective, require_mean_of_shares
 from volseg.workflow.precision import Precision
 from volseg.workflow.spatial_group import is_cut_over_processes
 
-__all__ = ["TrainingStep", "can_be_recorded", "count_batches", "count_voxels", "to_device"]
-
-
 Computed = tuple[dict[str, Tensor], Tensor | None]
 """Losses by name, and the overlap of the foreground."""
 

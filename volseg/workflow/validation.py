@@ -32,8 +32,6 @@ from volseg.transforms.grid import Grid, measure_sides
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 
-__all__ = ["Example", "JudgedCase", "Testing", "Validated", "Validation", "make_example", "read_evaluated"]
-
 SHOWN = ("Dice", "HD95", "ASSD", "NSD", "volume_diff_ml", "lesion_F1")
 """Metrics per label that are plotted."""
 

@@ -11,19 +11,6 @@ from pathlib import Path
 from volseg.data.case_store.stored_case import DamagedCaseError, StoredCase
 from volseg.errors import ConfigError
 
-__all__ = [
-    "GIB",
-    "SUFFIX",
-    "choose_cache_folder",
-    "describe_entries",
-    "get_cache_folder",
-    "list_entries",
-    "make_cache_folder",
-    "remove_entries",
-    "remove_given_up",
-    "verify_entries",
-]
-
 VARIABLE = "VOLSEG_CACHE"
 """Environment variable: the folder, or ``none``."""
 

@@ -39,8 +39,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["CaseCache", "take_case"]
-
 logger = logging.getLogger(__name__)
 
 LIBRARIES = ("monai", "nibabel", "numpy", "scipy", "SimpleITK", "torch")

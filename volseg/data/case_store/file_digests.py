@@ -27,8 +27,6 @@ from volseg.data.json_files import parse_json
 from volseg.errors import ConfigError, ReaderError
 from volseg.files import replacing
 
-__all__ = ["FileDigests", "digest_modules", "list_image_files"]
-
 logger = logging.getLogger(__name__)
 
 YOUNG_NS = 3 * 10**9

@@ -26,8 +26,6 @@ from volseg.data.readers import list_case_files, list_files
 from volseg.data.threads import map_in_threads
 from volseg.parallel.processes.progress_sync import Rounds, describe_error, exchange, run_together, told_error
 
-__all__ = ["PreparedCases", "prepare_together"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedCases:

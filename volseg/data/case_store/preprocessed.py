@@ -11,8 +11,6 @@ from volseg.data.threads import compute_in_one_thread, map_in_threads
 from volseg.transforms.preprocessing import Preprocessing as Composed
 from volseg.transforms.preprocessing import choose_label_dtype
 
-__all__ = ["Preprocessing", "prepare", "prepare_all", "preprocess"]
-
 Preprocessing = Callable[[Case], Case]
 
 

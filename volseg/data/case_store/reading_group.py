@@ -13,8 +13,6 @@ from volseg.data.case_store.stored_case import SharedTensors, can_share, map_ten
 from volseg.parallel.processes.progress_sync import exchange
 from volseg.parallel.processes.supervision import name_machine
 
-__all__ = ["ALONE", "Readers", "deal_by_size", "meet_readers"]
-
 logger = logging.getLogger(__name__)
 
 

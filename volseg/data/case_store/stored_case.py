@@ -36,8 +36,6 @@ from torch import Tensor
 from volseg.errors import DataError
 from volseg.fields import Case
 
-__all__ = ["DamagedCaseError", "SharedTensors", "StoredCase", "can_share", "map_tensors", "view_tensor", "write_case"]
-
 MARK = b"volsegC1"
 """Last bytes of the file; the number is that of this layout."""
 

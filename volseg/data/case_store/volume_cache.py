@@ -22,8 +22,6 @@ from volseg.data.case_store.stored_case import StoredCase
 from volseg.errors import DataError
 from volseg.transforms.augmentation.sources import PatchSources
 
-__all__ = ["ForegroundVoxels", "VolumeCache", "choose_budget", "choose_resident", "list_voxels", "require_fit"]
-
 MOST_FOREGROUND = 10_000
 """Voxels remembered per case and class for oversampling; nnU-Net's number."""
 

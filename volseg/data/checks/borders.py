@@ -24,21 +24,6 @@ from torch.nn.functional import interpolate
 
 from volseg.data.checks.volumes import measure_agreement
 
-__all__ = [
-    "CELLS",
-    "MOVES",
-    "LabelShape",
-    "Move",
-    "Texture",
-    "coarsen",
-    "compute_thumbnail",
-    "describe_border",
-    "measure_shape",
-    "measure_texture",
-    "pool",
-    "take_profile",
-]
-
 SHELLS = np.arange(-2.5, 4.0)
 """Limits between the shells: distances from the border in finest voxels, negative inside."""
 

@@ -32,8 +32,6 @@ from volseg.data.checks.kinds import Finding
 from volseg.data.readers import read_volume
 from volseg.formatting import list_some
 
-__all__ = ["compare_cases", "describe_data", "report_copies"]
-
 FEW_CASES = 5
 """Cases that grids and intensities need before one of them can be an outlier: factors this large show among few."""
 

@@ -26,22 +26,6 @@ from volseg.data.checks.borders import LabelShape, Texture, compute_thumbnail, m
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.reading import CheckedCase
 
-__all__ = [
-    "AXES",
-    "FEWEST_CASES",
-    "RARE",
-    "ChannelFacts",
-    "ComparedCase",
-    "ImageFacts",
-    "StructureFacts",
-    "anatomical_axes",
-    "find_outliers",
-    "measure",
-    "report_odd_images",
-    "report_odd_labels",
-    "turn_upright",
-]
-
 AXES = ("left-right", "front-back", "head-feet")
 """Names of the axes of an upright volume."""
 

@@ -14,8 +14,6 @@ from typing import Literal
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
 
-__all__ = ["KINDS", "Finding", "Problem", "Remark"]
-
 Severity = Literal["bad", "look"]
 
 

@@ -17,8 +17,6 @@ from volseg.data.checks.facts import AXES, RARE, ComparedCase, anatomical_axes, 
 from volseg.data.checks.kinds import Finding
 from volseg.data.readers import read_label, read_volume
 
-__all__ = ["report_displaced_labels"]
-
 FEWEST_PLACED = 20
 """Cases that a model of the border needs."""
 

@@ -32,22 +32,6 @@ from volseg.errors import DamagedFileError, DataError, LargeVolumeError
 from volseg.formatting import list_some
 from volseg.parallel.processes.progress import report_progress
 
-__all__ = [
-    "CheckedCase",
-    "check_case",
-    "check_cases",
-    "digest_voxels",
-    "expect_bytes",
-    "group_equal_images",
-    "inspect_cases",
-    "read_case",
-    "refuse_held_out",
-    "remark_on_same_images",
-    "report_leaks",
-    "require_sound",
-    "summarise_remarks",
-]
-
 LABEL_VALUES = {"label-undeclared", "label-fractions"}
 """Kinds of findings for an image in place of a label."""
 

@@ -39,8 +39,6 @@ from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
 from volseg.transforms.grid import Grid
 
-__all__ = ["repair_task"]
-
 ROUNDED_VOXELS = 0.25
 """Largest distance of a label from its image that counts as rounding: half of the usual error of half a voxel."""
 

@@ -33,8 +33,6 @@ from volseg.files import replacing
 from volseg.formatting import align_columns, list_some
 from volseg.memory import available_bytes
 
-__all__ = ["TaskCheck", "check_task"]
-
 Verdict = Literal["ok", "look", "bad"]
 
 FOLDS = 5

@@ -15,20 +15,6 @@ from torch import Tensor
 from volseg.data.cases import Case, Task
 from volseg.transforms.grid import MISPLACED_VOXELS, Grid
 
-__all__ = [
-    "ROUNDED_VALUE",
-    "Fault",
-    "LabelValues",
-    "check_grid",
-    "check_image_voxels",
-    "check_label_place",
-    "check_label_voxels",
-    "count_values",
-    "holds_labels_only",
-    "measure_agreement",
-    "resembles_labels",
-]
-
 FINEST_SPACING, COARSEST_SPACING = 0.01, 50.0
 """Bounds of voxel sides (mm) in a patient's volume: beyond them, micrometres or metres were taken for mm."""
 

@@ -18,28 +18,6 @@ from typing import Literal, NamedTuple
 from volseg.data.content import require_regular
 from volseg.errors import ReaderError
 
-__all__ = [
-    "BIG_ENDIAN",
-    "BINARY",
-    "GROUPS",
-    "IMPLICIT",
-    "OVERLAY_BITS",
-    "SEQUENCE_END",
-    "STATES",
-    "TAGS",
-    "UNITS",
-    "WANTED",
-    "Header",
-    "Item",
-    "Pixels",
-    "Tag",
-    "decode_text",
-    "is_dicom",
-    "parse_numbers",
-    "read_elements",
-    "read_header",
-]
-
 Tag = tuple[int, int]
 """Group and element."""
 

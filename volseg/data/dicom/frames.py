@@ -15,8 +15,6 @@ from volseg.data.dicom.elements import BINARY, GROUPS, STATES, TAGS, UNITS, Head
 from volseg.data.dicom.pixels import Stored, describe_stored
 from volseg.errors import ReaderError
 
-__all__ = ["Frame", "list_frames"]
-
 LARGEST_SKEW = 0.01
 """Largest difference of a direction's length from 1, and of two directions' product from 0: rounded cosines."""
 

@@ -26,8 +26,6 @@ from volseg.errors import ConfigError, ReaderError
 from volseg.formatting import list_some
 from volseg.transforms.grid import MISPLACED_VOXELS, Grid
 
-__all__ = ["DicomLabel", "fill_contours", "find_dicom_label", "import_highdicom", "read_image_text", "trace_contours"]
-
 KINDS = {"SEG": "segmentation", "RTSTRUCT": "structure set"}
 SERIES_OF = {
     "SEG": ("ReferencedSeriesSequence",),

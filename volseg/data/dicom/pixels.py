@@ -17,8 +17,6 @@ from volseg.data.dicom.elements import BIG_ENDIAN, IMPLICIT, OVERLAY_BITS, SEQUE
 from volseg.data.itk import simpleitk
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["Stored", "describe_stored", "read_stored"]
-
 PLAIN = (IMPLICIT, "1.2.840.10008.1.2.1", BIG_ENDIAN)
 """Transfer syntaxes without compression."""
 

@@ -18,8 +18,6 @@ from volseg.data.dicom.labels import DicomLabel
 from volseg.errors import DataError, ReaderError
 from volseg.formatting import list_duplicates, list_some
 
-__all__ = ["FoundSeries", "choose_series", "gather_series", "name_series", "search_series"]
-
 TAGS = {
     "SpecificCharacterSet": (0x0008, 0x0005),
     "ImageType": (0x0008, 0x0008),

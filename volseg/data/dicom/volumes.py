@@ -22,8 +22,6 @@ from volseg.data.volume import as_volume
 from volseg.errors import ReaderError
 from volseg.formatting import list_some
 
-__all__ = ["list_slices", "read_dicom_series"]
-
 MODALITY, SERIES_UID = (0x0008, 0x0060), (0x0020, 0x000E)
 
 

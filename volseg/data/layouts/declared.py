@@ -19,19 +19,6 @@ from volseg.data.json_files import read_json
 from volseg.errors import ConfigError, DataError
 from volseg.formatting import list_duplicates
 
-__all__ = [
-    "MANIFESTS",
-    "DeclaredLabels",
-    "add_labelled",
-    "make_task",
-    "note_columns",
-    "read_channel_names",
-    "read_labelled",
-    "read_manifest",
-    "read_modalities",
-    "read_regions",
-]
-
 MANIFESTS = ("dataset.json", "task.yaml")
 """Files that may describe a data set."""
 

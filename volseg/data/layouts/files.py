@@ -14,8 +14,6 @@ from volseg.files import require_text
 from volseg.formatting import list_duplicates, list_some
 from volseg.launched import read_launch
 
-__all__ = ["join_inside", "list_images", "list_labels", "log_once", "require_id", "sort_cases", "split_path"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -30,8 +30,6 @@ from volseg.data.readers import SUFFIXES, list_files, match_suffix, stem
 from volseg.errors import DataError
 from volseg.formatting import list_some
 
-__all__ = ["load_msd", "load_nnunet"]
-
 
 def load_msd(manifest: Path, declared: Mapping[str, Any], *, require_files: bool) -> Task:
     """Return the task whose cases ``dataset.json`` lists; see `volseg.data.layouts.load_task`."""

@@ -28,19 +28,6 @@ from volseg.errors import DataError, ReaderError
 from volseg.files import replacing
 from volseg.formatting import list_duplicates, list_some
 
-__all__ = [
-    "SEPARATORS",
-    "attempt_values",
-    "cut_channel",
-    "group_channels",
-    "image_of",
-    "match_channels",
-    "name_channels",
-    "name_image",
-    "name_labels",
-    "number_channels",
-]
-
 CHANNEL_NUMBER = re.compile(r"(?P<case>.+)_(?P<channel>\d{4})")
 
 ALL_CHANNELS = -1

@@ -30,8 +30,6 @@ from volseg.data.readers import match_suffix, stem
 from volseg.errors import DataError
 from volseg.formatting import list_some
 
-__all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "detect_arrangement", "load_pairs"]
-
 IMAGE_FOLDERS = ("images", "image", "imagesTr", "img", "imgs", "scans", "volumes")
 LABEL_FOLDERS = ("labels", "label", "labelsTr", "masks", "mask", "seg", "segs", "segmentation", "segmentations")
 """Names of the two folders, in any case of letters."""

@@ -35,8 +35,6 @@ from volseg.data.splits import Split
 from volseg.errors import DataError
 from volseg.formatting import list_duplicates
 
-__all__ = ["TABLES", "load_table", "read_images", "read_labels"]
-
 TABLES = (".csv", ".tsv")
 """Suffixes of tables."""
 

@@ -32,16 +32,6 @@ from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 
-__all__ = [
-    "TABLES",
-    "adds_bias",
-    "choose",
-    "compute_in_form",
-    "convolve",
-    "differentiate",
-    "lay_out_gradient",
-]
-
 
 class Kernel(NamedTuple):
     """A kernel of volseg, for the convolutions that ``suits`` accepts."""

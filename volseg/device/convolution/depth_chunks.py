@@ -14,8 +14,6 @@ from torch import Tensor
 
 from volseg.device.layout import DIM, layout_of
 
-__all__ = ["LIMIT", "convolve", "differentiate"]
-
 LIMIT = 2**31 - 1
 """Limit of elements of a tensor that is convolved at once."""
 

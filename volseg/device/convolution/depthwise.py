@@ -23,8 +23,6 @@ from volseg.device.layout import in_layout
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import count_processors, select_device
 
-__all__ = ["fits", "forward", "input_gradient", "weight_gradient"]
-
 MOST_TAPS = 7
 """Largest number of taps along a side of the kernel."""
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 
-__all__ = ["MOST_CHANNELS", "MOST_PRODUCTS", "forward", "input_gradient"]
-
 MOST_CHANNELS = 4
 """Limit of channels in and out: the sums of a voxel are in registers, each in its own variable."""
 

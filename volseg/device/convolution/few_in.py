@@ -19,8 +19,6 @@ from torch import Tensor
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
 
-__all__ = ["can_read", "forward", "weight_gradient"]
-
 FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
 """Supported output channels."""
 

@@ -19,8 +19,6 @@ from volseg.device.convolution import few_in
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import count_processors, select_device
 
-__all__ = ["CHANNELS", "FEWEST_TAPS", "forward", "input_gradient", "keeps_width", "weight_gradient"]
-
 CHANNELS = (16, 32, 64)
 """Supported input channels: a row of one tap is read whole."""
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
 
-__all__ = ["forward", "weight_gradient"]
-
 MOST_TAPS = 128
 """Limit of taps of one output voxel."""
 

@@ -26,8 +26,6 @@ from volseg.device.layout import in_layout
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device, takes
 
-__all__ = ["forward", "turn_by_triton", "turn_round"]
-
 SIDE = 64
 """Input and output channels of a tile."""
 

@@ -27,16 +27,6 @@ import torch
 from volseg.device import gpus
 from volseg.device.convolution import padded, space_to_channels
 
-__all__ = [
-    "TABLE",
-    "Direction",
-    "Form",
-    "Groups",
-    "ZeroChannels",
-    "estimate_time",
-    "rank_forms",
-]
-
 Direction = Literal["forward", "input gradient", "weight gradient"]
 
 

@@ -30,8 +30,6 @@ from volseg.device.gpus import get_capability, is_gpu
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
 
-__all__ = ["can_group", "can_read", "count_group", "weight_gradient"]
-
 FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
 """Fewest taps and channels: below, cuDNN is faster, except for ``GROUPS``."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import count_processors, count_voxels, make_even, read_strides, select_device
 
-__all__ = ["backward", "forward"]
-
 MOST_CLASSES, MOST_FEATURES = 16, 256
 
 MOST_CLASSES_OF_FORWARD = 1024

@@ -16,8 +16,6 @@ from volseg.device.convolution import depth_chunks
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 
-__all__ = ["fill_up", "forward", "input_gradient", "weight_gradient"]
-
 MULTIPLE = 32
 """Multiple of channels, the size of cuDNN's blocks."""
 

@@ -22,24 +22,6 @@ from volseg.device.convolution import (
 )
 from volseg.device.convolution.settings import Settings
 
-__all__ = [
-    "ConvolutionCall",
-    "computes_few_out",
-    "count_voxels",
-    "differentiates_few_out",
-    "differentiates_many_taps",
-    "has_own_taps",
-    "is_depthwise",
-    "is_few_channels",
-    "is_few_in",
-    "is_few_taps",
-    "is_one_voxel",
-    "is_plain",
-    "is_uneven_head",
-    "pads_less_than_kernel",
-    "turns_many_taps",
-]
-
 
 class ConvolutionCall(NamedTuple):
     """Tensors of a convolution, or of its backward pass if the output's ``gradient`` is present."""

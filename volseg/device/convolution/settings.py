@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-__all__ = ["Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

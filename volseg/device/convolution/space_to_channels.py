@@ -34,8 +34,6 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.gpus import keeping
 from volseg.device.layout import in_layout
 
-__all__ = ["can_group", "count_groups", "expand", "forward", "input_gradient", "view_groups", "weight_gradient"]
-
 
 def _compute_reach(kernel: Sequence[int], settings: Settings) -> int:
     """Return the voxels that a kernel of these sides needs before and behind its own along W."""

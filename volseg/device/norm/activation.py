@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["IDENTITY", "Activation", "Term"]
-
 
 @dataclass(frozen=True, slots=True)
 class Activation:

@@ -14,8 +14,6 @@ from volseg.device.norm import addition_passes, choice, reference
 from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.device.triton_tiles import takes
 
-__all__ = ["add", "add_gradients", "add_sums"]
-
 
 def add(
     first: Term,

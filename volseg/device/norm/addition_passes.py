@@ -34,8 +34,6 @@ from volseg.device.triton_tiles import (
     split_voxels,
 )
 
-__all__ = ["add", "add_gradients", "add_sums"]
-
 
 @triton.jit
 def _read(x, scale, shift, slopes, alpha, step, b, c, inside, place, mask, C, NORM: tl.constexpr, KIND: tl.constexpr):

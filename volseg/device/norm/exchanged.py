@@ -35,14 +35,6 @@ from volseg.device.peer.values import CAPACITY, ValueMailbox, count, get, put
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import count_voxels, make_even, select_device
 
-__all__ = [
-    "ExchangedCoefficients",
-    "ExchangedGradients",
-    "count_values",
-    "exchange_backward_coefficients",
-    "exchange_coefficients",
-]
-
 
 class ExchangedCoefficients(NamedTuple):
     """Values that a norm computes from its input."""

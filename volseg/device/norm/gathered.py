@@ -9,15 +9,6 @@ from volseg.device.norm.grouping import compute_pairs, compute_samples, join_lan
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 
-__all__ = [
-    "given_coefficients",
-    "keep_gradients",
-    "make_dense",
-    "store_backward",
-    "store_coefficients",
-    "weigh_sums",
-]
-
 
 @triton.jit
 def store_coefficients(

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from volseg.device.triton_kernels import tl, triton
 
-__all__ = ["ALONE", "Grouping", "PairBlocks", "compute_pairs", "compute_samples", "compute_slots", "join_lanes"]
-
 LANES = 8
 """Groups that a program joins side by side."""
 

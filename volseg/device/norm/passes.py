@@ -21,18 +21,6 @@ from volseg.device.triton_tiles import (
     split_voxels,
 )
 
-__all__ = [
-    "KINDS",
-    "activate",
-    "affine",
-    "compute_channel_stride",
-    "differentiate_activation",
-    "gradient_input",
-    "gradient_sums",
-    "keep_negative",
-    "load_alpha",
-]
-
 KINDS = {"none": 0, "leaky": 1, "elu": 2, "prelu": 3, "sigmoid": 4, "silu": 5, "gelu": 6}
 
 

@@ -11,18 +11,6 @@ from torch import Tensor
 
 from volseg.device.norm.activation import IDENTITY, Activation
 
-__all__ = [
-    "affine",
-    "backward_coefficients",
-    "coefficients",
-    "compute_scale_and_shift",
-    "given_coefficients",
-    "gradient_input",
-    "gradient_sums",
-    "join_moments",
-    "moments",
-]
-
 
 def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Running", "check_sizes"]
-
 
 def check_sizes(channels: int, **given: Tensor | None) -> None:
     """Refuse parameters and buffers of a norm whose size is not the number of channels, as torch does.

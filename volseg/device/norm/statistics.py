@@ -21,8 +21,6 @@ from volseg.device.triton_tiles import (
     split_voxels,
 )
 
-__all__ = ["compute_moments_of_parts", "join_parts", "moments"]
-
 JOIN = {"PARTS": TILE // LANES, "BLOCK": LANES, "num_warps": 4}
 """Parts of a slab and pairs of sample and channel that a program joins."""
 

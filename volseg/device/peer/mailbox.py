@@ -13,8 +13,6 @@ from volseg.device.gpus import has_values, is_gpu, is_recording
 from volseg.device.peer.memory import share_memory
 from volseg.errors import ParallelError
 
-__all__ = ["PATIENCE", "Mailbox"]
-
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2**30

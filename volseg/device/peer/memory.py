@@ -21,8 +21,6 @@ import torch.distributed as dist
 
 from volseg.errors import ParallelError
 
-__all__ = ["PeerMemory", "share_memory"]
-
 logger = logging.getLogger(__name__)
 
 LAZY_PEER_ACCESS = 1

@@ -31,8 +31,6 @@ from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 from volseg.errors import ParallelError
 
-__all__ = ["EAGER_LIMIT", "LIMIT", "PlaneMailbox", "small_enough"]
-
 LIMIT = 2**22
 """Limit of bytes of planes in one direction: a plane of 256 x 256 voxels, 32 channels, 16 bits. With 6.5e6 bytes, of
 320 x 320, a step of 160 x 320 x 320 voxels per GPU took 107 ms instead of 100."""

@@ -27,8 +27,6 @@ from volseg.device.torch_internals import gather_into
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 
-__all__ = ["CAPACITY", "RelayedValues", "ValueExchange", "ValueMailbox", "ValuesOfSlabs"]
-
 Result = TypeVar("Result")
 
 CAPACITY = 8192

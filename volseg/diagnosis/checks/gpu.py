@@ -5,17 +5,6 @@ from packaging.version import Version
 from volseg.diagnosis.facts import DriverFacts, Facts, Gpu, TorchFacts
 from volseg.diagnosis.findings import MachineFinding, error, note, ok, warning
 
-__all__ = [
-    "check_architectures",
-    "check_compute_modes",
-    "check_cudnn",
-    "check_driver",
-    "check_gpus_seen",
-    "check_precision",
-    "check_torch",
-    "has_code_for",
-]
-
 # The build of torch against the GPUs of the machine.
 #
 # .. [1] 2.9 runs 3D convolutions under autocast four times slower: pytorch#166122.

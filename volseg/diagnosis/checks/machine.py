@@ -5,18 +5,6 @@ import time
 from volseg.diagnosis.facts import AllReduceFacts, Facts, FolderFacts, FoldersFacts, LinkFacts, Peer, SystemFacts
 from volseg.diagnosis.findings import Level, MachineFinding, error, gib, note, ok, warning
 
-__all__ = [
-    "check_all_reduce",
-    "check_clock",
-    "check_compiler",
-    "check_cores",
-    "check_folders",
-    "check_links",
-    "check_memory",
-    "check_open_files",
-    "check_shared_memory",
-]
-
 # Memory, cores, limits, disks and clock.
 
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from volseg.diagnosis.facts import Facts, ImportFacts, NotGathered, PackageFacts, PythonFacts
 from volseg.diagnosis.findings import Level, MachineFinding, error, note, ok, warning
 
-__all__ = ["check_failures", "check_imports", "check_packages", "check_python", "check_text", "check_variables"]
-
 # Python, packages and the environment's variables.
 
 

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from volseg.commands import run_module
 from volseg.diagnosis.facts import AllReduceFacts, Gpu, LinkFacts, Peer, TorchFacts
 
-__all__ = ["gather_all_reduce", "gather_links", "gather_torch", "read_topology"]
-
 # The build of torch, and the GPUs that it sees.
 
 

@@ -16,18 +16,6 @@ from volseg.diagnosis.facts import DriverFacts, FolderFacts, FoldersFacts, PciGp
 from volseg.diagnosis.gatherers.software import is_in_container
 from volseg.memory import available_bytes
 
-__all__ = [
-    "gather_driver",
-    "gather_folders",
-    "gather_system",
-    "list_bus",
-    "look_at",
-    "read_core_limit",
-    "read_file_system",
-    "read_memory_limit",
-    "read_module",
-]
-
 # Memory, cores and limits.
 
 

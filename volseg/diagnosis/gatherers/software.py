@@ -21,19 +21,6 @@ from packaging.utils import canonicalize_name
 from volseg.diagnosis.facts import CompilerFacts, ImportFacts, PackageFacts, PythonFacts
 from volseg.version import installed_version
 
-__all__ = [
-    "LIBRARIES",
-    "PREFIXES",
-    "build_module",
-    "find_compiler",
-    "gather_compiler",
-    "gather_imports",
-    "gather_packages",
-    "gather_python",
-    "is_in_container",
-    "list_unmet_requirements",
-]
-
 # The interpreter and its environment.
 
 

@@ -8,8 +8,6 @@ import torch
 
 from volseg.device.triton_kernels import kernel, tl, triton
 
-__all__ = ["has_gpu", "run_tried_kernel"]
-
 BLOCK = 1024
 CACHE = "TRITON_CACHE_DIR"
 

@@ -16,17 +16,6 @@ from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.exchange.nnunet.plans import NnunetPlan, parse_plan, read_plan
 from volseg.exchange.tensors import read_torch_file
 
-__all__ = [
-    "FILES",
-    "NnunetModel",
-    "is_nnunet_model",
-    "locate_nnunet",
-    "parse_nnunet",
-    "read_alone",
-    "read_checkpoint",
-    "read_nnunet",
-]
-
 logger = logging.getLogger(__name__)
 
 

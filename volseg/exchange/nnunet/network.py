@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from volseg.errors import CheckpointError, ConfigError
 from volseg.models.weights import get_tensor, strip_prefixes
 
-__all__ = ["read_network", "rename_weights"]
-
 NETWORKS = {"PlainConvUNet": "n_conv_per_stage", "ResidualEncoderUNet": "n_blocks_per_stage"}
 """nnU-Net's networks that can be rebuilt, and the parameter with the blocks of each."""
 

@@ -23,8 +23,6 @@ from volseg.data.json_files import read_json
 from volseg.errors import ConfigError, DataError
 from volseg.exchange.nnunet.network import read_network
 
-__all__ = ["NnunetPlan", "Resampling", "compute_thick_axis", "parse_plan", "read_plan", "resample"]
-
 ANISOTROPY = 3.0
 """nnU-Net's ``ANISO_THRESHOLD``."""
 

@@ -38,8 +38,6 @@ from volseg.memory import available_bytes
 from volseg.transforms.bounded_spacing import ALWAYS_FITS, MOST_VOXELS
 from volseg.transforms.preprocessing import Preprocessing, RememberGrid, StoreVoxels, orientation
 
-__all__ = ["NnunetPredictor", "build_preprocessing"]
-
 LEAST_DEVIATION = 1e-8
 
 

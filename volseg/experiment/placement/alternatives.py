@@ -28,22 +28,6 @@ from volseg.experiment.own_components import components_arguments
 from volseg.launched import OF_JOB, OWN_LAUNCHER
 from volseg.parallel.processes.progress import report_progress
 
-__all__ = [
-    "LONGEST_SECONDS",
-    "Answer",
-    "Gpus",
-    "build_candidate",
-    "describe_estimate",
-    "get_estimate",
-    "list_lines",
-    "list_overrides",
-    "list_smaller",
-    "rank_smaller",
-    "read_plan",
-    "run_plan",
-    "take_candidate",
-]
-
 CLEARLY_LESS = 0.97
 """Factor of the failed candidate's tensor bytes; estimates above it count as no smaller."""
 

@@ -41,14 +41,6 @@ from volseg.parallel.fast_kernels import CAPABILITY, FastKernels
 from volseg.version import __version__
 from volseg.workflow.precision import Precision, choose_dtype
 
-__all__ = [
-    "CompiledKernels",
-    "compile_beforehand",
-    "compile_kernels",
-    "note_path",
-    "write_note",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -33,8 +33,6 @@ from volseg.parallel.devices import count_processes, read_local_rank
 from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.processes.workers import WorkerPool, open_channel
 
-__all__ = ["KernelWorker", "OwnGpu", "compile_for_training", "make_order", "serve_kernels"]
-
 logger = logging.getLogger(__name__)
 
 LONGEST_SECONDS = 30.0

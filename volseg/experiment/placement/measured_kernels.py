@@ -34,8 +34,6 @@ from volseg.parallel.processes.group import decide_together
 from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["KERNELS", "MeasuredKernels", "choose_fastest", "resolve_kernels"]
-
 logger = logging.getLogger(__name__)
 
 KERNELS = "kernels.json"

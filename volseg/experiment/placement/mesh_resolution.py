@@ -33,8 +33,6 @@ from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.objective import require_mean_over_samples
 
-__all__ = ["choose_by_estimate", "choose_mesh", "join_processes", "resolve_mesh"]
-
 logger = logging.getLogger(__name__)
 
 NEAR = 0.1

@@ -15,15 +15,6 @@ from volseg.experiment.placement.placed_network import choose_device
 from volseg.memory import total_bytes
 from volseg.parallel.devices import count_gpus, count_launched, uses_gpus
 
-__all__ = [
-    "describe_attempt",
-    "describe_remedies",
-    "explaining_memory",
-    "free_memory",
-    "is_out_of_memory",
-    "require_plausible_sizes",
-]
-
 SAYS_MEMORY = re.compile(
     r"\b(CUDA|Cuda|HIP|NCCL)\b.*out of memory"
     r"|can't allocate memory|not enough memory: you tried to allocate"

@@ -39,8 +39,6 @@ from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.components import freeze_parts, is_fused_on_gpu, list_frozen_norms
 from volseg.workflow.precision import Precision
 
-__all__ = ["build_model", "build_plain_network", "choose_device", "count_devices", "explain_eager", "explain_slowness"]
-
 logger = logging.getLogger(__name__)
 
 PAY_IN_BFLOAT16 = "the fast kernels pay in bfloat16, and training.precision is another"

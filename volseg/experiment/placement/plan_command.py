@@ -36,16 +36,6 @@ from volseg.parallel.forking import ask_copy
 from volseg.planning import parse_memory
 from volseg.workflow.precision import choose_dtype
 
-__all__ = [
-    "calibrate_words",
-    "list_settings",
-    "local_gpu_kind",
-    "plan_training",
-    "plan_volumes",
-    "plan_words",
-    "resolve_machine",
-]
-
 
 def plan_training(
     config: ExperimentConfig,

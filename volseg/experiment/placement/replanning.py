@@ -55,8 +55,6 @@ from volseg.parallel.processes.first_error import begin_all_anew
 from volseg.parallel.processes.group import decide_together, gather_over_processes, get_supervision
 from volseg.parallel.processes.progress import get_milestone
 
-__all__ = ["REPLANNED", "BeginAgain", "Replanned", "Replanning"]
-
 logger = logging.getLogger(__name__)
 
 REPLANNED = "replanned.json"

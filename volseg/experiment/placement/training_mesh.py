@@ -24,8 +24,6 @@ from volseg.parallel.spatial.plan.shards import spans
 from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation, is_cut_over_processes
 from volseg.workflow.spread_validation import SpreadValidation
 
-__all__ = ["CaseReading", "TrainingMesh", "describe_mesh"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMesh:

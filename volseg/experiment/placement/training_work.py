@@ -29,15 +29,6 @@ from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_optimizer, freeze_parts, list_frozen_norms
 from volseg.workflow.precision import Precision
 
-__all__ = [
-    "Described",
-    "at_size",
-    "compute_validated_shape",
-    "describe_freedom",
-    "describe_training",
-    "estimate_reserve",
-]
-
 FLOAT_BYTES, LABEL_BYTES = 4, 1
 
 BATCHES_AHEAD = 2

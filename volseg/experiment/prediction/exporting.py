@@ -38,8 +38,6 @@ from volseg.inference.window_step import full_logits
 from volseg.models import FitGrid
 from volseg.models.grids import GridRule
 
-__all__ = ["FORMATS", "PLAIN", "export"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -26,9 +26,6 @@ from volseg.inference.original_grid import Prediction
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.writing import require_room, write_entropy, write_prediction, write_probabilities
 
-__all__ = ["SUFFIXES", "CaseResult", "Predicted", "PredictionFiles"]
-
-
 SUFFIXES = {"nifti": ".nii.gz", "dicom-seg": ".dcm", "dicom-rtstruct": ".dcm"}
 """Suffixes of label maps, by format."""
 

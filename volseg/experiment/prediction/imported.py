@@ -31,17 +31,6 @@ from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing
 from volseg.models import build_network
 
-__all__ = [
-    "MEMBERS",
-    "NNUNET_CHECKPOINTS",
-    "POSTPROCESSING",
-    "WEIGHTS",
-    "locate_weights",
-    "open_archive",
-    "open_nnunet",
-    "open_weights",
-]
-
 logger = logging.getLogger(__name__)
 
 

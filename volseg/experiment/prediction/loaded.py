@@ -24,8 +24,6 @@ from volseg.parallel.devices import list_gpus
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["LoadedModel", "Segmentation", "load"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segmentation:

@@ -33,8 +33,6 @@ from volseg.formatting import list_duplicates, list_some
 from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Channel, open_channel
 
-__all__ = ["predict", "resolve_images", "serve_predictions"]
-
 logger = logging.getLogger(__name__)
 
 PREDICTING = ("predicts each case", "predict one case after another")

@@ -42,8 +42,6 @@ from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Worker, WorkerPool
 from volseg.workflow.interrupts import StopRequested
 
-__all__ = ["FoundInCases", "PredictionQueue", "predict_in_processes"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -23,9 +23,6 @@ from volseg.experiment.prediction.files import PredictionFiles
 from volseg.experiment.prediction.trained import Trained
 from volseg.files import digest_file, replacing
 
-__all__ = ["PredictionRecord", "identify", "list_predicted"]
-
-
 VOLUMES = "volumes.csv"
 SETTINGS = ("network", "preprocessing", "inference")
 """Sections of the config that a label map depends on, with the weights."""

@@ -29,18 +29,6 @@ from volseg.inference.postprocessing import Postprocessing
 from volseg.monitoring.run_files import list_numbered
 from volseg.transforms.preprocessing import Preprocessing
 
-__all__ = [
-    "Source",
-    "list_folds",
-    "list_runs",
-    "load_trained",
-    "open_one",
-    "open_source",
-    "path_of",
-    "read_weights",
-    "require_runs",
-]
-
 logger = logging.getLogger(__name__)
 
 Source = str | Path | RunFolder

@@ -27,8 +27,6 @@ from volseg.models.weights import load_weights
 from volseg.parallel import FastKernels
 from volseg.planning import Like
 
-__all__ = ["PREDICTION_KEYS", "SourceNetwork", "Trained", "open_run", "require_checkpoint", "require_keys"]
-
 PREDICTION_KEYS = (
     "inference",
     "device",

@@ -30,8 +30,6 @@ from volseg.formatting import list_some
 from volseg.reporting.reading import read_scores
 from volseg.reporting.viewer import ViewedCase, write_viewer
 
-__all__ = ["view"]
-
 PAGE = "view.html"
 VIEWING_KEYS = ("data.root", "logging.channel")
 

@@ -17,8 +17,6 @@ from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import count_processors, select_device
 from volseg.losses.dice.reference import Terms, empty_gradient
 
-__all__ = ["combine", "gradient", "sums"]
-
 TILE, TILE_LAST = 4096, 1024
 """Elements per tile, contiguous and with channels last. A thread takes eight adjacent voxels: a smaller tile of
 contiguous logits would spread a voxel's classes over warps (224^3 voxels, H200: 1.55 ms instead of 0.06)."""

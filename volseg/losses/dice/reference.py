@@ -20,19 +20,6 @@ from math import nan, prod
 import torch
 from torch import Tensor
 
-__all__ = [
-    "MASS",
-    "OVERLAP",
-    "SURPRISE",
-    "TRUTH",
-    "Terms",
-    "combine",
-    "empty_gradient",
-    "gradient",
-    "iterate_chunks",
-    "sums",
-]
-
 OVERLAP, MASS, TRUTH, SURPRISE = range(4)
 """Rows of the sums."""
 

@@ -21,8 +21,6 @@ from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.random import own_random_numbers
 from volseg.parallel.timeline import get_timeline
 
-__all__ = ["lend_untraced", "run_batch"]
-
 logger = logging.getLogger(__name__)
 
 SPLIT_BATCH_NORM = (

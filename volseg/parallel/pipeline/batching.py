@@ -29,8 +29,6 @@ from volseg.parallel.pipeline.micro_batch import (
     resize_call,
 )
 
-__all__ = ["Batching", "Runner"]
-
 Runner: TypeAlias = Callable[[bool], AbstractContextManager[Callable[[Call], Any]]]
 """Context manager of a function that runs the network without side effects; the flag enables the user's hooks."""
 

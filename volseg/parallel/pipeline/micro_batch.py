@@ -16,21 +16,6 @@ from torch import Tensor
 from volseg.device.torch_internals import as_plain, get_storage_key, pytree
 from volseg.errors import ParallelError
 
-__all__ = [
-    "Call",
-    "CutBatch",
-    "check_length",
-    "compute_split_sizes",
-    "copy_call",
-    "copy_pieces",
-    "get_batch_size",
-    "join",
-    "mark_batch_candidates",
-    "resize_call",
-    "split",
-    "with_pieces",
-]
-
 PLAIN = (bool, int, float, str, type(None))
 """Output types that are passed on if all micro-batches agree."""
 

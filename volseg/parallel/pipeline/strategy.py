@@ -37,8 +37,6 @@ from volseg.parallel.pipeline.record.choice import BatchRecorder
 from volseg.parallel.state.random import own_random_numbers
 from volseg.parallel.state.watch import Watch
 
-__all__ = ["Conditions", "Pipeline", "PipelineStrategy"]
-
 logger = logging.getLogger(__name__)
 
 Devices: TypeAlias = Sequence[str | int | torch.device] | None

@@ -28,18 +28,6 @@ from volseg.lifetime import ENDED_SILENTLY, begin_anew, describe_exit, end_now, 
 from volseg.parallel.devices import name_own_place
 from volseg.parallel.processes.supervision import Cause, Supervision
 
-__all__ = [
-    "await_first_error",
-    "begin_all_anew",
-    "describe",
-    "end_after",
-    "end_by",
-    "is_lasting",
-    "is_peer_gone",
-    "read_cause",
-    "reporting_first_error",
-]
-
 SECONDS_FOR_THE_CAUSE = 6.0
 """Seconds for the failing process to report its error, when this process knows only that another one is gone."""
 

@@ -36,21 +36,6 @@ from volseg.parallel.processes.progress_sync import exchange
 from volseg.parallel.processes.rendezvous import PrefixStore, Rendezvous, join_rendezvous, open_store
 from volseg.parallel.processes.supervision import Cause, Supervision, name_machine
 
-__all__ = [
-    "TIMEOUT",
-    "agree",
-    "decide_together",
-    "gather_over_processes",
-    "get_message_group",
-    "get_supervision",
-    "largest_over_processes",
-    "leave_processes",
-    "make_group",
-    "make_groups",
-    "start_group",
-    "stop_watching",
-]
-
 TIMEOUT = 600.0
 """Seconds without progress of any process after which the job is ended, unless a config says otherwise."""
 

@@ -20,8 +20,6 @@ from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER
 from volseg.parallel.devices import is_launched, name_place
 from volseg.parallel.processes.first_error import is_lasting, read_cause
 
-__all__ = ["is_worker", "launch"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Milestone", "get_milestone", "report_progress"]
-
 
 @dataclass(frozen=True, slots=True)
 class Milestone:

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from volseg import errors
 from volseg.errors import ParallelError, VolsegError
 
-__all__ = ["Rounds", "describe_error", "exchange", "run_together", "told_error"]
-
 Heard = Callable[[list[list[int]]], object]
 
 _WORKING, _DONE, _STOPPED, _FAILED = range(4)

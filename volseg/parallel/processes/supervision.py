@@ -42,8 +42,6 @@ from volseg.lifetime import ENDED_SILENTLY, is_running
 from volseg.parallel.processes.progress import Milestone, get_milestone
 from volseg.parallel.processes.rendezvous import Store
 
-__all__ = ["Cause", "Supervision"]
-
 LEAST_SECONDS = 20.0
 """Seconds without a heartbeat after which a process counts as dead; a machine under load may be that slow."""
 

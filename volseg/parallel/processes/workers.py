@@ -31,8 +31,6 @@ from typing import IO, Any, Self, TypeVar
 from volseg.launched import OF_JOB, OWN_LAUNCHER
 from volseg.lifetime import describe_exit
 
-__all__ = ["Channel", "Worker", "WorkerPool", "open_channel", "run_queue"]
-
 logger = logging.getLogger(__name__)
 
 NUM_LAST_LINES = 15

@@ -20,8 +20,6 @@ from volseg.parallel.spatial.transport.over_replicas import SlabsOfReplicas
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
 
-__all__ = ["Context", "active_autocast_dtype", "saved_tensors_hooks"]
-
 MOST_PLANS = 4096
 """Number of cached plans: enough for a network with some hundred sizes of volumes."""
 

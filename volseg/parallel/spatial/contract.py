@@ -16,8 +16,6 @@ from volseg.device.torch_internals import tree_leaves, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["Outline", "check", "rehearsed"]
-
 Outline = tuple[tuple[int, ...], torch.dtype | None]
 """Shape and dtype of a tensor; no dtype under autocast, which the meta device does not follow."""
 

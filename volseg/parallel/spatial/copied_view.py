@@ -23,8 +23,6 @@ from volseg.parallel.spatial.signatures import writes
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["Origin", "mark_copies", "plain"]
-
 
 class Origin:
     """Original tensors of a copy, and their versions at the time of copying.

@@ -19,8 +19,6 @@ from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.operators.operands import rewrap, run_local
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["no_script", "pointwise_function", "whole"]
-
 Function = TypeVar("Function", bound=type[torch.autograd.Function])
 
 

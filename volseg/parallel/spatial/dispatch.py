@@ -30,8 +30,6 @@ from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of, write
 from volseg.parallel.spatial.table import BY_SAMPLE, TABLE, Entry, Refusal, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid
 
-__all__ = ["Copied", "dispatch", "in_planes"]
-
 PLAIN = frozenset({int, float, bool, str, type(None), Tensor, nn.Parameter, torch.dtype, torch.device})
 """Types of most arguments of most functions, recognised by one look-up."""
 

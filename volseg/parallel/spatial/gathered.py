@@ -11,8 +11,6 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.copied_view import mark_copies
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 
-__all__ = ["name_of", "nested", "run_gathered", "unsupported", "volumes"]
-
 OF_HISTORY = frozenset({torch.autograd.backward, torch.autograd.grad, Tensor.backward})
 """Functions that a gathered copy cannot serve: it does not belong to results computed from the slabs."""
 

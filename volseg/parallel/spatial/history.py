@@ -14,8 +14,6 @@ from volseg.errors import UnsupportedOperatorError
 if TYPE_CHECKING:
     from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["HISTORY", "check_history", "refuse_custom"]
-
 HISTORY: Any = Tensor.grad_fn
 """The property itself, for the shell: ``volume.grad_fn`` would go through the table."""
 

@@ -39,8 +39,6 @@ from volseg.parallel.spatial.volume import ShardedVolume, share_later
 from volseg.parallel.state.module import Remembered, remember
 from volseg.parallel.state.random import RandomState
 
-__all__ = ["Recomputation", "offloaded"]
-
 
 def find_blocks(net: nn.Module) -> list[nn.Module]:
     """Return the modules to recompute: a level's way down, or its way up, if the network has modules for them.

@@ -10,8 +10,6 @@ from torch import Tensor
 from volseg.parallel.spatial.context import saved_tensors_hooks
 from volseg.parallel.spatial.versions import keep, take
 
-__all__ = ["Moment"]
-
 
 class Moment:
     """Modes in which an operator was called, for writing its slabs later."""

@@ -20,8 +20,6 @@ from volseg.parallel.spatial.history import check_history
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["CutInput", "finish_result"]
-
 
 class CutInput:
     """A caller's tensor, and the slabs that were cut from it.

@@ -20,8 +20,6 @@ from volseg.device.torch_internals import as_savable, get_version
 from volseg.parallel.buckets import fill_buckets
 from volseg.parallel.spatial.transport.communicator import Communicator
 
-__all__ = ["Copies", "copy_plain"]
-
 
 class _Copied(NamedTuple):
     """Copies of a tensor, and the tensor's state when they were made."""

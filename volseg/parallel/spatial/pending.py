@@ -69,8 +69,6 @@ from volseg.parallel.spatial.versions import Unchanged
 if TYPE_CHECKING:
     from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["PLAIN", "PLAIN_SHOWN", "Pending", "Released", "Shown", "Waiting", "Written", "build_meta_slabs"]
-
 
 def build_meta_slabs(volume: "ShardedVolume") -> list[Tensor]:
     """Return shape, element type and layout of the slabs, on the meta device: also of slabs without memory."""

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Asked", "Outline", "Recipe", "Write", "add_in_float32", "mask_asked", "outline_slab", "split_rows"]
-
 Write = Callable[[Sequence[Tensor], Tensor, int], None]
 """Writes, from saved tensors, the planes of a slab that start at the given plane and fill ``out``."""
 

@@ -18,8 +18,6 @@ from volseg.device.module_internals import get_buffers, get_parameters
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets, read_layout
 
-__all__ = ["check_alike", "replicate"]
-
 
 @torch.no_grad()
 def replicate(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from volseg.device.torch_internals import find_schemas
 
-__all__ = ["NOTHING", "bind", "defaults_of", "fill", "returns_view", "writes"]
-
 NUMPY: dict[str, tuple[str, ...]] = {"axis": ("dim",), "keepdims": ("keepdim",), "x2": ("other",)}
 """torch's table of NumPy's names (``numpy_compatibility_arg_names`` in python_arg_parser.cpp)."""
 NUMPY |= dict.fromkeys(("x", "a", "x1"), ("self", "input"))

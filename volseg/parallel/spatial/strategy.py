@@ -31,8 +31,6 @@ from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 from volseg.parallel.state.random import CommonSeeds, mix, seeded
 
-__all__ = ["Spatial", "SpatialStrategy"]
-
 Devices: TypeAlias = Sequence[str | int | torch.device] | None
 
 

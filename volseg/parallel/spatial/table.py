@@ -29,8 +29,6 @@ from torch import Tensor
 from volseg.device.torch_internals import nn_functions
 from volseg.parallel.spatial.signatures import returns_view
 
-__all__ = ["composes", "documented", "handles", "handles_samples", "refuse", "refuse_if", "sharded_form"]
-
 Handler = Callable[..., Any]
 
 NAMESPACES: dict[str, Any] = {

@@ -14,8 +14,6 @@ from torch import Size, Tensor
 from volseg.device.torch_internals import PLAIN_TENSORS, get_version, without_subclass_overrides
 from volseg.errors import UnsupportedOperatorError
 
-__all__ = ["Kept", "Unchanged", "Watched", "keep", "take"]
-
 
 class Unchanged:
     """Tensors that must stay as they are."""

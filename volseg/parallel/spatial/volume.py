@@ -24,8 +24,6 @@ from volseg.parallel.spatial.versions import Unchanged
 if TYPE_CHECKING:
     from volseg.parallel.spatial.copied_view import Origin
 
-__all__ = ["ShardedVolume", "defer", "from_whole", "give_whole", "relaid", "share_later", "wrap"]
-
 
 class ShardedVolume(Tensor):
     """Slabs of one volume, cut along ``dims``.

@@ -17,8 +17,6 @@ from volseg.errors import ParallelError
 from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import RandomState
 
-__all__ = ["Attempt"]
-
 
 class Attempt:
     """State before an attempt; ``put_back`` undoes the attempt, as does the end of a ``with`` block.

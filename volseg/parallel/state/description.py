@@ -21,20 +21,6 @@ from torch import Tensor, nn
 from volseg.device.gpus import get_address
 from volseg.device.torch_internals import get_version
 
-__all__ = [
-    "Description",
-    "Same",
-    "See",
-    "UnknownError",
-    "Weak",
-    "describe",
-    "find_tensor",
-    "is_opaque",
-    "list_leaves",
-    "opaque",
-    "stays",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 PLAIN = frozenset(

@@ -18,8 +18,6 @@ from volseg.device.module_internals import BUFFERS, PARAMETERS, get_buffers, get
 from volseg.device.torch_internals import get_version
 from volseg.errors import ParallelError
 
-__all__ = ["Remembered", "is_scripted", "read_version", "remember"]
-
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that ``nn.Module`` itself creates: parameters, children, hooks. A forward pass does not change their
 contents, except for buffers, whose values are remembered."""

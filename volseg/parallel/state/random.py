@@ -18,8 +18,6 @@ from torch import Tensor
 from volseg.device.gpus import get_host_readable_device, host_values
 from volseg.errors import ParallelError
 
-__all__ = ["CommonSeeds", "RandomState", "mix", "own_random_numbers", "seeded"]
-
 
 class RandomState:
     """States of the generators at one moment.

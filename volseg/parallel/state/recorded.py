@@ -20,8 +20,6 @@ from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.description import Weak, find_tensor, is_opaque
 from volseg.parallel.state.watch import Watch, name_tensors
 
-__all__ = ["RecordedState"]
-
 
 class _Reads(TorchFunctionMode):
     """Record the watched tensors that functions read: a tensor that is also replaced is state.

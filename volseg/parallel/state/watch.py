@@ -46,8 +46,6 @@ from volseg.parallel.state.description import (
 )
 from volseg.parallel.state.module import LEFT_OUT, is_scripted
 
-__all__ = ["ABSENT", "UNKNOWN", "Change", "Watch", "name_tensors"]
-
 FOLLOWED = (
     *(PARAMETERS, BUFFERS, MODULES),
     *(FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS),

@@ -17,25 +17,6 @@ from volseg.device.torch_internals import tree_flatten, tree_leaves, tree_map
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.state.module import REGISTRIES
 
-__all__ = [
-    "KINDS",
-    "TOLERANCE",
-    "Difference",
-    "Step",
-    "Values",
-    "compare",
-    "compare_values",
-    "default_objective",
-    "eager_step",
-    "find_kind",
-    "join",
-    "name_steps",
-    "observe",
-    "observe_call",
-    "order_worst_first",
-    "whole",
-]
-
 _T = TypeVar("_T")
 
 Values = dict[str, Any]

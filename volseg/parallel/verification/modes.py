@@ -31,8 +31,6 @@ from volseg.parallel.verification.comparison import (
 from volseg.parallel.verification.report import ModeResult, Report
 from volseg.parallel.verification.subject import MOST, Subject, cut_pieces, name_few
 
-__all__ = ["Comparison", "Mode", "make_copies"]
-
 STEPS = 2
 """Number of steps: the second one uses parameters, buffers and caches that the first one has changed."""
 

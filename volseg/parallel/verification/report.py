@@ -14,8 +14,6 @@ from volseg.parallel.verification.comparison import (
     order_worst_first,
 )
 
-__all__ = ["ModeResult", "Report"]
-
 SINGLE = 1e-5
 """Errors below this value may be float32 round-off."""
 

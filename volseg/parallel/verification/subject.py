@@ -28,8 +28,6 @@ from volseg.parallel.verification.comparison import (
     observe_call,
 )
 
-__all__ = ["MOST", "Subject", "cut_pieces", "name_few"]
-
 EPSILON = torch.finfo(torch.float64).eps
 
 MARGIN = 100

@@ -24,8 +24,6 @@ from volseg.transforms.augmentation.parameters import AugmentationParameters, dr
 from volseg.transforms.augmentation.sources import PatchSources
 from volseg.transforms.augmentation.spatial import constant, positions
 
-__all__ = ["BatchAugmentation", "blur", "coarsen", "power_law", "stretch_contrast"]
-
 
 class BatchAugmentation:
     """Change a batch of patches at random.

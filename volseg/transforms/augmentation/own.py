@@ -18,8 +18,6 @@ from torch import Tensor
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError, GridError
 
-__all__ = ["AUGMENTATIONS", "OwnAugmentations"]
-
 AUGMENTATIONS = Registry("augmentation", group="volseg.augmentations")
 """Augmentations that ``augmentation.own`` in a config may name; built-in ones have their own sections."""
 

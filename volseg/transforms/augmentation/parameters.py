@@ -15,8 +15,6 @@ from torch import Tensor
 from volseg.config.augmentation import AugmentationConfig
 from volseg.device.gpus import on_gpu
 
-__all__ = ["AugmentationParameters", "draw_parameters"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AugmentationParameters:

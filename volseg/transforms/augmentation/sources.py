@@ -11,8 +11,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-__all__ = ["PatchSources"]
-
 
 @dataclass(frozen=True, slots=True)
 class PatchSources:

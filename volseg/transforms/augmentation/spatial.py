@@ -22,18 +22,6 @@ from volseg.config.augmentation import AugmentationConfig
 from volseg.device.gpus import keeping, on_gpu
 from volseg.transforms.augmentation.parameters import AugmentationParameters
 
-__all__ = [
-    "constant",
-    "crop_and_mirror",
-    "is_moved",
-    "margin_voxels",
-    "positions",
-    "resample",
-    "sampling_grid",
-    "voxel_steps",
-    "without_idle_border",
-]
-
 Size = tuple[int, int, int]
 
 

@@ -32,8 +32,6 @@ from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.trace import Trace, list_segments, list_self_contained
 from volseg.parallel.timeline import Timeline, get_timeline
 
-__all__ = ["BatchContext", "Location", "PlacedRun", "Placement", "mark_return", "place"]
-
 MARKS = ("_volseg_location", "_volseg_copies")
 """Attributes set on tensors."""
 

@@ -30,18 +30,6 @@ from volseg.device.streams import current_gpu_stream
 from volseg.device.torch_internals import lerp_each_
 from volseg.errors import ParallelError
 
-__all__ = [
-    "NORMS",
-    "FrozenStatistics",
-    "NormSite",
-    "RunningStatistics",
-    "WholeBatchStatistics",
-    "bind_arguments",
-    "combine",
-    "list_batch_counters",
-    "run_norm",
-]
-
 Norm = Callable[..., Tensor]
 
 

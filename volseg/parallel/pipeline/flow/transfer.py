@@ -27,8 +27,6 @@ from volseg.device.gpus import get_device_cache, is_gpu, observer
 from volseg.device.streams import current_gpu_stream, make_stream, note_use, on_stream
 from volseg.parallel.timeline import get_timeline
 
-__all__ = ["Passage", "PendingCopies", "copy_between", "list_copy_streams", "send", "wait_for_copies"]
-
 
 class PendingCopies:
     """Gradients that side streams may still be copying: the last one of each compute stream.

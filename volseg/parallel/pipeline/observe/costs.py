@@ -30,8 +30,6 @@ from volseg.parallel.pipeline.plan.memory import KeptActivation
 from volseg.parallel.pipeline.plan.partition import LayerCost
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["Measured", "copy_network", "list_layers", "measure", "move_call", "observe_copy"]
-
 REPEATS = 2
 """Timed passes on a GPU after one warm-up; the fastest counts. On a host the first pass counts: observing the network
 has warmed it up, and three passes would take longer than the batch."""

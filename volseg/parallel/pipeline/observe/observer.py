@@ -20,8 +20,6 @@ from volseg.parallel.pipeline.flow.statistics import NORMS, FrozenStatistics, li
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.trace import Call, Enter, Event, Leave, Operation, Trace
 
-__all__ = ["Block", "Observer", "observe"]
-
 DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-__all__ = ["Call", "Enter", "Event", "Leave", "Operation", "Segment", "Trace", "list_segments", "list_self_contained"]
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

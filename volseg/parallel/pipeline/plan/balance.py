@@ -20,17 +20,6 @@ from itertools import accumulate, pairwise
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.plan.memory import Held, sum_runs
 
-__all__ = [
-    "EVEN",
-    "balance",
-    "balance_stages",
-    "choose_quickest",
-    "compute_price_of_evenness",
-    "list_held",
-    "measure_unevenness",
-    "predict_ms",
-]
-
 TOLERANCE = 0.02
 """Accepted slowdown of each phase, relative to the fastest, to even out memory."""
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Held", "KeptActivation", "compute_held_bytes", "sum_runs"]
-
 Held = Sequence[Sequence[float]]
 """``held[start][end]``: cost of a stage of the layers [start, end), for 0 <= start < end."""
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-__all__ = ["LayerCost", "Partition", "StageCost"]
-
 MIB = 2**20
 
 

@@ -29,8 +29,6 @@ from volseg.parallel.pipeline.plan.balance import (
 from volseg.parallel.pipeline.plan.memory import Held, compute_held_bytes, sum_runs
 from volseg.parallel.pipeline.plan.partition import LayerCost
 
-__all__ = ["StagePlan", "plan_stages", "read_memory_limits"]
-
 logger = logging.getLogger(__name__)
 
 # Parameter, gradient, and Adam's two moments.

@@ -45,8 +45,6 @@ from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE
 from volseg.parallel.pipeline.record.graphs import Lanes, RecordRefusedError
 from volseg.parallel.timeline import Timeline, get_timeline
 
-__all__ = ["RecordedBatch"]
-
 VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 

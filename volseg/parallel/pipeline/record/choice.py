@@ -31,8 +31,6 @@ from volseg.parallel.pipeline.record.graphs import RecordRefusedError
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.timeline import get_timeline
 
-__all__ = ["WARM_UP", "BatchRecorder", "identify_batch"]
-
 logger = logging.getLogger(__name__)
 
 WARM_UP = 3

@@ -20,8 +20,6 @@ from volseg.device.torch_internals import TorchDispatchMode, get_schema
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.transfer import list_copy_streams
 
-__all__ = ["HostGraph", "Lanes", "RecordRefusedError"]
-
 T = TypeVar("T")
 
 _numbers: dict[str, "itertools.count[int]"] = {}

@@ -18,8 +18,6 @@ from volseg.parallel.spatial.convolution.plan import AroundPlan
 from volseg.parallel.spatial.transport.halo import Halo, Wait, start_filling, start_receiving
 from volseg.parallel.spatial.transport.room import extend, get_halo_room
 
-__all__ = ["SurroundedGradients"]
-
 LARGE = 2**26
 """Bytes of a slab whose copy takes longer (33 us on an H200) than the few kernels for the outermost planes."""
 

@@ -13,8 +13,6 @@ from volseg.parallel.spatial.plan.windows import Convolution, TransposedConvolut
 from volseg.parallel.spatial.transport.halo import Halo, plan_halos
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["TILE_ELEMENTS", "ConvolutionPlan", "count_slab_tiles", "count_tiles", "plan_convolution", "plan_transposed"]
-
 TILE_ELEMENTS = 2**26
 """Elements of a convolution's input in one tile: 128 MiB in half precision, which still fills a GPU."""
 

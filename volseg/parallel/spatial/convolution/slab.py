@@ -34,8 +34,6 @@ from volseg.parallel.spatial.transport.halo import Wait, copy_halo, put_halo_bac
 from volseg.parallel.spatial.transport.room import extend, get_halo_room, own_planes
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["convolve"]
-
 Gradients: TypeAlias = Sequence[Tensor | None]
 """Gradients of the input's own planes, of the weight and of the bias; None if not needed."""
 

@@ -34,8 +34,6 @@ from volseg.parallel.spatial.recipe import Asked, Write, add_in_float32, mask_as
 from volseg.parallel.spatial.transport.halo import Halo, start_filling
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["convolve_by_tiles"]
-
 
 def convolve_by_tiles(
     volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan

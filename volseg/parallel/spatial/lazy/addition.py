@@ -22,8 +22,6 @@ from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
-__all__ = ["WaitingSum", "add_in_place", "add_waiting", "add_with_room"]
-
 WIDTHS = {torch.float16, torch.bfloat16, torch.float32}
 
 

@@ -28,8 +28,6 @@ from volseg.parallel.spatial.pending import PLAIN, Written
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["attend"]
-
 
 def attend(weights: Any, values: Any) -> ShardedVolume | None:
     """Return the product of waiting weights and values, or None if it must be computed like any other product.

@@ -26,18 +26,6 @@ from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
-__all__ = [
-    "add_bias_later",
-    "forget_vanishing",
-    "may_wait",
-    "note_vanishing",
-    "sum_vanishing",
-    "take_without_bias",
-    "torch_adds_apart",
-    "vanishes",
-    "with_gradient",
-]
-
 
 def note_vanishing(gradient: Any, offset: Tensor) -> None:
     """Mark a gradient, in its current version: in each channel it sums to zero over the voxels of all samples.

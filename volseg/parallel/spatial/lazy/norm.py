@@ -32,8 +32,6 @@ from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["WaitingNorm", "WaitingTerms", "find_norm", "settle_in_checkpoint", "sum_to_slope"]
-
 Terms = tuple[Term, Term | None]
 """Terms of a slab: a norm, and the term that is added to it, if any."""
 

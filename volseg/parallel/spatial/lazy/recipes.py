@@ -29,18 +29,6 @@ from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
-__all__ = [
-    "Copy",
-    "Join",
-    "Normalize",
-    "RecomputedInput",
-    "WaitingRecipe",
-    "WaitingRepeat",
-    "join_channels",
-    "recipe_of_kept",
-    "repeat_later",
-]
-
 
 def _view_planes(slab: Tensor, start: int, out: Tensor) -> Tensor:
     count = out.shape[DIM]

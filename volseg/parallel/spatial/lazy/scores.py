@@ -37,8 +37,6 @@ from volseg.parallel.spatial.recipe import outline_slab
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer, give_whole
 
-__all__ = ["add_term", "cast", "reshape_scores", "scale", "score", "soften", "take_up", "waits"]
-
 Reshaped = Callable[[ShardedVolume], Any]
 
 MOST_TERMS = 2

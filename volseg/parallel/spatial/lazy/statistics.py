@@ -24,8 +24,6 @@ from volseg.parallel.spatial.volume import ShardedVolume
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
 
-__all__ = ["Affine", "NormPlan", "NormStatistics", "Pooled", "compute_statistics", "take_statistics"]
-
 Result = TypeVar("Result")
 
 

@@ -26,8 +26,6 @@ from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.recipe import Recipe, Write, outline_slab, split_rows
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
-__all__ = ["add_later"]
-
 
 def add_later(first: Any, second: Any, tiles: int) -> ShardedVolume | None:
     """Return the waiting sum of a waiting norm and a volume with more digits and a recipe; None for other terms.

@@ -22,8 +22,6 @@ from volseg.parallel.spatial.recipe import Asked, Recipe, Write, add_in_float32,
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
-__all__ = ["TransposedSettings", "convolve_later"]
-
 
 @dataclass(frozen=True, slots=True)
 class TransposedSettings:

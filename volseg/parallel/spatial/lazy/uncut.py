@@ -35,8 +35,6 @@ from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 
-__all__ = ["SUMS", "Uncut", "cut_later", "note_cut", "shown", "written"]
-
 LARGE = 2**22
 """Smallest number of elements of a waiting tensor."""
 

@@ -22,18 +22,6 @@ from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, give_whole
 
-__all__ = [
-    "AddendPlace",
-    "Compute",
-    "Steps",
-    "WaitingScores",
-    "find_cut",
-    "give_both_whole",
-    "is_cut_once",
-    "list_shapes",
-    "transpose_last",
-]
-
 
 def is_cut_once(volume: Any) -> bool:
     """Return whether a value is a volume with one cut dim, and not merged if on a single shard."""

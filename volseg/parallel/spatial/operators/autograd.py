@@ -16,8 +16,6 @@ from volseg.parallel.spatial.pending import Shown
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["backward", "differentiate", "metadata", "register_hook"]
-
 SIZES = ["size", "dim", "ndimension", "numel", "nelement", "is_same_size", "element_size", "itemsize"]
 LAYOUTS = ["layout", "is_contiguous", "is_mkldnn", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr"]
 DEVICES = ["get_device", "is_cpu", "is_ipu", "is_maia", "is_meta", "is_mps", "is_mtia", "is_vulkan", "is_xpu"]

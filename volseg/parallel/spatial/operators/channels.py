@@ -14,8 +14,6 @@ from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["along_dim"]
-
 ALONG_ONE = [
     "softmax",
     "log_softmax",

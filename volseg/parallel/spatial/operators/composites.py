@@ -18,8 +18,6 @@ from volseg.device.torch_internals import with_overrides
 from volseg.parallel.spatial.signatures import fill
 from volseg.parallel.spatial.table import composes, handles, refuse
 
-__all__ = ["as_written"]
-
 
 @composes("Products", "F.multi_head_attention_forward")
 def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

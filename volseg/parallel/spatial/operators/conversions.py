@@ -15,8 +15,6 @@ from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["contiguous"]
-
 DTYPES = ["bfloat16", "bool", "byte", "char", "double", "float", "half", "int", "long", "short", "cfloat", "cdouble"]
 
 

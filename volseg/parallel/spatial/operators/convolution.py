@@ -32,9 +32,6 @@ from volseg.parallel.spatial.plan.windows import TransposedConvolution
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["convolution"]
-
-
 TREATED = "input weight bias stride padding dilation groups"
 
 

@@ -20,8 +20,6 @@ from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["permute", "say_gathered"]
-
 
 @handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", rehearse=False, merged=True)
 @handles("Dims", "unsqueeze", "t", merged=True)

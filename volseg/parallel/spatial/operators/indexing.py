@@ -20,8 +20,6 @@ from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 
-__all__ = ["getitem"]
-
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 

@@ -20,8 +20,6 @@ from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["cosine_similarity", "distance", "one_hot", "pairwise_distance", "triplet_margin_loss"]
-
 VOXELWISE = [
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",

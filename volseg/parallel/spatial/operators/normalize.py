@@ -24,8 +24,6 @@ from volseg.parallel.spatial.operators.reductions import moments
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
-__all__ = ["batch_or_instance_norm"]
-
 
 def normalize(
     volume: ShardedVolume, pooled: Pooled, affine: Affine, running: Running | None = None

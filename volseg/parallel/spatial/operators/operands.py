@@ -16,20 +16,6 @@ from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.table import refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 
-__all__ = [
-    "aligned",
-    "call_each",
-    "cut_like",
-    "dims_of",
-    "each_slab",
-    "elementwise",
-    "per_dim",
-    "rewrap",
-    "run_local",
-    "spatial_only",
-    "wrap_reduced",
-]
-
 
 def per_dim(value: int | float | Sequence, count: int) -> list:
     """Return one value per spatial dim; torch allows a single value for all."""

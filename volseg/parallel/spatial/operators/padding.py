@@ -22,8 +22,6 @@ from volseg.parallel.spatial.plan.windows import ChosenPlanes, Strided, Window
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["flip", "pad", "roll"]
-
 KEEPS_BITS_ON_CPU = True
 """Whether passes on CPUs are bit-identical whatever ran before, as a resumed training promises."""
 

@@ -16,17 +16,6 @@ from volseg.parallel.spatial.table import refuse
 from volseg.parallel.spatial.transport.pieces import pad_slabs, start_total
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = [
-    "AxisPlan",
-    "LocalWindow",
-    "constant",
-    "convolution_plans",
-    "get_plane_unit",
-    "outside_cut",
-    "select_planes",
-    "sharded_windows",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class AxisPlan:

@@ -24,8 +24,6 @@ from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
-__all__ = ["activation", "in_place", "pointwise", "prelu", "where"]
-
 ROUNDED = ["ceil", "fix", "floor", "frac", "round", "trunc"]
 SIGNS = ["abs", "absolute", "neg", "negative", "positive", "sgn", "sign", "signbit"]
 POWERS = ["exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "logit", "reciprocal", "rsqrt", "sqrt", "square"]

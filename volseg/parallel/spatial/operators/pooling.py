@@ -23,9 +23,6 @@ from volseg.parallel.spatial.plan.windows import AdaptivePool
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["adaptive_pool"]
-
-
 TREATED = "input kernel_size stride padding ceil_mode"
 
 LARGEST = f"{TREATED} dilation"

@@ -20,8 +20,6 @@ from volseg.parallel.spatial.operators.operands import elementwise
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, give_whole, relaid, wrap
 
-__all__ = ["attention", "einsum", "linear", "matmul"]
-
 Letters = Sequence[str]
 
 

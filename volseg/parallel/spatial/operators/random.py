@@ -20,8 +20,6 @@ from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 from volseg.parallel.state.random import mix
 
-__all__ = ["dropout", "generators"]
-
 
 def draw_seed(volume: ShardedVolume) -> int:
     """Draw a seed that is the same on every shard."""

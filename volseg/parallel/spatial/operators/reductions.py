@@ -25,8 +25,6 @@ from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["bucketize", "extremes", "gathered", "moments", "norm", "over_dims"]
-
 HALF = (torch.float16, torch.bfloat16)
 
 

@@ -21,8 +21,6 @@ from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
 
-__all__ = ["interpolate"]
-
 NEAREST = ("nearest", "nearest-exact")
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 

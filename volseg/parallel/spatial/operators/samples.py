@@ -15,8 +15,6 @@ from volseg.parallel.spatial.signatures import fill
 from volseg.parallel.spatial.table import handles_samples, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["batch_norm", "convolution", "each_sample", "instance_norm"]
-
 
 @handles_samples("F.adaptive_avg_pool1d", "F.adaptive_avg_pool2d", "F.adaptive_avg_pool3d")
 @handles_samples("F.adaptive_max_pool1d", "F.adaptive_max_pool2d", "F.adaptive_max_pool3d")

@@ -22,8 +22,6 @@ from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["assign_across", "cat", "expanded", "is_basic", "narrow", "sliced", "split", "stack", "take_planes"]
-
 
 def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: int = 1) -> ShardedVolume | Tensor:
     """Return ``count`` planes from ``start`` on, every ``step``-th; along the cut the slabs are rebalanced."""

@@ -14,21 +14,6 @@ from typing import NamedTuple
 from volseg.device.layout import DIM
 from volseg.errors import ParallelError
 
-__all__ = [
-    "THICK",
-    "Fetch",
-    "Merged",
-    "Span",
-    "Transfer",
-    "bounds",
-    "can_split",
-    "check_axes",
-    "choose_dims",
-    "overlap",
-    "spans",
-    "transfers",
-]
-
 Span = tuple[int, int]
 """First plane and one past the last."""
 

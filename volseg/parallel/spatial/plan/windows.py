@@ -19,18 +19,6 @@ import torch.nn.functional as F
 from volseg.device.gpus import host_values
 from volseg.parallel.spatial.plan.shards import Span, spans
 
-__all__ = [
-    "AdaptivePool",
-    "ChosenPlanes",
-    "Convolution",
-    "Resize",
-    "Strided",
-    "TransposedConvolution",
-    "Window",
-    "nearest_planes",
-    "plan_halo",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Window:

@@ -29,8 +29,6 @@ from volseg.device.peer.values import ValueExchange
 from volseg.parallel.spatial.plan.shards import Fetch, Span, spans
 from volseg.parallel.spatial.transport.pieces import pad_slabs
 
-__all__ = ["Communicator", "narrow_to"]
-
 
 class Communicator(ABC):
     """Shards on a grid; this process holds some of them.

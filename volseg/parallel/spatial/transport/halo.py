@@ -18,20 +18,6 @@ from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.transport.room import extend, own_planes
 
-__all__ = [
-    "Halo",
-    "Wait",
-    "allocate_halo",
-    "compute_halo_room",
-    "copy_halo",
-    "plan_halos",
-    "put_halo_back",
-    "return_gradients",
-    "start_filling",
-    "start_receiving",
-    "write_outer_first",
-]
-
 Wait = Callable[[], "list[list[Tensor]] | None"]
 """Waits for planes; returns a copy of each slab's planes if requested and made."""
 

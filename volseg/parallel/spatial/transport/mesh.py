@@ -17,8 +17,6 @@ from volseg.parallel.devices import get_own_device
 from volseg.parallel.processes.group import make_groups, start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
-__all__ = ["join"]
-
 DATA = "data"
 
 

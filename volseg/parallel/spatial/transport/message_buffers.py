@@ -24,8 +24,6 @@ from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, PlaneMailbox, small_en
 from volseg.device.streams import current_gpu_stream
 from volseg.parallel.spatial.plan.shards import Transfer
 
-__all__ = ["MessageBuffers", "Messages", "NearPlanes", "is_near"]
-
 FEWEST_BYTES = 512
 
 

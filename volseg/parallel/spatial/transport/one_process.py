@@ -20,8 +20,6 @@ from volseg.parallel.spatial.plan.shards import Fetch
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 from volseg.parallel.spatial.transport.pieces import join_pieces, start_total
 
-__all__ = ["LocalDevices"]
-
 
 class LocalDevices(Communicator):
     """Devices of this process, row-major over the grid; a device may hold several shards.

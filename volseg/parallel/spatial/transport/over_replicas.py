@@ -16,8 +16,6 @@ from volseg.parallel.spatial.transport.communicator import Communicator
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
 
-__all__ = ["SlabsOfReplicas"]
-
 
 class SlabsOfReplicas:
     """All slabs of all replicas; the numbers of those of one replica are neighbours.

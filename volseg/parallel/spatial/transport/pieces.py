@@ -12,8 +12,6 @@ from torch import Tensor
 
 from volseg.device.layout import layout_of
 
-__all__ = ["allocate_whole", "join_pieces", "pad_slabs", "start_total", "view_inside"]
-
 
 def join_pieces(
     pieces: Sequence[Tensor], dim: int, like: Tensor, widths: Sequence[int] = (), fill: float = 0.0

@@ -25,8 +25,6 @@ from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Me
 from volseg.parallel.spatial.transport.pieces import allocate_whole, join_pieces, start_total, view_inside
 from volseg.parallel.spatial.transport.shared_parameters import SharedParameters
 
-__all__ = ["ProcessGroupShards"]
-
 
 class ProcessGroupShards(Communicator):
     """One shard per process.

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from volseg.device.layout import DIM, layout_of
 
-__all__ = ["allocate_with_room", "extend", "get_halo_room", "own_planes"]
-
 
 def allocate_with_room(like: Tensor, room: int, device: torch.device | None = None) -> Tensor:
     """Return an uninitialised slab like ``like`` with ``room`` planes around it."""

@@ -22,8 +22,6 @@ from volseg.parallel.buckets import GradientRoom, check_hooks, is_large
 from volseg.parallel.fixed_order import add_up
 from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 
-__all__ = ["SharedParameters"]
-
 REFUSAL = (
     "the shards of a volume used {names} in a step in different ways: some shards had a gradient for it and others had "
     "none, or it lies in memory in another layout, so that their sum belongs to no network; let forward() use the same "
