@@ -10,12 +10,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
 import kernel_timings as benchmark
-from kernel_timings import Shape
+from kernel_timings import pad
 
 from volseg.device.convolution import forms
 
 DIRECTIONS = ["forward", "input gradient", "weight gradient"]
-SMALL = [[24, 8, 3, 1, 8], [4, 32, [1, 5, 3], 2, [4, 6, 8]], [40, 40, 1, 1, 4]]
+SMALL = [pad(24, 8, (3, 3, 3), 1, (8, 8, 8)), pad(4, 32, (1, 5, 3), 2, (4, 6, 8)), pad(40, 40, (1, 1, 1), 1, (4, 4, 4))]
 
 
 def measure(tmp_path, part, *options):
@@ -25,18 +25,19 @@ def measure(tmp_path, part, *options):
 
 
 def test_each_direction_of_a_convolution_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "draw_shapes", lambda _: [Shape(*shape) for shape in SMALL])
-    told = measure(tmp_path, "convolutions")
+    monkeypatch.setattr(benchmark, "draw_shapes", lambda _: SMALL)
+    told = measure(tmp_path, "random")
     assert (told["left_out"], told["environment"]["libraries"]["torch"]) == ([], torch.__version__)
     for row, shape in zip(told["rows"], SMALL, strict=True):
-        assert (row["shape"], row["failed"], list(row["us"])) == (shape, {}, DIRECTIONS)
+        assert (row["name"], row["failed"], list(row["us"])) == (str(shape), {}, DIRECTIONS)
+        assert row["chosen"] == dict.fromkeys(DIRECTIONS)
         assert all(list(times) == ["torch"] and times["torch"] > 0 for times in row["us"].values()), (
             "a CPU has no other"
         )
 
 
 def test_no_shape_is_begun_behind_the_seconds(tmp_path):
-    told = measure(tmp_path, "convolutions", "--seconds", "-1")
+    told = measure(tmp_path, "random", "--seconds", "-1")
     assert (told["rows"], told["left_out"]) == ([], [str(shape) for shape in benchmark.draw_shapes(benchmark.RANDOM)])
 
 
@@ -44,10 +45,24 @@ def test_a_form_that_fails_is_named_and_torchs_is_timed(monkeypatch):
     def fail(*_: object) -> torch.Tensor:
         raise RuntimeError("no kernel\nfor it")
 
-    monkeypatch.setattr(benchmark.choice, "choose", lambda *_: benchmark.choice.Chosen("pairs", fail, False))
-    [row] = benchmark.measure_convolution(Shape(32, 32, 3, 1, 4), torch.device("cpu"))
-    assert row["failed"] == {f"{one}, volseg: pairs": "no kernel" for one in DIRECTIONS}
+    ours = benchmark.choice.Kernel("pairs", lambda _: True, fail)
+    monkeypatch.setattr(benchmark.choice, "TABLES", dict.fromkeys(DIRECTIONS, (ours,)))
+    [row] = benchmark.measure_convolution(pad(32, 32, (3, 3, 3), 1, (4, 4, 4)), torch.device("cpu"))
+    assert row["failed"] == {f"{one}, pairs": "no kernel" for one in DIRECTIONS}
+    assert row["chosen"] == dict.fromkeys(DIRECTIONS, "pairs")
     assert [list(times) for times in row["us"].values()] == [["torch"]] * 3
+
+
+def test_every_convolution_of_a_network_is_listed(tmp_path):
+    found = benchmark.list_shapes(("DynUNet", "ConvNeXtUNet", "HighResNet"), 32, small=True)
+    names = {str(shape): calls for shape, calls in found.items()}
+    assert names["1 to 4, 3 x 3 x 3, 32 x 32 x 32"] == {"DynUNet": 1, "HighResNet": 1}
+    assert any("transposed" in name for name in names)
+    assert any("groups" in name for name in names)
+    assert any("dilation" in name for name in names)
+    for shape in found:
+        [row] = benchmark.measure_convolution(shape._replace(sides=(8, 8, 8)), torch.device("cpu"))
+        assert row["failed"] == {}
 
 
 def test_the_table_of_torchs_convolutions_is_read_as_it_is_written(tmp_path, monkeypatch):
@@ -67,12 +82,12 @@ def test_shapes_have_names_of_their_own():
     shapes = benchmark.draw_shapes(50)
     assert shapes == benchmark.draw_shapes(50), "from a fixed seed"
     assert len({str(shape) for shape in shapes}) == len({*shapes})
-    assert str(Shape(16, 32, (1, 3, 3), 2, (8, 16, 16))) == "16 to 32, 1 x 3 x 3, dilation 2, 8 x 16 x 16"
+    assert str(pad(16, 32, (1, 3, 3), 2, (8, 16, 16))) == "16 to 32, 1 x 3 x 3, 8 x 16 x 16, dilation [2, 2, 2]"
 
 
 @pytest.mark.gpu
 def test_convolutions_are_recorded_on_a_gpu():
-    [row] = benchmark.measure_convolution(Shape(48, 48, 3, 1, 64), torch.device("cuda"))
+    [row] = benchmark.measure_convolution(pad(48, 48, (3, 3, 3), 1, (64, 64, 64)), torch.device("cuda"))
     assert row["failed"] == {}
     for direction, times in row["us"].items():
         assert "torch" in times

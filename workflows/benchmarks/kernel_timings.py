@@ -1,13 +1,14 @@
 """How long convolutions take, one by one, in bf16.
 
-    python workflows/benchmarks/kernel_timings.py convolutions --seconds 60 --result convolutions.json
+    python workflows/benchmarks/kernel_timings.py random --seconds 60 --result convolutions.json
+    python workflows/benchmarks/kernel_timings.py networks --seconds 200 --result convolutions.json
     python workflows/benchmarks/kernel_timings.py table --seconds 200 --result volseg/device/convolution/times_h200.json
 
-``convolutions``: of `RANDOM` random shapes and each direction, with channels last, microseconds of torch's own and of
-what volseg chooses instead, with its expanded weights and copies; ``difference`` is relative to the largest value.
+``random``: of `RANDOM` random shapes, ``networks``: of all convolutions of the listed networks at 128^3, microseconds
+of each direction with channels last, by torch and by each of volseg's kernels and forms that supports it, with its
+expanded weights and copies; ``chosen`` names what volseg uses, ``difference`` is relative to the largest value.
 ``table``: torch's convolutions of all pairs of channels, from which volseg estimates other forms
-(``volseg/device/convolution/forms.py``). Nothing is begun after ``--seconds``. ``--device cpu`` tries it
-without a GPU.
+(``volseg/device/convolution/forms.py``). Nothing is begun after ``--seconds``. ``--device cpu`` tries it without a GPU.
 """
 
 import argparse
@@ -16,13 +17,15 @@ import random
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from networks_listed import NETWORKS, build, fit
+from torch import Tensor, nn
 
 from volseg.device.convolution import choice, depth_chunks, rules
 from volseg.device.convolution.forms import Direction
@@ -60,33 +63,35 @@ TABLE_SIDE = 96
 
 
 class Shape(NamedTuple):
-    """A convolution that is padded by its reach."""
+    """A convolution."""
 
     inputs: int
     outputs: int
-    kernel: int | tuple[int, int, int]
-    dilation: int
-    sides: int | tuple[int, int, int]
-    """Of the output."""
-
-    @property
-    def taps(self) -> tuple[int, int, int]:
-        """The kernel's sides."""
-        return (self.kernel,) * 3 if isinstance(self.kernel, int) else self.kernel
+    taps: tuple[int, ...]
+    sides: tuple[int, ...]
+    """Of the input."""
+    settings: Settings
 
     def __str__(self) -> str:
-        kernel, sides = (
-            f"{sides}^3" if isinstance(sides, int) else " x ".join(map(str, sides))
-            for sides in (self.kernel, self.sides)
-        )
-        dilated = f", dilation {self.dilation}" if self.dilation > 1 else ""
-        return f"{self.inputs} to {self.outputs}, {kernel}{dilated}, {sides}"
+        stride, _, dilation, transposed, _, groups = self.settings.arguments
+        told = [f"{self.inputs} to {self.outputs}", " x ".join(map(str, self.taps)), " x ".join(map(str, self.sides))]
+        told += [f"stride {stride}"] if max(stride) > 1 else []
+        told += [f"dilation {dilation}"] if max(dilation) > 1 else []
+        return ", ".join(told + ["transposed"] * transposed + [f"{groups} groups"] * (groups > 1))
+
+
+def pad(inputs: int, outputs: int, taps: Sequence[int], dilation: int, sides: Sequence[int]) -> Shape:
+    """Return a convolution without strides that is padded by its reach."""
+    reach = tuple((tap - 1) // 2 * dilation for tap in taps)
+    return Shape(
+        inputs, outputs, tuple(taps), tuple(sides), Settings((1,) * 3, reach, (dilation,) * 3, False, (0,) * 3, 1)
+    )
 
 
 def main(given: Sequence[str] | None = None) -> None:
     """Measure one part, and write one file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("convolutions", "table"))
+    parser.add_argument("part", choices=("random", "networks", "table"))
     parser.add_argument("--seconds", type=float, default=60, help="after which nothing is begun")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--result", type=Path, required=True)
@@ -116,12 +121,14 @@ Rows = list[dict[str, Any]]
 
 def list_cases(part: str, device: torch.device) -> Iterator[tuple[str, Callable[[], Rows]]]:
     """Yield what is measured of a part: a name, and a call that returns its rows."""
-    if part == "convolutions":
-        for shape in draw_shapes(RANDOM):
-            yield str(shape), partial(measure_convolution, shape, device)
-    else:
+    if part == "table":
         for taps, dilation, channels in KERNELS:
             yield f"{taps}, {dilation}", partial(measure_kernel, taps, dilation, channels, device)
+        return
+    for shape, calls in ({} if part == "random" else list_shapes()).items():
+        yield str(shape), partial(measure_convolution, shape, device, calls)
+    for shape in draw_shapes(RANDOM) if part == "random" else ():
+        yield str(shape), partial(measure_convolution, shape, device)
 
 
 def draw_shapes(count: int) -> list[Shape]:
@@ -130,22 +137,50 @@ def draw_shapes(count: int) -> list[Shape]:
     shapes: list[Shape] = []
     while len(shapes) < count:
         channels = [draw.choice(RANDOM_CHANNELS) for _ in range(2)]
-        kernel, side = draw.choice([3] * 6 + [5, (1, 3, 3)]), draw.choice((48, 64, 96, 128))
+        taps, side = draw.choice([(3,) * 3] * 6 + [(5,) * 3, (1, 3, 3)]), draw.choice((48, 64, 96, 128))
         if channels[0] * channels[1] * side**3 <= MOST_RANDOM:
-            shapes.append(Shape(*channels, kernel, 1 + (draw.random() < 0.1), side))
+            shapes.append(pad(*channels, taps, 1 + (draw.random() < 0.1), (side,) * 3))
     return shapes
 
 
-def measure_convolution(shape: Shape, device: torch.device) -> Rows:
-    """Return the microseconds of torch and of the choice by direction, how far results are apart, and what failed."""
-    found: dict[str, Any] = {"name": str(shape), "shape": shape, "us": {}, "difference": {}, "failed": {}}
+def list_shapes(names: Sequence[str] = NETWORKS, side: int = 128, *, small: bool = False) -> dict[Shape, Counter[str]]:
+    """Return the convolutions of one forward pass of each network, and how often each network has them."""
+    found: dict[Shape, Counter[str]] = {}
+
+    def note(name: str, module: Any, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+        transposed = isinstance(module, nn.ConvTranspose3d)
+        padding = module.padding
+        if isinstance(padding, str):  # "same"
+            padding = tuple(
+                (tap - 1) * step // 2 for tap, step in zip(module.kernel_size, module.dilation, strict=True)
+            )
+        of = module.stride, padding, module.dilation, transposed, module.output_padding, module.groups
+        shape = Shape(module.in_channels, module.out_channels, module.kernel_size, inputs[0].shape[2:], Settings(*of))
+        found.setdefault(shape, Counter())[name] += 1
+
+    for name in names:
+        sides = fit(name, (side,) * 3)
+        net = build(name, sides, small=small).to("meta")
+        for module in net.modules():
+            if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+                module.register_forward_hook(partial(note, name))
+        net(torch.empty(1, 1, *sides, device="meta"))
+    return found
+
+
+def measure_convolution(shape: Shape, device: torch.device, calls: Counter[str] | None = None) -> Rows:
+    """Return the microseconds of torch and of each other way by direction, how far results are apart, and failures."""
+    found: dict[str, Any] = {"name": str(shape), "shape": [*shape[:4], shape.settings.arguments], "calls": calls}
+    found |= {"chosen": {}, "us": {}, "difference": {}, "failed": {}}
     call = prepare(shape, device)
     for direction in DIRECTIONS:
         times: dict[str, float] = {}
         apart: dict[str, float] = {}
         found["us"][direction], found["difference"][direction] = times, apart
+        chosen, ways = list_ways(direction, call if direction != "forward" else call._replace(gradient=None), call)
+        found["chosen"][direction] = chosen
         wanted: Tensor | None = None
-        for name, form in list_chosen(direction, call):
+        for name, form in ways:
             try:
                 value = form().float()
                 times[name] = 1e6 * time_form(form, device)
@@ -201,21 +236,28 @@ def time_shortly(run: Callable[[], object], device: torch.device) -> float:
 def prepare(shape: Shape, device: torch.device) -> rules.ConvolutionCall:
     """Draw what is convolved, and the gradient of the output; on a CPU, whose bfloat16 is its own, in float32."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    sides = (shape.sides,) * 3 if isinstance(shape.sides, int) else shape.sides
-    reach = tuple((taps - 1) // 2 * shape.dilation for taps in shape.taps)
-    settings = Settings((1,) * 3, reach, (shape.dilation,) * 3, False, (0,) * 3, 1)
-    slab = draw(device, (1, shape.inputs, *sides), dtype)
-    weight = draw(device, (shape.outputs, shape.inputs, *shape.taps), dtype)
-    gradient = draw(device, (1, shape.outputs, *sides), dtype)
-    return rules.ConvolutionCall(slab, weight, None, settings, gradient)
+    ends = [shape.outputs, shape.inputs // shape.settings.groups]
+    if shape.settings.transposed:
+        ends = [shape.inputs, shape.outputs // shape.settings.groups]
+    slab = draw(device, (1, shape.inputs, *shape.sides), dtype)
+    weight = draw(device, (*ends, *shape.taps), dtype)
+    out = torch.ops.aten.convolution(slab.to("meta"), weight.to("meta"), None, *shape.settings.arguments)
+    return rules.ConvolutionCall(slab, weight, None, shape.settings, draw(device, out.shape, dtype))
 
 
-def list_chosen(direction: Direction, call: rules.ConvolutionCall) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield torch's own, and what volseg chooses instead."""
-    yield "torch", partial(compute, call, DIRECTIONS.index(direction))
-    chosen = choice.choose(direction, call if direction != "forward" else call._replace(gradient=None))
-    if chosen is not None:
-        yield f"volseg: {chosen.name}", chosen.compute
+def list_ways(
+    direction: Direction, call: rules.ConvolutionCall, whole: rules.ConvolutionCall
+) -> tuple[str | None, list[tuple[str, Callable[[], Tensor]]]]:
+    """Return what volseg chooses, and torch's way with each of volseg's that supports the convolution."""
+    ways: list[tuple[str, Callable[[], Tensor]]] = [("torch", partial(compute, whole, DIRECTIONS.index(direction)))]
+    ways += [(one.name, partial(one.compute, call)) for one in choice.TABLES[direction] if one.suits(call)]
+    ways += [
+        (str(form), partial(choice.compute_in_form, form, direction, call))
+        for form in choice._list_forms(direction, call)
+        if choice._can_take(form, direction, call)
+    ]
+    chosen = choice.choose(direction, call)
+    return None if chosen is None else chosen.name, ways
 
 
 def compute(call: rules.ConvolutionCall, place: int) -> Tensor:
