@@ -136,6 +136,16 @@ def test_each_replica_needs_a_sample():
         config(parallel={"data": 3})
 
 
+@pytest.mark.parametrize(
+    ("kernels", "strategy", "takes"),
+    [("torch", "spatial", "auto or fast"), ("fast", "pipeline", "auto or torch"), ("fast", "auto", "auto")],
+)
+def test_kernels_that_a_strategy_does_not_run_are_refused(kernels, strategy, takes):
+    told = rf"training\.kernels is {kernels}, which parallel\.strategy: {strategy} does not run; it takes {takes}"
+    with pytest.raises(ValueError, match=told):
+        config(parallel={"strategy": strategy}, training={"kernels": kernels})
+
+
 def test_kernels_that_a_cut_does_not_run_are_refused_whoever_cuts():
     with pytest.raises(ValueError, match=r"training\.kernels is torch, which parallel\.strategy: spatial does not run"):
         config(parallel={"spatial": 2}, training={"kernels": "torch"})

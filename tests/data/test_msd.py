@@ -55,7 +55,7 @@ def test_the_quirks_of_the_real_files(msd, caplog):
     assert task.labels == {0: "background", 1: "PZ", 2: "TZ"}
     assert [case["case"] for case in task.training] == ["case_a"]
     assert [case["case"] for case in task.test] == ["case_c"]
-    assert "numTest is 140, but 1 cases are listed" in caplog.text
+    assert "numTest is 140, but 1 cases were found" in caplog.text
 
 
 def test_values_of_labels_may_leave_gaps(msd):

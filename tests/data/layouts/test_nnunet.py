@@ -154,7 +154,8 @@ def test_what_nnunet_passes_over_is_said(raw, caplog):
     with caplog.at_level(logging.INFO, logger="volseg.data"):
         task = load_task(root)
     assert [case["case"] for case in (*task.training, *task.test)] == ["a", "b", "t"]
-    assert "numTraining is 7, but 2 cases are listed" in caplog.text
+    assert "numTraining is 7, but 2 cases were found" in caplog.text
+    assert logging.WARNING in {record.levelno for record in caplog.records}
     assert "1 label(s) have no image and are left out: orphan" in caplog.text
     assert "1 of 2 declared test images are absent and left out" in caplog.text
 

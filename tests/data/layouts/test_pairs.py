@@ -65,6 +65,7 @@ def test_two_folders(folder, images, labels):
         ("a/image.nii.gz", "a/label.nii.gz"),
         ("a/a.nii.gz", "a/a.seg.nii.gz"),
         ("a/scan.mha", "a/segmentation.mha"),
+        ("a/image.nii.gz", "a/_seg.nii.gz"),
     ],
 )
 def test_one_image_per_case_in_every_arrangement(folder, names):

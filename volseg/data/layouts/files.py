@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 @cache
-def log_once(line: str) -> None:
+def log_once(line: str, level: int = logging.INFO) -> None:
     """Log a line about a data set once per job: a command that plans and trains reads the data set several times."""
     if (launch := read_launch()) is None or launch.rank == 0:
-        logger.info("%s", line)
+        logger.log(level, "%s", line)
 
 
 LONGEST_NAME, LONGEST_PATH = 200, 1000

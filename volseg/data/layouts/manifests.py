@@ -109,12 +109,14 @@ def _name_case(files: Mapping[str, Any], image: Path | tuple[Path, ...], folder:
     return first if numbered is None else numbered[0]
 
 
-def _log_counts(declared: Mapping[str, Any], *, manifest: Path, **cases: Sequence[Case]) -> None:
+def _log_counts(
+    declared: Mapping[str, Any], level: int = logging.INFO, *, manifest: Path, **cases: Sequence[Case]
+) -> None:
     """Log a wrong numTraining or numTest: the real Task08 is off by one."""
     for key, found in cases.items():
         count = declared.get(f"num{key.capitalize()}", len(found))
         if count != len(found):
-            log_once(f"{manifest}: num{key.capitalize()} is {count}, but {len(found)} cases are listed")
+            log_once(f"{manifest}: num{key.capitalize()} is {count}, but {len(found)} cases were found", level)
 
 
 logger = logging.getLogger(__name__)
@@ -134,7 +136,7 @@ def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: b
     else:
         training = _list_training(folder, ending, len(modalities))
     test = _list_images(folder / "imagesTs", ending, len(modalities)) if (folder / "imagesTs").is_dir() else {}
-    _log_counts(declared, manifest=manifest, training=training)
+    _log_counts(declared, logging.WARNING, manifest=manifest, training=training)
     tests = [{"case": require_id(case, str(folder / "imagesTs")), "image": image} for case, image in test.items()]
     cases = sort_cases(training, tests, manifest, require_files=require_files)
     return make_task(manifest, declared, modalities, labels, cases, columns)

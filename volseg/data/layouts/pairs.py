@@ -125,7 +125,7 @@ def _is_label(path: Path) -> bool:
 
 def _cut_label_word(name: str) -> str | None:
     """Return the part before the word for labels at the end of a name, or None without such a word."""
-    found = cut_channel(name, LABEL_WORDS)
+    found = cut_channel(name, LABEL_WORDS) or cut_channel(name.lstrip(SEPARATORS), LABEL_WORDS)
     return None if found is None else found[0]
 
 
