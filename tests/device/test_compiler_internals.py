@@ -49,16 +49,6 @@ def test_the_number_of_variants_is_limited():
         run()
 
 
-def test_breaks_are_counted():
-    def look(x):
-        return x + 1 if x.sum().item() > 0 else x
-
-    before = internals.count_breaks()
-    torch.compile(look, backend=trace_only)(torch.ones(2))
-    (reason,) = internals.count_breaks() - before
-    assert "item()" in reason
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # which is called deprecated from one torch on
 def test_scripted_methods_have_a_type_and_are_watched() -> None:
     scripted, function = torch.jit.script(nn.ReLU()), torch.jit.script(twice)

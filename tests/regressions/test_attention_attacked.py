@@ -10,6 +10,7 @@ import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import assert_same_values, whole
 from in_group import in_group
 from kernels import DEVICE, INTERPRETED, with_kernels
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from volseg.device import attention, layer_norm
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import FastKernels, ModelParallel
-from volseg.parallel.spatial.volume import ShardedVolume
 
 Heads = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -59,11 +59,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def whole(output: Any) -> Tensor:
-    result: Tensor = output.full_tensor() if isinstance(output, ShardedVolume) else output
-    return result
-
-
 def observe(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
     """Return outputs, gradients and parameters of two steps."""
     found: dict[str, Tensor] = {}
@@ -85,9 +80,7 @@ def compare(plain: nn.Module, x: Tensor, rounding: float = 1e-11, shards: int = 
     slabs = ["cpu", "cpu:1"]
     model = FastKernels(ours, x.device) if shards == 1 else ModelParallel(ours, strategy="spatial", devices=slabs)
     got, wanted = observe(ours, lambda image: whole(model(image)), x), observe(plain, plain, x)
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value, rtol=rounding, atol=rounding, msg=lambda s, n=name: f"{n}: {s}")
+    assert_same_values(got, wanted, rounding, rounding)
 
 
 def make(heads: Heads) -> tuple[Net, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import whole
 from made_up_networks import Apply
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
@@ -17,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.spatial import ShardedVolume
 
 DEVICES = ["cpu", "cpu:1"]
 VOLUME = torch.randn(2, 3, 12, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ def spatial(function: Callable[[Tensor], Any], **settings: Any) -> ModelParallel
 def step(run: Callable[[Tensor], Any], volume: Tensor) -> list[Tensor]:
     """Return the outputs and the input's gradient."""
     image = volume.clone().requires_grad_()
-    leaves = [v.full_tensor() if isinstance(v, ShardedVolume) else v for v in tree_leaves(run(image))]
+    leaves = [whole(leaf) for leaf in tree_leaves(run(image))]
     for leaf in leaves:
         if leaf.requires_grad:
             weights = torch.linspace(1, 2, leaf.numel(), dtype=leaf.dtype).reshape(leaf.shape)
@@ -170,9 +170,7 @@ def test_a_factor_that_leaves_the_size(mode: str, factor: Any, axes: str) -> Non
     volume = VOLUME[:, :, :3, :3, :3].contiguous()
     with torch.no_grad():
         run = spatial(lambda x: F.interpolate(x, scale_factor=factor, mode=mode), axes=axes)
-        actual = run(volume)
-        actual = actual.full_tensor() if isinstance(actual, ShardedVolume) else actual
-        torch.testing.assert_close(actual, F.interpolate(volume, scale_factor=factor, mode=mode))
+        torch.testing.assert_close(whole(run(volume)), F.interpolate(volume, scale_factor=factor, mode=mode))
     if mode == "trilinear":
         assert_equal(lambda x: F.interpolate(x, scale_factor=factor, mode=mode), volume, axes=axes)
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import whole
 from in_group import in_group
 from made_up_networks import WithLayers
 from torch import Tensor, nn
@@ -33,8 +34,7 @@ def make_batch(samples: int = 2) -> Tensor:
 
 def train(net: nn.Module, call: nn.Module, *given: Tensor) -> list[Tensor]:
     """Return the output, the gradients, and the arguments after the call."""
-    output = call(*given)
-    output = output.full_tensor() if hasattr(output, "full_tensor") else output
+    output = whole(call(*given))
     output.square().mean().backward()
     return [output.detach(), *(p.grad for p in net.parameters() if p.grad is not None), *given]
 
