@@ -242,7 +242,6 @@ def check(name: str, case: Case, dtype: torch.dtype) -> None:
             continue
         assert got.equal(compute(given)), "sums have an order"
         for one in (got, compute(placed)):
-            assert one is not None
             assert (one.shape, one.dtype) == (other.shape, dtype)
             assert float((one.double() - other).abs().max()) <= times * rounding * float(other.abs().max()), case
             if one.ndim == 5 and compute is not own.of_weight and not is_head:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from volseg.device import fake_internals as of_fakes
+from volseg.device import module_internals as of_modules
 from volseg.device import torch_internals as internals
 
 
@@ -18,6 +19,38 @@ def test_views_and_their_bases() -> None:
     assert internals.get_base(x[:2][:1]) is x
     assert internals.get_base(x[:2].detach()) is None  # although it shares the memory
     assert [internals.is_view(tensor) for tensor in (x, x[:2])] == [False, True]
+
+
+class Operators(internals.TorchDispatchMode):
+    """Write down the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_change_of_type_is_one_operator() -> None:
+    with Operators() as operators:
+        torch.zeros(2).to(torch.float16)
+    assert operators.seen[-1] is internals.to_copy
+
+
+def test_hooks_with_settings_are_listed() -> None:
+    part, x = nn.ReLU(), torch.zeros(2, requires_grad=True)
+    part.register_forward_hook(print, with_kwargs=True, always_call=True)
+    part.register_forward_pre_hook(print, with_kwargs=True)
+    for name, get_hooks in (
+        (of_modules.FORWARD_HOOKS_WITH_KWARGS, of_modules.get_forward_hooks),
+        (of_modules.FORWARD_HOOKS_ALWAYS_CALLED, of_modules.get_forward_hooks),
+        (of_modules.FORWARD_PRE_HOOKS_WITH_KWARGS, of_modules.get_forward_pre_hooks),
+    ):
+        assert list(vars(part)[name]) == list(get_hooks(part))
+    x.register_post_accumulate_grad_hook(abs)
+    assert list(getattr(x, of_modules.POST_ACCUMULATE_GRAD_HOOKS).values()) == [abs]
 
 
 class Asked(Tensor):

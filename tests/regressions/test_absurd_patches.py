@@ -56,7 +56,6 @@ def test_the_largest_volume_is_found_from_such_a_size():
 
     found = find(100_000)
     assert found == find(256)
-    assert found is not None
     assert found.needed <= kind.memory
     assert forecast_too_large(make((100_000,) * 3), kind)
 

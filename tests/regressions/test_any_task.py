@@ -25,8 +25,6 @@ from volseg.planning.facts import CaseSizes
 from volseg.planning.fingerprint import keep_fingerprint, load_fingerprint
 from volseg.transforms.preprocessing import build_preprocessing
 
-SPLIT = "case,image,label,fold\n"
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -50,6 +48,13 @@ def config_of(root, output, *more):
     return load_config(file, [f"output={output}", *more])
 
 
+def write_table(folder, cases, order=1):
+    """Write a table of cases, in their order or backwards, every second one in the second fold."""
+    rows = [f"{case['case']},{case['image']},{case['label']},{place % 2}\n" for place, case in enumerate(cases)]
+    (folder / "cases.csv").write_text("case,image,label,fold\n" + "".join(rows[::order]), encoding="utf-8")
+    return folder / "cases.csv"
+
+
 def declare(folder, **more):
     file = folder / "dataset.json"
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | more), encoding="utf-8")
@@ -59,10 +64,8 @@ def test_a_table_with_folds_trains_with_a_cache(folder, tmp_path):
     """Every training from a table with a column ``fold`` or ``split`` ended by "a prepared case cannot be stored by
     Split": the folds, from which no voxel follows, were part of a stored case's name."""
     cases = load_task(folder).training
-    rows = [f"{case['case']},{case['image']},{case['label']},{place % 2}" for place, case in enumerate(cases)]
-    table = tmp_path / "cases.csv"
-    for name, listed in (("first", rows), ("other folds", rows[::-1])):
-        table.write_text(SPLIT + "\n".join(listed) + "\n", encoding="utf-8")
+    for name, order in (("first", 1), ("other folds", -1)):
+        table = write_table(tmp_path, cases, order)
         train(config_of(table, tmp_path / name, f"data.cache={tmp_path / 'cache'}"))
     assert len(list((tmp_path / "cache" / "cases").iterdir())) == len(cases)
 
@@ -206,11 +209,8 @@ def test_a_mended_copy_of_a_table_keeps_its_folds(folder, tmp_path):
     """The copy is a folder in MSD's layout, which says no folds: nnU-Net's were made, in which other cases validate
     than in the table."""
     cases = load_task(folder).training
-    rows = [f"{case['case']},{case['image']},{case['label']},{place % 2}" for place, case in enumerate(cases)]
     (tmp_path / "table").mkdir()
-    table = tmp_path / "table" / "cases.csv"
-    table.write_text(SPLIT + "\n".join(rows) + "\n", encoding="utf-8")
-    task = load_task(table)
+    task = load_task(write_table(tmp_path / "table", cases))
     repaired = repair_task(check_task(task), tmp_path / "copy")
     assert read_splits(repaired.splits, [case["case"] for case in load_task(repaired.root).training]) == list(
         task.splits

@@ -191,7 +191,6 @@ def test_a_bias_gradient_that_would_vanish_is_no_number_where_the_gradient_is_no
     x = torch.randn(2, CHANNELS, 8, 6, 4)
     x[0, 1, 2, 3, 1] = float("nan")
     whole(WAYS[way](net)(x)).square().sum().backward()
-    assert net.first.bias.grad is not None
     assert net.first.bias.grad.isnan().all()
 
 

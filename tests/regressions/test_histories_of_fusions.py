@@ -99,9 +99,7 @@ def change_a_gradient_unseen(net: RunLayers, x: Tensor) -> Tensor:
         *(look_in_inference_mode, freeze_a_slope_before_it_is_used, freeze_while_recomputed, change_a_gradient_unseen),
     ],
 )
-def test_gradients_are_those_of_the_plain_network(
-    run: Callable[[RunLayers, Tensor], Tensor], way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_those_of_the_plain_network(run, way, monkeypatch):
     """An activation joined a norm that was called in another mode, and took the norm's history for its own.
 
     Under ``no_grad`` it was differentiated, and a slope behind a norm under ``no_grad`` got no gradient. What a forward
@@ -224,8 +222,7 @@ def test_what_reads_rounded_digits_is_listed() -> None:
 def scale(x: Tensor) -> Tensor:
     """Be a function of somebody's own, with a form on slabs."""
     if has_torch_function_unary(x):
-        scaled: Tensor = handle_torch_function(scale, (x,), x)
-        return scaled
+        return handle_torch_function(scale, (x,), x)
     return x * 3
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny_trainings import plain_training
 from torch import nn
 from torch.nn import functional
 
@@ -21,7 +22,6 @@ from volseg.monitoring.run_files import RunPart, read_history, read_status, writ
 from volseg.monitoring.training_log import TrainingLog, list_scalars
 from volseg.reporting import write_report
 from volseg.workflow.objective import Objective
-from volseg.workflow.training import Training
 from volseg.workflow.validation import Example
 
 RECORD = EpochRecord(epoch=0, losses={"loss": 0.5}, learning_rate=0.1, seconds=5.0, seconds_waited=1.0)
@@ -39,13 +39,8 @@ class Ended(Logger):
         self.scores = dict(scores)
 
 
-def make_training(*, validation=None, hooks=()):
-    torch.manual_seed(0)
-    network = nn.Conv3d(1, 2, 3, padding=1)
-    batches = [{"image": torch.randn(1, 1, 8, 8, 8), "label": torch.zeros(1, 8, 8, 8).long()}]
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    loss = functional.cross_entropy
-    return Training(network, loss, optimizer, batches, epochs=2, validation=validation, hooks=hooks)
+def make_training(**options):
+    return plain_training(epochs=2, **options)
 
 
 @pytest.mark.parametrize("kind", [History, TensorBoard])

@@ -35,8 +35,7 @@ def make_net(run: Run) -> RunLayers:
 
 
 def again(block: Callable[..., Tensor], *given: Tensor) -> Tensor:
-    result: Tensor = checkpoint(block, *given, use_reentrant=False)
-    return result
+    return checkpoint(block, *given, use_reentrant=False)
 
 
 def double(x: Tensor) -> Tensor:

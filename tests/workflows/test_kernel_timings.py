@@ -1,17 +1,12 @@
 """The benchmark of single kernels in small, on the CPU."""
 
 import json
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-from kernels import DEVICE, with_kernels
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
 import kernel_timings as benchmark
+import pytest
+import torch
 from kernel_timings import Shape
+from kernels import DEVICE, with_kernels
 
 from volseg.device.convolution import forms
 
