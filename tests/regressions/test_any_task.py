@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import SimpleITK
 import yaml
+from tiny_trainings import as_a_new_process
 
 from volseg.data import load_task
 from volseg.data.case_store.case_cache import CaseCache
@@ -159,6 +160,13 @@ def test_regions_of_two_sides_are_not_mirrored_into_each_other():
     assert planned.config().inference.mirror is False
 
 
+def key_of(folder, task, *steps):
+    """Return the name under which the first case would be stored."""
+    preprocessing = build_preprocessing([{"name": "ZScore"}])
+    preprocessing.transforms = (*preprocessing.transforms, *steps)
+    return CaseCache(folder / "cache", task, preprocessing).key_of(task.training[0])
+
+
 def test_the_package_of_a_step_is_part_of_a_stored_cases_name(folder, tmp_path, monkeypatch):
     """Of a lab's own package only the file with the step itself counted: with another ``mean.py`` beside it, cases
     were trained on as the old one had prepared them."""
@@ -171,18 +179,11 @@ def test_the_package_of_a_step_is_part_of_a_stored_cases_name(folder, tmp_path, 
     }.items():
         (package / f"{name}.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    step = importlib.import_module("own_lab.steps").Shift()
-    task = load_task(folder)
-
-    def key():
-        preprocessing = build_preprocessing([{"name": "ZScore"}])
-        preprocessing.transforms = (*preprocessing.transforms, step)
-        return CaseCache(tmp_path / "cache", task, preprocessing).key_of(task.training[0])
-
-    before = key()
-    assert key() == before
+    step, task = importlib.import_module("own_lab.steps").Shift(), load_task(folder)
+    before = key_of(tmp_path, task, step)
+    assert key_of(tmp_path, task, step) == before
     (package / "mean.py").write_text("MEAN = 2.0\n", encoding="utf-8")
-    assert key() != before
+    assert key_of(tmp_path, task, step) != before
 
 
 def test_the_reader_of_labels_is_part_of_a_stored_cases_name(folder, tmp_path, monkeypatch):
@@ -192,17 +193,11 @@ def test_the_reader_of_labels_is_part_of_a_stored_cases_name(folder, tmp_path, m
     task = load_task(folder)
     task = replace(task, training=tuple({**case, "label": tmp_path / "a.own"} for case in task.training))
     (tmp_path / "a.own").write_bytes(b"voxels")
-    SUFFIXES.register(".own", importlib.import_module("own_reader").read)
-
-    def key():
-        return CaseCache(tmp_path / "cache", task, build_preprocessing([{"name": "ZScore"}])).key_of(task.training[0])
-
-    try:
-        before = key()
+    with as_a_new_process():
+        SUFFIXES.register(".own", importlib.import_module("own_reader").read)
+        before = key_of(tmp_path, task)
         (tmp_path / "own_reader.py").write_text("def read(path):\n    return None\n", encoding="utf-8")
-        assert key() != before
-    finally:
-        SUFFIXES.forget(".own")
+        assert key_of(tmp_path, task) != before
 
 
 def test_a_mended_copy_of_a_table_keeps_its_folds(folder, tmp_path):

@@ -109,7 +109,7 @@ def test_gradients_are_those_of_the_plain_network(run, way, monkeypatch):
     assert_same_gradients(make_net(run).double(), WAYS[way], 1, CHANNELS, 7, 6, 4)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def doubled_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of GPUs, with the plain function that says what the kernels compute."""
 
@@ -192,7 +192,6 @@ def run_upsampled(read: Callable[[Tensor], Any], devices: list[str]) -> tuple[Te
     return expected, found, [net.first.weight for net in (plain, ours)]
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 @pytest.mark.parametrize("read", DIGITS)
 @each_device
 def test_what_is_computed_from_an_upsampled_volume_has_torchs_digits(devices: list[str], read: str) -> None:
@@ -226,7 +225,6 @@ def scale(x: Tensor) -> Tensor:
     return x * 3
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 def test_a_function_of_ones_own_reads_all_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(TABLE, scale, raising=False)
     sharded_form(scale)(lambda func, args, kwargs: wrap_slabs(args[0], [slab * 3 for slab in args[0].slabs]))
@@ -260,7 +258,6 @@ CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 @pytest.mark.parametrize("change", CHANGED)
 @each_device
 def test_an_upsampled_volume_is_changed_itself(devices: list[str], change: str) -> None:
@@ -270,7 +267,6 @@ def test_an_upsampled_volume_is_changed_itself(devices: list[str], change: str) 
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7, check_dtype=False)
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 @pytest.mark.parametrize(
     "change",
     [
@@ -284,7 +280,6 @@ def test_views_of_upsampled_volumes_are_copies_that_nobody_changes(change: Calla
         run_upsampled(change, ["cpu"])
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 def test_upsampled_volumes_are_read_without_versions_too() -> None:
     """Tensors of inference mode have none."""
     with torch.inference_mode():
@@ -292,7 +287,6 @@ def test_upsampled_volumes_are_read_without_versions_too() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 @each_device
 def test_an_upsampled_volume_has_all_digits_where_autocast_is_off_again(devices: list[str]) -> None:
     """A convolution got 16 bits where its weight has 32, and torch refused them."""
@@ -310,7 +304,6 @@ def test_an_upsampled_volume_has_all_digits_where_autocast_is_off_again(devices:
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 @each_device
 def test_a_hook_on_what_was_read_with_all_digits_is_refused(devices: list[str]) -> None:
     """That gradient does not come by: what the hook returned was lost without a word."""
@@ -325,7 +318,6 @@ def test_a_hook_on_what_was_read_with_all_digits_is_refused(devices: list[str]) 
         run_on_slabs(read, devices, draw_image())
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 def test_an_upsampled_result_that_was_changed_stays_changed() -> None:
     """What is counted once more is what nobody has touched."""
     x = draw_image()
