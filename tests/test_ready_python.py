@@ -51,7 +51,7 @@ def describe(kind: type[subprocess.Popen], command: list[str], **options) -> dic
 
 
 @pytest.mark.parametrize(
-    ("how", "option"), [("script", ""), ("-c", ""), ("-m", ""), ("-c", "1"), ("-c", "-u"), ("-c", "-P")], ids=str
+    ("how", "option"), [("script", ""), ("-c", ""), ("-m", ""), ("-c", "1"), ("-c", "-P")], ids=str
 )
 def test_it_is_what_a_new_one_is(script, how: str, option: str, tmp_path: Path) -> None:
     """In all that a process can see of itself, but for what is imported."""

@@ -95,13 +95,6 @@ def test_channels_are_filled_up_to_multiples() -> None:
     assert [padded.fill_up(channels) for channels in (1, 24, 32, 48, 64, 65)] == [32, 32, 32, 64, 64, 96]
 
 
-def test_turned_round_twice_a_weight_is_as_it_was() -> None:
-    weight = torch.randn(4, 6, 5, 2, 3)
-    once = flipped_weights.turn_round(weight)
-    assert once[5, 3, 0, 1, 2].equal(weight[3, 5, 4, 0, 0])
-    assert flipped_weights.turn_round(once).equal(weight)
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_convolution_with_flipped_weights_equals_torchs(name: str) -> None:
     taps, padding, dilation = KERNELS[name]

@@ -1,11 +1,9 @@
 """What torch's private names do, where a torch in which one does something else would fail no other test."""
 
-import warnings
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from volseg.device import fake_internals as of_fakes
@@ -143,15 +141,6 @@ def test_references_tell_who_else_holds_a_tensor_and_its_memory() -> None:
     assert held >= counts[0]
 
 
-def test_memory_is_told_by_its_key() -> None:
-    tensor, other = torch.zeros(4), torch.zeros(4)
-    key = internals.get_storage_key(tensor.untyped_storage())
-    assert internals.get_storage_key(tensor[2:].untyped_storage()) == key
-    assert internals.get_storage_key(other.untyped_storage()) != key
-    alias = torch.empty(0).set_(tensor.untyped_storage(), 1, (2,), (1,))
-    assert internals.get_storage_key(alias.untyped_storage()) == key
-
-
 def test_gradients_of_other_streams_may_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     name, told = "set_warn_on_accumulate_grad_stream_mismatch", []
     if torch.__version__ >= torch.torch_version.TorchVersion("2.10"):
@@ -195,25 +184,6 @@ def test_tensors_without_values_are_made_like_another(dtype: torch.dtype) -> Non
             assert one.detach().requires_grad_(dtype.is_floating_point).requires_grad is dtype.is_floating_point
 
 
-def test_operators_are_overridden_for_a_while() -> None:
-    assert "max_pool3d" in internals.list_autocast_operators("AutocastCPU")
-    assert "max_pool3d" not in internals.list_autocast_operators("AutocastCUDA")
-    assert {"conv3d", "softmax.int"} <= internals.list_autocast_operators("AutocastCUDA")
-    x = torch.ones(1, 1, 4, 4, 4, dtype=torch.bfloat16)
-
-    def find_dtypes() -> list[torch.dtype]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return [F.max_pool3d(x, 2).dtype, x.exp().dtype]
-
-    assert find_dtypes() == [torch.float32, torch.bfloat16]
-    kernels = {"max_pool3d": None, "exp": lambda value: torch.zeros_like(value, dtype=torch.float64)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it overrides
-        with internals.overriding_operators("AutocastCPU", kernels):
-            assert find_dtypes() == [torch.bfloat16, torch.float64]
-    assert find_dtypes() == [torch.float32, torch.bfloat16]
-
-
 def test_a_refusal_without_values_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with of_fakes.FakeTensorMode():
         first, second = torch.empty(2, 3), torch.empty(4, 5)
@@ -224,47 +194,3 @@ def test_a_refusal_without_values_is_raised_and_not_logged(caplog: pytest.LogCap
         with of_fakes.quiet_fake_tensors(), pytest.raises(RuntimeError):
             first @ second
     assert not caplog.text
-
-
-def test_the_compiler_leaves_out_what_it_is_told_to() -> None:
-    compiling: list[bool] = []
-
-    def within() -> None:
-        compiling.append(torch.compiler.is_compiling())
-
-    @internals.left_out_of_compilation
-    def function(x: Tensor) -> Tensor:
-        within()
-        return x + 1
-
-    class Counted:
-        graphs = 0
-
-        def __call__(self, graph: Any, inputs: Any) -> Any:
-            self.graphs += 1
-            return graph.forward
-
-    backend = Counted()
-    torch.testing.assert_close(function(torch.zeros(2)), torch.ones(2))
-    compiled = torch.compile(lambda x: function(x), backend=backend)
-    torch.testing.assert_close(compiled(torch.zeros(2)), torch.ones(2))
-    assert compiling == [False, False]
-    assert backend.graphs == 0  # the addition inside was not followed
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, for jvp
-def test_derivatives_that_are_computed_forward_are_noticed() -> None:
-    noticed = []
-
-    def function(x: Tensor) -> Tensor:
-        noticed.append(internals.is_forward_mode())
-        return 2 * x
-
-    x = torch.ones(2)
-    torch.func.jvp(function, (x,), (x,))
-    torch.func.jacfwd(function)(x)
-    with torch.autograd.forward_ad.dual_level():
-        function(x)
-    torch.func.vjp(function, x)
-    function(x.requires_grad_())
-    assert noticed == [True, True, True, False, False]
