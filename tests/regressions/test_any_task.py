@@ -13,6 +13,7 @@ import SimpleITK
 import yaml
 from tiny_trainings import as_a_new_process
 
+from tests.experiment.conftest import CONFIG
 from volseg.data import load_task
 from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.checks import check_task, repair_task
@@ -33,17 +34,8 @@ def folder(tmp_path):
 
 
 def config_of(root, output, *more):
-    config = {
-        "name": "tiny",
-        "data": {"root": str(root)},
-        "preprocessing": [{"name": "Spacing", "spacing": [2.0, 2.0, 2.0]}, {"name": "ZScore"}],
-        "split": {"num_folds": 2},
-        "patch": {"size": [16, 16, 16], "batch": 1},
-        "augmentation": {"enabled": False},
-        "network": {"name": "UNet", "channels": [4, 8], "strides": [2], "num_res_units": 1},
-        "optimizer": {"name": "SGD", "lr": 0.01},
-        "training": {"epochs": 1, "iterations": 1},
-    }
+    config = {**CONFIG, "data": {"root": str(root)}, "split": {"num_folds": 2}, "augmentation": {"enabled": False}}
+    config["training"] = {"epochs": 1, "iterations": 1}
     file = output.parent / "config.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
     return load_config(file, [f"output={output}", *more])

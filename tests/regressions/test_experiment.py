@@ -5,6 +5,7 @@ import yaml
 from tiny_trainings import plain_training
 from typer.testing import CliRunner
 
+from tests.experiment.conftest import CONFIG
 from volseg import experiment
 from volseg.cli import app
 from volseg.data.case_store.preparing import prepare_together
@@ -32,14 +33,7 @@ class ReachedError(Exception):
 def test_one_gpu_of_each_of_several_processes(tmp_path, monkeypatch, processes, expected):
     """``torchrun --nproc-per-node 2 -m volseg train CONFIG --gpus 1`` cut volumes over two processes. Then ``--gpus 1``
     took a spatial config for a choice of kernels, and the job was refused for having no strategy."""
-    config = {
-        "name": "tiny",
-        "data": {"root": "data"},
-        "patch": {"size": [16, 16, 16]},
-        "network": {"name": "UNet", "channels": [4, 8], "strides": [2]},
-        "optimizer": {"name": "SGD", "lr": 0.1},
-        "parallel": {"strategy": "spatial"},
-    }
+    config = {**CONFIG, "data": {"root": "data"}, "parallel": {"strategy": "spatial"}}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     trained = []
 
