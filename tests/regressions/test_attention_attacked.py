@@ -10,7 +10,7 @@ import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import assert_same_values, whole
+from beside_plain import RunLayers, assert_same_values, whole
 from in_group import in_group
 from kernels import DEVICE, INTERPRETED, with_kernels
 from torch import Tensor, nn
@@ -195,37 +195,34 @@ def test_steps_of_a_product_that_failed_were_marked_as_taken(calls: list[str], m
 
 
 def test_norms_had_lost_the_gradient_of_what_was_detached_behind_them() -> None:
-    class Detached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, 1, 3, padding=1)
-            self.norm = nn.InstanceNorm3d(4, affine=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            normed = self.norm(x)
-            x.detach_()
-            return self.last(normed)
+    def run(net: RunLayers, x: Tensor) -> Tensor:
+        x = net.first(x)
+        normed = net.norm(x)
+        x.detach_()
+        return net.last(normed)
 
     torch.manual_seed(0)
-    compare(Detached().double(), torch.rand(2, 1, 4, 4, 4, dtype=torch.float64))
+    first, last = nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, 1, 3, padding=1)
+    net = RunLayers(run, first=first, last=last, norm=nn.InstanceNorm3d(4, affine=True)).double()
+    compare(net, torch.rand(2, 1, 4, 4, 4, dtype=torch.float64))
 
 
-class Lines(nn.Module):
-    """A layer norm of voxels' channels."""
-
-    def __init__(self, run: Callable[["Lines", Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv3d(1, 6, 1), nn.Conv3d(6, 1, 1)
-        self.norm, self.wide = nn.LayerNorm(6), nn.Parameter(torch.randn(12))
-        self.run = run
-
-    def forward(self, image: Tensor) -> Tensor:
-        x = self.run(self, self.first(image).movedim(1, -1))
-        return self.last(x.movedim(-1, 1))
+Run = Callable[[RunLayers, Tensor], Tensor]
 
 
-def assigned(net: Lines, x: Tensor) -> Tensor:
+def make_lines(run: Run) -> RunLayers:
+    """Return a layer norm of voxels' channels, between convolutions."""
+    torch.manual_seed(0)
+    return RunLayers(
+        lambda net, image: net.last(run(net, net.first(image).movedim(1, -1)).movedim(-1, 1)),
+        first=nn.Conv3d(1, 6, 1),
+        last=nn.Conv3d(6, 1, 1),
+        norm=nn.LayerNorm(6),
+        wide=nn.Parameter(torch.randn(12)),
+    )
+
+
+def assigned(net: RunLayers, x: Tensor) -> Tensor:
     x = net.norm(x)
     x[..., 0] = 0.0
     return x
@@ -244,16 +241,15 @@ def assigned(net: Lines, x: Tensor) -> Tensor:
         pytest.param(lambda net, x: F.layer_norm(x, (6,), net.wide[:1].expand(6)), id="expanded weight"),
     ],
 )
-def test_layer_norms_that_broke(run: Callable[[Lines, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_norms_that_broke(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:  # of a GPU's path, by tensors of a CPU
         monkeypatch.setattr(layer_norm, "on_gpu", lambda tensor: True)
         monkeypatch.setattr(layer_norm, "available", lambda: True)
     found: list[int] = []
     plain = layer_norm.normalize_lines
     monkeypatch.setattr(layer_norm, "normalize_lines", lambda *given: (found.append(1), plain(*given))[1])
-    torch.manual_seed(0)
     # In float32, in which torch's sums have another order.
-    compare(Lines(run).to(DEVICE), torch.rand(2, 1, 3, 2, 2, device=DEVICE), rounding=1e-4)
+    compare(make_lines(run).to(DEVICE), torch.rand(2, 1, 3, 2, 2, device=DEVICE), rounding=1e-4)
     assert found
 
 
