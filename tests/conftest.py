@@ -190,12 +190,6 @@ def dicom_series() -> Path:
     return _shared("dicom/hippocampus_crop")
 
 
-@pytest.fixture(scope="session")
-def shared_ct() -> Path:
-    """Return the folder of one real CT and its labels, 3 mm."""
-    return _shared("ct")
-
-
 def pytest_ignore_collect(collection_path, config):
     """Leave out, unless it is asked for by its name, what holds no test of the one marker that ``-m`` names."""
     named = {Path(arg.partition("::")[0]).resolve() for arg in config.args}

@@ -1,8 +1,8 @@
 """Convolutions by kernels of our own, to compare with float64: the first of each by the interpreter, all on a GPU."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -242,7 +242,6 @@ def check(name: str, case: Case, dtype: torch.dtype) -> None:
             continue
         assert got.equal(compute(given)), "sums have an order"
         for one in (got, compute(placed)):
-            assert one is not None
             assert (one.shape, one.dtype) == (other.shape, dtype)
             assert float((one.double() - other).abs().max()) <= times * rounding * float(other.abs().max()), case
             if one.ndim == 5 and compute is not own.of_weight and not is_head:
@@ -258,20 +257,12 @@ def place_in_room(slab: Tensor) -> Tensor:
 
 
 def check_small(name: str, dtypes: Sequence[torch.dtype]) -> None:
-    """Check what the interpreter computes in seconds."""
-    with several_tiles(name):
-        for dtype in dtypes:
-            for case in OWN[name].cases[: OWN[name].small]:
-                check(name, case, dtype)
-
-
-@contextmanager
-def several_tiles(name: str) -> Iterator[None]:
-    """Give a program several tiles where a module lets it take few."""
+    """Check what the interpreter computes in seconds; a program takes several tiles where a module lets it."""
     with pytest.MonkeyPatch.context() as patch:
         if name == "few_out":
             patch.setattr(few_out, "PROGRAMS", 1)
-        yield
+        for dtype, case in product(dtypes, OWN[name].cases[: OWN[name].small]):
+            check(name, case, dtype)
 
 
 def list_large() -> list[Any]:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pydicom
 from monai.data import MetaTensor
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.sequence import Sequence as Items
@@ -139,12 +138,3 @@ def write_enhanced(
     one.PerFrameFunctionalGroupsSequence = Items(own)
     fill(one, elements)
     return save(one, path, stored, syntax)
-
-
-def read_by_pydicom(files: Sequence[Path]) -> dict[float, np.ndarray]:
-    """Return the values of upright slices by their height, by pydicom alone."""
-    found = [pydicom.dcmread(file) for file in files]
-    return {
-        float(one.ImagePositionPatient[2]): pydicom.pixels.apply_rescale(one.pixel_array, one).astype(np.float64)
-        for one in found
-    }

@@ -99,19 +99,13 @@ class Group:
         return 0
 
     def _collect(self, seconds: float) -> list[Any]:
-        deadline, faults = time.monotonic() + seconds, {}
-        results: dict[int, Any] = {}
-        while len(results) + len(faults) < self.size:
-            waiting = {
-                self.pipes[rank]: rank for rank in range(self.size) if rank not in results and rank not in faults
-            }
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
+        deadline, results, faults = time.monotonic() + seconds, {}, {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
+                rank = waiting.pop(pipe)
                 try:
-                    returned, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    returned, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
                     returned, value = False, f"the process ended\n{self._told(rank)}"
                 (results if returned else faults)[rank] = value
@@ -119,8 +113,7 @@ class Group:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if faults:
             raise GroupError("\n".join(f"rank {rank} of {self.size}: {fault}" for rank, fault in faults.items()))
-        if len(results) < self.size:
-            late = sorted(set(range(self.size)) - results.keys())
+        if late := sorted(waiting.values()):
             told = "\n".join(self._told(rank) for rank in late)
             raise GroupError(f"ranks {late} of {self.size} did not return within {seconds:g} s\n{told}")
         return [results[rank] for rank in range(self.size)]

@@ -310,12 +310,12 @@ class LargeLaunch(Launch):
         large = (number for number, tensor in enumerate(self.tensors) if tensor.numel() > 2**31)
         return [tuple(self.tensors[number].shape) for number in large if number not in self.reached]
 
-    def wait(self) -> None:
-        """Do nothing: nobody is waited for."""
-
     def begin_program(self, program: int) -> None:
         """Let a program run."""
         self.program = program + 1
+
+    def wait(self) -> None:
+        """Do nothing: nobody is waited for."""
 
 
 class LooseLaunch(Launch):
@@ -324,17 +324,7 @@ class LooseLaunch(Launch):
     def __post_init__(self) -> None:
         """Look at no memory."""
 
-    def begin_program(self, program: int) -> None:
-        """Let a program run."""
-
-    def read(self, pointers: Any, mask: Any, size: int) -> None:
+    def ignore(self, *_: Any) -> None:
         """Do nothing."""
 
-    def write(self, pointers: Any, mask: Any, size: int, values: Any) -> None:
-        """Do nothing."""
-
-    def change(self, pointers: Any, mask: Any, size: int, sem: str, scope: str) -> None:
-        """Do nothing."""
-
-    def wait(self) -> None:
-        """Do nothing."""
+    begin_program = read = write = change = wait = ignore

@@ -21,6 +21,8 @@ from scipy import ndimage
 from volseg.data import TaskCheck, check_task, load_task
 from volseg.data.splits import folds
 
+Edit = Callable[[np.ndarray], np.ndarray]
+
 SHAPE = (26, 30, 22)
 LABELS = {"0": "background", "1": "Anterior", "2": "Posterior"}
 
@@ -75,7 +77,7 @@ class Planter:
         self.root, self.name = root, name
         self.image, self.label = (root / folder / f"{name}.nii.gz" for folder in ("imagesTr", "labelsTr"))
 
-    def change(self, field: str, edit: Callable[[np.ndarray], np.ndarray], affine: np.ndarray | None = None) -> None:
+    def change(self, field: str, edit: Edit, affine: np.ndarray | None = None) -> None:
         """Write one of the files again, with other voxels or another affine."""
         path = getattr(self, field)
         stored = nibabel.load(path)
@@ -94,6 +96,16 @@ class Planter:
             save(path, np.asarray(stored.dataobj), stored.affine, stored.affine @ affine)
 
 
+def change_image(edit: Edit) -> Callable[[Planter], None]:
+    """Return what edits the voxels of a case's image."""
+    return lambda case: case.change("image", edit)
+
+
+def change_label(edit: Edit) -> Callable[[Planter], None]:
+    """Return what edits the voxels of a case's label."""
+    return lambda case: case.change("label", edit)
+
+
 def moved(*mm: float) -> np.ndarray:
     """Return a shift."""
     affine = np.eye(4)
@@ -106,7 +118,7 @@ def scaled(*factors: float) -> np.ndarray:
     return np.diag([*factors, 1.0])
 
 
-def set_voxel(value: float) -> Callable[[np.ndarray], np.ndarray]:
+def set_voxel(value: float) -> Edit:
     """Return what sets one voxel, in float."""
 
     def edit(voxels: np.ndarray) -> np.ndarray:
@@ -200,12 +212,12 @@ def _add_stray(case: Planter) -> None:
 def shift_label(step: int, axis: int) -> Callable[[Planter], None]:
     """Return what moves the label by some voxels; voxels that leave the volume are lost."""
     steps = step * np.eye(3)[axis]
-    return lambda case: case.change("label", lambda voxels: ndimage.shift(voxels, steps, order=0))
+    return change_label(lambda voxels: ndimage.shift(voxels, steps, order=0))
 
 
 def flip_label(axis: int) -> Callable[[Planter], None]:
     """Return what mirrors the label's voxels and leaves its header unchanged."""
-    return lambda case: case.change("label", lambda voxels: np.flip(voxels, axis).copy())
+    return change_label(lambda voxels: np.flip(voxels, axis).copy())
 
 
 def _draw_image(case: Planter) -> None:
@@ -261,24 +273,18 @@ FAULTS: Mapping[str, tuple[set[str], Callable[[Planter], object]]] = {
     "image cut short": ({"truncated"}, lambda case: case.image.write_bytes(case.image.read_bytes()[:-200])),
     "text for an image": ({"unreadable"}, lambda case: case.image.write_bytes(gzip.compress(b"no image " * 100))),
     "metres for mm": ({"size"}, lambda case: case.place(scaled(1e-3, 1e-3, 1e-3))),
-    "time series": (
-        {"channels"},
-        lambda case: case.change("image", lambda voxels: np.stack([voxels, voxels[::-1]], -1)),
-    ),
-    "NaN": ({"not-finite"}, lambda case: case.change("image", set_voxel(np.nan))),
-    "constant": ({"constant"}, lambda case: case.change("image", np.zeros_like)),
-    "two labels": (
-        {"label-channels"},
-        lambda case: case.change("label", lambda voxels: np.stack([voxels, voxels], -1)),
-    ),
-    "probabilities": ({"label-fractions"}, lambda case: case.change("label", set_voxel(0.4))),
-    "undeclared": ({"label-undeclared"}, lambda case: case.change("label", set_voxel(7))),
+    "time series": ({"channels"}, change_image(lambda voxels: np.stack([voxels, voxels[::-1]], -1))),
+    "NaN": ({"not-finite"}, change_image(set_voxel(np.nan))),
+    "constant": ({"constant"}, change_image(np.zeros_like)),
+    "two labels": ({"label-channels"}, change_label(lambda voxels: np.stack([voxels, voxels], -1))),
+    "probabilities": ({"label-fractions"}, change_label(set_voxel(0.4))),
+    "undeclared": ({"label-undeclared"}, change_label(set_voxel(7))),
     "label for an image": ({"image-is-label"}, lambda case: shutil.copyfile(case.label, case.image)),
     "swapped": ({"swapped"}, _swap),
-    "cropped label": ({"shape"}, lambda case: case.change("label", lambda voxels: voxels[:-2])),
+    "cropped label": ({"shape"}, change_label(lambda voxels: voxels[:-2])),
     "coarse label": ({"label-coarser"}, _coarsen),
     "label displaced": ({"affine"}, lambda case: case.place(moved(0, 3, 0), "label")),
-    "empty label": ({"label-empty"}, lambda case: case.change("label", np.zeros_like)),
+    "empty label": ({"label-empty"}, change_label(np.zeros_like)),
     "qform mirrored": ({"mirrored"}, lambda case: case.turn_qform(scaled(-1, 1, 1))),
     "qform moved": ({"forms-disagree"}, lambda case: case.turn_qform(moved(1.5, 0, 0))),
     "no form": ({"unplaced", "orientation"}, _unplace),
@@ -286,32 +292,23 @@ FAULTS: Mapping[str, tuple[set[str], Callable[[Planter], object]]] = {
     "thick slices": ({"spacing", "extent"}, lambda case: case.place(scaled(1, 1, 6))),
     "cut out": ({"extent"}, _cut_out),
     "one slice": ({"single-slice", "extent"}, keep_slices(lambda count: slice(count // 2, count // 2 + 1))),
-    "another scale": (
-        {"intensity-scale"},
-        lambda case: case.change("image", lambda voxels: voxels.astype(np.float32) * 1000),
-    ),
-    "inverted": ({"contrast"}, lambda case: case.change("image", _invert)),
+    "another scale": ({"intensity-scale"}, change_image(lambda voxels: voxels.astype(np.float32) * 1000)),
+    "inverted": ({"contrast"}, change_image(_invert)),
     "image deleted": ({"missing-file"}, lambda case: case.image.unlink()),
     "empty file": ({"truncated", "unreadable"}, lambda case: case.label.write_bytes(b"")),
     "pointer of Git LFS": ({"unreadable"}, lambda case: case.image.write_bytes(POINTER)),
     "plain as .nii.gz": ({"unreadable"}, _unpack),
-    "infinite": ({"not-finite"}, lambda case: case.change("image", set_voxel(-np.inf))),
-    "NaN in the label": ({"not-finite"}, lambda case: case.change("label", set_voxel(np.nan))),
-    "1e38": ({"huge-values"}, lambda case: case.change("image", set_voxel(1e38))),
-    "negative label": ({"label-undeclared"}, lambda case: case.change("label", set_voxel(-1))),
-    "rounded label": (
-        {"label-fractions"},
-        lambda case: case.change("label", lambda voxels: voxels * np.float32(1.0000001)),
-    ),
+    "infinite": ({"not-finite"}, change_image(set_voxel(-np.inf))),
+    "NaN in the label": ({"not-finite"}, change_label(set_voxel(np.nan))),
+    "1e38": ({"huge-values"}, change_image(set_voxel(1e38))),
+    "negative label": ({"label-undeclared"}, change_label(set_voxel(-1))),
+    "rounded label": ({"label-fractions"}, change_label(lambda voxels: voxels * np.float32(1.0000001))),
     "other axis order": ({"label-reordered"}, lambda case: _reverse(case, "label")),
-    "label everywhere": ({"label-full"}, lambda case: case.change("label", np.ones_like)),
+    "label everywhere": ({"label-full"}, change_label(np.ones_like)),
     "three voxels": ({"label-volume"}, _keep_three_voxels),
     "drawn label": ({"label-ragged"}, _draw_label),
     "salted label": ({"label-ragged", "label-scattered"}, _salt_label),
-    "merged labels": (
-        {"label-absent"},
-        lambda case: case.change("label", lambda voxels: (voxels > 0).astype(np.uint8)),
-    ),
+    "merged labels": ({"label-absent"}, change_label(lambda voxels: (voxels > 0).astype(np.uint8))),
     "stray voxels": ({"label-scattered"}, _add_stray),
     "label 4 to the right": ({"label-shifted"}, shift_label(4, 0)),
     "label 4 to the left": ({"label-shifted"}, shift_label(-4, 0)),
@@ -324,22 +321,22 @@ FAULTS: Mapping[str, tuple[set[str], Callable[[Planter], object]]] = {
     "label mirrored head-feet": ({"label-mirrored"}, flip_label(2)),
     "drawn image": ({"noise"}, _draw_image),
     "noise": ({"noise"}, _add_noise),
-    "clipped to 8 bits": ({"saturated"}, lambda case: case.change("image", _clip_to_bytes)),
-    "overflow of 16 bits": ({"wrapped", "noise"}, lambda case: case.change("image", _overflow)),
-    "bytes swapped": ({"noise", "wrapped"}, lambda case: case.change("image", _swap_bytes)),
+    "clipped to 8 bits": ({"saturated"}, change_image(_clip_to_bytes)),
+    "overflow of 16 bits": ({"wrapped", "noise"}, change_image(_overflow)),
+    "bytes swapped": ({"noise", "wrapped"}, change_image(_swap_bytes)),
     "first half of the slices": ({"extent", "label-cut"}, keep_slices(lambda count: slice(None, count // 2))),
     "every second slice": ({"extent", "slices-unlike"}, keep_slices(lambda count: slice(None, None, 2))),
-    "half of the slices blank": ({"empty-slices"}, lambda case: case.change("image", _blank_half)),
+    "half of the slices blank": ({"empty-slices"}, change_image(_blank_half)),
     "doubled spacing": ({"spacing"}, lambda case: case.place(scaled(1, 1, 2))),
     "all spacings doubled": ({"spacing"}, lambda case: case.place(scaled(2, 2, 2))),
     "a ten thousandth": (
         {"intensity-scale"},
-        lambda case: case.change("image", lambda voxels: voxels.astype(np.float32) * np.float32(1e-4)),
+        change_image(lambda v: v.astype(np.float32) * np.float32(1e-4)),
     ),
 }
 """By name: the kinds of finding of which a check must report at least one, and what plants the fault."""
 
-COPIES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+COPIES: Mapping[str, Edit] = {
     "copy without a slice": lambda voxels: voxels[:, :, 1:],
     "copy without three rows": lambda voxels: voxels[1:-1, :-1],
     "copy stored reversed": lambda voxels: voxels[::-1].copy(),
@@ -401,7 +398,7 @@ def _exchange_labels(root: Path, one: str, other: str) -> tuple[str, str]:
     return one, other
 
 
-def _copy_changed(root: Path, one: str, other: str, edit: Callable[[np.ndarray], np.ndarray], *, scales: bool) -> None:
+def _copy_changed(root: Path, one: str, other: str, edit: Edit, *, scales: bool) -> None:
     given, copied = (Planter(root, name) for name in (one, other))
     shutil.copyfile(given.image, copied.image)
     shutil.copyfile(given.label, copied.label)

@@ -111,17 +111,15 @@ def _describe(asked: Mapping[str, Any]) -> dict[str, Any] | None:
     if not sys.platform.startswith("linux") or isinstance(asked["args"], (str, bytes, os.PathLike)):
         return None
     command = [os.fsdecode(part) for part in asked["args"]]
-    options = [part for part in command[1:3] if part in ("-u", "-P")]
-    unbuffered, is_path_safe = "-u" in options, "-P" in options
-    arguments = command[1 + len(options) :]
+    is_path_safe = command[1:2] == ["-P"]
+    arguments = command[1 + is_path_safe :]
     if command[0] != sys.executable or not arguments:
         return None
     if arguments[0].startswith("-") and (arguments[0] not in ("-m", "-c") or len(arguments) < 2):
         return None
     plain = {"executable": None, "preexec_fn": None, "shell": False, "close_fds": True, "umask": -1}
-    if any(asked[name] != value for name, value in plain.items()) or any(
-        asked[name] for name in ("gid", "gids", "uid")
-    ):
+    plain |= {"process_group": -1} if "process_group" in asked else {}
+    if any(asked[name] != value for name, value in plain.items()) or asked["gid"] or asked["gids"] or asked["uid"]:
         return None
     folder = os.path.abspath(asked["cwd"] or ".")
     environment = {os.fsdecode(k): os.fsdecode(v) for k, v in (asked["env"] or os.environ).items()}
@@ -129,13 +127,11 @@ def _describe(asked: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     return {
         "arguments": arguments,
-        "unbuffered": unbuffered,
         "path_safe": is_path_safe,
         "folder": folder,
         "environment": environment,
         "pass_fds": sorted(asked["pass_fds"]),
         "new_session": asked["start_new_session"],
-        "group": asked.get("process_group", -1),
         "parent": os.getpid(),
     }
 
@@ -233,7 +229,7 @@ def begin(requests: socket.socket) -> None:
     other.close()
     _waiting, _asking = own, threading.Lock()
     try:
-        _run(request["arguments"], [] if request["path_safe"] else None)
+        _run(request["arguments"], request["path_safe"])
         status: object = 0
     except SystemExit as end:
         status = 0 if end.code is None else end.code
@@ -298,8 +294,6 @@ def _take_place(request: dict[str, Any]) -> None:
     _control(PR_SET_NAME, b"python")
     if request["new_session"]:
         os.setsid()
-    if request["group"] != -1:
-        os.setpgid(0, request["group"])
     targets = [0, 1, 2, *request["pass_fds"]]
     high = [_move_up(descriptor, max(targets)) for descriptor in request["descriptors"]]
     for descriptor, target in zip(high, targets, strict=True):
@@ -309,7 +303,7 @@ def _take_place(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     sys.path[:] = [*_list_own_paths(), *_installed]
     os.chdir(request["folder"])
-    unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         raw, before = io.FileIO(number, "w" if number else "r", closefd=False), getattr(sys, f"__{name}__")
         kind = io.BufferedWriter if number else io.BufferedReader
@@ -346,34 +340,28 @@ def _let_go(request: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def _run(arguments: Sequence[str], first_path: list[str] | None) -> None:
-    """Do what ``python`` does with these arguments, with the first entries of the path that it was told to have."""
-    sys.orig_argv[1:] = [
-        *(["-P"] if first_path == [] else []),
-        *arguments,
-    ]  # by which a process that begins anew starts a new interpreter
+def _run(arguments: Sequence[str], is_path_safe: bool) -> None:
+    """Do what ``python`` does with these arguments, by ``-P`` with nothing in front of the path."""
+    # By which a process that begins anew starts a new interpreter.
+    sys.orig_argv[1:] = [*(["-P"] if is_path_safe else []), *arguments]
     import numpy  # imported already
 
     # Python's own generator is seeded in every fork, and torch's begins alike in all processes.
     numpy.random.seed()  # noqa: NPY002 - the one that libraries draw from
-    if arguments[0] == "-m":
-        name = arguments[1]
-        sys.argv, sys.path[:0] = list(arguments[1:]), [os.getcwd()] if first_path is None else first_path
-        sys.modules.pop(name, None)  # or runpy warns that it was imported before
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    kind, named = arguments[0], arguments[0] in ("-m", "-c")
+    sys.argv = ["-c", *arguments[2:]] if kind == "-c" else list(arguments[named:])
+    if not is_path_safe:
+        sys.path.insert(0, {"-m": os.getcwd(), "-c": ""}.get(kind, str(Path(kind).resolve().parent)))
+    if kind == "-m":
+        sys.modules.pop(arguments[1], None)  # or runpy warns that it was imported before
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    if arguments[0] == "-c":
-        sys.argv, sys.path[:0] = ["-c", *arguments[2:]], [""] if first_path is None else first_path
-        exec(compile(arguments[1], "<string>", "exec"), vars(module))
-        return
-    module.__file__ = arguments[0]
-    sys.argv, sys.path[:0] = (
-        list(arguments),
-        [str(Path(arguments[0]).resolve().parent)] if first_path is None else first_path,
-    )
-    exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), vars(module))
+    if kind != "-c":
+        module.__file__ = kind
+    text, name = (arguments[1], "<string>") if kind == "-c" else (Path(kind).read_bytes(), kind)
+    exec(compile(text, name, "exec"), vars(module))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,13 @@ def test_a_block_that_writes_nothing_is_an_error(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_the_file_of_before_keeps_a_name(tmp_path):
+@pytest.mark.parametrize("links", [True, False])
+def test_the_file_of_before_keeps_a_name(tmp_path, monkeypatch, links):
+    def refuse(*names):
+        raise PermissionError(1, "Operation not permitted")  # as vfat and some network file systems answer
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
     path, previous = tmp_path / "latest.pt", tmp_path / "previous.pt"
     for content in (b"1", b"2", b"3"):
         with replacing(path, previous=previous) as partial:
@@ -57,18 +63,6 @@ def test_two_names_of_one_file_which_a_kill_may_leave_are_parted_again(tmp_path)
         partial.write_bytes(b"2")
     assert (path.read_bytes(), previous.read_bytes()) == (b"2", b"1")
     assert sorted(os.listdir(tmp_path)) == ["latest.pt", "previous.pt"]
-
-
-def test_without_hard_links_the_file_has_one_name_after_the_other(tmp_path, monkeypatch):
-    def refuse(*names):
-        raise PermissionError(1, "Operation not permitted")  # as vfat and some network file systems answer
-
-    monkeypatch.setattr(os, "link", refuse)
-    path, previous = tmp_path / "latest.pt", tmp_path / "previous.pt"
-    for content in (b"1", b"2"):
-        with replacing(path, previous=previous) as partial:
-            partial.write_bytes(content)
-    assert (path.read_bytes(), previous.read_bytes()) == (b"2", b"1")
 
 
 def test_only_partial_files_are_removed(tmp_path):

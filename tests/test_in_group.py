@@ -7,17 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from in_group import GroupError, assert_all_well, end_groups, in_group
+from in_group import GroupError, end_groups, in_group
 
 
 def summed(base: int) -> tuple[int, float]:
     total = torch.tensor(float(base + dist.get_rank()))
     dist.all_reduce(total)
     return os.getpid(), float(total)
-
-
-def rank_of_environment() -> list[int]:
-    return [dist.get_rank(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.device_count()]
 
 
 def raise_in_the_second() -> None:
@@ -46,11 +42,6 @@ def test_functions_share_the_processes() -> None:
     assert os.getpid() not in dict(first)
 
 
-def test_another_number_of_processes_is_another_group() -> None:
-    assert in_group(3, rank_of_environment) == [[rank, rank, 3, 0] for rank in range(3)]
-    assert in_group(2, rank_of_environment) == [[rank, rank, 2, 0] for rank in range(2)]
-
-
 def test_a_failure_is_told_at_once_and_does_not_reach_the_next(tmp_path: Path) -> None:
     with pytest.raises(GroupError, match=r"(?s)rank 1 of 2: Traceback.*raise_in_the_second.*second one is tired"):
         in_group(2, raise_in_the_second)
@@ -76,9 +67,3 @@ def test_a_file_leaves_no_group_running(request: pytest.FixtureRequest) -> None:
 def test_a_function_without_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match="put it at the top level of its module"):
         in_group(2, lambda: None)
-
-
-def test_what_is_wrong_is_told_by_rank() -> None:
-    assert_all_well([None, None])
-    with pytest.raises(AssertionError, match="rank 1: halved"):
-        assert_all_well([None, "halved"])

@@ -17,10 +17,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 def test_the_citation_is_complete_and_names_this_version():
     """Keys and values of the Citation File Format 1.2.0 that its schema requires or restricts."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["cff-version"] == "1.2.0"
-    assert citation["type"] == "software"
-    assert citation["version"] == volseg.__version__
-    assert citation["license"] == PROJECT["license"]
+    fixed = {"cff-version": "1.2.0", "type": "software", "version": volseg.__version__, "license": PROJECT["license"]}
+    assert fixed.items() <= citation.items()
     assert citation["message"]
     assert citation["title"]
     assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
@@ -59,9 +57,6 @@ def test_a_hint_that_installs_volseg_is_seen(hint):
 
 
 def test_the_front_pages_are_short():
-    pages = {
-        name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
-    }
-    assert len(pages["README.md"]) <= 6000
-    assert len(pages["CHANGELOG.md"].splitlines()) <= 60
-    assert len(pages["CONTRIBUTING.md"].splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text(encoding="utf-8")) <= 6000
+    for name, lines in (("CHANGELOG.md", 60), ("CONTRIBUTING.md", 120)):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines

@@ -10,7 +10,7 @@ from volseg.data.synthetic import make_task
 from volseg.experiment import REGISTRIES, load_config, own_components
 from volseg.workflow import Checkpoints, Hook, Named, Training
 
-__all__ = ["DYNUNET", "FirstWeights", "as_a_new_process", "clone", "config_factory", "make_training"]
+__all__ = ["DYNUNET", "FirstWeights", "as_a_new_process", "clone", "config_factory", "make_training", "plain_training"]
 
 DYNUNET = (
     "network={name: DynUNet, kernel_size: [3, 3, 3], strides: [1, 2, 2], upsample_kernel_size: [2, 2], "
@@ -87,4 +87,18 @@ def make_training(network, folder, num_classes, *hooks, decay=0.7):
         epochs=1,
         average_decay=decay,
         hooks=[*hooks, Checkpoints(folder)],
+    )
+
+
+def plain_training(epochs=1, batches=1, **options):
+    """Return a training of one convolution of 3 x 3 x 3 by plain SGD."""
+    torch.manual_seed(0)
+    network = nn.Conv3d(1, 2, 3, padding=1)
+    return Training(
+        Named(network, inputs=["image"], outputs=["logits"]),
+        Named(nn.functional.cross_entropy, inputs=["logits", "label"], outputs=["loss"]),
+        torch.optim.SGD(network.parameters(), lr=0.1),
+        [{"image": torch.randn(1, 1, 4, 4, 4), "label": torch.zeros(1, 4, 4, 4).long()} for _ in range(batches)],
+        epochs=epochs,
+        **options,
     )

@@ -13,5 +13,4 @@ def trace_only(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[...,
     # Late, as the package does it: the compiler takes as long to import as torch.
     from torch._dynamo.backends.debugging import aot_eager
 
-    traced: Callable[..., Any] = aot_eager(graph, list(inputs))
-    return traced
+    return aot_eager(graph, list(inputs))

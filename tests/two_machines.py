@@ -1,14 +1,13 @@
 """Two machines on one: two network namespaces that a cable joins, each with its own host name and processes.
 
-``python tests/two_machines.py COMMAND...`` runs ``torchrun COMMAND...`` on both, one process each, joined over the
-cable; from a test, `on_two_machines` does. It takes Linux, root, and ``ip`` (iproute2) and ``unshare`` (util-linux).
+`on_two_machines` gives them, and `Machines.torchrun` runs ``torchrun`` on both, joined over the cable. It takes Linux,
+root, and ``ip`` (iproute2) and ``unshare`` (util-linux).
 """
 
 import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -107,19 +106,3 @@ def on_two_machines() -> Iterator[Machines]:
 
 def _ip(*command: str) -> None:
     subprocess.run(["ip", *command], check=True)
-
-
-def main(command: Sequence[str]) -> int:
-    """Run a command on both machines; return the worse of their exit statuses."""
-    if reason := why_not():
-        sys.stderr.write(f"{reason}\n")
-        return 1
-    begun = time.perf_counter()
-    with on_two_machines() as machines:
-        statuses = [process.wait() for process in machines.torchrun(command)]
-    sys.stdout.write(f"exit statuses {statuses} after {time.perf_counter() - begun:.0f} s\n")
-    return max(map(abs, statuses))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

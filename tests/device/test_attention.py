@@ -44,6 +44,11 @@ def draw(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
+def draw_matrices(samples: int) -> list[Tensor]:
+    """Return the result's gradient, queries, keys and values of two heads, 40 rows and 70 columns."""
+    return [draw(samples, 2, rows, 16) for rows in (40, 40, 70, 70)]
+
+
 def make_terms(kinds: str, outer: tuple[int, int], sides: tuple[int, int]) -> list[Addend]:
     """Return terms as networks have them: a bias of heads, a mask of windows, of columns or rows, of each matrix."""
     batch, heads = outer
@@ -68,23 +73,20 @@ def widen(terms: Sequence[Addend]) -> list[Addend]:
 
 
 def run(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float
-) -> list[Tensor]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float,
+    attend: Any = attention.attend, differentiate: Any = attention.differentiate,
+) -> list[Tensor]:  # fmt: skip
     """Return what the kernels return, all terms' gradients too."""
-    out, logs = attention.attend(query, key, value, terms, scale)
-    wanted = [True] * len(terms)
-    *found, slopes = attention.differentiate(gradient, query, key, value, out, logs, terms, scale, wanted)
+    out, logs = attend(query, key, value, terms, scale)
+    *found, slopes = differentiate(gradient, query, key, value, out, logs, terms, scale, [True] * len(terms))
     return [out, logs, *found, *slopes]
 
 
-def run_exactly(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float
-) -> list[Tensor]:
-    gradient, query, key, value = exact(gradient, query, key, value)
-    terms, wanted = widen(terms), [True] * len(terms)
-    out, logs = plain_kernels.attend(query, key, value, terms, scale)
-    *found, slopes = plain_kernels.differentiate_attention(gradient, query, key, value, out, logs, terms, scale, wanted)
-    return [out, logs, *found, *slopes]
+def run_exactly(*given: Any) -> list[Tensor]:
+    """Return the same in float64, by plain torch."""
+    *tensors, terms, scale = given
+    plain = plain_kernels.attend, plain_kernels.differentiate_attention
+    return run(*exact(*tensors), widen(terms), scale, *plain)
 
 
 def assert_near(got: Sequence[Tensor], wanted: Sequence[Tensor], rounding: float) -> None:
@@ -99,9 +101,7 @@ def assert_near(got: Sequence[Tensor], wanted: Sequence[Tensor], rounding: float
 @with_kernels
 @pytest.mark.parametrize(("outer", "sides", "features", "kinds"), fewer(SHAPES, 5), ids=str)
 @pytest.mark.parametrize("dtype", fewer([torch.float16, torch.bfloat16], 1), ids=str)
-def test_kernels_equal_float64(
-    outer: tuple[int, int], sides: tuple[int, int], features: tuple[int, int], kinds: str, dtype: torch.dtype
-) -> None:
+def test_kernels_equal_float64(outer, sides, features, kinds, dtype):
     (rows, columns), (inner, last) = sides, features
     # As a joint projection of queries, keys and values leaves them.
     query = draw(outer[0], rows, 2, outer[1], inner, dtype=dtype)[:, :, 1].transpose(1, 2)
@@ -120,7 +120,7 @@ def test_kernels_equal_float64(
 @with_kernels
 def test_a_term_that_does_not_divide_the_matrices_is_refused() -> None:
     """Two masks for two matrices each, of two in all: the second gets none, and its gradient was other memory."""
-    query, key, value = draw(1, 2, 40, 16), draw(1, 2, 70, 16), draw(1, 2, 70, 16)
+    _, query, key, value = draw_matrices(1)
     with pytest.raises(ValueError, match="a multiple of 2 \\* 2 = 4 matrices of scores, not 2"):
         attention.attend(query, key, value, [Addend(torch.zeros(2, 40, 70, device=DEVICE), 2, 2)], 0.25)
 
@@ -129,7 +129,7 @@ def test_a_term_that_does_not_divide_the_matrices_is_refused() -> None:
 @pytest.mark.parametrize("hidden", [-100.0, -torch.inf], ids=str)
 def test_masks_hide_what_they_hide(hidden: float) -> None:
     """Also where a row's first columns are hidden, and the row is finite all the same."""
-    query, key, value, gradient = draw(2, 2, 40, 16), draw(2, 2, 70, 16), draw(2, 2, 70, 16), draw(2, 2, 40, 16)
+    gradient, query, key, value = draw_matrices(2)
     mask = torch.zeros(2, 40, 70, device=DEVICE)
     mask[0, :20, :66] = mask[1, 3:, 35:] = hidden
     given = gradient, query, key, value, [Addend(mask, 2, 2)], 0.25
@@ -139,7 +139,7 @@ def test_masks_hide_what_they_hide(hidden: float) -> None:
 @OF_NUMPY
 @with_kernels
 def test_a_row_that_sees_nothing_is_no_number() -> None:
-    query, key, value, gradient = draw(1, 2, 40, 16), draw(1, 2, 70, 16), draw(1, 2, 70, 16), draw(1, 2, 40, 16)
+    gradient, query, key, value = draw_matrices(1)
     mask = torch.zeros(1, 40, 70, device=DEVICE)
     mask[0, 7] = -torch.inf
     given = gradient, query, key, value, [Addend(mask, 1, 1)], 0.25
@@ -157,7 +157,7 @@ def test_a_row_that_sees_nothing_is_no_number() -> None:
 @pytest.mark.parametrize("broken", [0, 1, 2, 3], ids=["query", "key", "value", "term"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf], ids=str)
 def test_what_is_no_number_stays_none(broken: int, number: float) -> None:
-    given = [draw(1, 2, 40, 16), draw(1, 2, 70, 16), draw(1, 2, 70, 16), torch.zeros(2, 40, 70, device=DEVICE)]
+    given = [*draw_matrices(1)[1:], torch.zeros(2, 40, 70, device=DEVICE)]
     given[broken].view(-1)[5 * 16 + 3] = number
     query, key, value, term = given
     got, _ = attention.attend(query, key, value, [Addend(term, 1, 2)], 0.25)
@@ -184,13 +184,11 @@ def test_sizes_that_do_not_fit() -> None:
         return attention.fits(query, key, (batch, heads, columns, last))
 
     assert fits(2, 3, 5, 7, 128, 128)
-    assert not fits(2, 3, 5, 7, 129, 16)
-    assert not fits(2, 3, 5, 7, 16, 129)
-    assert not fits(2, 3, 0, 7, 16, 16)
-    assert not fits(2, 3, 5, 0, 16, 16)
+    assert fits(1, 8, 2**24 - 1, 16, 16, 16)
+    for sizes in ((2, 3, 5, 7, 129, 16), (2, 3, 5, 7, 16, 129), (2, 3, 0, 7, 16, 16), (2, 3, 5, 0, 16, 16)):
+        assert not fits(*sizes), sizes
     assert not fits(0, 3, 5, 7, 16, 16)
     assert not fits(1, 1, 2**16, 2**15, 16, 16)
-    assert fits(1, 8, 2**24 - 1, 16, 16, 16)
     assert not fits(1, 8, 2**24, 16, 16, 16)  # of the result, whose rows hold all heads
     assert not fits(1, 1, 2**24, 16, 128, 16)
     assert attention.fits((2, 5, 16), (2, 7, 16))
@@ -228,8 +226,7 @@ class Windows(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.first(image).flatten(2).transpose(1, 2)
-        result: Tensor = self.attention(x.reshape(-1, 40, 24), self.mask)
-        return result
+        return self.attention(x.reshape(-1, 40, 24), self.mask)
 
 
 @with_kernels

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,18 +86,15 @@ def test_without_a_compiler_nobody_can_compile():
         Compiling((9, 0), 1)
 
 
-class Parameter:
-    def __init__(self, name, is_constexpr=False, do_not_specialize=False):
-        self.name, self.is_constexpr, self.do_not_specialize = name, is_constexpr, do_not_specialize
+def parameter(name, **told):
+    return SimpleNamespace(name=name, **{"is_constexpr": False, "do_not_specialize": False, **told})
 
 
 class Jitted:
     params = (
-        Parameter("x"),
-        Parameter("V"),
-        Parameter("eps"),
-        Parameter("BV", is_constexpr=True),
-        Parameter("H", do_not_specialize=True),
+        *map(parameter, ("x", "V", "eps")),
+        parameter("BV", is_constexpr=True),
+        parameter("H", do_not_specialize=True),
     )
 
 
@@ -116,14 +114,9 @@ def test_calls_that_run_one_binary_are_one_specialization():
     assert key_of(half, 7) == key_of(half[16:], 33)
     assert key_of(half, 7) == key_of(half, 7, height=16) == key_of(half, 7, height=1) == key_of(half, 7, eps=1.0)
     different = [
-        key_of(half, 32),
+        *(key_of(half, number) for number in (32, 1, 7, 2**40, 2**40 + 1, None)),
         key_of(whole, 32),
         key_of(half[1:], 32),  # 2 bytes behind a multiple of 16
-        key_of(half, 1),
-        key_of(half, 7),
-        key_of(half, 2**40),
-        key_of(half, 2**40 + 1),
-        key_of(half, None),
         key_of(half, 32, block=128),
         key_of(half, 32, warps=8),
         key_of(half, 32, height=2**40),

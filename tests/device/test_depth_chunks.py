@@ -12,9 +12,7 @@ from volseg.device.convolution.depth_chunks import convolve, differentiate
     [(3, 1, 1, 1), (3, 2, 1, 1), (5, 1, 2, 1), (1, 1, 0, 1), (3, 1, 2, 2), (1, 1, 2, 1), (3, 2, 6, 1)],
 )
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
-def test_stacks_equal_the_whole(
-    batch: int, kernel: int, stride: int, padding: int, dilation: int, layout: torch.memory_format
-) -> None:
+def test_stacks_equal_the_whole(batch, kernel, stride, padding, dilation, layout):
     arguments = [[stride] * 3, [padding] * 3, [dilation] * 3, False, [0] * 3, 1]
     slab = torch.randn(batch, 4, 23, 6, 7, dtype=torch.float64).to(memory_format=layout)
     weight = torch.randn(6, 4, *[kernel] * 3, dtype=torch.float64)

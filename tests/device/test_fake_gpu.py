@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.fake_gpus import Gpu, KernelObserver
 from volseg.device import fake_gpu, gpus, streams, triton_tiles
@@ -23,6 +22,9 @@ def test_a_numbered_cpu_is_a_gpu_where_gpus_are_faked() -> None:
         with pytest.raises(ParallelError, match="already fakes"), fake_gpu.faking(Gpu()):
             pass
     assert gpus.has_values(gpu)
+    assert not gpus.on_gpu(torch.zeros(2))
+    assert not gpus.is_recording(host)
+    assert fake_gpu.get_fake() is None
 
 
 def test_kernels_are_noted_on_fake_gpus() -> None:
@@ -47,8 +49,7 @@ def test_streams_are_numbered_and_nest() -> None:
     device = fake_gpu.fake_device(0)
 
     def find_number() -> int:
-        number: int = streams.current_gpu_stream(device).number
-        return number
+        return streams.current_gpu_stream(device).number
 
     with fake_gpu.faking(Gpu()):
         side = streams.make_stream(device)
@@ -60,10 +61,3 @@ def test_streams_are_numbered_and_nest() -> None:
         assert not gpus.is_recording(device)
         with gpus.fake_recording("step"):
             assert gpus.is_recording(device)
-
-
-def test_outside_nothing_is_faked() -> None:
-    x: Tensor = torch.zeros(2)
-    assert not gpus.on_gpu(x)
-    assert not gpus.is_recording(x.device)
-    assert fake_gpu.get_fake() is None

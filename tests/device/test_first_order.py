@@ -77,7 +77,6 @@ def test_first_derivatives_are_not() -> None:
     x = torch.ones(3, requires_grad=True)
     for _ in range(2):  # gradients accumulate
         Twice.apply(x).sum().backward()
-    assert x.grad is not None
     assert x.grad.tolist() == [4.0] * 3
     # Also where the loop around it has switched them on, as checkpointing does.
     with torch.enable_grad():

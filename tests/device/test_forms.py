@@ -77,9 +77,7 @@ def list_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("form", "settings", "taps", "channels"), [*list_cases()])
-def test_every_direction_equals_torchs(
-    form: Form, settings: Settings, taps: tuple[int, ...], channels: tuple[int, int]
-) -> None:
+def test_every_direction_equals_torchs(form, settings, taps, channels):
     call = make_call(settings, taps, channels)
     for layout in (LAST, torch.contiguous_format):
         laid = call._replace(weight=call.weight.contiguous(memory_format=layout))
@@ -95,13 +93,6 @@ def test_every_direction_equals_torchs(
 
 def test_channels_are_filled_up_to_multiples() -> None:
     assert [padded.fill_up(channels) for channels in (1, 24, 32, 48, 64, 65)] == [32, 32, 32, 64, 64, 96]
-
-
-def test_turned_round_twice_a_weight_is_as_it_was() -> None:
-    weight = torch.randn(4, 6, 5, 2, 3)
-    once = flipped_weights.turn_round(weight)
-    assert once[5, 3, 0, 1, 2].equal(weight[3, 5, 4, 0, 0])
-    assert flipped_weights.turn_round(once).equal(weight)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -144,16 +135,10 @@ def test_what_is_not_grouped() -> None:
     assert not fits(slab[:, :2], draw(4, 2, 3, 3, 3))
     assert not fits(slab[:, :, :0])
     assert not fits(slab[0])
-    for changed in (
-        {"stride": (1, 1, 2)},
-        {"stride": (2, 1, 1)},
-        {"groups": 3},
-        {"transposed": True},
-        {"padding": (1, 1, 0)},
-        {"padding": (1, 1, 2)},
-        {"dilation": (1, 1, 2)},
-    ):
-        assert not fits(slab, settings=replace(PADDED, **changed)), changed
+    refused = {"stride": [(1, 1, 2), (2, 1, 1)], "padding": [(1, 1, 0), (1, 1, 2)], "dilation": [(1, 1, 2)]}
+    for name, values in (refused | {"groups": [3], "transposed": [True]}).items():
+        for value in values:
+            assert not fits(slab, settings=replace(PADDED, **{name: value})), (name, value)
     assert not fits(slab, draw(4, 3, 3, 3, 2))
 
 
@@ -244,7 +229,6 @@ def test_choice_computes_with_them(monkeypatch: pytest.MonkeyPatch, needed: tupl
     found = choice.convolve(slab, weight, bias, settings, channels_last=True)
     torch.testing.assert_close(found, torch.ops.aten.convolution(slab, weight, bias, *settings.arguments))
     assert not choice.adds_bias(slab, weight, settings, channels_last=True), "cuDNN's kernel does not"
-    assert gradient is not None
     each = choice.differentiate(gradient, slab, weight, [5], settings, True, needed)
     wanted = torch.ops.aten.convolution_backward(gradient, slab, weight, [5], *settings.arguments, [True] * 3)
     for value, other, asked in zip(each, wanted, needed, strict=True):

@@ -1,6 +1,7 @@
 """How one CUDA graph is recorded; what needs no CUDA of it is played."""
 
 import gc
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -130,37 +131,34 @@ def test_strides_count_where_they_are_asked_for():
     assert describe_inputs((x,), with_strides=True) != describe_inputs((x.T.contiguous().T,), with_strides=True)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        torch.no_grad,
-        torch.inference_mode,
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: torch.autocast("cpu", torch.float16),
-    ],
-)
-def test_modes_tell_how_torch_is_set(mode):
-    before = read_modes()
-    with mode():
-        assert read_modes() != before
-    assert read_modes() == before
+@contextmanager
+def setting(of, value):
+    """Set one of torch's settings in the block."""
+    before = getattr(torch, f"get_{of}")()
+    getattr(torch, f"set_{of}")(value)
+    yield
+    getattr(torch, f"set_{of}")(before)
 
 
-def test_the_default_type_and_the_precision_of_products_are_modes():
-    before, precision = read_modes(), torch.get_float32_matmul_precision()
-    found = set()
-    try:
-        for chosen in ("highest", "high", "medium"):
-            torch.set_float32_matmul_precision(chosen)
+MODES = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "float16": lambda: torch.autocast("cpu", torch.float16),
+    "high": lambda: setting("float32_matmul_precision", "high"),
+    "medium": lambda: setting("float32_matmul_precision", "medium"),
+    "float64": lambda: setting("default_dtype", torch.float64),
+}
+
+
+def test_modes_tell_how_torch_is_set():
+    torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())  # said otherwise until it is set once
+    before, found = read_modes(), set()
+    for mode in MODES.values():
+        with mode():
             found.add(read_modes())
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    assert len(found) == 3
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert read_modes() != before
-    finally:
-        torch.set_default_dtype(torch.float32)
+        assert read_modes() == before
+    assert len(found | {before}) == 1 + len(MODES)
 
 
 @pytest.mark.gpu

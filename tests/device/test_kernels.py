@@ -4,7 +4,7 @@ import ast
 import importlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,6 @@ HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 matrices of bfloat16 as if their bits were whole numbers."""
 
 ACTIVATIONS = [Activation(), Activation("leaky", 0.1), Activation("elu", 1.3)]
-OTHERS = [("prelu", 3), ("prelu", 1), ("sigmoid", 0), ("silu", 0), ("gelu", 0)]
-"""More activations, with the number of slopes."""
-
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8, torch.float16: 2**-11}
 """Of the result; the sums before it are in float32. The interpreter cuts bits off where a GPU rounds to bfloat16."""
 
@@ -110,6 +107,12 @@ def values(*shape: int) -> Tensor:
     return torch.rand(shape, device=DEVICE) + 0.5
 
 
+def draw_others() -> Iterator[tuple[Activation, Tensor | None]]:
+    """Yield more activations, with their slopes."""
+    for kind, slopes in (("prelu", 3), ("prelu", 1), ("sigmoid", 0), ("silu", 0), ("gelu", 0)):
+        yield Activation(kind), values(slopes) if slopes else None
+
+
 def assert_near(got: Tensor, wanted: Tensor, rounding: float) -> None:
     """Compare to a result in float64, within so much of its largest value."""
     assert got.shape == wanted.shape
@@ -152,8 +155,7 @@ def affine() -> None:
                 assert ends[:, :, [0, 3, 4]].equal(got[:, :, [0, 3, 4]])
                 assert not ends[:, :, 1:3].any()
     x, pairs = volume(2, 3, 2, 3, 1), (values(2, 3), values(2, 3) - 1)
-    for kind, slopes in OTHERS:
-        activation, slope = Activation(kind), values(slopes) if slopes else None
+    for activation, slope in draw_others():
         wanted = reference.affine(*wide(x, *pairs), activation, slope=wide(slope)[0])
         assert_near(passes.affine(x, *pairs, activation, slope=slope), wanted, 1e-5)
 
@@ -161,18 +163,14 @@ def affine() -> None:
 @covers("device.norm.passes._sums_kernel")
 def gradient_sums() -> None:
     for dtype in WIDE_AND_HALF:
-        gradient, (mean, scale, shift) = (
-            volume(2, 3, 5, 3, 4, dtype=dtype),
-            (values(2, 3), values(2, 3), values(2, 3) - 1),
-        )
+        gradient, mean, scale, shift = volume(2, 3, 5, 3, 4, dtype=dtype), values(2, 3), values(2, 3), values(2, 3) - 1
         for layout, activation in zip(LAYOUTS[1:], ACTIVATIONS, strict=True):
             x = lay_out(volume(2, 3, 5, 3, 4, dtype=dtype), layout)
             wanted = reference.gradient_sums(*wide(gradient, x, mean, scale, shift), activation)
             parts = passes.gradient_sums(gradient, x, mean, scale, shift, activation)
             assert_near(parts.sum(0), wanted, 1e-5)  # nothing is rounded but sums in float32
     x, gradient = volume(2, 3, 2, 3, 1), volume(2, 3, 2, 3, 1)
-    for kind, slopes in OTHERS:
-        activation, slope = Activation(kind), values(slopes) if slopes else None
+    for activation, slope in draw_others():
         wanted = reference.gradient_sums(*wide(gradient, x, mean, scale, shift), activation, *wide(slope))
         got = passes.gradient_sums(gradient, x, mean, scale, shift, activation, slope)
         assert_near(got.sum(0), wanted, 1e-5)
@@ -188,8 +186,7 @@ def gradient_input() -> None:
             got = passes.gradient_input(gradient, x, *pairs, activation)
             assert_near(got, wanted, ROUNDING[dtype])
     x, gradient = volume(2, 3, 2, 3, 1), volume(2, 3, 2, 3, 1)
-    for kind, slopes in OTHERS:
-        activation, slope = Activation(kind), values(slopes) if slopes else None
+    for activation, slope in draw_others():
         wanted = reference.gradient_input(*wide(gradient, x, *pairs), activation, slope=wide(slope)[0])
         assert_near(passes.gradient_input(gradient, x, *pairs, activation, slope=slope), wanted, 1e-5)
 
@@ -371,13 +368,11 @@ def exchange_with_replicas() -> None:
         order = [(first + 1 + n) % 4 for n in range(4)]
         for rank in order:
             box = boxes[rank]
-            assert box is not None
             box.hears = rank == first
             own = Running(running[0].clone(), running[1].clone(), 0.3)
             got, count = exchanged.exchange_coefficients(
                 slabs[rank], None, weight, bias, 1e-5, box, grouping, own, voxels, 2
             )
-        assert count is not None
         assert count.item() == number
         assert_near(got, wanted[:, : rows[first // 2]], 1e-5)
         for value, exactly in zip((own.mean, own.variance), moved, strict=True):
@@ -499,7 +494,6 @@ def exchange_values() -> None:
         got = {}
         for rank in order:
             box = boxes[rank]
-            assert box is not None
             got[rank] = box.stack(sent[rank])
         assert got[order[0]][order[0]].equal(sent[order[0]])
         assert bool(got[order[0]][order[1]].isnan().all())  # who had not come yet
@@ -626,9 +620,7 @@ def decide_labels() -> None:
 
 @with_kernels
 @pytest.mark.parametrize("kernels", [pytest.param(names, id=names[0]) for names in group_by_case()])
-def test_kernels_equal_plain_torch(
-    kernels: list[str], monkeypatch: pytest.MonkeyPatch, watched_kernels: list[Any]
-) -> None:
+def test_kernels_equal_plain_torch(kernels, monkeypatch, watched_kernels):
     monkeypatch.setattr(triton_tiles, "TILE", 32)  # several programs, of a few voxels
     ran: set[str] = set()
 

@@ -65,10 +65,6 @@ def test_what_is_no_number_stays_in_its_line() -> None:
     assert of_lines[8:].isfinite().all()
 
 
-def test_lines_that_are_torchs() -> None:
-    assert not layer_norm.takes_lines(torch.empty(3, 8), 8)  # of a CPU
-
-
 class Lines(nn.Module):
     """Layer norms behind a projection: of channels, of the last two dims, without weights, of what lies otherwise."""
 
@@ -86,8 +82,7 @@ class Lines(nn.Module):
         x = self.first(image).movedim(1, -1)
         x = x + self.linear(self.norm(x))
         x = x * self.wide(x.contiguous()) + self.bare(x)
-        result: Tensor = self.last(x.movedim(-1, 1))
-        return result
+        return self.last(x.movedim(-1, 1))
 
 
 @with_kernels

@@ -67,9 +67,7 @@ def test_running_statistics_move_as_torchs(batch: int, channels: int) -> None:
     ("dtype", "mean", "deviation"),
     [(torch.float32, 1e4, 1e-2), (torch.bfloat16, 1e4, 1e-2), (torch.bfloat16, 1e4, 100), (torch.float32, 0, 1)],
 )
-def test_variances_far_from_zero(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mean: float, deviation: float, last: bool
-) -> None:
+def test_variances_far_from_zero(monkeypatch, dtype, mean, deviation, last):
     monkeypatch.setattr(triton_tiles, "TILE", 256)  # a program goes through many tiles
     torch.manual_seed(0)
     x = (torch.randn(1, 5, 16, 15, 17, dtype=torch.float64) * deviation + mean).to(DEVICE, dtype)
@@ -103,9 +101,7 @@ def test_statistics_of_tiles_that_are_not_full(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("place", [0, 40, 499])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of infinities
-def test_what_is_not_finite_spoils_its_own_channel(
-    monkeypatch: pytest.MonkeyPatch, value: float, place: int, last: bool
-) -> None:
+def test_what_is_not_finite_spoils_its_own_channel(monkeypatch, value, place, last):
     monkeypatch.setattr(triton_tiles, "TILE", 128)
     x = torch.randn(2, 3, 1, 1, 500, device=DEVICE)
     spoilt = x.clone()

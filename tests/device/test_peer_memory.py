@@ -73,7 +73,6 @@ class Ledger:
 
 
 def share() -> PeerMemory | None:
-    assert dist.group.WORLD is not None
     return share_memory(dist.group.WORLD, CPU, 64)
 
 
@@ -86,11 +85,9 @@ def others_allocated() -> set[int]:
 
 def memory_goes_with_who_holds_it() -> None:
     first = share()
-    assert first is not None
     assert first.rank == dist.get_rank()
     assert {address // 1000 for address in first.addresses} == {0, 1}
     second = share()
-    assert second is not None
     assert not set(first.addresses) & set(second.addresses)
     assert len(Ledger.allocated) == 2  # both are held
     del first
@@ -134,7 +131,6 @@ def who_cannot_share_tells_the_others() -> None:
     assert share() is None
     Ledger.one_gpu = False
     kept = share()
-    assert kept is not None
     assert Ledger.allocated == {kept.addresses[kept.rank]}  # nothing is left of those that failed
     assert Ledger.mapped == others_allocated()
 
@@ -144,7 +140,6 @@ def a_models_mailbox_goes_with_the_model() -> None:
     communicator = model.strategy.communicator
     assert isinstance(communicator, ProcessGroupShards)
     shared = share()
-    assert shared is not None
     communicator.mailbox = ValueMailbox(shared.addresses, shared.rank, CPU, memory=shared)
     shares = communicator.shares((2, 3), torch.float32, CPU)
     assert communicator.shares((2, 3), torch.float32, CPU) is shares  # recorded steps read it from where it lies

@@ -217,30 +217,17 @@ def test_recordings_that_fail_or_begin_half_way() -> None:
 
 
 @pytest.mark.multi_gpu
-def test_processes_exchange_eagerly_and_from_graphs(tmp_path: Path) -> None:
-    _in_processes("exchange", tmp_path)
-
-
-@pytest.mark.multi_gpu
-def test_networks_compute_the_same_as_through_nccl(tmp_path: Path) -> None:
-    _in_processes("compare", tmp_path)
-
-
-@pytest.mark.multi_gpu
-def test_processes_fetch_planes_and_give_them_back(tmp_path: Path) -> None:
-    _in_processes("fetch", tmp_path)
-
-
-def _in_processes(what: str, folder: Path) -> None:
-    launch([__file__, what, str(folder)], processes=torch.cuda.device_count())
+@pytest.mark.parametrize("what", ["exchange", "compare", "fetch"])
+def test_processes(what: str, tmp_path: Path) -> None:
+    """Planes arrive, eagerly and from graphs; networks compute the same as through NCCL; planes are given back."""
+    launch([__file__, what, str(tmp_path)], processes=torch.cuda.device_count())
     for rank in range(torch.cuda.device_count()):
-        assert (folder / str(rank)).read_text(encoding="utf-8") == "equal"
+        assert (tmp_path / str(rank)).read_text(encoding="utf-8") == "equal"
 
 
 def _group() -> tuple[ProcessGroupShards, int, int]:
     start_group()
     rank, shards = dist.get_rank(), dist.get_world_size()
-    assert dist.group.WORLD is not None
     group = ProcessGroupShards(dist.group.WORLD, [shards], torch.device("cuda", rank))
     assert group.plane_mailbox is not None
     return group, rank, shards

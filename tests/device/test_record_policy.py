@@ -49,10 +49,13 @@ def called(recorder, *sizes):
     return [recorder(torch.zeros(size)) for size in sizes]
 
 
-def test_each_shape_runs_some_times_before_it_is_recorded(make):
+def test_each_shape_runs_some_times_before_it_is_recorded_also_after_a_release(make, made):
     recorder = make()
     assert called(recorder, 1, 2, 1, 1, 2, 2) == ["ran", "ran", "ran", "replayed (1,)", "ran", "replayed (2,)"]
     assert called(recorder, 1, 2) == ["replayed (1,)", "replayed (2,)"]
+    recorder.release()
+    assert made[0].released
+    assert called(recorder, 1, 1, 1) == ["ran", "ran", "replayed (1,)"]
 
 
 def test_shapes_beyond_the_limit_run_as_they_are(make, made):
@@ -82,14 +85,6 @@ def test_a_failure_after_a_recording_leaves_the_recording(make, made):
     assert recorder.refused == "division by zero"
 
 
-def test_released_recordings_are_freed_and_made_anew(make, made):
-    recorder = make()
-    called(recorder, 1, 1, 1)
-    recorder.release()
-    assert made[0].released
-    assert called(recorder, 1, 1, 1) == ["ran", "ran", "replayed (1,)"]
-
-
 def test_an_interrupt_is_not_taken_for_a_failure(make):
     def record(x):
         raise KeyboardInterrupt
@@ -98,7 +93,7 @@ def test_an_interrupt_is_not_taken_for_a_failure(make):
         called(make(record), 1, 1, 1)
 
 
-def test_a_recording_that_is_long_idle_gives_way_to_another():
+def test_a_recording_that_is_long_idle_gives_way_to_another_where_idleness_has_a_limit():
     recordings = Recordings(Kind, warm_up=1, limit=1, idle=3)
     first, second = recordings.find_kind("first"), recordings.find_kind("second")
     for kind in (first, second):
@@ -116,14 +111,11 @@ def test_a_recording_that_is_long_idle_gives_way_to_another():
     assert held.released
     assert first.recording is None
     assert len(recordings) == 0
-
-
-def test_without_a_limit_of_idleness_no_recording_gives_way():
-    recordings = Recordings(Kind, warm_up=0, limit=1)
-    recordings.keep(recordings.find_kind("first"), Played("first"))
+    unlimited = Recordings(Kind, warm_up=0, limit=1)
+    unlimited.keep(unlimited.find_kind("first"), Played("first"))
     for _ in range(1000):
-        recordings.count(recordings.find_kind("second"))
-    assert not recordings.make_room()
+        unlimited.count(unlimited.find_kind("second"))
+    assert not unlimited.make_room()
 
 
 def test_kinds_are_refused_one_by_one_or_all_together():

@@ -21,8 +21,7 @@ class Gate(nn.Module):
         self.block = AttentionBlock(3, f_int=16, f_g=32, f_l=32)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.block(g=x, x=x)
-        return result
+        return self.block(g=x, x=x)
 
 
 def gates() -> list[nn.Module]:
@@ -60,14 +59,7 @@ def one_voxel() -> list[nn.Module]:
         (one_voxel, "all", 0.05, 1e-4, 0.0),
     ],
 )
-def test_a_network_trains_as_in_float64(
-    layers: Callable[[], list[nn.Module]],
-    checkpoint: str | None,
-    share: float,
-    absolute: float,
-    least: float,
-    beside_float64: Beside,
-) -> None:
+def test_a_network_trains_as_in_float64(layers, checkpoint, share, absolute, least, beside_float64):
     """bfloat16 has three digits. A bias in front of a norm has no gradient (``least``), or rounding (``absolute``)."""
     pairs = beside_float64(layers, torch.randn(2, 1, 8, 12, 10, device="cuda"), checkpoint)
     for one, other in pairs:
@@ -84,9 +76,7 @@ def assert_near(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("channels", "sides"), [(128, (12, 14, 16)), (64, (16, 32, 32)), (32, (16, 32, 32))])
-def test_a_network_trains_with_many_taps(
-    channels: int, sides: tuple[int, ...], beside_float64: Beside, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_trains_with_many_taps(channels, sides, beside_float64, monkeypatch):
     asked: list[int] = []
 
     def note(*given: Any) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from volseg.device.triton_tiles import choose_tile, compute_divider, halve, is_narrow, read_strides
+from volseg.device.triton_tiles import choose_tile, compute_divider, is_narrow, read_strides
 
 SECTOR = 32
 """Bytes that a GPU reads or writes at least, wherever they are wanted."""
@@ -52,11 +52,6 @@ def test_one_channel_is_addressed_alike_in_both_layouts(voxels: tuple[int, ...])
     )
     assert read_strides(contiguous) == (contiguous.stride(0), 0, 1)
     assert choose_tile(contiguous) == choose_tile(last)
-
-
-def test_half_a_tile_is_a_tile() -> None:
-    assert halve((128, 32)) == (64, 32)
-    assert halve((1, 128)) == (1, 128)
 
 
 @pytest.mark.parametrize(("channels", "narrow"), [(1, False), (3, True), (8, False), (12, True), (80, False)])

@@ -12,6 +12,7 @@ from documented import ROOT, read_blocks
 from tiny_trainings import as_a_new_process
 from typer.testing import CliRunner
 
+from tests.experiment.conftest import CONFIG
 from volseg.cli import app
 from volseg.config.yaml_values import parse_yaml
 from volseg.experiment import load_config, train
@@ -69,14 +70,7 @@ def test_the_page_about_ones_own_components_runs(tmp_path, monkeypatch):
 
 def test_the_page_about_fine_tuning_runs():
     (block,) = blocks("fine-tuning.md", "yaml")
-    config = {
-        "name": "first",
-        "data": {"root": "Task00_Synthetic"},
-        "patch": {"size": [16, 16, 16]},
-        "network": {"name": "UNet", "channels": [4, 8], "strides": [2]},
-        "optimizer": {"name": "SGD", "lr": 0.01},
-        "training": {"epochs": 1, "iterations": 1},
-    }
+    config = {**CONFIG, "name": "first", "data": {"root": "Task00_Synthetic"}}
     run("volseg data make Task00_Synthetic --cases 6 --tests 0")
     Path("first.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     run("volseg train first.yaml")

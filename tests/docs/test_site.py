@@ -37,15 +37,10 @@ def test_every_page_is_there(site):
 def test_nothing_is_asked_of_the_outside(site):
     """Fonts, scripts, styles and pictures lie in the site: what a page loads is not known to anybody else."""
     asked = {
-        (path.name, target)
-        for path in site.rglob("*.html")
-        for target in LOADED.findall(path.read_text(encoding="utf-8"))
-        if re.match(r"(https?:)?//", target)
-    }
-    asked |= {
         (path.name, "".join(target))
-        for path in site.rglob("*.css")
-        for target in LOADED_BY_STYLE.findall(path.read_text(encoding="utf-8"))
+        for pattern, loaded in (("*.html", LOADED), ("*.css", LOADED_BY_STYLE))
+        for path in site.rglob(pattern)
+        for target in loaded.findall(path.read_text(encoding="utf-8"))
         if re.match(r"(https?:)?//", "".join(target))
     }
     assert asked == set()

@@ -30,9 +30,7 @@ def logits(*size: int) -> Tensor:
 @pytest.mark.parametrize("grid", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("size", [(8, 6, 4), (4, 3, 2), (7, 5, 4), (1, 6, 4)], ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=["plain", "everything"])
-def test_loss_of_slabs_equals_loss_of_the_volume(
-    terms: Terms, size: tuple[int, ...], grid: tuple[int, ...], sharded_label: bool, dtype: torch.dtype
-) -> None:
+def test_loss_of_slabs_equals_loss_of_the_volume(terms, size, grid, sharded_label, dtype):
     """Heads of one grid, of half, of no whole fraction, and too coarse to be cut."""
     x, y = logits(*size), torch.randint(0, 3, (2, 1, 8, 6, 4)).to(dtype)
     expected = dice_cross_entropy(x, y, terms)
@@ -85,5 +83,4 @@ def test_a_label_that_is_no_class_makes_loss_and_gradient_nan(stranger: int) -> 
     loss = dice_cross_entropy(x, y, Terms(include_background=False))
     loss.backward()
     assert loss.isnan()
-    assert x.grad is not None
     assert x.grad[1].isnan().any()

@@ -50,6 +50,11 @@ def make_label(targets: Targets, batch: int = 2) -> Tensor:
     return label.to(torch.uint8)
 
 
+def draw(name: str, batch: int = 2) -> tuple[Targets, Tensor, Tensor]:
+    """Return what is known of a task's label maps, logits of it, and label maps."""
+    return TARGETS[name], make_logits(TARGETS[name], batch), make_label(TARGETS[name], batch)
+
+
 def assert_same(ours: Tensor, theirs: Tensor, logits: Tensor, **close: Any) -> None:
     torch.testing.assert_close(ours, theirs, **(close or EXACT))
     gradients = [torch.autograd.grad(3 * loss, logits, retain_graph=True)[0] for loss in (ours, theirs)]
@@ -68,8 +73,7 @@ def one_hot(label: Tensor, classes: int) -> Tensor:
 
 def test_ignored_voxels_are_masked_as_in_nnunet() -> None:
     """``DC_and_CE_loss`` of nnU-Net 2.8.1 per sample; its cross entropy is torch's with ``ignore_index``."""
-    targets = TARGETS["ignored"]
-    logits, label = make_logits(targets), make_label(targets)
+    targets, logits, label = draw("ignored")
     mask = (label != IGNORED).double()
     entropy = [F.cross_entropy(x[None], y.long(), ignore_index=IGNORED) for x, y in zip(logits, label, strict=True)]
     expected = dice(logits.softmax(1), one_hot(label, 4), mask).mean() + torch.stack(entropy).mean()
@@ -79,8 +83,7 @@ def test_ignored_voxels_are_masked_as_in_nnunet() -> None:
 @pytest.mark.parametrize("name", ["regions", "regions, ignored"])
 def test_regions_are_nnunets(name: str) -> None:
     """``DC_and_BCE_loss`` of nnU-Net 2.8.1; of its binary cross entropy the mean over regions with a mask, too."""
-    targets = TARGETS[name]
-    logits, label = make_logits(targets), make_label(targets)
+    targets, logits, label = draw(name)
     mask = (label != IGNORED).double()
     truth = torch.stack([torch.isin(label[:, 0], torch.tensor(region)) for region in REGIONS], 1).double()
     entropy = F.binary_cross_entropy_with_logits(logits, truth, reduction="none") * mask
@@ -126,8 +129,7 @@ def test_hidden_classes_are_merged_with_the_background() -> None:
 
 
 def test_a_fully_labelled_sample_keeps_its_loss_beside_a_partial_one() -> None:
-    targets = TARGETS["partial"]
-    logits, label = make_logits(targets), make_label(targets)
+    targets, logits, label = draw("partial")
     label[1] = torch.randint(0, 4, (1, *SIZE))
     plain = monai.losses.DiceCELoss(softmax=True, to_onehot_y=True)(logits[1:], label[1:])
     alone = known_dice_cross_entropy(logits[:1], label[:1], targets, Terms())
@@ -173,8 +175,7 @@ def test_ignored_voxels_have_no_gradient(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("terms", TERMS, ids=["plain", "everything"])
 @pytest.mark.parametrize("name", [name for name in TARGETS if "ignored" in name])
 def test_a_sample_that_nobody_annotated_counts_as_nothing(name: str, terms: Terms) -> None:
-    targets = TARGETS[name]
-    logits, label = make_logits(targets), make_label(targets)
+    targets, logits, label = draw(name)
     label[1] = IGNORED
     nothing = known_dice_cross_entropy(logits[1:], label[1:], targets, terms)
     assert nothing.item() == 0
@@ -187,8 +188,7 @@ def test_a_sample_that_nobody_annotated_counts_as_nothing(name: str, terms: Term
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_it_is_a_mean_over_samples(name: str) -> None:
-    targets = TARGETS[name]
-    logits, label = make_logits(targets, 5), make_label(targets, 5)
+    targets, logits, label = draw(name, 5)
     label[0][label[0] == 2] = 1
     label[3] = 3
     whole = known_dice_cross_entropy(logits, label, targets, Terms())
@@ -196,12 +196,14 @@ def test_it_is_a_mean_over_samples(name: str) -> None:
     torch.testing.assert_close(whole, (2 * parts[0] + 3 * parts[1]) / 5, **EXACT)
 
 
-def test_more_voxels_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    targets = TARGETS["partial, ignored"]
-    logits, label = make_logits(targets), make_label(targets)
-    whole = known_dice_cross_entropy(logits, label, targets, Terms())
+@pytest.mark.parametrize("name", TARGETS)
+def test_channels_last_and_chunks_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets, logits, label = draw(name)
+    expected = known_dice_cross_entropy(logits, label, targets, Terms())
+    last = logits.contiguous(memory_format=torch.channels_last_3d)
+    assert_same(known_dice_cross_entropy(last, label, targets, Terms()), expected, logits)
     monkeypatch.setattr(known_voxels, "ELEMENTS", 7 * 50)
-    assert_same(known_dice_cross_entropy(logits, label, targets, Terms()), whole, logits)
+    assert_same(known_dice_cross_entropy(logits, label, targets, Terms()), expected, logits)
 
 
 def test_half_precision_is_summed_in_float32() -> None:
@@ -217,12 +219,9 @@ def test_half_precision_is_summed_in_float32() -> None:
 @pytest.mark.parametrize(("dims", "grid"), [((2,), (2,)), ((2,), (3,)), ((2, 3), (2, 2))], ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=["plain", "everything"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_loss_of_slabs_equals_loss_of_the_volume(
-    name: str, terms: Terms, dims: tuple[int, ...], grid: tuple[int, ...], sharded_label: bool
-) -> None:
+def test_loss_of_slabs_equals_loss_of_the_volume(name, terms, dims, grid, sharded_label):
     """What keeps a column from being judged may lie on another shard."""
-    targets = TARGETS[name]
-    logits, label = make_logits(targets), make_label(targets)
+    targets, logits, label = draw(name)
     if targets.hidden:
         label[:, :, :4] = 3
     context = Context(LocalDevices(["cpu"] * math.prod(grid), grid))
@@ -256,10 +255,9 @@ def test_a_number_that_means_nothing_is_refused(name: str, strange: int) -> None
 
 
 def test_logits_of_another_task_are_refused() -> None:
+    _, logits, label = draw("ignored")
     with pytest.raises(DataError, match=r"need logits \(B, 3, D, H, W\) with one channel per region"):
-        known_dice_cross_entropy(
-            make_logits(TARGETS["ignored"]), make_label(TARGETS["ignored"]), TARGETS["regions"], Terms()
-        )
+        known_dice_cross_entropy(logits, label, TARGETS["regions"], Terms())
 
 
 @pytest.mark.parametrize(
@@ -269,20 +267,8 @@ def test_parameters_that_only_monai_knows_are_refused(parameters: dict[str, Any]
     loss = DiceCELoss(**{"softmax": True, "to_onehot_y": True, **parameters})
     with pytest.raises(ConfigError, match="takes no class weights"):
         loss.take_targets(TARGETS["ignored"])
-
-
-def test_a_plain_task_keeps_the_single_pass() -> None:
-    loss = DiceCELoss(softmax=True, to_onehot_y=True).take_targets(Targets(num_classes=4))
-    assert loss.targets is None
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_channels_last_is_the_same(name: str) -> None:
-    targets = TARGETS[name]
-    logits, label = make_logits(targets), make_label(targets)
-    last = logits.contiguous(memory_format=torch.channels_last_3d)
-    expected = known_dice_cross_entropy(logits, label, targets, Terms())
-    assert_same(known_dice_cross_entropy(last, label, targets, Terms()), expected, logits)
+    plain = DiceCELoss(softmax=True, to_onehot_y=True).take_targets(Targets(num_classes=4))
+    assert plain.targets is None  # it keeps the single pass
 
 
 @pytest.mark.gpu

@@ -22,17 +22,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "of the batch": {"batch": True},
     "squared": {"squared_pred": True},
     "Jaccard": {"jaccard": True},
-    "everything": {
-        "include_background": False,
-        "batch": True,
-        "squared_pred": True,
-        "jaccard": True,
-        "smooth_nr": 0.3,
-        "smooth_dr": 0.7,
-        "lambda_dice": 0.4,
-        "lambda_ce": 2.5,
-    },
 }
+VARIANTS["everything"] = {name: value for variant in VARIANTS.values() for name, value in variant.items()}
+VARIANTS["everything"] |= {"smooth_nr": 0.3, "smooth_dr": 0.7, "lambda_dice": 0.4, "lambda_ce": 2.5}
 
 
 def volumes(classes: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, Tensor]:
@@ -144,14 +136,10 @@ def test_a_label_that_is_no_class_is_refused(stranger: float) -> None:
         DiceCELoss(**MAPS)(logits, label)
 
 
-def test_another_grid_is_refused() -> None:
+def test_a_label_of_another_grid_or_batch_is_refused() -> None:
     logits, label = volumes(3)
     with pytest.raises(AssertionError, match="different shape"):
         DiceCELoss(**MAPS)(logits, label[..., :6])
-
-
-def test_a_label_of_another_batch_is_refused() -> None:
-    logits, label = volumes(3)
     with pytest.raises(DataError, match=r"got \(2, 3, 5, 6, 7\) and \(1, 1, 5, 6, 7\)"):
         DiceCELoss(**MAPS)(logits, label[:1])
 

@@ -6,7 +6,6 @@ import logging
 import pytest
 import torch
 from monai.losses import DeepSupervisionLoss, DiceCELoss
-from monai.networks import nets
 from torch import nn
 from torch.nn.functional import pad
 
@@ -35,17 +34,8 @@ def test_output_is_the_crop_of_the_padded_run():
     x = volume(18, 24, 17)
     expected = net(pad(x, (3, 4, 0, 0, 3, 3)))[:, :, 3:21, :, 3:20]
     assert torch.equal(FitGrid(net)(x), expected)
-
-
-def test_a_size_that_is_taken_is_passed_on():
-    net = dynunet()
-    x = volume(16, 24, 8)
-    assert torch.equal(FitGrid(net)(x), net(x))
-
-
-def test_vnet_takes_nnunets_patch():
-    fitted = FitGrid(nets.VNet(in_channels=1, out_channels=3))
-    assert fitted.rule.sides((40, 56, 40)) == (48, 64, 48)
+    taken = volume(16, 24, 8)
+    assert torch.equal(FitGrid(net)(taken), net(taken))
 
 
 def test_it_says_so_once(caplog):
@@ -89,12 +79,6 @@ def test_it_nests_moves_and_copies_as_a_module():
         next(twin.parameters()).zero_()
     assert next(twin.net.parameters()).abs().sum() == 0
     assert next(net.parameters()).abs().sum() > 0
-
-
-def test_gradients_reach_every_parameter_through_the_crop():
-    net = dynunet()
-    FitGrid(net)(volume(18, 17, 16)).sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
 
 
 @pytest.mark.parametrize("sides", [(16, 24, 16), (18, 25, 17)])

@@ -54,17 +54,12 @@ def test_other_strides_and_kernels_change_only_the_shapes_of_convolutions():
     kernels = {
         "in_tr.conv_block.conv": (5, 5, 1),
         "out_tr.conv_block.conv": (5, 5, 1),
-        "up_tr32.ops.0.conv_block.conv": (5, 5, 1),
         "down_tr32.ops.0.conv_block.conv": (5, 5, 1),
-        "up_tr64.ops.0.conv_block.conv": (5, 5, 1),
         "down_tr64.ops.1.conv_block.conv": (5, 5, 5),
         "up_tr256.ops.1.conv_block.conv": (5, 5, 5),
         "down_tr32.down_conv": (2, 2, 1),
         "up_tr32.up_conv": (2, 2, 1),
-        "down_tr64.down_conv": (2, 2, 1),
         "down_tr128.down_conv": (2, 2, 2),
-        "up_tr128.up_conv": (2, 2, 2),
-        "down_tr256.down_conv": (2, 2, 1),
         "up_tr256.up_conv": (2, 2, 1),
     }
     assert {name: tuple(ours[f"{name}.weight"].shape[2:]) for name in kernels} == kernels

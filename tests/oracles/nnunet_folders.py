@@ -29,26 +29,14 @@ from nnunet_architecture import describe_architecture
 os.environ.setdefault("nnUNet_def_n_proc", "1")
 VERSIONS = ("nnunetv2", "dynamic-network-architectures", "torch", "numpy", "scipy", "scikit-image")
 
-SPLINES = "resample_data_or_seg_to_shape"
-OLD_SHAPE = {"is_seg": False, "order": 3, "order_z": 0, "force_separate_z": None}
-RESAMPLING = {
-    "resampling_fn_data": SPLINES,
-    "resampling_fn_seg": SPLINES,
-    "resampling_fn_data_kwargs": OLD_SHAPE,
-    "resampling_fn_seg_kwargs": {**OLD_SHAPE, "is_seg": True, "order": 1},
-    "resampling_fn_probabilities": SPLINES,
-    "resampling_fn_probabilities_kwargs": {**OLD_SHAPE, "order": 1},
+KINDS = ("data", "seg", "probabilities")
+SHAPED = {"order_z": 0, "force_separate_z": None}
+RESAMPLING = {f"resampling_fn_{of}": "resample_data_or_seg_to_shape" for of in KINDS} | {
+    f"resampling_fn_{of}_kwargs": {"is_seg": of == "seg", "order": 3 if of == "data" else 1, **SHAPED} for of in KINDS
 }
-TORCH_RESAMPLING = {
-    **{f"resampling_fn_{of}": "resample_torch_fornnunet" for of in ("data", "seg", "probabilities")},
-    **{
-        f"resampling_fn_{of}_kwargs": {
-            "is_seg": of == "seg",
-            "force_separate_z": None,
-            "memefficient_seg_resampling": False,
-        }
-        for of in ("data", "seg", "probabilities")
-    },
+IN_TORCH = {"force_separate_z": None, "memefficient_seg_resampling": False}
+TORCH_RESAMPLING = {f"resampling_fn_{of}": "resample_torch_fornnunet" for of in KINDS} | {
+    f"resampling_fn_{of}_kwargs": {"is_seg": of == "seg", **IN_TORCH} for of in KINDS
 }
 LABELS = {"background": 0, "organ": 1, "lesion": 2}
 REGIONS = {"background": 0, "whole": [1, 2], "core": [2]}
@@ -137,16 +125,9 @@ def make_plans(spec: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     moments = {}
     for channel in range(len(spec["channels"])):
         values = np.concatenate([image[channel][image[channel] > 60] for image in images])
-        low, middle, high = np.percentile(values, (0.5, 50, 99.5)).tolist()
-        moments[str(channel)] = {
-            "mean": float(values.mean()),
-            "std": float(values.std()),
-            "percentile_00_5": low,
-            "percentile_99_5": high,
-            "median": middle,
-            "min": float(values.min()),
-            "max": float(values.max()),
-        }
+        names = "percentile_00_5", "median", "percentile_99_5"
+        moments[str(channel)] = dict(zip(names, np.percentile(values, (0.5, 50, 99.5)).tolist(), strict=True))
+        moments[str(channel)] |= {of: float(getattr(values, of)()) for of in ("mean", "std", "min", "max")}
     configuration = {
         "data_identifier": "nnUNetPlans_3d",
         "preprocessor_name": "DefaultPreprocessor",

@@ -26,10 +26,8 @@ from nnunetv2.experiment_planning.experiment_planners.residual_unets.residual_en
 )
 
 PLANNERS = {
-    "ExperimentPlanner": ExperimentPlanner,
-    "nnUNetPlannerResEncM": nnUNetPlannerResEncM,
-    "nnUNetPlannerResEncL": nnUNetPlannerResEncL,
-    "nnUNetPlannerResEncXL": nnUNetPlannerResEncXL,
+    kind.__name__: kind
+    for kind in (ExperimentPlanner, nnUNetPlannerResEncM, nnUNetPlannerResEncL, nnUNetPlannerResEncXL)
 }
 
 # Cases, channels, labels (with the background), median shape and spacing as (z, y, x), share left by the cropping: of

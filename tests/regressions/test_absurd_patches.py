@@ -38,16 +38,18 @@ def test_a_patch_that_no_gpus_could_hold_is_refused_in_words(request, side, form
     assert str(side) in said
 
 
+def make(sides):
+    return describe_network(nn.Conv3d(1, 2, 3, padding=1), (1, 1, *sides), dtype=torch.float32)
+
+
 def test_the_largest_volume_is_found_from_such_a_size():
     kind = find_kind("v100-16")
-
-    def make(sides):
-        return describe_network(nn.Conv3d(1, 2, 3, padding=1), (1, 1, *sides), dtype=torch.float32)
+    machine = Machine(gpu=kind, num_gpus=1, links=get_links(kind), gpu_bytes=kind.memory)
 
     def find(side):
         planned = Planned(
             work=make((side,) * 3),
-            machine=Machine(gpu=kind, num_gpus=1, links=get_links(kind), gpu_bytes=kind.memory),
+            machine=machine,
             free=Freedom(),
             resize=lambda sides: (make(sides), 0),
             divisors=(64, 64, 64),
@@ -58,10 +60,7 @@ def test_the_largest_volume_is_found_from_such_a_size():
     assert found == find(256)
     assert found is not None
     assert found.needed <= kind.memory
-    assert forecast_too_large(make((100_000,) * 3), kind)
-
-
-def forecast_too_large(work, kind):
-    machine = Machine(gpu=kind, num_gpus=1, links=get_links(kind), gpu_bytes=kind.memory)
-    forecast = Planned(work=work, machine=machine).follow(Candidate(kernels="torch"))
-    return forecast.more_than is not None and forecast.memory is None and not forecast.runs
+    forecast = Planned(work=make((100_000,) * 3), machine=machine).follow(Candidate(kernels="torch"))
+    assert forecast.more_than is not None
+    assert forecast.memory is None
+    assert not forecast.runs

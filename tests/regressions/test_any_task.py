@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import SimpleITK
 import yaml
+from tiny_trainings import as_a_new_process
 
+from tests.experiment.conftest import CONFIG
 from volseg.data import load_task
 from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.checks.repair import repair_task
@@ -26,8 +28,6 @@ from volseg.planning.facts import CaseSizes
 from volseg.planning.fingerprint import keep_fingerprint, load_fingerprint
 from volseg.transforms.preprocessing import build_preprocessing
 
-SPLIT = "case,image,label,fold\n"
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -35,20 +35,18 @@ def folder(tmp_path):
 
 
 def config_of(root, output, *more):
-    config = {
-        "name": "tiny",
-        "data": {"root": str(root)},
-        "preprocessing": [{"name": "Spacing", "spacing": [2.0, 2.0, 2.0]}, {"name": "ZScore"}],
-        "split": {"num_folds": 2},
-        "patch": {"size": [16, 16, 16], "batch": 1},
-        "augmentation": {"enabled": False},
-        "network": {"name": "UNet", "channels": [4, 8], "strides": [2], "num_res_units": 1},
-        "optimizer": {"name": "SGD", "lr": 0.01},
-        "training": {"epochs": 1, "iterations": 1},
-    }
+    config = {**CONFIG, "data": {"root": str(root)}, "split": {"num_folds": 2}, "augmentation": {"enabled": False}}
+    config["training"] = {"epochs": 1, "iterations": 1}
     file = output.parent / "config.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
     return load_config(file, [f"output={output}", *more])
+
+
+def write_table(folder, cases, order=1):
+    """Write a table of cases, in their order or backwards, every second one in the second fold."""
+    rows = [f"{case['case']},{case['image']},{case['label']},{place % 2}\n" for place, case in enumerate(cases)]
+    (folder / "cases.csv").write_text("case,image,label,fold\n" + "".join(rows[::order]), encoding="utf-8")
+    return folder / "cases.csv"
 
 
 def declare(folder, **more):
@@ -60,10 +58,8 @@ def test_a_table_with_folds_trains_with_a_cache(folder, tmp_path):
     """Every training from a table with a column ``fold`` or ``split`` ended by "a prepared case cannot be stored by
     Split": the folds, from which no voxel follows, were part of a stored case's name."""
     cases = load_task(folder).training
-    rows = [f"{case['case']},{case['image']},{case['label']},{place % 2}" for place, case in enumerate(cases)]
-    table = tmp_path / "cases.csv"
-    for name, listed in (("first", rows), ("other folds", rows[::-1])):
-        table.write_text(SPLIT + "\n".join(listed) + "\n", encoding="utf-8")
+    for name, order in (("first", 1), ("other folds", -1)):
+        table = write_table(tmp_path, cases, order)
         train(config_of(table, tmp_path / name, f"data.cache={tmp_path / 'cache'}"))
     assert len(list((tmp_path / "cache" / "cases").iterdir())) == len(cases)
 
@@ -157,6 +153,13 @@ def test_regions_of_two_sides_are_not_mirrored_into_each_other():
     assert planned.config().inference.mirror is False
 
 
+def key_of(folder, task, *steps):
+    """Return the name under which the first case would be stored."""
+    preprocessing = build_preprocessing([{"name": "ZScore"}])
+    preprocessing.transforms = (*preprocessing.transforms, *steps)
+    return CaseCache(folder / "cache", task, preprocessing).key_of(task.training[0])
+
+
 def test_the_package_of_a_step_is_part_of_a_stored_cases_name(folder, tmp_path, monkeypatch):
     """Of a lab's own package only the file with the step itself counted: with another ``mean.py`` beside it, cases
     were trained on as the old one had prepared them."""
@@ -169,18 +172,11 @@ def test_the_package_of_a_step_is_part_of_a_stored_cases_name(folder, tmp_path, 
     }.items():
         (package / f"{name}.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    step = importlib.import_module("own_lab.steps").Shift()
-    task = load_task(folder)
-
-    def key():
-        preprocessing = build_preprocessing([{"name": "ZScore"}])
-        preprocessing.transforms = (*preprocessing.transforms, step)
-        return CaseCache(tmp_path / "cache", task, preprocessing).key_of(task.training[0])
-
-    before = key()
-    assert key() == before
+    step, task = importlib.import_module("own_lab.steps").Shift(), load_task(folder)
+    before = key_of(tmp_path, task, step)
+    assert key_of(tmp_path, task, step) == before
     (package / "mean.py").write_text("MEAN = 2.0\n", encoding="utf-8")
-    assert key() != before
+    assert key_of(tmp_path, task, step) != before
 
 
 def test_the_reader_of_labels_is_part_of_a_stored_cases_name(folder, tmp_path, monkeypatch):
@@ -190,28 +186,19 @@ def test_the_reader_of_labels_is_part_of_a_stored_cases_name(folder, tmp_path, m
     task = load_task(folder)
     task = replace(task, training=tuple({**case, "label": tmp_path / "a.own"} for case in task.training))
     (tmp_path / "a.own").write_bytes(b"voxels")
-    SUFFIXES.register(".own", importlib.import_module("own_reader").read)
-
-    def key():
-        return CaseCache(tmp_path / "cache", task, build_preprocessing([{"name": "ZScore"}])).key_of(task.training[0])
-
-    try:
-        before = key()
+    with as_a_new_process():
+        SUFFIXES.register(".own", importlib.import_module("own_reader").read)
+        before = key_of(tmp_path, task)
         (tmp_path / "own_reader.py").write_text("def read(path):\n    return None\n", encoding="utf-8")
-        assert key() != before
-    finally:
-        SUFFIXES.forget(".own")
+        assert key_of(tmp_path, task) != before
 
 
 def test_a_mended_copy_of_a_table_keeps_its_folds(folder, tmp_path):
     """The copy is a folder in MSD's layout, which says no folds: nnU-Net's were made, in which other cases validate
     than in the table."""
     cases = load_task(folder).training
-    rows = [f"{case['case']},{case['image']},{case['label']},{place % 2}" for place, case in enumerate(cases)]
     (tmp_path / "table").mkdir()
-    table = tmp_path / "table" / "cases.csv"
-    table.write_text(SPLIT + "\n".join(rows) + "\n", encoding="utf-8")
-    task = load_task(table)
+    task = load_task(write_table(tmp_path / "table", cases))
     repaired = repair_task(check_task(task), tmp_path / "copy")
     assert read_splits(repaired.splits, [case["case"] for case in load_task(repaired.root).training]) == list(
         task.splits

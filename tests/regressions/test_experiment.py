@@ -1,13 +1,12 @@
 """What users of the release before had written, and what became of it: loops that read checkpoints, launch commands."""
 
 import pytest
-import torch
 import yaml
-from monai.losses import DiceCELoss
-from torch import nn
+from tiny_trainings import plain_training
 from typer.testing import CliRunner
 
-from volseg import Named, Training, experiment
+from tests.experiment.conftest import CONFIG
+from volseg import experiment
 from volseg.cli import app
 from volseg.data.case_store.preparing import prepare_together
 from volseg.data.layouts import load_task
@@ -15,37 +14,15 @@ from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.workflow import load_checkpoint, save_checkpoint
 
-BATCH = {"image": torch.ones(1, 1, 4, 4, 4), "label": torch.zeros(1, 1, 4, 4, 4)}
 
-
-class Batches:
-    def __len__(self):
-        return 2
-
-    def __iter__(self):
-        return iter([BATCH] * 2)
-
-
-@pytest.fixture
-def training():
-    torch.manual_seed(0)
-    net = nn.Conv3d(1, 2, 3, padding=1)
-    return Training(
-        Named(net, inputs=["image"], outputs=["logits"]),
-        Named(DiceCELoss(to_onehot_y=True, softmax=True), inputs=["logits", "label"], outputs=["loss"]),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        Batches(),
-        epochs=1,
-    )
-
-
-def test_values_that_were_put_beside_the_state_of_a_training_are_kept(training, tmp_path):
+def test_values_that_were_put_beside_the_state_of_a_training_are_kept(tmp_path):
     """A loop wrote ``{**training.state_dict(), "config": ...}``. A state holds metadata of its own now, empty ones,
     which replaced what lay beside it: the checkpoint was written without the config, and nobody was told."""
-    path = save_checkpoint({**training.state_dict(), "config": {"name": "x"}, "remark": 7}, tmp_path / "mine.pt")
-    assert load_checkpoint(path).metadata == {"config": {"name": "x"}, "remark": 7}
+    kept = {"config": {"name": "x"}, "remark": 7}
+    path = save_checkpoint({**plain_training().state_dict(), **kept}, tmp_path / "mine.pt")
+    assert load_checkpoint(path).metadata == kept
     again = save_checkpoint({**load_checkpoint(path).as_checkpoint(), "more": 8}, tmp_path / "more.pt")
-    assert load_checkpoint(again).metadata == {"config": {"name": "x"}, "remark": 7, "more": 8}
+    assert load_checkpoint(again).metadata == {**kept, "more": 8}
 
 
 class ReachedError(Exception):
@@ -56,14 +33,7 @@ class ReachedError(Exception):
 def test_one_gpu_of_each_of_several_processes(tmp_path, monkeypatch, processes, expected):
     """``torchrun --nproc-per-node 2 -m volseg train CONFIG --gpus 1`` cut volumes over two processes. Then ``--gpus 1``
     took a spatial config for a choice of kernels, and the job was refused for having no strategy."""
-    config = {
-        "name": "tiny",
-        "data": {"root": "data"},
-        "patch": {"size": [16, 16, 16]},
-        "network": {"name": "UNet", "channels": [4, 8], "strides": [2]},
-        "optimizer": {"name": "SGD", "lr": 0.1},
-        "parallel": {"strategy": "spatial"},
-    }
+    config = {**CONFIG, "data": {"root": "data"}, "parallel": {"strategy": "spatial"}}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     trained = []
 

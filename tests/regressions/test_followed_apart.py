@@ -6,8 +6,8 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -50,37 +50,32 @@ def test_random_numbers_go_on_as_if_nothing_had_been_followed() -> None:
     assert np.random.get_state()[1].tolist() == states[2]  # noqa: NPY002
 
 
-AROUND: list[Callable[[], AbstractContextManager[object]]] = [
-    torch.no_grad,
-    torch.inference_mode,
-    lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    lambda: torch.autograd.set_detect_anomaly(True),
-]
+@contextmanager
+def float64_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("around", AROUND, ids=["no_grad", "inference_mode", "autocast", "anomaly"])
-def test_forecast_does_not_depend_on_what_goes_on_around_it(
-    around: Callable[[], AbstractContextManager[object]],
-) -> None:
+AROUND: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "float64": float64_by_default,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_forecast_does_not_depend_on_what_goes_on_around_it(around: str) -> None:
     # ModelParallel(strategy="auto") plans within the first call, wherever that is made: refused, or other bytes.
     net = build()
     alone = plan(net)
-    with around():
-        within = plan(net)
-        weight = torch.ones(2, 2)
-        assert (weight @ weight).dtype == (torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32)
-    assert within.forecasts == alone.forecasts
-
-
-def test_default_dtype_of_the_process_is_not_that_of_the_images() -> None:
-    net = build()
-    alone = plan(net)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with AROUND[around]():
         assert plan(net).forecasts == alone.forecasts
-    finally:
-        torch.set_default_dtype(before)
+        weight = torch.ones(2, 2, dtype=torch.float32)
+        assert (weight @ weight).dtype == (torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32)
 
 
 def test_other_threads_have_no_fake_gpus() -> None:
@@ -186,19 +181,16 @@ def test_settings_of_the_allocator_are_those_of_the_environment(monkeypatch: pyt
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:20")
     changed = plan(net, 48).forecasts[0]
     assert usual.memory is not None
-    assert changed.memory is not None
     assert changed.memory.reserved != usual.memory.reserved
     assert replace(changed.memory, reserved=usual.memory.reserved, peak_in=usual.memory.peak_in) == usual.memory
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")  # torch takes it before the other
     assert plan(net, 48).forecasts[0] == usual
-    for unknown in (
-        "garbage_collection_threshold:0.8",
-        "roundup_power2_divisions:[256:1,>:4]",
-        "backend:cudaMallocAsync",
+    for setting, said in (
+        ("garbage_collection_threshold:0.8", "not modelled"),
+        ("roundup_power2_divisions:[256:1,>:4]", "not modelled"),
+        ("backend:cudaMallocAsync", "not modelled"),
+        ("expandable_segments:true", "True or False"),
     ):
-        monkeypatch.setenv("PYTORCH_ALLOC_CONF", unknown)
-        with pytest.raises(ConfigError, match="not modelled"):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+        with pytest.raises(ConfigError, match=said):
             plan(net, 48)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:true")
-    with pytest.raises(ConfigError, match="True or False"):
-        plan(net, 48)

@@ -49,13 +49,10 @@ def test_batches_on_their_way_and_cublas_beside_them_are_counted():
 
 def test_what_a_users_augmentations_take_is_said_not_to_be_counted():
     described = describe()
-    own = experiment.load_config(UNET, ["augmentation.own=[{name: Bias}]"])
-    assert not any("of your own" in note for note in _list_notes(described, described.config))
-    assert any("of your own (Bias)" in note for note in _list_notes(described, own))
-
-
-def _list_notes(described, config):
-    return estimate_reserve(replace(described, config=config), 16 * 2**30)[1]
+    own = replace(described, config=experiment.load_config(UNET, ["augmentation.own=[{name: Bias}]"]))
+    plain_notes, notes = ("".join(estimate_reserve(each, 16 * 2**30)[1]) for each in (described, own))
+    assert "of your own" not in plain_notes
+    assert "of your own (Bias)" in notes
 
 
 def test_regions_can_be_followed(tmp_path):

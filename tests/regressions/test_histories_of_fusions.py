@@ -1,6 +1,5 @@
 """Stories of fused operators whose history, or whose digits, were not the plain network's."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
+from one_pass import WAYS, RunLayers, assert_same_gradients, whole
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -22,56 +22,50 @@ from volseg.parallel.spatial.volume import wrap as wrap_slabs
 CHANNELS = 4
 
 
-class Net(nn.Module):
-    """Two convolutions with their norms, activations with slopes, and a function of them."""
-
-    def __init__(self, run: Callable[["Net", Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Conv3d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
-        self.norm = nn.InstanceNorm3d(CHANNELS, affine=True)
-        self.up, self.slopes = nn.ConvTranspose3d(CHANNELS, CHANNELS, 2, 2), nn.PReLU(CHANNELS)
-        self.run = run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
+def make_net(run: Callable[[RunLayers, Tensor], Tensor]) -> RunLayers:
+    """Return two convolutions with their norms, activations with slopes, and a function of them."""
+    torch.manual_seed(0)
+    first, second = (nn.Conv3d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
+    norm, up = nn.InstanceNorm3d(CHANNELS, affine=True), nn.ConvTranspose3d(CHANNELS, CHANNELS, 2, 2)
+    return RunLayers(run, first=first, second=second, norm=norm, up=up, slopes=nn.PReLU(CHANNELS))
 
 
-def gate_apart(net: Net, x: Tensor) -> Tensor:
+def gate_apart(net: RunLayers, x: Tensor) -> Tensor:
     y = net.norm(net.first(x))
     with torch.no_grad():
         gate = F.relu(y)
     return y * gate
 
 
-def activate_apart_in_place(net: Net, x: Tensor) -> Tensor:
+def activate_apart_in_place(net: RunLayers, x: Tensor) -> Tensor:
     y = net.norm(net.first(x))
     with torch.no_grad():
         F.relu_(y)
     return net.second(y)
 
 
-def gate_a_sum_apart(net: Net, x: Tensor) -> Tensor:
+def gate_a_sum_apart(net: RunLayers, x: Tensor) -> Tensor:
     y = net.norm(net.first(x)) + x
     with torch.no_grad():
         gate = F.relu(y)
     return net.second(y) * gate
 
 
-def train_a_slope_behind_a_frozen_norm(net: Net, x: Tensor) -> Tensor:
+def train_a_slope_behind_a_frozen_norm(net: RunLayers, x: Tensor) -> Tensor:
     y = net.first(x)
     with torch.no_grad():
         z = net.norm(y)
     return net.slopes(z) + net.second(y)
 
 
-def look_in_inference_mode(net: Net, x: Tensor) -> Tensor:
+def look_in_inference_mode(net: RunLayers, x: Tensor) -> Tensor:
     y = net.norm(net.first(x))
     with torch.inference_mode():
         scale = F.relu(y).mean().item()
     return F.relu(y) * scale
 
 
-def freeze_a_slope_before_it_is_used(net: Net, x: Tensor) -> Tensor:
+def freeze_a_slope_before_it_is_used(net: RunLayers, x: Tensor) -> Tensor:
     y = net.slopes(net.norm(net.first(x))) + x
     net.slopes.weight.requires_grad_(False)
     z = F.relu(y) * 1
@@ -79,7 +73,7 @@ def freeze_a_slope_before_it_is_used(net: Net, x: Tensor) -> Tensor:
     return z
 
 
-def freeze_while_recomputed(net: Net, x: Tensor) -> Tensor:
+def freeze_while_recomputed(net: RunLayers, x: Tensor) -> Tensor:
     y = net.up(net.norm(net.first(x)))
     net.up.weight.requires_grad_(False)
     z = net.second(y)
@@ -87,7 +81,7 @@ def freeze_while_recomputed(net: Net, x: Tensor) -> Tensor:
     return z
 
 
-def change_a_gradient_unseen(net: Net, x: Tensor) -> Tensor:
+def change_a_gradient_unseen(net: RunLayers, x: Tensor) -> Tensor:
     def add_one(gradient: Any) -> None:
         for slab in gradient.slabs if isinstance(gradient, ShardedVolume) else [gradient]:
             slab.data.add_(1)
@@ -97,55 +91,25 @@ def change_a_gradient_unseen(net: Net, x: Tensor) -> Tensor:
     return net.second(F.relu(net.norm(y)))
 
 
-@pytest.fixture(params=["fast", None, "all", "tiled"])
-def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], ModelParallel]:
-    """Return a way to run a network; ``"tiled"`` on two slabs, with several small tiles."""
-    monkeypatch.setattr("volseg.parallel.spatial.convolution.plan.TILE_ELEMENTS", 200)
-    if request.param == "fast":
-        return lambda net: FastKernels(net, "cpu")
-    return lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"], checkpoint=request.param)
-
-
+@pytest.mark.parametrize("way", ["fast", "cut", "recomputed", "tiled"])
 @pytest.mark.parametrize(
     "run",
     [
-        gate_apart,
-        activate_apart_in_place,
-        gate_a_sum_apart,
-        train_a_slope_behind_a_frozen_norm,
-        look_in_inference_mode,
-        freeze_a_slope_before_it_is_used,
-        freeze_while_recomputed,
-        change_a_gradient_unseen,
+        *(gate_apart, activate_apart_in_place, gate_a_sum_apart, train_a_slope_behind_a_frozen_norm),
+        *(look_in_inference_mode, freeze_a_slope_before_it_is_used, freeze_while_recomputed, change_a_gradient_unseen),
     ],
 )
-def test_gradients_are_those_of_the_plain_network(
-    run: Callable[[Net, Tensor], Tensor], wrap: Callable[[nn.Module], ModelParallel]
-) -> None:
+def test_gradients_are_those_of_the_plain_network(run, way, monkeypatch):
     """An activation joined a norm that was called in another mode, and took the norm's history for its own.
 
     Under ``no_grad`` it was differentiated, and a slope behind a norm under ``no_grad`` got no gradient. What a forward
     froze for a while stayed frozen where its recomputation ended early.
     """
-    torch.manual_seed(0)
-    plain = Net(run).double()
-    other = copy.deepcopy(plain)
-    found = []
-    for net, model in ((plain, plain), (other, wrap(other))):
-        x = torch.randn(1, CHANNELS, 7, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        x.requires_grad_()
-        output = model(x)
-        whole = output.full_tensor() if isinstance(output, ShardedVolume) else output
-        (whole * torch.linspace(-1, 1, whole.numel(), dtype=whole.dtype).view(whole.shape).sin()).sum().backward()
-        found.append({"output": whole, "x": x.grad} | {name: p.grad for name, p in net.named_parameters()})
-    for name, expected in found[0].items():
-        ours = found[1][name]
-        assert (ours is None or not ours.any()) if expected is None else ours is not None, name
-        if expected is not None:
-            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+    monkeypatch.setattr("volseg.parallel.spatial.convolution.plan.TILE_ELEMENTS", 200)  # several small tiles
+    assert_same_gradients(make_net(run).double(), WAYS[way], 1, CHANNELS, 7, 6, 4)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def doubled_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of GPUs, with the plain function that says what the kernels compute."""
 
@@ -166,7 +130,7 @@ def doubled_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resize, "_Double", Plainly)
 
 
-def upsample(net: Net, x: Tensor) -> Tensor:
+def upsample(net: RunLayers, x: Tensor) -> Tensor:
     return F.interpolate(net.first(x), scale_factor=2, mode="trilinear")
 
 
@@ -201,26 +165,35 @@ DIGITS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+each_device = pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]])
+
+
+def run_on_slabs(read: Callable[[RunLayers, Tensor], Any], devices: list[str], x: Tensor) -> tuple[Tensor, RunLayers]:
+    """Return what a function makes of the layers and an image on slabs, under autocast, and the layers."""
+    net = make_net(read)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return whole(ModelParallel(net, strategy="spatial", devices=devices)(x)), net
+
+
+def draw_image() -> Tensor:
+    return torch.randn(1, CHANNELS, 6, 6, 4, generator=torch.Generator().manual_seed(1))
+
+
 def run_upsampled(read: Callable[[Tensor], Any], devices: list[str]) -> tuple[Tensor, Any, list[nn.Parameter]]:
     """Return what a function makes of an upsampled volume in torch's digits, what it makes of it on slabs, and weights.
 
     The weights are those of the convolution that is upsampled: the plain network's, and ours.
     """
-    torch.manual_seed(0)
-    plain = Net(upsample)
-    model = ModelParallel(Net(lambda net, x: read(upsample(net, x))), strategy="spatial", devices=devices)
-    model.module.load_state_dict(plain.state_dict())
-    x = torch.randn(1, CHANNELS, 6, 6, 4)
+    plain, x = make_net(upsample), draw_image()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         # As on GPUs: a CPU's autocast leaves the type to what is upsampled.
-        expected, found = read(F.interpolate(plain.first(x).float(), scale_factor=2, mode="trilinear")), model(x)
-    whole = found.full_tensor() if isinstance(found, ShardedVolume) else found
-    return expected, whole, [net.first.weight for net in (plain, model.module)]
+        expected = read(F.interpolate(plain.first(x).float(), scale_factor=2, mode="trilinear"))
+    found, ours = run_on_slabs(lambda net, x: read(upsample(net, x)), devices, x)
+    return expected, found, [net.first.weight for net in (plain, ours)]
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 @pytest.mark.parametrize("read", DIGITS)
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]])
+@each_device
 def test_what_is_computed_from_an_upsampled_volume_has_torchs_digits(devices: list[str], read: str) -> None:
     """Probabilities of upsampled logits were bfloat16, as the logits themselves, where torch's are float32."""
     expected, found, weights = run_upsampled(DIGITS[read], devices)
@@ -248,12 +221,10 @@ def test_what_reads_rounded_digits_is_listed() -> None:
 def scale(x: Tensor) -> Tensor:
     """Be a function of somebody's own, with a form on slabs."""
     if has_torch_function_unary(x):
-        scaled: Tensor = handle_torch_function(scale, (x,), x)
-        return scaled
+        return handle_torch_function(scale, (x,), x)
     return x * 3
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 def test_a_function_of_ones_own_reads_all_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(TABLE, scale, raising=False)
     sharded_form(scale)(lambda func, args, kwargs: wrap_slabs(args[0], [slab * 3 for slab in args[0].slabs]))
@@ -287,9 +258,8 @@ CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 @pytest.mark.parametrize("change", CHANGED)
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]])
+@each_device
 def test_an_upsampled_volume_is_changed_itself(devices: list[str], change: str) -> None:
     """In place its own type stays; a copy with more digits must not be changed in its place."""
     with torch.no_grad():
@@ -297,7 +267,6 @@ def test_an_upsampled_volume_is_changed_itself(devices: list[str], change: str) 
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7, check_dtype=False)
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 @pytest.mark.parametrize(
     "change",
     [
@@ -311,7 +280,6 @@ def test_views_of_upsampled_volumes_are_copies_that_nobody_changes(change: Calla
         run_upsampled(change, ["cpu"])
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 def test_upsampled_volumes_are_read_without_versions_too() -> None:
     """Tensors of inference mode have none."""
     with torch.inference_mode():
@@ -319,54 +287,43 @@ def test_upsampled_volumes_are_read_without_versions_too() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]])
+@each_device
 def test_an_upsampled_volume_has_all_digits_where_autocast_is_off_again(devices: list[str]) -> None:
     """A convolution got 16 bits where its weight has 32, and torch refused them."""
 
-    def read(net: Net, x: Tensor) -> Tensor:
+    def read(net: RunLayers, x: Tensor) -> Tensor:
         upsampled = upsample(net, x).float() if type(x) is Tensor else upsample(net, x)  # on a CPU torch rounds it
         with torch.autocast("cpu", enabled=False):
             return net.second(upsampled) + upsampled
 
-    torch.manual_seed(0)
-    plain = Net(read)
-    model = ModelParallel(copy.deepcopy(plain), strategy="spatial", devices=devices)
-    x = torch.randn(1, CHANNELS, 6, 6, 4)
+    x = draw_image()
+    found, _ = run_on_slabs(read, devices, x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = model(x).full_tensor(), plain(x)
+        expected = make_net(read)(x)
     assert found.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]])
+@each_device
 def test_a_hook_on_what_was_read_with_all_digits_is_refused(devices: list[str]) -> None:
     """That gradient does not come by: what the hook returned was lost without a word."""
 
-    def read(net: Net, x: Tensor) -> Tensor:
+    def read(net: RunLayers, x: Tensor) -> Tensor:
         upsampled = upsample(net, x)
         result = torch.tanh(upsampled)
         upsampled.register_hook(lambda gradient: gradient * 2)
         return result
 
-    model = ModelParallel(Net(read), strategy="spatial", devices=devices)
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(UnsupportedOperatorError, match="this upsampled volume was read in float32"),
-    ):
-        model(torch.randn(1, CHANNELS, 6, 6, 4))
+    with pytest.raises(UnsupportedOperatorError, match="this upsampled volume was read in float32"):
+        run_on_slabs(read, devices, draw_image())
 
 
-@pytest.mark.usefixtures("doubled_on_the_cpu")
 def test_an_upsampled_result_that_was_changed_stays_changed() -> None:
     """What is counted once more is what nobody has touched."""
-    torch.manual_seed(0)
-    plain = Net(lambda net, x: upsample(net, x).relu_())
-    model = ModelParallel(copy.deepcopy(plain), strategy="spatial", devices=["cpu"])
-    x = torch.randn(1, CHANNELS, 6, 6, 4)
+    x = draw_image()
+    found, _ = run_on_slabs(lambda net, x: upsample(net, x).relu_(), ["cpu"], x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected, found = plain(x), model(x).full_tensor()
+        expected = make_net(lambda net, x: upsample(net, x).relu_())(x)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected.float(), rtol=2**-7, atol=2**-7)
 

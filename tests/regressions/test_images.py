@@ -1,17 +1,12 @@
 """Faults of images that bring something along."""
 
 import os
-from pathlib import Path
-
-import pytest
 
 import volseg
 from volseg.experiment.placement.compiled_kernels import _digest_sources
 
 
-def test_kernels_that_came_with_an_image_are_found_by_its_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_that_came_with_an_image_are_found_by_its_training(tmp_path, monkeypatch):
     """The note beside them went by the times of volseg's files, of which an image's layers keep whole seconds.
 
     An image that was pushed and pulled found no note of what was compiled into it, and its trainings compiled again

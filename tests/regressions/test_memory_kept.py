@@ -1,7 +1,6 @@
 """Memory that a step kept and nobody wanted: of recomputed blocks, and of pipelines."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,35 +12,15 @@ from volseg.estimate.allocator import AllocatorSettings
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.network_plan import describe_network
 from volseg.estimate.step_memory import compute_memory_use
 from volseg.estimate.trace import Allocate, Free, Mark, StepTrace
-from volseg.estimate.work import Work
 from volseg.parallel.spatial.versions import Watched
 
 
-def trace(build: Callable[[], nn.Module], shape: Sequence[int], candidate: Candidate) -> Sequence[StepTrace]:
+def trace(net: nn.Module, shape: Sequence[int], candidate: Candidate) -> Sequence[StepTrace]:
     """Return what a network's steps under autocast take and free."""
-
-    def build_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
-        def step(batch: Any) -> Any:
-            with torch.autocast(batch["image"].device.type, torch.bfloat16):
-                loss = model(batch["image"]).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return step
-
-    work = Work(
-        build=build,
-        shape=tuple(shape),
-        make_batch=lambda rows, device: {"image": torch.zeros(rows, *shape[1:], device=device)},
-        build_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        build_step=build_step,
-        precision=torch.bfloat16,
-    )
-    return trace_candidate(work, candidate, find_kind("h200"))
+    return trace_candidate(describe_network(net, shape, dtype=torch.bfloat16), candidate, find_kind("h200"))
 
 
 @pytest.mark.parametrize("checkpoint", ["all", "tiled"])
@@ -52,11 +31,9 @@ def test_a_recomputed_step_takes_less_than_a_plain_one(checkpoint):
     took 1438 bytes per voxel with ``checkpoint="all"``, not 777. Results were right, and no test counted bytes.
     """
 
-    def build() -> nn.Module:
-        return UNet(3, 1, 2, (16, 32), (2,), num_res_units=2, norm="INSTANCE")
-
+    net = UNet(3, 1, 2, (16, 32), (2,), num_res_units=2, norm="INSTANCE")
     recomputed, plain = (
-        compute_memory_use(trace(build, (1, 1, 64, 64, 64), Candidate(checkpoint=each))[-1], AllocatorSettings()).used
+        compute_memory_use(trace(net, (1, 1, 64, 64, 64), Candidate(checkpoint=each))[-1], AllocatorSettings()).used
         for each in (checkpoint, None)
     )
     assert recomputed < 0.9 * plain
@@ -94,11 +71,9 @@ def test_measuring_a_network_under_autocast_leaves_no_activation_behind() -> Non
     """Autocast took what separates one measured part from the next for weights, and kept all activations and their
     gradients up to the end of the first batch: of SegResNet at 96^3 5.3 GB of 10.3 on an H200."""
 
-    def build() -> nn.Module:
-        """Norms hand float32 to convolutions, which autocast casts."""
-        layers = [layer for _ in range(6) for layer in (nn.Conv3d(4, 4, 3, padding=1), nn.GroupNorm(2, 4))]
-        return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), *layers)
-
-    for steps in trace(build, (4, 1, 16, 16, 16), Candidate(pipeline=2, split_size=1)):
+    # Norms hand float32 to convolutions, which autocast casts.
+    layers = [layer for _ in range(6) for layer in (nn.Conv3d(4, 4, 3, padding=1), nn.GroupNorm(2, 4))]
+    net = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), *layers)
+    for steps in trace(net, (4, 1, 16, 16, 16), Candidate(pipeline=2, split_size=1)):
         first, second = list_held_after_forward(steps)
         assert first <= second

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from one_pass import RunLayers
 from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
@@ -17,15 +18,10 @@ from volseg.parallel.verification.comparison import TOLERANCE, compare
 DEVICES = ["cpu", "cpu:1", "cpu:2"]
 
 
-class Net(nn.Module):
-    """A convolution, and a function of its output."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Conv3d(2, 4, 3, padding=1), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.layer(x))
+def make_net(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a convolution, and a function of its output."""
+    torch.manual_seed(0)
+    return RunLayers(lambda net, x: function(net.layer(x)), layer=nn.Conv3d(2, 4, 3, padding=1)).double()
 
 
 def spatial(plain: nn.Module) -> ModelParallel:
@@ -61,8 +57,7 @@ def test_volumes_assigned_to_picked_entries(form: str, pick: str) -> None:
         tokens[PICKS[pick]] *= 2
         return tokens
 
-    torch.manual_seed(0)
-    plain = Net(forward).double()
+    plain = make_net(forward)
     errors = compare(plain, spatial(plain), [volume()], steps=2)
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
     assert not wrong, wrong
@@ -70,6 +65,6 @@ def test_volumes_assigned_to_picked_entries(form: str, pick: str) -> None:
 
 def test_transposing_a_vector() -> None:
     """``y.flatten().T`` raised an IndexError, where torch only warns."""
-    plain = Net(lambda y: y.flatten().T).double()
+    plain = make_net(lambda y: y.flatten().T)
     with pytest.raises(UnsupportedOperatorError, match="vector"):
         spatial(plain)(volume())

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny_trainings import plain_training
 from torch import nn
 from torch.nn import functional
 
@@ -21,7 +22,6 @@ from volseg.monitoring.run_files import RunPart, read_history, read_status, writ
 from volseg.monitoring.training_log import TrainingLog, list_scalars
 from volseg.reporting import write_report
 from volseg.workflow.objective import Objective
-from volseg.workflow.training import Training
 from volseg.workflow.validation import Example
 
 RECORD = EpochRecord(epoch=0, losses={"loss": 0.5}, learning_rate=0.1, seconds=5.0, seconds_waited=1.0)
@@ -39,21 +39,12 @@ class Ended(Logger):
         self.scores = dict(scores)
 
 
-def make_training(*, validation=None, hooks=()):
-    torch.manual_seed(0)
-    network = nn.Conv3d(1, 2, 3, padding=1)
-    batches = [{"image": torch.randn(1, 1, 8, 8, 8), "label": torch.zeros(1, 8, 8, 8).long()}]
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    loss = functional.cross_entropy
-    return Training(network, loss, optimizer, batches, epochs=2, validation=validation, hooks=hooks)
-
-
 @pytest.mark.parametrize("kind", [History, TensorBoard])
 def test_a_logger_of_a_second_training_leaves_the_files_of_the_first(kind, tmp_path):
     one = kind()
     for name in ("first", "second"):
         run = LoggedRun(name=name, folder=tmp_path / name)
-        make_training(hooks=TrainingLog([one], run)).run()
+        plain_training(epochs=2, hooks=TrainingLog([one], run)).run()
     written = {name: [file for file in (tmp_path / name).rglob("*") if file.is_file()] for name in ("first", "second")}
     # TensorBoard counts batches in a file of its own.
     assert all(len(files) == 1 + (kind is TensorBoard) for files in written.values())
@@ -63,7 +54,7 @@ def test_a_logger_of_a_second_training_leaves_the_files_of_the_first(kind, tmp_p
 
 def test_what_a_logger_does_to_its_numbers_reaches_no_other_one(tmp_path):
     log = TrainingLog([Ended(), History(tmp_path / "history.jsonl")])
-    make_training(hooks=log).run()
+    plain_training(epochs=2, hooks=log).run()
     assert all("train/loss" in line.scalars for line in read_history(tmp_path / "history.jsonl"))
 
 
@@ -79,14 +70,14 @@ def test_numbers_of_numpy_do_not_end_the_history(tmp_path):
 
 def test_a_training_that_ends_is_no_killed_one_to_its_loggers():
     whole, cut_off = Ended(), Ended()
-    history = make_training(hooks=TrainingLog([whole])).run()
+    history = plain_training(epochs=2, hooks=TrainingLog([whole])).run()
     assert whole.scores == {"final/loss": history[-1].losses["loss"]}
 
     def interrupt():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_training(validation=interrupt, hooks=TrainingLog([cut_off])).run()
+        plain_training(epochs=2, validation=interrupt, hooks=TrainingLog([cut_off])).run()
     assert cut_off.scores == {}
 
 
@@ -100,7 +91,7 @@ def test_a_case_that_cannot_be_drawn_ends_no_training(caplog):
         def __call__(self):
             return SimpleNamespace(score=0.5, scores={})
 
-    assert len(make_training(validation=Validation(), hooks=TrainingLog([Ended()])).run()) == 2
+    assert len(plain_training(epochs=2, validation=Validation(), hooks=TrainingLog([Ended()])).run()) == 2
     assert "no picture of odd" in caplog.text
 
 
@@ -111,8 +102,8 @@ def test_the_heartbeat_comes_back_when_a_full_disk_has_space_again(tmp_path, mon
     signs = Heartbeat(every_seconds=3600)
     with caplog.at_level(logging.WARNING), signs.writing(tmp_path):
         monkeypatch.setattr(heartbeat.run_files, "write_status", refuse)
-        signs.on_training_begin(make_training())
-        signs.on_validation_begin(make_training())
+        signs.on_training_begin(plain_training())
+        signs.on_validation_begin(plain_training())
         assert read_status(tmp_path / "status.json").state == "preparing"
         monkeypatch.setattr(heartbeat.run_files, "write_status", write_status)
     assert read_status(tmp_path / "status.json").state == "finished"

@@ -79,8 +79,10 @@ def test_a_network_of_the_users_own_is_not_bounded():
         ("patch_size", [10**9] * 3, "patch.size .* GiB .*; take a smaller one"),
         ("patch_size", [2**40] * 3, "patch.size"),
         ("patch_size", [8, 24, 24.5], "patch_size should be three whole numbers"),
-        ("patch_size", [8, 24, float("nan")], "patch_size should be three positive numbers"),
-        ("patch_size", [8, 24, "24"], "patch_size should be three positive numbers"),
+        *(
+            ("patch_size", [8, 24, side], "patch_size should be three positive numbers")
+            for side in (float("nan"), "24")
+        ),
         ("patch_size", [8, 24, True], "patch_size should be three positive numbers|no multiple"),
         ("patch_size", [8, 25, 24], "no multiple"),
         ("spacing", [1, 1, float("inf")], "spacing should be three positive numbers"),

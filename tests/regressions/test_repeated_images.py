@@ -7,51 +7,47 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from one_pass import RunLayers, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from volseg.device import triton_tiles
 from volseg.parallel import ModelParallel
-from volseg.parallel.spatial.volume import ShardedVolume
 
 DEVICES = pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]], ids=["one", "two"])
+Run = Callable[[RunLayers, Tensor], Tensor]
 
 
-class Net(nn.Module):
-    """A convolution with its norm, what is done with both and the image, and a convolution behind."""
-
-    def __init__(self, run: Callable[["Net", Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv3d(1, 4, 3, padding=1, bias=False), nn.InstanceNorm3d(4, affine=True)
-        self.own, self.last = nn.Conv3d(4, 4, 3, padding=1), nn.Conv3d(4, 2, 3, padding=1)
-        self.run = run
-        self.seen: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.run(self, x))
-        return result
+def make_net(run: Run) -> RunLayers:
+    """Return a convolution with its norm, what is done with both and the image, and a convolution behind."""
+    torch.manual_seed(0)
+    first, norm = nn.Conv3d(1, 4, 3, padding=1, bias=False), nn.InstanceNorm3d(4, affine=True)
+    own, last = nn.Conv3d(4, 4, 3, padding=1), nn.Conv3d(4, 2, 3, padding=1)
+    net = RunLayers(lambda net, x: net.last(run(net, x)), first=first, norm=norm, own=own, last=last)
+    net.seen = None
+    return net
 
 
-def need_gradient_behind(net: Net, x: Tensor) -> Tensor:
+def need_gradient_behind(net: RunLayers, x: Tensor) -> Tensor:
     repeated = x.repeat(1, 4, 1, 1, 1)
     net.seen = x.requires_grad_()
     return F.elu(net.norm(net.first(x)) + repeated)
 
 
-def need_gradient_behind_a_convolution(net: Net, x: Tensor) -> Tensor:
+def need_gradient_behind_a_convolution(net: RunLayers, x: Tensor) -> Tensor:
     repeated = x.repeat(1, 4, 1, 1, 1)
     net.seen = x.requires_grad_()
     return F.elu(net.norm(net.first(x))) + net.own(repeated)
 
 
-def change_behind_the_sum(net: Net, x: Tensor) -> Tensor:
+def change_behind_the_sum(net: RunLayers, x: Tensor) -> Tensor:
     image = x * 1.0
     total = F.elu(net.norm(net.first(x)) + image.repeat(1, 4, 1, 1, 1))
     image.add_(1.0)
     return total * image
 
 
-def change_behind_a_convolution(net: Net, x: Tensor) -> Tensor:
+def change_behind_a_convolution(net: RunLayers, x: Tensor) -> Tensor:
     image = x * 1.0
     repeated = image.repeat(1, 4, 1, 1, 1)
     total = net.own(repeated)
@@ -59,7 +55,7 @@ def change_behind_a_convolution(net: Net, x: Tensor) -> Tensor:
     return F.elu(total) + net.own(repeated) * image
 
 
-def change_behind_a_checkpoint(net: Net, x: Tensor) -> Tensor:
+def change_behind_a_checkpoint(net: RunLayers, x: Tensor) -> Tensor:
     image = x * 1.0
     repeated = image.repeat(1, 4, 1, 1, 1)
     total: Any = checkpoint(lambda y: F.elu(net.norm(net.own(y)) + y), repeated, use_reentrant=False)
@@ -67,23 +63,20 @@ def change_behind_a_checkpoint(net: Net, x: Tensor) -> Tensor:
     return total + net.own(repeated) * image
 
 
-def read_in_inference_mode_first(net: Net, x: Tensor) -> Tensor:
+def read_in_inference_mode_first(net: RunLayers, x: Tensor) -> Tensor:
     repeated = x.repeat(1, 4, 1, 1, 1)
     with torch.inference_mode():
         net.seen = repeated.mean()
     return F.elu(net.own(repeated))
 
 
-def observe(net: Net, call: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
+def observe(net: RunLayers, call: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
     """Return output and all gradients of a step, that of the image too where it has one."""
-    output = call(x.clone())
-    output = output.full_tensor() if isinstance(output, ShardedVolume) else output
+    output = whole(call(x.clone()))
     output.square().mean().backward()
     found = [output.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
     of_image = getattr(net.seen, "grad", None)
-    if isinstance(of_image, ShardedVolume):
-        of_image = of_image.full_tensor()
-    return found if of_image is None else [*found, of_image]
+    return found if of_image is None else [*found, whole(of_image)]
 
 
 @DEVICES
@@ -99,9 +92,8 @@ def observe(net: Net, call: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
     ],
     ids=lambda run: run.__name__,
 )
-def test_what_becomes_of_an_image_later_is_not_seen(run: Callable[[Net, Tensor], Tensor], devices: list[str]) -> None:
-    torch.manual_seed(0)
-    plain = Net(run).double()
+def test_what_becomes_of_an_image_later_is_not_seen(run: Run, devices: list[str]) -> None:
+    plain = make_net(run).double()
     net = copy.deepcopy(plain)
     x = torch.rand(1, 1, 34, 4, 6, dtype=torch.float64)
     wanted = observe(plain, plain, x)
@@ -115,12 +107,11 @@ def test_what_becomes_of_an_image_later_is_not_seen(run: Callable[[Net, Tensor],
 def test_an_input_that_is_filled_anew_before_the_backward_pass_changes_no_gradient(devices: list[str]) -> None:
     """Static buffers: under autocast nobody else keeps the image itself."""
 
-    def add_image(net: Net, x: Tensor) -> Tensor:
+    def add_image(net: RunLayers, x: Tensor) -> Tensor:
         return F.elu(net.norm(net.first(x)) + x.repeat(1, 4, 1, 1, 1))
 
     def train(refill: bool) -> list[Tensor | None]:
-        torch.manual_seed(0)
-        net = Net(add_image)
+        net = make_net(add_image)
         x = torch.rand(1, 1, 34, 4, 6)
         with torch.autocast("cpu", torch.bfloat16):
             output = ModelParallel(net, strategy="spatial", devices=devices)(x)

@@ -12,23 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
+from tests.experiment.conftest import write_config
 from volseg.checkpointing.components import require_components
 from volseg.commands import run_module
 from volseg.data.synthetic import make_task
 from volseg.errors import ConfigError
 from volseg.workflow import load_checkpoint
 
-CONFIG = {
-    "name": "tiny",
-    "device": "cpu",
-    "split": {"num_folds": 3},
-    "patch": {"size": [16, 16, 16], "batch": 2},
-    "network": {"name": "UNet", "channels": [4, 8], "strides": [2], "num_res_units": 1},
-    "optimizer": {"name": "SGD", "lr": 0.01},
-    "training": {"epochs": 1, "iterations": 2, "validate_every": 1},
-}
 ENDLESS = ["--set", "training.epochs=100000"]
 ESCAPED = "\x1b[2Jliver<img src=x>"
 
@@ -38,12 +29,15 @@ def task(tmp_path_factory):
     return make_task(tmp_path_factory.mktemp("data") / "Task00_Synthetic", num_cases=3, num_test=0)
 
 
+def write_cpu_config(task, folder):
+    file = write_config(task, folder)
+    file.write_text(file.read_text(encoding="utf-8") + "device: cpu\n", encoding="utf-8")
+    return file
+
+
 @pytest.fixture
 def config_file(task, tmp_path):
-    file = tmp_path / "tiny.yaml"
-    content = {**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}
-    file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return file
+    return write_cpu_config(task, tmp_path)
 
 
 SENDING = """
@@ -73,12 +67,8 @@ main()
     ],
 )
 def test_a_signal_in_an_import_ends_the_command(start, module, number, config_file):
-    job = start(
-        [sys.executable, "-c", SENDING, module, str(int(number)), "train", str(config_file)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-    )
+    command = [sys.executable, "-c", SENDING, module, str(int(number)), "train", str(config_file)]
+    job = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
     told, errors = job.communicate(timeout=300)
     assert job.returncode == 128 + number, errors
     assert errors == "volseg: interrupted; a training that had begun is saved; continue it with --resume\n"
@@ -173,7 +163,10 @@ def test_a_training_finishes_without_a_reader_of_its_output(start, lost, config_
     _, errors = job.communicate(timeout=300)
     assert job.returncode == 0, errors
     assert (tmp_path / "run" / "report.md").exists()
-    assert [record.epoch for record in load_checkpoint(tmp_path / "run" / "checkpoints" / "latest.pt").history] == [0]
+    assert [record.epoch for record in load_checkpoint(tmp_path / "run" / "checkpoints" / "latest.pt").history] == [
+        0,
+        1,
+    ]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="asks Linux for a full disk")
@@ -195,9 +188,7 @@ def test_names_reach_the_terminal_and_the_report_as_text(start, tmp_path):
     first = next(value for value in described["labels"] if value != "0")
     described["labels"][first] = ESCAPED
     (task / "dataset.json").write_text(json.dumps(described), encoding="utf-8")
-    file = tmp_path / "named.yaml"
-    content = {**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}
-    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    file = write_cpu_config(task, tmp_path)
     for words in (["train", str(file)], ["data", "check", str(task)], ["data", "info", str(task)], ["report", "run"]):
         job = start(run_module("volseg", *words), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         told = job.communicate(timeout=300)[0]
@@ -215,9 +206,10 @@ def test_names_reach_the_terminal_and_the_report_as_text(start, tmp_path):
     ("source", "told"),
     [
         ({"package": "good-name", "version": "1.2"}, "pip install good-name==1.2"),
-        ({"package": "a; curl http://x | sh", "version": "1"}, "what the run's components.json holds is no name"),
-        ({"package": "good", "version": "1 && reboot"}, "what the run's components.json holds is no name"),
-        ({"package": "-r", "version": "1"}, "what the run's components.json holds is no name"),
+        *(
+            ({"package": package, "version": version}, "what the run's components.json holds is no name")
+            for package, version in (("a; curl http://x | sh", "1"), ("good", "1 && reboot"), ("-r", "1"))
+        ),
         ({"file": "$(reboot).py", "sha256": "0" * 64}, "--components '$(reboot).py' as it was then"),
     ],
 )

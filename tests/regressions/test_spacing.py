@@ -6,7 +6,7 @@ import nibabel
 import numpy as np
 import pytest
 import torch
-import yaml
+from tiny_trainings import config_factory
 
 from volseg import experiment
 from volseg.checkpointing.folder import RunFolder
@@ -19,29 +19,18 @@ from volseg.models import build_network
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.augmentation.spatial import voxel_steps
 
-CONFIG = {
-    "name": "thick",
-    "preprocessing": [{"name": "Orientation"}, {"name": "Spacing", "spacing": [2, 2, 4]}, {"name": "ZScore"}],
-    "split": {"num_folds": 2},
-    "patch": {"size": [16, 16, 8], "batch": 1},
-    "network": {"name": "DynUNet", "filters": [2, 2, 2]},
-    "optimizer": {"name": "SGD", "lr": 0.01},
-    "training": {"epochs": 1, "iterations": 1, "ema": 0.9},
-}
-WITHOUT = json.dumps([{"name": "Orientation"}, {"name": "ZScore"}])
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return make_task(tmp_path_factory.mktemp("data") / "Task00_Synthetic", num_cases=4, num_test=1)
+THICK = (
+    "preprocessing=[{name: Orientation}, {name: Spacing, spacing: [2, 2, 4]}, {name: ZScore}]",
+    *("patch={size: [16, 16, 8], batch: 1}", "network={name: DynUNet, filters: [2, 2, 2]}"),
+    *("augmentation.enabled=true", "split.validation=fold", "training.iterations=1"),
+)
+WITHOUT = "preprocessing=[{name: Orientation}, {name: ZScore}]"
 
 
 @pytest.fixture
-def config(task, tmp_path):
-    path = tmp_path / "thick.yaml"
-    content = {**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return lambda *overrides: experiment.load_config(path, overrides)
+def config(tmp_path):
+    make = config_factory(tmp_path)
+    return lambda *overrides: make(tmp_path / "run", *THICK, *overrides)
 
 
 @pytest.fixture
@@ -63,13 +52,8 @@ def noting(made):
 
 def test_prostate_is_planned_as_nnunet_plans_it():
     """320 x 256 x 20 at 0.62 / 0.62 / 3.6 mm got kernels 3, 3, 3 and strides 2, 2, 2."""
-    network = build_network(
-        {"name": "DynUNet", "filters": [2] * 7},
-        in_channels=2,
-        out_channels=3,
-        patch_size=(320, 256, 20),
-        spacing=(0.62, 0.62, 3.6),
-    )
+    spec, sizes = {"name": "DynUNet", "filters": [2] * 7}, {"patch_size": (320, 256, 20), "spacing": (0.62, 0.62, 3.6)}
+    network = build_network(spec, in_channels=2, out_channels=3, **sizes)
     assert list(network.kernel_size[:3]) == [(3, 3, 1), (3, 3, 1), (3, 3, 3)]
     assert list(network.strides[:4]) == [(1, 1, 1), (2, 2, 1), (2, 2, 1), (2, 2, 2)]
 
@@ -77,7 +61,7 @@ def test_prostate_is_planned_as_nnunet_plans_it():
 def test_the_spacing_step_reaches_network_and_augmentation(config, augmentations):
     experiment.train(config())
     assert [augmentation.spacing for augmentation in augmentations] == [(2.0, 2.0, 4.0)]
-    [written] = [json.loads((config().folder / "network.json").read_text(encoding="utf-8"))]
+    written = json.loads((config().folder / "network.json").read_text(encoding="utf-8"))
     assert written["spacing"] == [2, 2, 4]
     assert written["network"]["kernel_size"][0] == [3, 3, 1]
     trained = open_run(RunFolder(config().folder)).build()
@@ -98,7 +82,7 @@ def test_thick_slices_are_not_sheared(config, augmentations):
     torch.testing.assert_close(lengths, torch.diag(torch.tensor([4.0, 4.0, 16.0])))
 
 
-def test_without_a_spacing_step_the_datas_median_is_taken_and_kept(config, task, augmentations, tmp_path):
+def test_without_a_spacing_step_the_datas_median_is_taken_and_kept(config, augmentations, tmp_path):
     """The cases' own sides after orientation; they stand in the run folder, so that other data change nothing."""
     stretched = tmp_path / "Task00_Stretched"
     make_task(stretched, num_cases=4, num_test=0)
@@ -106,7 +90,7 @@ def test_without_a_spacing_step_the_datas_median_is_taken_and_kept(config, task,
         image = nibabel.load(path)
         affine = np.diag([1, 1, 3, 1]) @ image.affine  # thick towards the head, whichever voxel axis points there
         nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj), affine), path)
-    overrides = [f"data.root={stretched}", f"preprocessing={WITHOUT}"]
+    overrides = [f"data.root={stretched}", WITHOUT]
     experiment.train(config(*overrides))
     plan = RunFolder(config().folder).plan()
     assert augmentations[0].spacing == plan.spacing
@@ -152,7 +136,7 @@ def test_cases_that_the_plan_does_not_fit_are_remarked_on(config, tmp_path, capl
         image = nibabel.load(odd / part / "synthetic_002.nii.gz")
         affine = image.affine @ np.diag([1, 5, 1, 1])
         nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj), affine), odd / part / "synthetic_002.nii.gz")
-    experiment.train(config(f"data.root={odd}", f"preprocessing={WITHOUT}"))
+    experiment.train(config(f"data.root={odd}", WITHOUT))
     assert "1 of 4 cases differ from the median" in caplog.text
     assert "first synthetic_002" in caplog.text
 
@@ -162,4 +146,4 @@ def test_cases_without_any_readable_header_stop_the_plan(config, tmp_path):
     for path in (empty / "imagesTr").iterdir():
         path.write_bytes(b"")
     with pytest.raises(DataError, match="voxel sides could be read"):
-        experiment.train(config(f"data.root={empty}", f"preprocessing={WITHOUT}"))
+        experiment.train(config(f"data.root={empty}", WITHOUT))

@@ -190,14 +190,9 @@ class Joins(nn.Module):
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=len)
-def test_the_hook_of_a_join_is_called_with_what_a_convolution_gives_it(devices: list[str]) -> None:
-    """The convolution gave the joined volumes their gradients, and the join none: the hook changed nothing."""
+def test_a_join_has_the_gradient_that_a_convolution_gives_it(devices: list[str]) -> None:
+    """The convolution gave the joined volumes their gradients, and the join none: a hook changed nothing."""
     assert_same(Joins(lambda join: join.register_hook(lambda gradient: gradient * 3), late=False).double(), devices)
-
-
-@pytest.mark.parametrize("devices", DEVICES, ids=len)
-def test_a_join_retains_the_gradient_that_a_convolution_gives_it(devices: list[str]) -> None:
-    """It was None."""
     plain = Joins(lambda join: join.retain_grad(), late=False).double()
     model = ModelParallel(copy.deepcopy(plain), strategy="spatial", devices=devices)
     x = torch.randn(1, 2, 9, 4, 4, dtype=torch.float64)

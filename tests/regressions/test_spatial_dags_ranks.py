@@ -7,21 +7,17 @@ from typing import Any
 import pytest
 import torch
 from in_group import assert_all_well, in_group
+from one_pass import RunLayers
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
 from volseg.parallel.verification.comparison import TOLERANCE, compare
 
 
-class Net(nn.Module):
-    """A convolution, and a function of it as ``forward``."""
-
-    def __init__(self, function: Callable[[nn.Module, Tensor], Any]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Conv3d(2, 2, 3, padding=1), function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self.layer, x)
+def make_net(function: Callable[[nn.Module, Tensor], Any]) -> nn.Module:
+    """Return a convolution, and a function of it and the input as ``forward``."""
+    torch.manual_seed(0)
+    return RunLayers(lambda net, x: function(net.layer, x), layer=nn.Conv3d(2, 2, 3, padding=1)).double()
 
 
 def volume() -> Tensor:
@@ -36,8 +32,7 @@ def assigned(layer: nn.Module, x: Tensor) -> Tensor:
 
 def assign_planes_of_one_process() -> None:
     """The planes fell to one process, whose backward pass waited for ever for the other's part of their gradient."""
-    torch.manual_seed(0)
-    plain = Net(assigned).double()
+    plain = make_net(assigned)
     model = ModelParallel(copy.deepcopy(plain), strategy="spatial")
     errors = compare(plain, model, [volume()])
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
@@ -51,8 +46,7 @@ def change_the_input_of_one_process() -> None:
         x[:, :, 0] = 0
         return layer(x)
 
-    torch.manual_seed(0)
-    plain = Net(forward).double()
+    plain = make_net(forward)
     model = ModelParallel(copy.deepcopy(plain), strategy="spatial")
     inputs = [volume(), volume()]
     outputs = [net(x) for net, x in zip((plain, model), inputs, strict=True)]

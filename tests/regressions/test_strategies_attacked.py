@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from in_group import in_group
 from made_up_networks import WithLayers
+from one_pass import whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,8 +19,7 @@ DEVICES = ["cpu", "cpu:1"]
 
 def change_first(layers: nn.ModuleDict, one: Tensor, other: Tensor) -> Tensor:
     one.add_(1)
-    result: Tensor = layers["conv"](one) * layers["conv"](other)
-    return result
+    return layers["conv"](one) * layers["conv"](other)
 
 
 def make_changing() -> nn.Module:
@@ -33,8 +33,7 @@ def make_batch(samples: int = 2) -> Tensor:
 
 def train(net: nn.Module, call: nn.Module, *given: Tensor) -> list[Tensor]:
     """Return the output, the gradients, and the arguments after the call."""
-    output = call(*given)
-    output = output.full_tensor() if hasattr(output, "full_tensor") else output
+    output = whole(call(*given))
     output.square().mean().backward()
     return [output.detach(), *(p.grad for p in net.parameters() if p.grad is not None), *given]
 
@@ -94,8 +93,7 @@ def test_a_pipeline_trains_a_batch_norm_of_no_momentum() -> None:
 
 def test_a_pipeline_says_why_a_batch_norm_cannot_run() -> None:
     def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
-        result: Tensor = layers["conv"](x) * layers["norm"](x.mean((2, 3, 4)))[..., None, None, None]
-        return result
+        return layers["conv"](x) * layers["norm"](x.mean((2, 3, 4)))[..., None, None, None]
 
     net = WithLayers(forward, conv=nn.Conv3d(1, 1, 1), norm=nn.BatchNorm1d(1)).double()
     with pytest.raises(ParallelError, match=r"one value per channel.*larger split_size"):
@@ -117,8 +115,7 @@ def call_a_norm(rank_count: int) -> str:
 
     def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
         x = F.batch_norm(layers["first"](x), None, None, training=layers.training)
-        result: Tensor = layers["last"](x)
-        return result
+        return layers["last"](x)
 
     net = WithLayers(forward, first=nn.Conv3d(1, 2, 1), last=nn.Conv3d(2, 1, 1)).double()
     model = ModelParallel(net, Pipeline(split_size=1, record=False), DEVICES)
@@ -160,9 +157,7 @@ def make_checkpointed(checkpoints: bool, momentum: float | None = 0.1) -> nn.Mod
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("split_size", [2, 4])
-def test_a_pipeline_recomputes_a_batch_norm_of_the_networks_own_checkpoint(
-    split_size: int, momentum: float | None
-) -> None:
+def test_a_pipeline_recomputes_a_batch_norm_of_the_networks_own_checkpoint(split_size, momentum):
     """Its recomputation saved two tensors less, as it had no running buffers: torch's checkpoint refused it."""
     plain, net = make_checkpointed(False, momentum), make_checkpointed(True, momentum)
     expected = plain if split_size == 4 else ModelParallel(plain, Pipeline(split_size=split_size), DEVICES)

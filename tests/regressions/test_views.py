@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from one_pass import whole
 from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
@@ -27,10 +28,6 @@ def image(*shape: int, seed: int = 0) -> Tensor:
 
 def sharded(x: Tensor, devices: list[str]) -> ShardedVolume:
     return from_whole(x, (2,), Context(LocalDevices(devices)))
-
-
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, ShardedVolume) else x
 
 
 OTHER = image(seed=1)

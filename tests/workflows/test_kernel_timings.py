@@ -1,15 +1,10 @@
 """The benchmark of single kernels in small, on the CPU."""
 
 import json
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
 import kernel_timings as benchmark
+import pytest
+import torch
 from kernel_timings import pad
 
 from volseg.device.convolution import forms

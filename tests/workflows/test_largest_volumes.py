@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
-
 from largest_volumes import (
     UNIT,
     at_side,

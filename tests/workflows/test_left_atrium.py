@@ -1,21 +1,15 @@
 """The left atrium benchmark: h5 files become the Decathlon's layout without loss; scores follow their definitions."""
 
 import json
-import sys
-from pathlib import Path
 
 import h5py
+import left_atrium as converter
+import left_atrium_scores as benchmark
 import nibabel
 import numpy as np
 import pytest
 
 from volseg.data.layouts import load_task
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "datasets"))
-
-import left_atrium as converter
-import left_atrium_scores as benchmark
 
 
 def write_scan(folder, case, grey, label):

@@ -45,12 +45,6 @@ def run(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
             registry.forget(name)
 
 
-def test_task04(run):
-    said = run("task04.py", "task", values=[*SMALL, *NARROW])
-    assert re.search(r"Anterior +\| \d\.\d+", said)
-    assert "runs/task04_cpu" in said
-
-
 def test_msd_task(run):
     said = run("msd_task.py", "task", "--output", "runs/any", values=[*SMALL, *NARROW])
     assert "Posterior" in said
@@ -79,8 +73,10 @@ def test_own_network(run):
     assert re.search(r"epoch 1: loss \d+\.\d+, weights \d+", said)
 
 
-def test_predict_folder(run):
-    run("task04.py", "task", values=[*SMALL, *NARROW])
+def test_task04_and_predict_folder(run):
+    said = run("task04.py", "task", values=[*SMALL, *NARROW])
+    assert re.search(r"Anterior +\| \d\.\d+", said)
+    assert "runs/task04_cpu" in said
     said = run("predict_folder.py", "runs/task04_cpu", "task/imagesTs")
     assert "1 predicted" in said
     assert re.search(r"synthetic_\d+: (nothing|\d+: \d+\.\d\d ml)", said)

@@ -1,15 +1,9 @@
 """The benchmark of forecasts: its configurations, one of them measured, and errors computed by hand."""
 
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
-
 import networks_listed
 import plan_accuracy_compared
+import pytest
+import torch
 from plan_accuracy_compared import choose_on_one, compare, describe, judge_choices, list_changes, plot, summarise
 from plan_accuracy_rows import NETWORKS, fill_row, list_one_gpu_rows, list_rows, measure, name_row
 
@@ -21,8 +15,9 @@ MIB = 2**20
 TINY = {"net": "tiny", "patch": [16] * 3, "batch": 1, "precision": "fp32"}
 
 
-def test_configurations_are_many_and_have_different_names():
-    rows = list_rows()
+@pytest.mark.parametrize("list_all", [list_rows, list_one_gpu_rows])
+def test_configurations_are_many_and_have_different_names(list_all):
+    rows = list_all()
     assert len(rows) >= 40
     assert len({name_row(row) for row in rows}) == len(rows)
 
@@ -39,14 +34,8 @@ def test_a_configuration_is_measured_in_this_process():
 def compared():
     measured = {"max_memory_reserved": [100 * MIB], "max_memory_allocated": [80 * MIB], "seconds_not_waited_for": 2.0}
     way = {"kernels": "torch", "spatial": 1, "pipeline": 1, "checkpoint": None, "recorded": False}
-    measured |= {
-        "patch": [32] * 3,
-        "batch": 1,
-        "precision": "bf16",
-        "ema": None,
-        "layout": "contiguous",
-        "split_size": None,
-    }
+    measured |= {"patch": [32] * 3, "batch": 1, "precision": "bf16", "ema": None, "layout": "contiguous"}
+    measured["split_size"] = None
     measured |= {"net": "vnet", "beside": {"end": [20 * MIB]}, **way}
     rows = [{"name": f"vnet {number}", **measured, "recorded": number == 1} for number in range(3)]
     memory = [
@@ -88,8 +77,6 @@ def test_the_plot_has_a_dot_for_each(compared, tmp_path):
 
 def test_configurations_of_one_gpu_take_one_and_cover_every_network_once_recorded():
     rows = list_one_gpu_rows()
-    assert len(rows) >= 40
-    assert len({name_row(row) for row in rows}) == len(rows)
     assert {row["spatial"] * row["pipeline"] for row in rows} == {1}
     assert {row["net"] for row in rows if row["recorded"]} == NETWORKS.keys() - {"tiny"}
 

@@ -2,22 +2,17 @@
 
 import math
 import re
-import sys
-from pathlib import Path
 
 import nibabel
 import numpy as np
 import pytest
+from plan_msd import CONFIGS, TASKS, file_name, plan_task, write_task_config
 
 from volseg import experiment
 from volseg.checkpointing.folder import RunFolder
 from volseg.config.catalogue import get_public_task
 from volseg.data.layouts import load_task
 from volseg.data.mock_msd import make_mock_task
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "datasets"))
-
-from plan_msd import CONFIGS, TASKS, file_name, plan_task, write_task_config
 
 
 def config_of(task, *overrides):

@@ -2,15 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 
 import nibabel
 import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
-
 import prediction
+import pytest
 
 TINY = ["--device", "cpu", "--window", "8", "8", "8", "--filters", "2", "2", "2"]
 CASE = "12x9x10x3"

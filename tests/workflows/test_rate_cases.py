@@ -1,14 +1,8 @@
 """What is timed: every case can be made and called, and counts what it does."""
 
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
-
 import rate_passes as passes
+import torch
 from kernel_rates import list_cases
 from rate_convolutions import SAME, STRIDED, TRANSPOSED, TimedConvolution
 from rate_passes import LAYOUTS, Layout

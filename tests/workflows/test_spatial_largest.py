@@ -1,13 +1,8 @@
 """The search of the largest cube that trains, against every answer it could have."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
-
 from spatial import finished, forecast, next_side, same_volume, search, table
 
 

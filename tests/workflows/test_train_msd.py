@@ -1,17 +1,13 @@
 """The page of plain Python trains, validates and writes what it says."""
 
 import sys
-from pathlib import Path
 
 import nibabel
 import pytest
+import train_msd
 
 from volseg.data.layouts import load_task
 from volseg.data.mock_msd import make_mock_task
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows"))
-
-import train_msd
 
 
 @pytest.mark.parametrize("preset", ["unet", pytest.param("vnet", marks=pytest.mark.slow)])
