@@ -51,10 +51,13 @@ def check_beside_plain(plain: nn.Module, way: Way, *inputs: Tensor, steps: int =
     """Train a copy of a network in some way beside another copy, then evaluate both, in inference mode too."""
     theirs, ours = copy.deepcopy(plain), way(copy.deepcopy(plain))
     assert_small(compare(theirs, ours, inputs, steps=steps))
+    others = [each.flip(-1) + 1 if each.is_floating_point() else each.flip(-1) for each in inputs]
+    assert_small(compare(theirs, ours, others, steps=1))  # nothing of the first inputs is left
     theirs.eval(), ours.eval()
     for inference in (False, True):
         with torch.inference_mode(inference):
             assert_small(compare_values(observe_call(theirs, inputs), observe_call(ours, inputs)).errors)
+            assert_small(compare_values(observe_call(theirs, others), observe_call(ours, others)).errors)
 
 
 def measure_rounding(

@@ -393,8 +393,7 @@ class _Replicated:
                 f"the network draws random numbers, which each of the {len(self.replicas.own)} replicas of this "
                 "process draws from a seed of its own; a recorded step has one"
             )
-        assert not isinstance(self._placed, PipelineStrategy), "a pipeline records its stages"
-        return self._placed.prepare_recording()
+        return self._get_recordable().prepare_recording()
 
     @contextmanager
     def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
@@ -402,9 +401,13 @@ class _Replicated:
         if self._sums is not None:
             self._sums.look()
         self._passes, self._pass_seeds = 0, []
-        assert not isinstance(self._placed, PipelineStrategy), "a pipeline records its stages"
-        with self._randomness(), self._placed.replaying(generators):
+        with self._randomness(), self._get_recordable().replaying(generators):
             yield
+
+    def _get_recordable(self) -> SpatialStrategy | OneDevice:
+        if isinstance(self._placed, PipelineStrategy):
+            raise ParallelError("a pipeline records its stages by itself: call the replicas without RecordedStep")
+        return self._placed
 
 
 def _sum_gradients(strategy: SpatialStrategy | PipelineStrategy | OneDevice, replicas: Replicas) -> GradientSums | None:

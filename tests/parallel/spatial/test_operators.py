@@ -113,6 +113,7 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "roll back": lambda x: torch.roll(x, -3, 2),
     # dims
     "reshape": lambda x: x.reshape(2, 2, 2, 9, 30),
+    "reshape by tensors": lambda x: x.reshape((2, 2, torch.tensor(2), 9, 30)).view([*torch.tensor((2, 4, 9, 30))]),
     "view": lambda x: x.view(8, 9, -1),
     "flatten": lambda x: x.flatten(3).unflatten(3, (6, 5)),
     # dims: the cut one merged with its neighbours, and split again

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.parallel.spatial.contract import rehearsed
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
 from volseg.parallel.spatial.dispatch import in_planes
@@ -107,9 +106,7 @@ def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not isinstance(volume, ShardedVolume):
         refuse("an ordinary tensor takes the shape of a sharded one: pass its shape")
     refuse_if("dtype" in named, "reinterpreting voxels as another dtype is not supported")
-    outlines = rehearsed(func, args, kwargs, volume)
-    assert outlines is not None  # the shape depends on no values
-    target = outlines[0][0]
+    target = _target_shape(func, args, kwargs)
     turned = partial(_reshaped, target=target, moves=False)
     later = reshape_scores(volume, target, turned) if waits(volume) else None
     if later is not None:
@@ -222,6 +219,15 @@ def _place(old: Sequence[int], cut: int, new: Sequence[int]) -> tuple[int, int, 
             return (dim, outer, extent) if extent % planes == 0 or planes % extent == 0 else None
         product *= size
     return None
+
+
+def _target_shape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+    """Return the shape of the result; sizes in a sequence may be tensors, and keep their values."""
+
+    def outline(leaf: Any) -> Any:
+        return torch.empty(leaf.shape, device="meta") if isinstance(leaf, Tensor) else leaf
+
+    return list(func(*map(outline, args), **{name: outline(value) for name, value in kwargs.items()}).shape)
 
 
 def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:

@@ -6,7 +6,6 @@ each voxel's query meets all keys. If the letters are summed over, the slabs' su
 """
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.torch_internals import with_overrides
+from volseg.parallel.spatial.context import active_autocast_dtype
 from volseg.parallel.spatial.lazy.attention import attend
 from volseg.parallel.spatial.lazy.scores import score
 from volseg.parallel.spatial.operators.operands import elementwise
@@ -197,9 +197,15 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
         columns = ["n"] * (weight.ndim - 1)
         result = contract(F.linear, [input, weight], [[*letters, "k"], [*columns, "k"]], [*letters, *columns])
         return result if bias is None else elementwise(torch.add, result, bias)
-    _, weights, biases = input.context.spread_for(input, weight, bias)
-    rows = zip(input.slabs, weights, biases or repeat(None), strict=False)
-    return wrap(input, [func(*row) for row in rows])
+    spread = input.context.spread
+    weights = spread(weight)
+    dtype = active_autocast_dtype(input)
+    if dtype is not None and weight.dtype == torch.float32:
+        weights = [input.context.cast(copy, dtype) for copy in weights]
+    # Autocast casts the bias at each use, as torch does: a cast that is shared would sum its gradients in 16 bits.
+    biases = [None] * len(weights) if bias is None else spread(bias)
+    rows = zip(input.slabs, weights, biases, strict=True)
+    return wrap(input, [func(slab, w, b) for slab, w, b in rows])
 
 
 @handles(
