@@ -17,9 +17,7 @@ def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
     for each in work:
         begin, seconds = ends[each.device], each.forecast or 0.0
         ends[each.device] = begin + seconds
-        found.append(
-            TimedKernel(name=each.name, place=each.place, start=begin, seconds=seconds, device=each.device)
-        )  # fmt: skip
+        found.append(TimedKernel(name=each.name, place=each.place, start=begin, seconds=seconds, device=each.device))
     return found
 
 
@@ -114,7 +112,11 @@ def sum_kinds(
     peaks: DevicePeaks | None = None,
 ) -> list[KindRow]:
     """Return a row for each kind of kernel, the longest first; the parameters are those of `sum_layers`."""
-    known = _learn_kinds(work)
+    known: dict[StepPlace, dict[str, str]] = defaultdict(dict)
+    """Kinds of volseg's own kernels, by place and function name."""
+    for each in work:
+        if not each.name.startswith("aten."):
+            known[each.place][each.name.rpartition(".")[2]] = each.kind
 
     def name_kind(kernel: TimedKernel) -> str:
         if _sends(kernel):
@@ -125,15 +127,6 @@ def sum_kinds(
     summed = _sum(kernels, work, name_kind, lambda each: each.kind, steps)
     rows = [KindRow(kind=kind, **_describe(values, step, peaks)) for kind, values in summed.items()]
     return sorted(rows, key=lambda row: (-row.seconds, row.kind))
-
-
-def _learn_kinds(work: Iterable[PlacedWork]) -> Mapping[StepPlace, dict[str, str]]:
-    """Return the kinds of volseg's own kernels, by place and function name."""
-    known: dict[StepPlace, dict[str, str]] = defaultdict(dict)
-    for each in work:
-        if not each.name.startswith("aten."):
-            known[each.place][each.name.rpartition(".")[2]] = each.kind
-    return known
 
 
 def _sum(
