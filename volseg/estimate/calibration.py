@@ -248,8 +248,14 @@ def measure_host(device: torch.device) -> dict[str, float]:
     with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):
         x = torch.randn(1, 8, 4, 4, 4, device=device, requires_grad=True)
         found = {}
-        for name, module in _list_modules(device).items():
-            chain, ones = nn.Sequential(*[module] * 10), torch.ones_like(x)
+        modules = {
+            "convolution": nn.Conv3d(8, 8, 3, padding=1, device=device),
+            "norm": nn.InstanceNorm3d(8, affine=True, device=device),
+            "pointwise": nn.LeakyReLU(),
+        }
+        ones = torch.ones_like(x)
+        for name, module in modules.items():
+            chain = nn.Sequential(*[module] * 10)
             forward = _time_host(partial(chain, x), 20) / 10
             both = _time_host(partial(_go_back, chain, x, ones), 20) / 10
             found[f"{name} forward"], found[f"{name} backward"] = forward, both - forward
@@ -261,14 +267,6 @@ def measure_host(device: torch.device) -> dict[str, float]:
         found["graph"] = statistics.median(time_once(graph.replay) for _ in range(5)) / 1000
         found["replay"] = _time_host(record(lambda: plain.add_(1), 1, stream).replay, 100)
     return found
-
-
-def _list_modules(device: torch.device) -> dict[str, nn.Module]:
-    return {
-        "convolution": nn.Conv3d(8, 8, 3, padding=1, device=device),
-        "norm": nn.InstanceNorm3d(8, affine=True, device=device),
-        "pointwise": nn.LeakyReLU(),
-    }
 
 
 def _go_back(chain: nn.Module, x: Tensor, gradient: Tensor) -> None:

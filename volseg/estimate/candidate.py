@@ -65,6 +65,12 @@ class Estimate:
         """Whether the candidate can run and fits."""
         return self.refused is None
 
+    @property
+    def needed(self) -> int:
+        """Bytes of a GPU that the candidate needs, if its memory is known."""
+        assert self.memory is not None
+        return self.memory.total
+
 
 LEVELS = (1, 2, 3, "all", "tiled")
 """Levels of recomputation, least first: this many of the finest levels, all, or all by tiles. Each level of a network

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from volseg.estimate.candidate import Candidate, Estimate, name_candidate
-from volseg.estimate.search import Skipped, describe_seconds
+from volseg.estimate.search import GIB, describe_seconds
 from volseg.estimate.step_memory import MemoryUse
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "format_volumes",
 ]
 
-GIB = 2**30
 WIDTH = 80
 """Columns of a terminal of the default width."""
 
@@ -214,9 +213,9 @@ def build_row(
     )
 
 
-def build_skipped_row(skipped: Skipped) -> CandidateRow:
+def build_skipped_row(candidate: Candidate, least_seconds: float) -> CandidateRow:
     """Return the row of a candidate that was not traced."""
-    return CandidateRow(**_describe(skipped.candidate), state="slower", least_step_seconds=skipped.least_seconds)
+    return CandidateRow(**_describe(candidate), state="slower", least_step_seconds=least_seconds)
 
 
 def _describe(candidate: Candidate) -> dict[str, Any]:

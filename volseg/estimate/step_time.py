@@ -17,14 +17,7 @@ from volseg.estimate.gpu_kinds import GpuKind, HostRates
 from volseg.estimate.instances import Links
 from volseg.estimate.trace import Event, KernelRun, Mark, Sent, StepTrace
 
-__all__ = [
-    "OF_STAGES",
-    "PARTS",
-    "StepTimes",
-    "estimate_host_seconds",
-    "estimate_pipeline_seconds",
-    "estimate_times",
-]
+__all__ = ["OF_STAGES", "PARTS", "estimate_pipeline_seconds", "estimate_times", "select_step"]
 
 SLAB_KERNELS = ("norm.passes", "norm.statistics")
 """Kernels that identify a network on slabs, whose norms are never torch's."""

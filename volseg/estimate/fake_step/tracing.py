@@ -40,7 +40,7 @@ from volseg.estimate.fake_step.traced_step import TracedStep, find_gpu
 from volseg.estimate.operator_work import by_operator, list_tensors
 from volseg.estimate.trace import KernelRun
 
-__all__ = ["TracedStep", "explaining_refusals", "tracing"]
+__all__ = ["TracedStep", "explaining_refusals", "shorten", "tracing"]
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
@@ -54,10 +54,7 @@ FIND_DEVICE = torch.ops.prim.device.default
 
 @contextmanager
 def tracing(
-    gpu: GpuLike,
-    num_gpus: int = 1,
-    time_kernel: Callable[[KernelRun], float] | None = None,
-    limit: int | None = None,
+    gpu: GpuLike, num_gpus: int = 1, time_kernel: Callable[[KernelRun], float] | None = None, limit: int | None = None
 ) -> Iterator["TracedStep"]:
     """Run the body of the ``with`` on fake tensors, and trace the memory and the kernels of each GPU.
 
@@ -80,19 +77,14 @@ def tracing(
         If a GPU would hold more than the limit; raised again at the end if the body catches it.
     """
     followed = TracedStep(num_gpus, time_kernel, limit)
+    contexts = (
+        *(_isolated_state(), explaining_refusals(), quiet_fake_tensors(), _without_collector(), faking(gpu, followed)),
+        *(casting_like_gpus(), composing_like_gpus(), swapping_by(_take_over), taking_lists()),
+        *(followed.mode, _Noting(followed), _making_on_devices()),
+    )
     with ExitStack() as stack:
-        stack.enter_context(_isolated_state())
-        stack.enter_context(explaining_refusals())
-        stack.enter_context(quiet_fake_tensors())
-        stack.enter_context(_without_collector())
-        stack.enter_context(faking(gpu, followed))
-        stack.enter_context(casting_like_gpus())
-        stack.enter_context(composing_like_gpus())
-        stack.enter_context(swapping_by(_take_over))
-        stack.enter_context(taking_lists())
-        stack.enter_context(followed.mode)
-        stack.enter_context(_Noting(followed))
-        stack.enter_context(_making_on_devices())
+        for context in contexts:
+            stack.enter_context(context)
         followed.in_place.learn()
         try:
             yield followed
@@ -168,15 +160,12 @@ def _making_on_devices() -> Iterator[None]:
     Both functions are replaced by name. A ``TorchFunctionMode`` would be off within functions that it has intercepted,
     such as a loss with a form for slabs, and would slow down every function.
     """
-    names = ("tensor", "as_tensor")
-    plain = {name: getattr(torch, name) for name in names}
-    for name, make in plain.items():
-        setattr(torch, name, partial(_make_on_device, make))
-    try:
+    with ExitStack() as stack:
+        for name in ("tensor", "as_tensor"):
+            make = getattr(torch, name)
+            stack.callback(setattr, torch, name, make)
+            setattr(torch, name, partial(_make_on_device, make))
         yield
-    finally:
-        for name, make in plain.items():
-            setattr(torch, name, make)
 
 
 def _make_on_device(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -193,8 +182,9 @@ def _isolated_state() -> Iterator[None]:
     The states of the random generators of torch, NumPy and Python are restored afterwards, so a training is bitwise the
     same, whether or not its plan was made in the same process.
     """
-    python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (a network's own)
     with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (a network's own)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -202,11 +192,7 @@ def _isolated_state() -> Iterator[None]:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False, dtype=torch.bfloat16))
         stack.enter_context(_outermost_autocast())
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(of_numpy)  # noqa: NPY002
+        yield
 
 
 @contextmanager
@@ -271,12 +257,12 @@ def explaining_refusals() -> Iterator[None]:
         if "FakeTensor" in str(fault) or ".numpy() is not supported" in str(fault):
             raise FollowError(
                 f"the step cannot be followed without a GPU: {_locate(fault)} needs values of tensors, which are not "
-                f"there ({_shorten(fault)}); {_advise(fault)}"
+                f"there ({shorten(fault)}); {_advise(fault)}"
             ) from fault
         if not _list_modules(fault.__traceback__):
             raise
         raise FollowError(
-            f"the network refuses this step: {_locate(fault)} raised {type(fault).__name__}: {_shorten(fault)}; give "
+            f"the network refuses this step: {_locate(fault)} raised {type(fault).__name__}: {shorten(fault)}; give "
             "it volumes that it takes, or fix it"
         ) from fault
 
@@ -324,5 +310,6 @@ def _list_modules(trace: TracebackType | None) -> list[tuple[nn.Module, str, int
     return found
 
 
-def _shorten(fault: BaseException) -> str:
-    return str(fault).strip().split("\n", 1)[0]
+def shorten(fault: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return str(fault).strip().partition("\n")[0]
