@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from made_up_networks import Apply
 from monai.networks.nets import DynUNet
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.following import follow
 from volseg.device import fusions
@@ -389,34 +387,3 @@ def test_a_step_that_catches_its_end_is_given_up_at_last(error: Exception | None
 
     with pytest.raises(OutOfMemoryError, match="smaller patches"):
         step()
-
-
-class Overrides(Tensor):
-    """Makes a tensor of numbers where it is added to something, as losses and slabs do."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return torch.tensor(1.0, device="cpu:1")
-
-
-def test_no_mode_of_torch_can_tell_where_a_tensor_of_numbers_is_asked_for() -> None:
-    """Why ``torch.tensor`` is replaced by name; where this fails, one of the two modes would do."""
-    devices, functions = [], []
-
-    class Dispatched(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            devices.append([args[0].device, kwargs])
-            return func(*args, **(kwargs or {}))
-
-    class Called(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            functions.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Dispatched():
-        torch.tensor([1.0], device="cpu:1")
-    assert devices == [[torch.device("cpu"), {}]], "the number of the device is gone"
-    given = torch.zeros(1).as_subclass(Overrides)
-    with Called():
-        torch.add(given, 1)
-    assert functions == [torch.add], "the mode is off within what its own handler calls"
