@@ -1,4 +1,3 @@
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ from made_up_networks import Apply
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.following import count_held, count_kernels, pick
 from tests.in_group import in_group
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tree_leaves
 from volseg.errors import NotRecordedError, OutOfMemoryError, ParallelError, UnsupportedOperatorError
@@ -22,7 +22,7 @@ from volseg.estimate.fake_step.traced_step import TracedStep
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.network_plan import describe_network
 from volseg.estimate.step_time import select_step
-from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, Sent, StepTrace
+from volseg.estimate.trace import Allocate, Free, Mark, Sent, StepTrace
 from volseg.estimate.work import Work
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.followed_replicas import _fill_buckets
@@ -78,11 +78,11 @@ def find_peak(trace: StepTrace) -> int:
 
 
 def count_sent(trace: StepTrace, kind: str) -> list[int]:
-    return [event.size for event in trace.events if isinstance(event, Sent) and event.kind == kind]
+    return [event.size for event in pick(trace.events, Sent) if event.kind == kind]
 
 
 def list_marks(trace: StepTrace) -> list[str]:
-    return [event.name for event in trace.events if isinstance(event, Mark)]
+    return [event.name for event in pick(trace.events, Mark)]
 
 
 STEP = ["step", "forward", "loss", "backward", "optimizer", "end"]
@@ -94,9 +94,7 @@ def test_one_convolution_of_a_slab_holds_its_planes_and_its_halos() -> None:
     inner = trace_candidate(work, Candidate(spatial=4))[-1]  # between two others
     assert inner.device == 1
     plane = 16 * 16 * 4  # bytes of floats
-    sizes, inner_sizes = (
-        {event.size for event in trace.events if isinstance(event, Allocate)} for trace in (whole, inner)
-    )
+    sizes, inner_sizes = ({event.size for event in pick(trace.events, Allocate)} for trace in (whole, inner))
     assert 6 * 64 * plane in sizes
     assert {6 * 16 * plane, (16 + 2) * plane} <= inner_sizes  # computed; read: its planes, and one of each neighbour
     # Of the input nothing needs a gradient: only forward sends planes, one each way in each of the two steps.
@@ -168,8 +166,7 @@ def test_every_stage_has_its_own_parameters_and_sends_what_the_next_one_reads(st
     traces = trace_candidate(make_work(), Candidate(pipeline=stages, split_size=2))
     assert [trace.device for trace in traces] == list(range(stages))
     assert all(list_marks(trace).count("step") == 2 for trace in traces)
-    ran = [{event.name for event in trace.events if isinstance(event, KernelRun)} for trace in traces]
-    used = [number for number, names in enumerate(ran) if "aten.convolution" in names]
+    used = [number for number, trace in enumerate(traces) if "aten.convolution" in count_kernels(trace.events)]
     assert len(used) >= 2
     assert used[0] == 0
     assert all(sum(count_sent(traces[number], "copy")) > 0 for number in used)
@@ -177,22 +174,16 @@ def test_every_stage_has_its_own_parameters_and_sends_what_the_next_one_reads(st
 
 def test_a_pipeline_that_is_cut_by_hand_is_followed_with_that_cut() -> None:
     traces = trace_candidate(make_work(), Candidate(pipeline=2, split_size=2, cuts=("8",)))
-    counts = [
-        sum(isinstance(event, KernelRun) and event.name == "aten.convolution" for event in select_step(trace.events))
-        for trace in traces
-    ]
+    counts = [count_kernels(select_step(trace.events))["aten.convolution"] for trace in traces]
     assert counts == [2 * 3, 2 * 2]  # two micro-batches; the last two layers have a convolution each
 
 
-def count_held(trace: StepTrace) -> int:
-    """Count the bytes that are held at the end of the last step."""
-    last = [place for place, event in enumerate(trace.events) if event == Mark("end")][-1]
-    freed = {event.block for event in trace.events[:last] if isinstance(event, Free)}
-    return sum(event.size for event in trace.events[:last] if isinstance(event, Allocate) and event.block not in freed)
+def find_last(trace: StepTrace, name: str) -> int:
+    return len(trace.events) - 1 - trace.events[::-1].index(Mark(name))
 
 
 def list_pools(trace: StepTrace) -> set[str]:
-    return {event.pool for event in trace.events if isinstance(event, Allocate) and event.pool}
+    return {event.pool for event in pick(trace.events, Allocate)} - {""}
 
 
 def test_a_recorded_pipeline_has_memory_of_its_own_and_later_steps_run_no_kernel() -> None:
@@ -201,13 +192,11 @@ def test_a_recorded_pipeline_has_memory_of_its_own_and_later_steps_run_no_kernel
     assert traces == trace_candidate(make_work(), candidate)
     for trace in traces:
         assert list_pools(trace) == {"recording 0"}
-        last = [place for place, event in enumerate(trace.events) if event == Mark("step")][-1]
-        names = {event.name for event in trace.events[last:] if isinstance(event, KernelRun)}
-        assert "aten.convolution" not in names
-        timed = {event.name for event in select_step(trace.events) if isinstance(event, KernelRun)}
-        assert "aten.convolution" in timed
+        assert "aten.convolution" not in count_kernels(trace.events[find_last(trace, "step") :])
+        assert "aten.convolution" in count_kernels(select_step(trace.events))
         eager = trace_candidate(make_work(), Candidate(pipeline=2, split_size=1))[trace.device]
-        assert count_held(trace) > count_held(eager)  # received, landed and copied: for good
+        held, less = (count_held(each.events[: find_last(each, "end")]) for each in (trace, eager))
+        assert held > less  # received, landed and copied: for good
 
 
 def test_smaller_micro_batches_take_no_more_memory() -> None:
@@ -234,17 +223,16 @@ def test_a_recorded_step_has_memory_of_its_own_and_is_replayed(candidate: Candid
     assert marks.index("empty_cache") < marks.index("record") < marks.index("replay")
     assert marks[-3:] == ["step", "replay", "end"]
     assert len(list_pools(trace)) == 1
-    replayed = len(trace.events) - 1 - trace.events[::-1].index(Mark("replay"))
-    assert not [event for event in trace.events[replayed:] if isinstance(event, Allocate)]
+    assert not pick(trace.events[find_last(trace, "replay") :], Allocate)
 
 
 def test_gradients_are_summed_on_a_stream_of_their_own() -> None:
     """Autograd puts a node's backward on the stream of its forward only where streams are real."""
     (trace,) = trace_candidate(make_work(), Candidate(spatial=2))
-    streams = {event.stream for event in trace.events if isinstance(event, Allocate)}
-    assert len(streams) == 2
+    taken = pick(trace.events, Allocate)
+    assert len({event.stream for event in taken}) == 2
     parameters = sum(parameter.numel() * 4 for parameter in build_small().parameters())
-    aside = max(event.size for event in trace.events if isinstance(event, Allocate) and event.stream)
+    aside = max(event.size for event in taken if event.stream)
     assert 0 < aside < 2 * parameters  # one bucket, its parts at addresses that kernels like
 
 
@@ -280,10 +268,7 @@ def test_attention_over_slabs_has_the_kernels_and_no_more_memory_than_on_one_gpu
     small, twice = (make_work(lambda: Attending(window), (1, 1, depth, 8, 8)) for depth in (32, 64))
     (one,) = trace_candidate(small, Candidate(kernels="fast"))
     (slab,) = trace_candidate(twice, Candidate(spatial=2))
-    names = [
-        Counter(event.name for event in select_step(trace.events) if isinstance(event, KernelRun))
-        for trace in (one, slab)
-    ]
+    names = [count_kernels(select_step(trace.events)) for trace in (one, slab)]
     ours = {name: count for name, count in names[0].items() if name.startswith("attention_kernels.")}
     assert len(ours) == (4 if window else 3)
     assert ours.items() <= names[1].items()
@@ -291,8 +276,9 @@ def test_attention_over_slabs_has_the_kernels_and_no_more_memory_than_on_one_gpu
     # Keys and values of all in place of one's own, and of a message: 8 of their size in each layer.
     keys = 0 if window else 2 * 4096 * 32 * 2
     assert find_peak(slab) <= 1.1 * find_peak(one) + 8 * keys
-    messages = [event for event in select_step(slab.events) if isinstance(event, Sent) and event.kind == "halo"]
-    assert len(messages) == (0 if window else 2 * 2)
+    assert len([event for event in pick(select_step(slab.events), Sent) if event.kind == "halo"]) == (
+        0 if window else 2 * 2
+    )
 
 
 def test_planes_are_sent_from_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

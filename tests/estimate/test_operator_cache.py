@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.following import follow
+from tests.following import count_kernels, follow
 from volseg.device.fake_internals import FakeTensorMode
 from volseg.device.streams import make_stream, on_stream
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key
@@ -13,7 +13,7 @@ from volseg.estimate.fake_step import operator_cache
 from volseg.estimate.fake_step.operator_cache import OperatorCache
 from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.trace import Free, KernelRun
+from volseg.estimate.trace import Free
 
 GPU = find_kind("v100-16")
 
@@ -150,7 +150,7 @@ def test_changes_in_place_of_what_has_gradients_are_remembered(monkeypatch):
             assert out.requires_grad
     assert asked.count(torch.ops.aten.elu_.default) == 0
     (trace,) = followed.traces()
-    assert [event.name for event in trace.events if isinstance(event, KernelRun)].count("aten.elu_") == 5
+    assert count_kernels(trace.events)["aten.elu_"] == 5
 
 
 def test_kernels_that_are_remembered_run_on_the_stream_of_the_day():

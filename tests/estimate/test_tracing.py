@@ -12,7 +12,7 @@ from made_up_networks import Apply
 from monai.networks.nets import DynUNet
 from torch import Tensor, nn
 
-from tests.following import follow
+from tests.following import count_held, count_kernels, follow, pick
 from volseg.device import fusions
 from volseg.device.gpus import host_values
 from volseg.errors import FollowError, OutOfMemoryError
@@ -26,18 +26,8 @@ from volseg.workflow.precision import Precision
 GPU = find_kind("h200")
 
 
-def list_runs(trace: StepTrace) -> list[KernelRun]:
-    return [event for event in trace.events if isinstance(event, KernelRun)]
-
-
-def count_held(followed: TracedStep) -> int:
-    events = followed.traces()[0].events
-    freed = {event.block for event in events if isinstance(event, Free)}
-    return sum(event.size for event in events if isinstance(event, Allocate) and event.block not in freed)
-
-
 def list_sizes(trace: StepTrace) -> list[int]:
-    return [event.size for event in trace.events if isinstance(event, Allocate)]
+    return [event.size for event in pick(trace.events, Allocate)]
 
 
 def read_marks(trace: StepTrace) -> list[tuple[str, int]]:
@@ -68,7 +58,7 @@ def test_a_step_is_written_down() -> None:
     assert list_sizes(trace)[:2] == [4 * 27 * 4, 8**3 * 4]
     assert 4 * 8**3 * 4 in list_sizes(trace)
     assert Mark("step") in trace.events
-    (convolution,) = (run for run in list_runs(trace) if run.name == "aten.convolution")
+    (convolution,) = (run for run in pick(trace.events, KernelRun) if run.name == "aten.convolution")
     assert convolution.flops == 2 * 8**3 * 4 * 27
     assert convolution.dtype == torch.float32
     assert convolution.bytes_moved == 4 * (8**3 + 4 * 27 + 4 * 8**3)
@@ -105,7 +95,7 @@ def test_what_is_held_after_forward_is_what_a_cpu_holds() -> None:
     def step(followed: TracedStep) -> None:
         net, x = followed.copy(build_small()).to(followed.devices[0]), followed.empty(2, 1, 16, 16, 16)
         out = net(x)
-        found.append(count_held(followed))
+        found.append(count_held(followed.traces()[0].events))
         out.sum().backward()
 
     follow(step, gpu=GPU)
@@ -126,11 +116,11 @@ def train_thrice(followed: TracedStep) -> None:
 def test_all_memory_is_given_back_and_the_same_is_found_again() -> None:
     (trace,), (again,) = (follow(train_thrice, gpu=GPU) for _ in range(2))
     assert trace == again
-    given = [event.block for event in trace.events if isinstance(event, Free)]
-    assert sorted(given) == sorted(event.block for event in trace.events if isinstance(event, Allocate))
+    given, taken = (sorted(event.block for event in pick(trace.events, kind)) for kind in (Free, Allocate))
+    assert given == taken
     first, second, third = (held for name, held in read_marks(trace) if name == "step")
     assert first < second == third  # the optimizer's state
-    assert "aten._foreach_norm" in {run.name for run in list_runs(trace)}  # as of a GPU's gradients
+    assert "aten._foreach_norm" in set(count_kernels(trace.events))  # as of a GPU's gradients
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -148,9 +138,9 @@ def test_who_looks_for_circles_passes_by_what_was_there_before(is_frozen: bool) 
             circle: list[Any] = [followed.empty(8)]
             circle.append(circle)
             del circle
-            assert count_held(followed) == 32
+            assert count_held(followed.traces()[0].events) == 32
             gc.collect()
-            assert count_held(followed) == 0
+            assert count_held(followed.traces()[0].events) == 0
 
         follow(step, gpu=GPU)
         assert found[0] > 0
@@ -223,10 +213,12 @@ def test_convolutions_over_groups_of_voxels_are_followed() -> None:
     with fusions.without("pairs"):
         (before,) = follow(step, gpu=GPU)
     (after,) = follow(step, gpu=GPU)
-    grouped = [run for run in list_runs(after) if (64, 64, 3, 3, 3) in run.shapes and "convolution" in run.name]
+    grouped = [
+        run for run in pick(after.events, KernelRun) if (64, 64, 3, 3, 3) in run.shapes and "convolution" in run.name
+    ]
     assert [run.name for run in grouped] == ["aten.convolution_backward"] * 2, "of the weight alone, in both steps"
     assert grouped[0].flops == 2 * 64**3 // 2 * 64 * 64 * 27
-    assert not [run for run in list_runs(before) if (64, 64, 3, 3, 3) in run.shapes]
+    assert not [run for run in pick(before.events, KernelRun) if (64, 64, 3, 3, 3) in run.shapes]
     kept = [dict(read_marks(trace))["end"] for trace in (before, after)]
     assert kept[1] - kept[0] == 2 * 32 * 32 * 27 * 4, "where both entries of each tap stand"
 
@@ -274,7 +266,7 @@ def follow_call(call: Callable[[Tensor], Tensor], x: Callable[[TracedStep], Tens
 
     (trace,) = follow(step, gpu=GPU)
     begin = trace.events.index(Mark("step"))
-    return found[0], [event.size for event in trace.events[begin:] if isinstance(event, Allocate)]
+    return found[0], [event.size for event in pick(trace.events[begin:], Allocate)]
 
 
 def make_volume(followed: TracedStep) -> Tensor:
@@ -325,9 +317,9 @@ def test_half_precision_is_scaled() -> None:
         scaler.update()
 
     (trace,) = follow(step, gpu=find_kind("v100-16"))
-    names = {run.name for run in list_runs(trace)}
+    names = set(count_kernels(trace.events))
     assert {"aten._amp_foreach_non_finite_check_and_unscale_", "aten._amp_update_scale_"} <= names
-    assert {run.dtype for run in list_runs(trace) if run.name == "aten.convolution"} == {torch.float16}
+    assert {run.dtype for run in pick(trace.events, KernelRun) if run.name == "aten.convolution"} == {torch.float16}
 
 
 def test_a_refused_operator_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
