@@ -14,11 +14,11 @@ A step that reads a value (``.item()``, a branch on a tensor, NumPy) cannot be t
 
 import gc
 import random
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -248,36 +248,30 @@ def explaining_refusals() -> Iterator[None]:
         yield
     except VolsegError:
         raise
-    except UNFOLLOWABLE as fault:
-        raise FollowError(
-            f"the step cannot be followed without a GPU: {_locate(fault)} asks for {_name_operator(fault)}, and "
-            f"tensors have no values here; {_advise(fault)}"
-        ) from fault
     except Exception as fault:
-        if "FakeTensor" in str(fault) or ".numpy() is not supported" in str(fault):
+        where, modules = _locate(fault), _list_modules(fault)
+        if isinstance(fault, UNFOLLOWABLE):
+            why = f"asks for {_name_operator(fault)}, and tensors have no values here"
+        elif "FakeTensor" in str(fault) or ".numpy() is not supported" in str(fault):
+            why = f"needs values of tensors, which are not there ({shorten(fault)})"
+        elif modules:
             raise FollowError(
-                f"the step cannot be followed without a GPU: {_locate(fault)} needs values of tensors, which are not "
-                f"there ({shorten(fault)}); {_advise(fault)}"
+                f"the network refuses this step: {where} raised {type(fault).__name__}: {shorten(fault)}; give it "
+                "volumes that it takes, or fix it"
             ) from fault
-        if not _list_modules(fault.__traceback__):
+        else:
             raise
-        raise FollowError(
-            f"the network refuses this step: {_locate(fault)} raised {type(fault).__name__}: {shorten(fault)}; give "
-            "it volumes that it takes, or fix it"
-        ) from fault
+        advice = READING_LOSS if any(isinstance(module, Loss) for module, _, _ in modules) else READING
+        raise FollowError(f"the step cannot be followed without a GPU: {where} {why}; {advice}") from fault
 
 
-def _advise(fault: BaseException) -> str:
-    """Return advice on code that reads values."""
-    if any(isinstance(module, Loss) for module, _, _ in _list_modules(fault.__traceback__)):
-        return (
-            "plan with another loss in its place (DiceCELoss), which tells what everything but this one takes; it can "
-            "be trained with all the same"
-        )
-    return (
-        "compute with tensors instead of numbers (torch.where for a branch), keep a size or a setting as a number from "
-        "the beginning, or measure on a GPU"
-    )
+READING, READING_LOSS = (
+    "compute with tensors instead of numbers (torch.where for a branch), keep a size or a setting as a number from the "
+    "beginning, or measure on a GPU",
+    "plan with another loss in its place (DiceCELoss), which tells what everything but this one takes; it can be "
+    "trained with all the same",
+)
+"""Advice on code that reads values, in a network and in a loss."""
 
 
 def _name_operator(fault: BaseException) -> str:
@@ -290,7 +284,7 @@ def _name_operator(fault: BaseException) -> str:
 
 def _locate(fault: BaseException) -> str:
     """Return the type and the path of the innermost module that ran, and its line."""
-    found = _list_modules(fault.__traceback__)
+    found = _list_modules(fault)
     if not found:
         return "the step"
     (root, *_), (module, file, line) = found[0], found[-1]
@@ -298,15 +292,13 @@ def _locate(fault: BaseException) -> str:
     return f"{type(module).__name__}{f' {path!r}' if path else ''} ({Path(file).name}, line {line})"
 
 
-def _list_modules(trace: TracebackType | None) -> list[tuple[nn.Module, str, int]]:
-    """Return the modules of a traceback, outermost first, each with its file and line."""
+def _list_modules(fault: BaseException) -> list[tuple[nn.Module, str, int]]:
+    """Return the modules in which an error was raised, outermost first, each with its file and line."""
     found = []
-    while trace is not None:
-        frame = trace.tb_frame
+    for frame, line in traceback.walk_tb(fault.__traceback__):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not frame.f_code.co_filename.endswith("nn/modules/module.py"):
-            found.append((module, frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
+            found.append((module, frame.f_code.co_filename, line))
     return found
 
 
