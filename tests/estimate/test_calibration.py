@@ -80,7 +80,7 @@ def test_a_calibrated_kind_takes_so_many_times_as_long_as_its_table_says() -> No
     assert kind.seconds(ADDITION) == pytest.approx(1.5 * table.seconds(ADDITION))
     half = replace(ADDITION, dtype=torch.bfloat16)
     assert kind.seconds(half) == table.seconds(half), "no factor was measured"
-    assert kind.host_rates().triton == 3e-5
+    assert kind.host_rates()["triton"] == 3e-5
 
 
 def test_a_gpu_that_nobody_knows_is_compared_with_an_h200() -> None:

@@ -157,7 +157,7 @@ def count_real_step(checkpoint: Any) -> int:
 def test_a_lone_process_holds_what_each_of_a_real_group_holds(checkpoint: Any) -> None:
     real = in_group(4, count_real_step, checkpoint)
     for rank, wanted in enumerate(real):
-        with be_process(rank, 4, lambda _: None):
+        with be_process(rank, 4, lambda *_: None):
             assert count_real_step(checkpoint) == wanted
 
 

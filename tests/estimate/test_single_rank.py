@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.in_group import in_group
 from volseg.device.torch_internals import TorchDispatchMode, tree_leaves
-from volseg.estimate.fake_step.single_rank import Exchange, be_process
+from volseg.estimate.fake_step.single_rank import be_process
 from volseg.parallel import DataParallel, ModelParallel, Spatial, join_mesh
 from volseg.parallel.devices import get_process_rank
 
@@ -89,11 +89,11 @@ def watch(name: str, options: Spatial, data: int) -> list[tuple[Any, ...]]:
 
 
 def follow(rank: int, size: int, name: str, options: Spatial, data: int) -> list[tuple[Any, ...]]:
-    found: list[Exchange] = []
-    with be_process(rank, size, found.append):
+    found: list[tuple[Any, ...]] = []
+    with be_process(rank, size, lambda kind, tensor, _: found.append((kind, tuple(tensor.shape), tensor.dtype))):
         assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
         step(name, options, data)
-    return [(one.kind, one.shape, one.dtype) for one in found]
+    return found
 
 
 CASES = [
@@ -120,11 +120,11 @@ def test_a_lone_process_leaves_the_groups_and_the_report_of_errors_as_they_were(
     assert not dist.is_initialized()
     before = sys.excepthook
     for rank in range(2):
-        with be_process(rank, 2, lambda _: None):
+        with be_process(rank, 2, lambda *_: None):
             group = dist.new_group([0, 1])
             assert dist.get_rank(group) == get_process_rank() == rank
         assert not dist.is_initialized()
-    with pytest.raises(ValueError, match="on purpose"), be_process(0, 2, lambda _: None):
+    with pytest.raises(ValueError, match="on purpose"), be_process(0, 2, lambda *_: None):
         raise ValueError("on purpose")
     assert not dist.is_initialized()
     assert sys.excepthook is before
@@ -134,7 +134,7 @@ def be_somebody_else() -> tuple[int, float]:
     """Be another process for a while, and then again one of the real group, with its further groups."""
     own = dist.new_group()
     before = dist.get_rank()
-    with be_process(3, 5, lambda _: None):
+    with be_process(3, 5, lambda *_: None):
         assert (dist.get_rank(), dist.get_world_size()) == (3, 5)
         assert float(add_up(torch.ones(1))) == 5
     assert dist.get_rank() == before
@@ -154,7 +154,7 @@ def test_a_process_of_a_real_group_may_follow_another_job() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_the_others_do_as_this_one(dtype: torch.dtype) -> None:
-    with be_process(1, 3, lambda _: None):
+    with be_process(1, 3, lambda *_: None):
         own = torch.tensor([1, 2], dtype=dtype)
         gathered = [torch.zeros(2, dtype=dtype) for _ in range(3)]
         dist.all_gather(gathered, own)

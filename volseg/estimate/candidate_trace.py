@@ -19,7 +19,7 @@ from volseg.device.gpus import host_values, observer
 from volseg.device.torch_internals import tree_leaves
 from volseg.errors import NotRecordedError, ParallelError
 from volseg.estimate.candidate import Candidate
-from volseg.estimate.fake_step.single_rank import Exchange, be_process
+from volseg.estimate.fake_step.single_rank import be_process
 from volseg.estimate.fake_step.tracing import TracedStep, tracing
 from volseg.estimate.gpu_kinds import GpuKind
 from volseg.estimate.operator_work import list_tensors
@@ -142,11 +142,10 @@ def _follow_process(
     return followed.traces()
 
 
-def _note_exchange(followed: TracedStep, exchange: Exchange) -> None:
+def _note_exchange(followed: TracedStep, kind: str, tensor: Tensor, processes: int) -> None:
     """Record the data that this process sends; each receive is counted where the other process sends."""
-    if exchange.kind != "receive" and exchange.device in followed.devices:
-        kind = "halo" if exchange.kind == "send" else exchange.kind
-        followed.on_sent(exchange.device, kind, exchange.num_bytes, exchange.processes)
+    if kind != "receive" and tensor.device in followed.devices:
+        followed.on_sent(tensor.device, "halo" if kind == "send" else kind, tensor.nbytes, processes)
 
 
 def _place(net: nn.Module, candidate: Candidate, devices: list[torch.device], mesh: Mesh | None = None) -> nn.Module:

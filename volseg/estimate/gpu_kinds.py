@@ -38,25 +38,15 @@ MESSAGE_S, EXCHANGE_S = 60e-6, 0.7e-3
 other's Python: on two H200s."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostRates:
-    """Seconds of Python and of kernel launches, per operator or message."""
+HostRates = Mapping[str, float]
+"""Seconds of Python and of kernel launches, per operator or message.
 
-    forward: Mapping[str, float]
-    """Seconds of an operator with autograd, by kind: ``convolution``, ``norm`` and ``pointwise``."""
-    backward: Mapping[str, float]
-    operator: float
-    """Seconds of an operator without autograd."""
-    triton: float
-    """Seconds of one of volseg's kernels."""
-    slab: float
-    """Seconds of a convolution, or one of volseg's kernels, in a network on slabs, including the code around it."""
-    exchange: float
-    """Seconds of an exchange of halos between processes that both launch their kernels one by one."""
-    message: float
-    """Seconds of any other message of a process group."""
-    replay: float
-    """Seconds to launch a replay, of any length."""
+``convolution forward``, ``norm backward`` and so on: an operator of torch with autograd, of the kinds ``convolution``,
+``norm`` and ``pointwise``; ``operator``: one without autograd; ``triton``: one of volseg's kernels; ``slab``: a
+convolution, or one of volseg's kernels, in a network on slabs, including the code around it; ``exchange``: an exchange
+of halos between processes that both launch their kernels one by one; ``message``: any other message of a process group;
+``replay``: the launch of a replay, of any length.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,18 +124,8 @@ class Table:
 
 
 def read_host_rates(host: Mapping[str, float]) -> HostRates:
-    """Return the rates that ``calibration.measure_host`` measured."""
-    parts = "convolution", "norm", "pointwise"
-    return HostRates(
-        forward={name: host[f"{name} forward"] for name in parts},
-        backward={name: host[f"{name} backward"] for name in parts},
-        operator=host["operator"],
-        triton=host["triton"],
-        slab=host.get("slab", OF_SLABS * host["triton"]),
-        exchange=host.get("exchange", EXCHANGE_S),
-        message=host.get("message", MESSAGE_S),
-        replay=host["replay"],
-    )
+    """Return the rates that ``calibration.measure_host`` measured, and those that it does not measure."""
+    return {"slab": OF_SLABS * host["triton"], "exchange": EXCHANGE_S, "message": MESSAGE_S, **host}
 
 
 @cache

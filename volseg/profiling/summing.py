@@ -35,8 +35,9 @@ def sum_device_times(
     step
         Seconds of one step without a profiler; raised to the total of its kernels if these take longer.
     steps
-        Number of watched steps. exposed Seconds of exposed communication in a step, if known from another source than
-        the kernels' times.
+        Number of watched steps.
+    exposed
+        Seconds of exposed communication in a step, if known from another source than the kernels' times.
     """
     own = [kernel for kernel in kernels if kernel.device == device]
     computing = [(kernel.start, kernel.end) for kernel in own if not _sends(kernel)]
@@ -82,7 +83,9 @@ def sum_layers(
     step
         Seconds of one step, the base of the shares.
     steps
-        Number of watched steps. peaks Peak rates of the device; None if unknown.
+        Number of watched steps.
+    peaks
+        Peak rates of the device; None if unknown.
     classes
         Classes of the layers' modules, by name.
     """

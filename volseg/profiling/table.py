@@ -104,7 +104,9 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
     Parameters
     ----------
     report
-        Profile to print. file Output stream; standard output by default.
+        Profile to print.
+    file
+        Output stream; standard output by default.
     width
         Columns; those of the terminal by default.
     """

@@ -10,7 +10,6 @@ right shape; their values are never read.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from volseg.device.torch_internals import get_group_name
 from volseg.errors import ParallelError
 from volseg.parallel.devices import computing_on
 
-__all__ = ["Exchange", "LoneGroup", "be_process"]
+__all__ = ["LoneGroup", "be_process"]
 
 BACKEND = "volseg_lone"
 """Name of this backend in torch."""
@@ -29,26 +28,10 @@ BACKEND = "volseg_lone"
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """An exchange of tensors between processes, seen from this process."""
-
-    kind: str
-    """``send``, ``receive``, ``all_reduce``, ``all_gather``, ``all_to_all`` or ``broadcast``."""
-    shape: tuple[int, ...]
-    """Shape of the tensor that this process sends, or receives if it sends none."""
-    dtype: torch.dtype
-    device: torch.device
-    processes: int
-    """Number of processes that take part."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-Note = Callable[[Exchange], None]
+Note = Callable[[str, Tensor, int], None]
+"""Takes an exchange of tensors between processes, seen from this process: its kind (``send``, ``receive``,
+``all_reduce``, ``all_gather``, ``all_to_all`` or ``broadcast``), the tensor that this process sends, or receives if it
+sends none, and the number of processes that take part."""
 
 
 class _Done:
@@ -96,7 +79,7 @@ class LoneGroup(dist.ProcessGroup):
         return BACKEND
 
     def _done(self, kind: str, tensor: Tensor, processes: int | None = None) -> _Done:
-        self._note(Exchange(kind, tuple(tensor.shape), tensor.dtype, tensor.device, processes or self._count))
+        self._note(kind, tensor, processes or self._count)
         return _Done()
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> _Done:
