@@ -5,8 +5,6 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-__all__ = ["digest"]
-
 
 def digest(volume: Tensor) -> str:
     """Return what changes with any voxel of a volume, in float32 as a bank keeps it."""

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LANGUAGES", "PAGES", "ROOT", "Block", "commands_in", "name_page", "read_blocks"]
-
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     page

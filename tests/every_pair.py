@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["every_pair", "select_pairs"]
-
 
 def every_pair(*axes: Sequence[Any], ids: Sequence[Sequence[str]] | None = None) -> list[Any]:
     """Return all combinations of the axes' values as parameters of one test; the ones not needed for pairs are slow.

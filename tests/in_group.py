@@ -30,8 +30,6 @@ from typing import Any
 
 from ready_python import Popen
 
-__all__ = ["GroupError", "assert_all_well", "end_group", "end_groups", "expect_refusal", "in_group"]
-
 SECONDS = 240
 """For one call, unless it says otherwise."""
 

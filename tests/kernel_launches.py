@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["KernelFault", "LargeLaunch", "Launch", "LooseLaunch"]
-
 NOBODY, SEVERAL = 0, -1  # beside the numbers of programs, from 1 on
 
 

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Apply", "WithLayers"]
-
 
 class Apply(nn.Module):
     """A function as a module."""

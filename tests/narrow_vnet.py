@@ -11,8 +11,6 @@ from torch import nn
 from volseg.models.topology import Topology
 from volseg.models.vnet import reshape_levels
 
-__all__ = ["NarrowVNet"]
-
 
 class NarrowVNet(VNet):
     """MONAI's blocks and forward, without dropout, which MONAI cannot switch off in the finest levels.

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["restore_pictures", "shrink_pictures"]
-
 SMALLER = 8
 
 _true: dict[str, int] = {}

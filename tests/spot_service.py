@@ -5,8 +5,6 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-__all__ = ["serving"]
-
 
 class Service:
     """What an instance's metadata service does: tokens, and 404 until there is a notice."""

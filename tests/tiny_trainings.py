@@ -10,8 +10,6 @@ from volseg.data.synthetic import make_task
 from volseg.experiment import REGISTRIES, load_config, own_components
 from volseg.workflow import Checkpoints, Hook, Named, Training
 
-__all__ = ["DYNUNET", "FirstWeights", "as_a_new_process", "clone", "config_factory", "make_training", "plain_training"]
-
 DYNUNET = (
     "network={name: DynUNet, kernel_size: [3, 3, 3], strides: [1, 2, 2], upsample_kernel_size: [2, 2], "
     "filters: [4, 8, 8]}"

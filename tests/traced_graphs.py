@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-__all__ = ["trace_only"]
-
 
 def trace_only(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Stand for inductor: the graphs, those of the backward pass too, run by torch's kernels."""

@@ -5,8 +5,6 @@ import signal
 
 from volseg.workflow import Hook
 
-__all__ = ["At", "StopAfter", "press_ctrl_c", "raising"]
-
 
 class At(Hook):
     """Call something once so many batches of an epoch are done."""

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["ADDRESSES", "Machines", "on_two_machines", "why_not"]
-
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29417
 

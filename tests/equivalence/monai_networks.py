@@ -20,8 +20,6 @@ from monai.networks.nets.restormer import Restormer
 from monai.networks.nets.vista3d import vista3d132
 from torch import Tensor, nn
 
-__all__ = ["NETWORKS", "Case"]
-
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
 OBLONG = (32, 16, 16)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from volseg.errors import ConfigError, OutOfMemoryError
-from volseg.estimate.allocator import Allocator, AllocatorSettings
+from volseg.estimate.allocator import VARIABLES, Allocator, has_expandable_segments
 from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.step_memory import compute_memory_use, repeat_last_step
@@ -15,12 +15,11 @@ from volseg.estimate.trace import Allocate, Free, Mark, StepTrace, Used
 from volseg.parallel.pipeline.flow.transfer import send
 
 MIB = 2**20
-EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
-def taking(*sizes, settings=None, capacity=None):
+def taking(*sizes, expands=False, capacity=None):
     """Return an allocator that has given out blocks 0, 1, ... of these sizes."""
-    allocator = Allocator(settings, capacity)
+    allocator = Allocator(expands, capacity)
     for name, size in enumerate(sizes):
         allocator.take(name, size)
     return allocator
@@ -71,22 +70,8 @@ def test_a_recording_gives_no_cache_back():
         allocator.take("recorded", 60 * MIB, owner="step")
 
 
-def test_a_large_block_is_not_divided_above_the_limit():
-    settings = AllocatorSettings(max_split_size=64 * MIB)
-    allocator = taking(100 * MIB, settings=settings)
-    allocator.give_back(0)
-    allocator.take("small", 30 * MIB)
-    assert allocator.reserved == 130 * MIB, "a block above the limit serves no request below it"
-    allocator.take("nearly as large", 90 * MIB)
-    assert allocator.reserved == 130 * MIB
-    assert allocator.used == 130 * MIB
-    allocator.give_back("nearly as large")
-    allocator.take("much smaller", 70 * MIB)
-    assert allocator.reserved == 200 * MIB
-
-
 def test_an_expandable_segment_grows_by_pages_and_leaves_no_gaps():
-    allocator = taking(30 * MIB, settings=EXPANDABLE)
+    allocator = taking(30 * MIB, expands=True)
     assert allocator.reserved == 40 * MIB
     allocator.take("more", 30 * MIB)
     assert allocator.reserved == 60 * MIB, "10 MiB were left of the second page"
@@ -99,7 +84,7 @@ def test_an_expandable_segment_grows_by_pages_and_leaves_no_gaps():
 
 
 def test_free_pages_at_the_end_of_an_expandable_segment_are_given_back():
-    allocator = taking(30 * MIB, 50 * MIB, settings=EXPANDABLE)
+    allocator = taking(30 * MIB, 50 * MIB, expands=True)
     allocator.give_back(1)
     allocator.empty_cache()
     assert allocator.reserved == 40 * MIB, "the first block ends in the second page"
@@ -112,21 +97,20 @@ def test_free_pages_at_the_end_of_an_expandable_segment_are_given_back():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("", AllocatorSettings()),
-        ("expandable_segments:True", EXPANDABLE),
-        ("max_split_size_mb:128, expandable_segments:False", AllocatorSettings(max_split_size=128 * MIB)),
-        ("large_segment_size_mb:64,backend:native", AllocatorSettings(large_segment=64 * MIB)),
-    ],
+    [("", False), ("expandable_segments:True", True), (" backend:native , expandable_segments:False", False)],
 )
-def test_settings_are_read(text, expected):
-    assert AllocatorSettings.read(text) == expected
+def test_settings_are_read(text, expected, monkeypatch):
+    monkeypatch.setenv(VARIABLES[0], text)
+    assert has_expandable_segments() is expected
 
 
-@pytest.mark.parametrize("text", ["roundup_power2_divisions:4", "backend:cudaMallocAsync", "max_split_size_mb:much"])
-def test_settings_that_are_not_modelled_are_refused(text):
-    with pytest.raises(ConfigError, match=text.partition(":")[0]):
-        AllocatorSettings.read(text)
+@pytest.mark.parametrize(
+    "text", ["roundup_power2_divisions:4", "backend:cudaMallocAsync", "max_split_size_mb:128", "expandable_segments:1"]
+)
+def test_settings_that_are_not_modelled_are_refused(text, monkeypatch):
+    monkeypatch.setenv(VARIABLES[0], text)
+    with pytest.raises(ConfigError, match=text):
+        has_expandable_segments()
 
 
 def test_a_trace_gives_its_peaks_and_where_they_were():
@@ -148,15 +132,8 @@ def test_a_trace_that_does_not_fit_says_where():
 )
 def test_a_block_that_two_streams_use_comes_back_at_the_end_of_the_step_where_python_is_ahead(is_ahead, last, expected):
     """Whoever leaves a block uses it no more, and it is reserved; then it is as free as any other."""
-    events = (
-        Allocate(1, 40 * MIB),
-        Used(1),
-        Free(1),
-        Allocate(2, 40 * MIB),
-        Free(2),
-        Mark(last),
-        Allocate(3, 40 * MIB),
-    )
+    one, two, three = (Allocate(block, 40 * MIB) for block in (1, 2, 3))
+    events = (one, Used(1), Free(1), two, Free(2), Mark(last), three)
     use = compute_memory_use(StepTrace(events), is_ahead=is_ahead)
     assert (use.used, use.reserved) == (40 * MIB, expected * MIB)
 
@@ -223,11 +200,11 @@ REQUESTS = st.lists(
 )
 
 
-@pytest.mark.parametrize("settings", [None, EXPANDABLE, AllocatorSettings(max_split_size=24 * MIB)])
+@pytest.mark.parametrize("expands", [False, True])
 @given(requests=REQUESTS)
-def test_whatever_is_asked_for(settings, requests):
+def test_whatever_is_asked_for(expands, requests):
     """Blocks hold what was asked for and never overlap; all that is given back can be returned to the device."""
-    allocator, sizes = Allocator(settings), {}
+    allocator, sizes = Allocator(expands), {}
     for name, (size, stream, owner, leaving) in enumerate(requests):
         allocator.take(name, size, stream, owner)
         sizes[name] = size

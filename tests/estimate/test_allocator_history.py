@@ -28,12 +28,9 @@ def list_events(account):
         yield *event, "recording" if is_recorded else ""
 
 
-@pytest.mark.parametrize("name", ACCOUNTS)
-def test_every_block_lies_where_the_real_one_did(name):
-    """Told where the driver put each segment, the model takes the same ones at the same time, and the same pieces."""
-    events = list(list_events(ACCOUNTS[name]))
-    driver = iter([address for action, address, *_ in events if action == "segment_alloc"])
-    allocator, reserved, blocks = Allocator(place=lambda size: next(driver)), 0, 0
+def replay(allocator, events):
+    """Ask a model for the same; yield the address of each block, and what the real one had reserved then."""
+    reserved = 0
     for number, (action, address, size, stream, owner) in enumerate(events):
         if action == "segment_alloc":
             reserved += size
@@ -41,14 +38,22 @@ def test_every_block_lies_where_the_real_one_did(name):
             reserved -= size
             if events[number + 1][0] != "segment_free":
                 allocator.empty_cache()
-                assert allocator.reserved == reserved
         elif action == "alloc":
             allocator.take(address, size, stream, owner)
-            assert allocator.find_block(address)[0] == address
-            assert allocator.reserved == reserved, f"event {number}"
-            blocks += 1
+            yield address, reserved
         elif action == "free_completed":
             allocator.give_back(address)
+
+
+@pytest.mark.parametrize("name", ACCOUNTS)
+def test_every_block_lies_where_the_real_one_did(name):
+    """Told where the driver put each segment, the model takes the same ones at the same time, and the same pieces."""
+    events = list(list_events(ACCOUNTS[name]))
+    driver = iter([address for action, address, *_ in events if action == "segment_alloc"])
+    allocator, blocks = Allocator(place=lambda size: next(driver)), 0
+    for address, reserved in replay(allocator, events):
+        assert (allocator.find_block(address)[0], allocator.reserved) == (address, reserved), f"block {blocks}"
+        blocks += 1
     assert blocks > 1000
     assert next(driver, None) is None
 
@@ -56,18 +61,6 @@ def test_every_block_lies_where_the_real_one_did(name):
 @pytest.mark.parametrize("name", ACCOUNTS)
 def test_what_is_reserved_at_falling_addresses_is_what_was(name):
     """Untold where the driver puts segments. Two thousandths are for holes above, which it fills with small ones."""
-    events = list(list_events(ACCOUNTS[name]))
-    allocator, reserved, peak = Allocator(), 0, 0
-    for number, (action, address, size, stream, owner) in enumerate(events):
-        if action == "segment_alloc":
-            reserved += size
-            peak = max(peak, reserved)
-        elif action == "segment_free":
-            reserved -= size
-            if events[number + 1][0] != "segment_free":
-                allocator.empty_cache()
-        elif action == "alloc":
-            allocator.take(address, size, stream, owner)
-        elif action == "free_completed":
-            allocator.give_back(address)
+    allocator = Allocator()
+    peak = max(reserved for _, reserved in replay(allocator, list(list_events(ACCOUNTS[name]))))
     assert allocator.peak_reserved == pytest.approx(peak, rel=0.002)

@@ -50,11 +50,8 @@ def test_what_was_decided_stays(num_gpus, batch, freedom, expected):
     assert [name_candidate(each) for each in found if each.num_gpus > 1] == expected
 
 
-def test_a_volume_has_no_more_slabs_than_planes():
-    assert "spatial: 8" not in names(8, 1, (4, 4, 4))
-
-
-def test_no_candidate_takes_more_gpus_than_there_are():
+def test_no_candidate_takes_more_than_there_is():
+    assert "spatial: 8" not in names(8, 1, (4, 4, 4)), "a volume has no more slabs than planes"
     for num_gpus in range(1, 9):
         for batch in range(1, 9):
             found = list_candidates(num_gpus, batch, (64, 64, 64), Freedom())

@@ -1,6 +1,6 @@
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ from made_up_networks import Apply
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.following import count_held, count_kernels, pick
 from tests.in_group import in_group
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tree_leaves
 from volseg.errors import NotRecordedError, OutOfMemoryError, ParallelError, UnsupportedOperatorError
@@ -19,8 +20,9 @@ from volseg.estimate.candidate import Candidate
 from volseg.estimate.fake_step.single_rank import be_process
 from volseg.estimate.fake_step.traced_step import TracedStep
 from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.network_plan import describe_network
 from volseg.estimate.step_time import select_step
-from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, Sent, StepTrace
+from volseg.estimate.trace import Allocate, Free, Mark, Sent, StepTrace
 from volseg.estimate.work import Work
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.piped import _fill_buckets
@@ -47,23 +49,12 @@ def build_small() -> nn.Module:
 
 
 def make_work(build: Callable[[], nn.Module] = build_small, shape: tuple[int, ...] = (4, 1, 32, 16, 16)) -> Work:
-    def build_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
-        def step(batch: Any) -> Tensor:
-            loss = model(batch["image"]).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return step
-
-    return Work(
-        build=build,
-        shape=shape,
-        make_batch=lambda rows, device: {"image": torch.zeros(rows, *shape[1:], device=device)},
-        build_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True),
-        build_step=build_step,
-        precision=torch.float32,
+    return describe_network(
+        build(),
+        shape,
+        dtype=torch.float32,
+        loss=lambda outputs: outputs.float().square().mean(),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
     )
 
 
@@ -80,39 +71,32 @@ def find_peak(trace: StepTrace) -> int:
         if isinstance(event, Allocate):
             assert event.block not in held
             held[event.block] = event.size
+            most = max(most, sum(held.values()))
         elif isinstance(event, Free):
             del held[event.block]
-        most = max(most, sum(held.values())) if isinstance(event, Allocate) else most
     return most
 
 
 def count_sent(trace: StepTrace, kind: str) -> list[int]:
-    return [event.size for event in trace.events if isinstance(event, Sent) and event.kind == kind]
+    return [event.size for event in pick(trace.events, Sent) if event.kind == kind]
 
 
 def list_marks(trace: StepTrace) -> list[str]:
-    return [event.name for event in trace.events if isinstance(event, Mark)]
+    return [event.name for event in pick(trace.events, Mark)]
 
 
 STEP = ["step", "forward", "loss", "backward", "optimizer", "end"]
 
 
 def test_one_convolution_of_a_slab_holds_its_planes_and_its_halos() -> None:
-    (d, h, w), channels = (64, 16, 16), 6
-    work = make_work(lambda: nn.Conv3d(1, channels, 3, padding=1), shape=(1, 1, d, h, w))
+    work = make_work(lambda: nn.Conv3d(1, 6, 3, padding=1), shape=(1, 1, 64, 16, 16))
     whole = trace_candidate(work, Candidate())[0]
     inner = trace_candidate(work, Candidate(spatial=4))[-1]  # between two others
     assert inner.device == 1
-
-    def sizes(trace: StepTrace) -> Counter[int]:
-        return Counter(event.size for event in trace.events if isinstance(event, Allocate))
-
-    voxel = 4  # bytes of a float
-    slab = d // 4 * h * w * voxel
-    plane = h * w * voxel
-    assert sizes(whole)[channels * d * h * w * voxel] > 0
-    assert sizes(inner)[channels * slab] > 0  # what it computes
-    assert sizes(inner)[slab + 2 * plane] > 0  # what it reads: its planes, and one of each neighbour
+    plane = 16 * 16 * 4  # bytes of floats
+    sizes, inner_sizes = ({event.size for event in pick(trace.events, Allocate)} for trace in (whole, inner))
+    assert 6 * 64 * plane in sizes
+    assert {6 * 16 * plane, (16 + 2) * plane} <= inner_sizes  # computed; read: its planes, and one of each neighbour
     # Of the input nothing needs a gradient: only forward sends planes, one each way in each of the two steps.
     assert count_sent(inner, "halo") == [2 * plane] * 2
 
@@ -173,7 +157,7 @@ def count_real_step(checkpoint: Any) -> int:
 def test_a_lone_process_holds_what_each_of_a_real_group_holds(checkpoint: Any) -> None:
     real = in_group(4, count_real_step, checkpoint)
     for rank, wanted in enumerate(real):
-        with be_process(rank, 4, lambda _: None):
+        with be_process(rank, 4, lambda *_: None):
             assert count_real_step(checkpoint) == wanted
 
 
@@ -182,8 +166,7 @@ def test_every_stage_has_its_own_parameters_and_sends_what_the_next_one_reads(st
     traces = trace_candidate(make_work(), Candidate(pipeline=stages, split_size=2))
     assert [trace.device for trace in traces] == list(range(stages))
     assert all(list_marks(trace).count("step") == 2 for trace in traces)
-    ran = [{event.name for event in trace.events if isinstance(event, KernelRun)} for trace in traces]
-    used = [number for number, names in enumerate(ran) if "aten.convolution" in names]
+    used = [number for number, trace in enumerate(traces) if "aten.convolution" in count_kernels(trace.events)]
     assert len(used) >= 2
     assert used[0] == 0
     assert all(sum(count_sent(traces[number], "copy")) > 0 for number in used)
@@ -191,22 +174,16 @@ def test_every_stage_has_its_own_parameters_and_sends_what_the_next_one_reads(st
 
 def test_a_pipeline_that_is_cut_by_hand_is_followed_with_that_cut() -> None:
     traces = trace_candidate(make_work(), Candidate(pipeline=2, split_size=2, cuts=("8",)))
-    counts = [
-        sum(isinstance(event, KernelRun) and event.name == "aten.convolution" for event in select_step(trace.events))
-        for trace in traces
-    ]
+    counts = [count_kernels(select_step(trace.events))["aten.convolution"] for trace in traces]
     assert counts == [2 * 3, 2 * 2]  # two micro-batches; the last two layers have a convolution each
 
 
-def count_held(trace: StepTrace) -> int:
-    """Count the bytes that are held at the end of the last step."""
-    last = [place for place, event in enumerate(trace.events) if event == Mark("end")][-1]
-    freed = {event.block for event in trace.events[:last] if isinstance(event, Free)}
-    return sum(event.size for event in trace.events[:last] if isinstance(event, Allocate) and event.block not in freed)
+def find_last(trace: StepTrace, name: str) -> int:
+    return len(trace.events) - 1 - trace.events[::-1].index(Mark(name))
 
 
 def list_pools(trace: StepTrace) -> set[str]:
-    return {event.pool for event in trace.events if isinstance(event, Allocate) and event.pool}
+    return {event.pool for event in pick(trace.events, Allocate)} - {""}
 
 
 def test_a_recorded_pipeline_has_memory_of_its_own_and_later_steps_run_no_kernel() -> None:
@@ -215,13 +192,11 @@ def test_a_recorded_pipeline_has_memory_of_its_own_and_later_steps_run_no_kernel
     assert traces == trace_candidate(make_work(), candidate)
     for trace in traces:
         assert list_pools(trace) == {"recording 0"}
-        last = [place for place, event in enumerate(trace.events) if event == Mark("step")][-1]
-        names = {event.name for event in trace.events[last:] if isinstance(event, KernelRun)}
-        assert "aten.convolution" not in names
-        timed = {event.name for event in select_step(trace.events) if isinstance(event, KernelRun)}
-        assert "aten.convolution" in timed
+        assert "aten.convolution" not in count_kernels(trace.events[find_last(trace, "step") :])
+        assert "aten.convolution" in count_kernels(select_step(trace.events))
         eager = trace_candidate(make_work(), Candidate(pipeline=2, split_size=1))[trace.device]
-        assert count_held(trace) > count_held(eager)  # received, landed and copied: for good
+        held, less = (count_held(each.events[: find_last(each, "end")]) for each in (trace, eager))
+        assert held > less  # received, landed and copied: for good
 
 
 def test_smaller_micro_batches_take_no_more_memory() -> None:
@@ -238,23 +213,26 @@ def test_slabs_on_gpus_of_one_process_have_a_trace_each() -> None:
     assert find_peak(traces[0]) < find_peak(trace_candidate(make_work(), Candidate(kernels="torch"))[0])
 
 
-def test_a_recorded_step_of_a_group_has_memory_of_its_own() -> None:
-    (trace,) = trace_candidate(make_work(), Candidate(spatial=2, recorded=True))
+@pytest.mark.parametrize("candidate", [Candidate(spatial=2, recorded=True), Candidate(kernels="torch", recorded=True)])
+def test_a_recorded_step_has_memory_of_its_own_and_is_replayed(candidate: Candidate) -> None:
+    """Hooks that held what notes the step stopped the recording; its pool was there, and the step ran beside it."""
+    (trace,) = trace_candidate(make_work(), candidate)
     marks = list_marks(trace)
-    assert marks.count("step") == 4
+    assert marks.count("step") == candidate_trace.NUM_STEPS + 2
+    assert marks.count("forward") == candidate_trace.NUM_STEPS + 1  # the recording has one
     assert marks.index("empty_cache") < marks.index("record") < marks.index("replay")
-    pools = {event.pool for event in trace.events if isinstance(event, Allocate)}
-    assert len(pools) == 2
-    assert "" in pools
+    assert marks[-3:] == ["step", "replay", "end"]
+    assert len(list_pools(trace)) == 1
+    assert not pick(trace.events[find_last(trace, "replay") :], Allocate)
 
 
 def test_gradients_are_summed_on_a_stream_of_their_own() -> None:
     """Autograd puts a node's backward on the stream of its forward only where streams are real."""
     (trace,) = trace_candidate(make_work(), Candidate(spatial=2))
-    streams = {event.stream for event in trace.events if isinstance(event, Allocate)}
-    assert len(streams) == 2
+    taken = pick(trace.events, Allocate)
+    assert len({event.stream for event in taken}) == 2
     parameters = sum(parameter.numel() * 4 for parameter in build_small().parameters())
-    aside = max(event.size for event in trace.events if isinstance(event, Allocate) and event.stream)
+    aside = max(event.size for event in taken if event.stream)
     assert 0 < aside < 2 * parameters  # one bucket, its parts at addresses that kernels like
 
 
@@ -290,10 +268,7 @@ def test_attention_over_slabs_has_the_kernels_and_no_more_memory_than_on_one_gpu
     small, twice = (make_work(lambda: Attending(window), (1, 1, depth, 8, 8)) for depth in (32, 64))
     (one,) = trace_candidate(small, Candidate(kernels="fast"))
     (slab,) = trace_candidate(twice, Candidate(spatial=2))
-    names = [
-        Counter(event.name for event in select_step(trace.events) if isinstance(event, KernelRun))
-        for trace in (one, slab)
-    ]
+    names = [count_kernels(select_step(trace.events)) for trace in (one, slab)]
     ours = {name: count for name, count in names[0].items() if name.startswith("attention_kernels.")}
     assert len(ours) == (4 if window else 3)
     assert ours.items() <= names[1].items()
@@ -301,8 +276,9 @@ def test_attention_over_slabs_has_the_kernels_and_no_more_memory_than_on_one_gpu
     # Keys and values of all in place of one's own, and of a message: 8 of their size in each layer.
     keys = 0 if window else 2 * 4096 * 32 * 2
     assert find_peak(slab) <= 1.1 * find_peak(one) + 8 * keys
-    messages = [event for event in select_step(slab.events) if isinstance(event, Sent) and event.kind == "halo"]
-    assert len(messages) == (0 if window else 2 * 2)
+    assert len([event for event in pick(select_step(slab.events), Sent) if event.kind == "halo"]) == (
+        0 if window else 2 * 2
+    )
 
 
 def test_planes_are_sent_from_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,29 +297,16 @@ def test_planes_are_sent_from_blocks_of_their_own(monkeypatch: pytest.MonkeyPatc
     assert all(moved == held for moved, held in sizes)
 
 
-def test_a_recorded_step_with_the_kernels_of_torch_is_replayed() -> None:
-    """Hooks that held what notes the step stopped the recording; its pool was there, and the step ran beside it."""
-    (trace,) = trace_candidate(make_work(), Candidate(kernels="torch", recorded=True))
-    marks = list_marks(trace)
-    assert marks[-3:] == ["step", "replay", "end"]
-    assert marks.count("forward") == candidate_trace.NUM_STEPS + 1  # the recording has one
-    replayed = len(trace.events) - 1 - trace.events[::-1].index(Mark("replay"))
-    assert not [event for event in trace.events[replayed:] if isinstance(event, Allocate)]
-
-
 def test_a_step_that_would_not_be_recorded_is_refused() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
-            self.layer = nn.Conv3d(1, 2, 1)
+    class Counts(nn.Conv3d):
+        calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return self.layer(x)
+            return super().forward(x)
 
     with pytest.raises(ParallelError, match=r"would not be recorded: .*calls from 2 to 3 in Python"):
-        trace_candidate(make_work(Counts), Candidate(kernels="torch", recorded=True))
+        trace_candidate(make_work(lambda: Counts(1, 2, 1)), Candidate(kernels="torch", recorded=True))
 
 
 class Drops(nn.Module):
@@ -351,11 +314,10 @@ class Drops(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.drop = nn.Conv3d(1, 6, 3, padding=1), nn.Dropout3d(0.3)
-        self.again, self.head = nn.Conv3d(6, 6, 3, padding=1), nn.Conv3d(6, 2, 1)
+        self.wide, self.drop, self.head = nn.Conv3d(1, 6, 3, padding=1), nn.Dropout3d(0.3), nn.Conv3d(6, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.again(self.drop(self.wide(x))).relu())
+        return self.head(self.drop(self.wide(x)))
 
 
 @pytest.mark.parametrize("candidate", [Candidate(checkpoint="all"), Candidate(data=2, checkpoint="all")])
@@ -393,25 +355,27 @@ def test_nothing_is_really_allocated() -> None:
 
 
 def test_the_strategy_refuses_in_its_own_words() -> None:
-    sorts = make_work(lambda: nn.Sequential(nn.Conv3d(1, 2, 1), Apply(lambda x: torch.linalg.inv(x))))
-    with pytest.raises(UnsupportedOperatorError, match=r"inv.* has no sharded form"):
-        trace_candidate(sorts, Candidate(spatial=2))
-    with pytest.raises(ParallelError, match="8 replicas share a batch of 4"):
-        trace_candidate(make_work(), Candidate(data=8))
-    with pytest.raises(ParallelError, match=r"\(4, 1, 2, 2, 2\) are too thin to be cut into 4 slabs"):
-        trace_candidate(make_work(shape=(4, 1, 2, 2, 2)), Candidate(spatial=4))
-    with pytest.raises(ParallelError, match="2 slabs and a network in 2 stages"):
-        trace_candidate(make_work(), Candidate(spatial=2, pipeline=2))
-    with pytest.raises(ParallelError, match="is a BatchNorm3d, which uses the statistics of a whole batch"):
-        trace_candidate(make_work(), Candidate(data=2, pipeline=2))
-    with pytest.raises(NotRecordedError, match="DistributedDataParallel sums by hooks"):
-        trace_candidate(make_work(build_without_batch_norm), Candidate(data=2, pipeline=2, recorded=True))
+    inverts = make_work(lambda: nn.Sequential(nn.Conv3d(1, 2, 1), Apply(torch.linalg.inv)))
+    refused = [
+        (inverts, Candidate(spatial=2), UnsupportedOperatorError, r"inv.* has no sharded form"),
+        (make_work(), Candidate(data=8), ParallelError, "8 replicas share a batch of 4"),
+        (make_work(shape=(4, 1, 2, 2, 2)), Candidate(spatial=4), ParallelError, r"2, 2\) are too thin .* into 4 slabs"),
+        (make_work(), Candidate(spatial=2, pipeline=2), ParallelError, "2 slabs and a network in 2 stages"),
+        (make_work(), Candidate(data=2, pipeline=2), ParallelError, "is a BatchNorm3d, which uses the statistics"),
+        (
+            make_work(build_without_batch_norm),
+            Candidate(data=2, pipeline=2, recorded=True),
+            NotRecordedError,
+            "DistributedDataParallel sums by hooks",
+        ),
+    ]
+    for work, candidate, error, words in refused:
+        with pytest.raises(error, match=words):
+            trace_candidate(work, candidate)
 
 
 def build_without_batch_norm() -> nn.Module:
-    net = build_small()
-    net[4] = nn.InstanceNorm3d(10)
-    return net
+    return nn.Sequential(*build_small()[:4], nn.InstanceNorm3d(10), *build_small()[5:])
 
 
 @pytest.mark.parametrize("rows", [(8, 4), (7, 4), (4, 2)])

@@ -1,7 +1,6 @@
 """A GPU's autocast on devices that stand for GPUs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,15 +12,9 @@ from volseg.device.torch_internals import list_autocast_operators
 from volseg.errors import FollowError
 from volseg.estimate.fake_step.gpu_autocast import BANNED, FLOAT32, FLOAT32_RESULT, HALF, WIDEST
 from volseg.estimate.fake_step.tracing import TracedStep
+from volseg.estimate.gpu_kinds import find_kind
 
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str = "a GPU"
-    processors: int = 132
-    capability: tuple[int, int] = (9, 0)
-    memory: int = 2**37
-
+GPU = find_kind("h200")
 
 REFUSED = {"_cudnn_rnn", "linalg_matrix_sqrth"}
 """Of builds with cuDNN; of torch 2.14 and later."""
@@ -46,7 +39,7 @@ def test_what_is_cast_and_in_no_list_is_refused(monkeypatch: pytest.MonkeyPatch)
             torch.cross(full, full, dim=3)
 
     with pytest.raises(FollowError, match="casts aten::cross under autocast"):
-        follow(step, gpu=Gpu())
+        follow(step, gpu=GPU)
 
 
 CALLS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
@@ -83,7 +76,7 @@ def found() -> dict[str, torch.dtype]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             dtypes.update({name: call(half, full).dtype for name, (call, _) in CALLS.items()})
 
-    follow(step, gpu=Gpu())
+    follow(step, gpu=GPU)
     return dtypes
 
 
@@ -93,7 +86,7 @@ def test_results_have_the_type_that_they_have_on_a_gpu(name: str, found: dict[st
 
 
 def test_the_cpus_autocast_is_its_own_again() -> None:
-    follow(lambda followed: None, gpu=Gpu())
+    follow(lambda followed: None, gpu=GPU)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x = torch.ones(1, 1, 4, 4, 4, dtype=torch.bfloat16)
         assert (F.max_pool3d(x, 2).dtype, x.exp().dtype) == (torch.float32, torch.bfloat16)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.following import follow
+from tests.following import count_kernels, follow
 from volseg.device.fake_internals import FakeTensorMode
 from volseg.device.streams import make_stream, on_stream
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key
@@ -13,9 +13,14 @@ from volseg.estimate.fake_step import operator_cache
 from volseg.estimate.fake_step.operator_cache import OperatorCache
 from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.trace import Free, KernelRun
+from volseg.estimate.trace import Free
 
 GPU = find_kind("v100-16")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(monkeypatch):
+    monkeypatch.setattr(operator_cache, "_known", {})
 
 
 class Compared(TorchDispatchMode):
@@ -91,17 +96,15 @@ def run_many(device):
         F.elu(weight.t() * weight.sum(0)[:, None]).to(torch.float16).sum().backward()
 
 
-def test_results_that_are_remembered_are_those_of_torch(monkeypatch):
-    monkeypatch.setattr(operator_cache, "_known", {})
+def test_results_that_are_remembered_are_those_of_torch():
     with tracing(GPU) as followed, Compared(OperatorCache(followed.mode)) as compared:
         run_many(followed.devices[0])
     assert len(compared.names) > 20
     assert len(operator_cache._known) > 20, "or nothing was remembered"
 
 
-def test_a_view_has_the_strides_of_a_real_tensor(monkeypatch):
+def test_a_view_has_the_strides_of_a_real_tensor():
     """The mode keeps the strides of one sample; torch's ``view`` computes them, and the result is not channels last."""
-    monkeypatch.setattr(operator_cache, "_known", {})
     real = torch.empty(1, 4, 8, 8, 8).to(memory_format=torch.channels_last_3d)
     shape, strides, viewed = real.shape, real.stride(), real.view(real.shape).stride()
     with tracing(GPU) as followed:
@@ -127,29 +130,19 @@ def train(followed):
 
 
 def test_a_step_asks_for_the_same_whether_results_are_remembered_or_not(monkeypatch):
-    monkeypatch.setattr(operator_cache, "_known", {})
-    first, again = follow(train, gpu=GPU), follow(train, gpu=GPU)
+    (first,), (again,) = follow(train, gpu=GPU), follow(train, gpu=GPU)
     monkeypatch.setattr(OperatorCache, "find", lambda self, function, args, kwargs: (function(*args, **kwargs), None))
-    (plain,), (first,), (again,) = follow(train, gpu=GPU), first, again
+    (plain,) = follow(train, gpu=GPU)
     # What goes at a time goes in any order.
-    assert list_requests(first) == list_requests(again) == list_requests(plain)
-
-
-def list_requests(trace):
-    return [event for event in trace.events if not isinstance(event, Free)]
+    requests = [[event for event in trace.events if not isinstance(event, Free)] for trace in (first, again, plain)]
+    assert requests[0] == requests[1] == requests[2]
 
 
 def test_changes_in_place_of_what_has_gradients_are_remembered(monkeypatch):
     """The mode composes ``elu_`` of a dozen operators: it is not asked for a result that the meta device gives."""
-    monkeypatch.setattr(operator_cache, "_known", {})
     asked = []
     plain = FakeTensorMode.dispatch
-
-    def dispatch(self, func, types, args=(), kwargs=None):
-        asked.append(func)
-        return plain(self, func, types, args, kwargs)
-
-    monkeypatch.setattr(FakeTensorMode, "dispatch", dispatch)
+    monkeypatch.setattr(FakeTensorMode, "dispatch", lambda self, *call: (asked.append(call[0]), plain(self, *call))[1])
     with tracing(GPU) as followed:
         weight = torch.ones(8, device=followed.devices[0], requires_grad=True)
         for _ in range(5):
@@ -157,7 +150,7 @@ def test_changes_in_place_of_what_has_gradients_are_remembered(monkeypatch):
             assert out.requires_grad
     assert asked.count(torch.ops.aten.elu_.default) == 0
     (trace,) = followed.traces()
-    assert [event.name for event in trace.events if isinstance(event, KernelRun)].count("aten.elu_") == 5
+    assert count_kernels(trace.events)["aten.elu_"] == 5
 
 
 def test_kernels_that_are_remembered_run_on_the_stream_of_the_day():
@@ -175,7 +168,6 @@ def test_kernels_that_are_remembered_run_on_the_stream_of_the_day():
 
 @pytest.mark.parametrize("most", [0, 3])
 def test_no_more_is_remembered_than_there_is_room_for(monkeypatch, most):
-    monkeypatch.setattr(operator_cache, "_known", {})
     monkeypatch.setattr(operator_cache, "MOST", most)
     with tracing(GPU) as followed:
         run_many(followed.devices[0])

@@ -34,41 +34,39 @@ def test_the_fastest_that_fits_is_chosen_and_compared():
     )
 
 
-def test_one_gpu_is_chosen_where_several_are_slower():
-    chosen, why = choose([forecast(0.01), forecast(0.02, data=2)])
-    assert chosen is not None
-    assert chosen.candidate.num_gpus == 1
-    assert why == "one GPU is the fastest that fits: 10 ms per step; data: 2 takes 20 ms (1.0 GiB of each GPU)"
+@pytest.mark.parametrize(
+    ("forecasts", "first", "why"),
+    [
+        (
+            [forecast(0.01), forecast(0.02, data=2)],
+            True,
+            "one GPU is the fastest that fits: 10 ms per step; data: 2 takes 20 ms (1.0 GiB of each GPU)",
+        ),
+        (
+            [forecast(1.0, kernels="fast"), forecast(2.0, kernels="torch")],
+            True,
+            "one GPU is the fastest that fits: 1.00 s per step; one GPU, torch kernels takes 2.00 s (1.0 GiB of each "
+            "GPU)",
+        ),
+        ([forecast(1.0, 3)], True, "one GPU is the only one that runs (3.0 GiB of each GPU)"),
+        (
+            [judge(forecast(gib=40), 16 * GIB), judge(forecast(gib=20, spatial=2), 16 * GIB)],
+            False,
+            "nothing fits; the least is spatial: 2, which needs 20.0 GiB, and there are 16.0 GiB",
+        ),
+        ([Estimate(candidate=Candidate(), refused="no fft")], False, "nothing runs: one GPU: no fft"),
+    ],
+)
+def test_the_reason_is_told(forecasts, first, why):
+    assert choose(forecasts) == (forecasts[0] if first else None, why)
 
 
-def test_of_equally_fast_ones_fewer_gpus_are_taken_and_then_replicas():
-    chosen, _ = choose([forecast(1.0, spatial=4), forecast(1.0, data=4), forecast(1.0, data=2)])
-    assert chosen is not None
-    assert (chosen.candidate.data, chosen.candidate.num_gpus) == (2, 2)
-    chosen, _ = choose([forecast(1.0, pipeline=4, split_size=1), forecast(1.0, spatial=4), forecast(1.0, data=4)])
-    assert chosen is not None
-    assert chosen.candidate.data == 4
-
-
-def test_kernels_are_named_where_nothing_else_differs():
-    _, why = choose([forecast(1.0, kernels="fast"), forecast(2.0, kernels="torch")])
-    assert "one GPU, torch kernels takes 2.00 s" in why
-
-
-def test_the_only_one_says_so():
-    assert choose([forecast(1.0, 3)])[1] == "one GPU is the only one that runs (3.0 GiB of each GPU)"
-
-
-def test_where_nothing_fits_the_least_is_told():
-    forecasts = [judge(forecast(gib=40), 16 * GIB), judge(forecast(gib=20, spatial=2), 16 * GIB)]
-    chosen, why = choose(forecasts)
-    assert chosen is None
-    assert why == "nothing fits; the least is spatial: 2, which needs 20.0 GiB, and there are 16.0 GiB"
-
-
-def test_where_nothing_runs_the_first_refusal_is_told():
-    refused = Estimate(candidate=Candidate(), refused="no form for fft")
-    assert choose([refused]) == (None, "nothing runs: one GPU: no form for fft")
+@pytest.mark.parametrize(
+    "meshes", [[{"data": 2}, {"spatial": 4}, {"data": 4}], [{"data": 4}, {"spatial": 4}, {"pipeline": 4}]]
+)
+def test_of_equally_fast_ones_fewer_gpus_are_taken_and_then_replicas(meshes):
+    best, *others = [forecast(1.0, **mesh) for mesh in meshes]
+    assert choose([*others, best])[0] is best
 
 
 def test_what_comes_so_near_to_all_memory_that_it_may_not_fit_is_chosen_where_nothing_else_runs():

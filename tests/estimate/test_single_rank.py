@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.in_group import in_group
 from volseg.device.torch_internals import TorchDispatchMode, tree_leaves
-from volseg.estimate.fake_step.single_rank import Exchange, be_process
+from volseg.estimate.fake_step.single_rank import be_process
 from volseg.parallel import DataParallel, ModelParallel, Spatial, join_mesh
 from volseg.parallel.devices import get_process_rank
 
@@ -65,19 +65,18 @@ def build(name: str) -> nn.Module:
 
 def step(name: str, options: Spatial, data: int) -> None:
     """Two steps of a network cut over all processes, or of replicas of it; the second finds what the first made."""
-    shape = (2, 1, 17, 16, 16)
+    model: nn.Module = build(name)
     if data > 1:
         spatial = dist.get_world_size() // data
         mesh = join_mesh(data=data, spatial=spatial)
-        model: nn.Module = build(name)
         if spatial > 1:
             model = ModelParallel(model, strategy=options, mesh=mesh.spatial_group)
         model = DataParallel(model, mesh.replicas(data))
     else:
-        model = ModelParallel(build(name), strategy=options)
+        model = ModelParallel(model, strategy=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        output = model(torch.ones(shape))
+        output = model(torch.ones(2, 1, 17, 16, 16))
         output.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -90,11 +89,11 @@ def watch(name: str, options: Spatial, data: int) -> list[tuple[Any, ...]]:
 
 
 def follow(rank: int, size: int, name: str, options: Spatial, data: int) -> list[tuple[Any, ...]]:
-    found: list[Exchange] = []
-    with be_process(rank, size, found.append):
+    found: list[tuple[Any, ...]] = []
+    with be_process(rank, size, lambda kind, tensor, _: found.append((kind, tuple(tensor.shape), tensor.dtype))):
         assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
         step(name, options, data)
-    return [(one.kind, one.shape, one.dtype) for one in found]
+    return found
 
 
 CASES = [
@@ -117,20 +116,25 @@ def test_a_lone_process_is_asked_for_what_each_of_a_real_group_is(
         assert follow(rank, size, name, options, data) == expected
 
 
-def test_a_lone_process_leaves_the_groups_as_they_were() -> None:
+def test_a_lone_process_leaves_the_groups_and_the_report_of_errors_as_they_were() -> None:
     assert not dist.is_initialized()
+    before = sys.excepthook
     for rank in range(2):
-        with be_process(rank, 2, lambda _: None):
+        with be_process(rank, 2, lambda *_: None):
             group = dist.new_group([0, 1])
             assert dist.get_rank(group) == get_process_rank() == rank
         assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="on purpose"), be_process(0, 2, lambda *_: None):
+        raise ValueError("on purpose")
+    assert not dist.is_initialized()
+    assert sys.excepthook is before
 
 
 def be_somebody_else() -> tuple[int, float]:
     """Be another process for a while, and then again one of the real group, with its further groups."""
     own = dist.new_group()
     before = dist.get_rank()
-    with be_process(3, 5, lambda _: None):
+    with be_process(3, 5, lambda *_: None):
         assert (dist.get_rank(), dist.get_world_size()) == (3, 5)
         assert float(add_up(torch.ones(1))) == 5
     assert dist.get_rank() == before
@@ -148,15 +152,9 @@ def test_a_process_of_a_real_group_may_follow_another_job() -> None:
     assert in_group(4, be_somebody_else) == [(rank, 4.0) for rank in range(4)]
 
 
-def test_groups_of_a_failed_attempt_are_gone() -> None:
-    with pytest.raises(ValueError, match="on purpose"), be_process(0, 2, lambda _: None):
-        raise ValueError("on purpose")
-    assert not dist.is_initialized()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_the_others_do_as_this_one(dtype: torch.dtype) -> None:
-    with be_process(1, 3, lambda _: None):
+    with be_process(1, 3, lambda *_: None):
         own = torch.tensor([1, 2], dtype=dtype)
         gathered = [torch.zeros(2, dtype=dtype) for _ in range(3)]
         dist.all_gather(gathered, own)
@@ -167,10 +165,3 @@ def test_the_others_do_as_this_one(dtype: torch.dtype) -> None:
         pieces, arrived = torch.arange(6).to(dtype), torch.zeros(6, dtype=dtype)
         dist.all_to_all_single(arrived, pieces)
         assert arrived.tolist() == [2, 3, 2, 3, 2, 3]
-
-
-def test_a_lone_process_leaves_the_report_of_errors_as_it_was() -> None:
-    before = sys.excepthook
-    with be_process(0, 2, lambda _: None):
-        pass
-    assert sys.excepthook is before

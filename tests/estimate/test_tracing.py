@@ -3,48 +3,31 @@
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from made_up_networks import Apply
 from monai.networks.nets import DynUNet
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.following import follow
+from tests.following import count_held, count_kernels, follow, pick
 from volseg.device import fusions
 from volseg.device.gpus import host_values
 from volseg.errors import FollowError, OutOfMemoryError
 from volseg.estimate.fake_step.tracing import TracedStep, tracing
+from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, StepTrace
 from volseg.parallel import FastKernels
 from volseg.workflow.components import build_loss, build_optimizer
 from volseg.workflow.precision import Precision
 
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str = "a GPU"
-    processors: int = 132
-    capability: tuple[int, int] = (9, 0)
-    memory: int = 2**37
-
-
-def list_runs(trace: StepTrace) -> list[KernelRun]:
-    return [event for event in trace.events if isinstance(event, KernelRun)]
-
-
-def count_held(followed: TracedStep) -> int:
-    events = followed.traces()[0].events
-    freed = {event.block for event in events if isinstance(event, Free)}
-    return sum(event.size for event in events if isinstance(event, Allocate) and event.block not in freed)
+GPU = find_kind("h200")
 
 
 def list_sizes(trace: StepTrace) -> list[int]:
-    return [event.size for event in trace.events if isinstance(event, Allocate)]
+    return [event.size for event in pick(trace.events, Allocate)]
 
 
 def read_marks(trace: StepTrace) -> list[tuple[str, int]]:
@@ -71,11 +54,11 @@ def test_a_step_is_written_down() -> None:
         assert net.weight.grad is not None
         assert net.weight.grad.device == followed.devices[0]
 
-    (trace,) = follow(step, gpu=Gpu())
+    (trace,) = follow(step, gpu=GPU)
     assert list_sizes(trace)[:2] == [4 * 27 * 4, 8**3 * 4]
     assert 4 * 8**3 * 4 in list_sizes(trace)
     assert Mark("step") in trace.events
-    (convolution,) = (run for run in list_runs(trace) if run.name == "aten.convolution")
+    (convolution,) = (run for run in pick(trace.events, KernelRun) if run.name == "aten.convolution")
     assert convolution.flops == 2 * 8**3 * 4 * 27
     assert convolution.dtype == torch.float32
     assert convolution.bytes_moved == 4 * (8**3 + 4 * 27 + 4 * 8**3)
@@ -112,10 +95,10 @@ def test_what_is_held_after_forward_is_what_a_cpu_holds() -> None:
     def step(followed: TracedStep) -> None:
         net, x = followed.copy(build_small()).to(followed.devices[0]), followed.empty(2, 1, 16, 16, 16)
         out = net(x)
-        found.append(count_held(followed))
+        found.append(count_held(followed.traces()[0].events))
         out.sum().backward()
 
-    follow(step, gpu=Gpu())
+    follow(step, gpu=GPU)
     assert found == [real]
 
 
@@ -131,13 +114,13 @@ def train_thrice(followed: TracedStep) -> None:
 
 
 def test_all_memory_is_given_back_and_the_same_is_found_again() -> None:
-    (trace,), (again,) = (follow(train_thrice, gpu=Gpu()) for _ in range(2))
+    (trace,), (again,) = (follow(train_thrice, gpu=GPU) for _ in range(2))
     assert trace == again
-    given = [event.block for event in trace.events if isinstance(event, Free)]
-    assert sorted(given) == sorted(event.block for event in trace.events if isinstance(event, Allocate))
+    given, taken = (sorted(event.block for event in pick(trace.events, kind)) for kind in (Free, Allocate))
+    assert given == taken
     first, second, third = (held for name, held in read_marks(trace) if name == "step")
     assert first < second == third  # the optimizer's state
-    assert "aten._foreach_norm" in {run.name for run in list_runs(trace)}  # as of a GPU's gradients
+    assert "aten._foreach_norm" in set(count_kernels(trace.events))  # as of a GPU's gradients
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -155,11 +138,11 @@ def test_who_looks_for_circles_passes_by_what_was_there_before(is_frozen: bool) 
             circle: list[Any] = [followed.empty(8)]
             circle.append(circle)
             del circle
-            assert count_held(followed) == 32
+            assert count_held(followed.traces()[0].events) == 32
             gc.collect()
-            assert count_held(followed) == 0
+            assert count_held(followed.traces()[0].events) == 0
 
-        follow(step, gpu=Gpu())
+        follow(step, gpu=GPU)
         assert found[0] > 0
         assert (gc.get_freeze_count() > 0) == is_frozen, "what somebody else has frozen stays so"
     finally:
@@ -208,7 +191,7 @@ def test_what_is_held_is_what_an_h200_held(fast: bool, measured: dict[str, int])
             del value
 
     with fusions.without("pairs"):
-        (trace,) = follow(step, gpu=Gpu())
+        (trace,) = follow(step, gpu=GPU)
     held = dict(read_marks(trace))  # of the second step
     assert {name: held[name] for name in measured} == measured
 
@@ -228,56 +211,44 @@ def test_convolutions_over_groups_of_voxels_are_followed() -> None:
         followed.mark("end")
 
     with fusions.without("pairs"):
-        (before,) = follow(step, gpu=Gpu())
-    (after,) = follow(step, gpu=Gpu())
-    grouped = [run for run in list_runs(after) if (64, 64, 3, 3, 3) in run.shapes and "convolution" in run.name]
+        (before,) = follow(step, gpu=GPU)
+    (after,) = follow(step, gpu=GPU)
+    grouped = [
+        run for run in pick(after.events, KernelRun) if (64, 64, 3, 3, 3) in run.shapes and "convolution" in run.name
+    ]
     assert [run.name for run in grouped] == ["aten.convolution_backward"] * 2, "of the weight alone, in both steps"
     assert grouped[0].flops == 2 * 64**3 // 2 * 64 * 64 * 27
-    assert not [run for run in list_runs(before) if (64, 64, 3, 3, 3) in run.shapes]
+    assert not [run for run in pick(before.events, KernelRun) if (64, 64, 3, 3, 3) in run.shapes]
     kept = [dict(read_marks(trace))["end"] for trace in (before, after)]
     assert kept[1] - kept[0] == 2 * 32 * 32 * 27 * 4, "where both entries of each tap stand"
-
-
-class Branches(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
-
-
-class Reads(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x.mean().item()
-
-
-class Leaves(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.from_numpy(x.cpu().numpy())
-
-
-class Selects(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x > 0].sum()
 
 
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (Branches(), r"Branches '1' \(test_tracing.py, line \d+\) asks for a tensor's value .*_dense.*torch.where"),
-        (Reads(), r"Reads '1' .* asks for a tensor's value"),
-        (Leaves(), r"Leaves '1' .* needs values of tensors, which are not there \(.*numpy"),
-        (Selects(), r"Selects '1' .* asks for a result whose size depends on values \(aten.nonzero"),
+        (
+            Apply(lambda x: x if x.sum() > 0 else -x),
+            r"Apply '1' \(made_up_networks.py, line \d+\) asks for a tensor's value .*_dense.*torch.where",
+        ),
+        (Apply(lambda x: x * x.mean().item()), r"Apply '1' .* asks for a tensor's value"),
+        (
+            Apply(lambda x: torch.from_numpy(x.cpu().numpy())),
+            r"Apply '1' .* needs values of tensors, which are not there \(.*numpy",
+        ),
+        (Apply(lambda x: x[x > 0].sum()), r"Apply '1' .* asks for a result whose size depends on values \(aten.nonze"),
         (nn.Conv3d(2, 3, 3), r"the network refuses this step: Conv3d '1' .*expected input.*to have 2 channels"),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
-)  # fmt: skip
+    ids=["a branch", "a number", "numpy", "a selection", "channels"],
+)
 def test_what_cannot_be_followed_is_named(module: nn.Module, words: str) -> None:
     net = nn.Sequential(nn.Identity(), module)
     with pytest.raises(FollowError, match=words):
-        follow(lambda followed: followed.copy(net)(followed.empty(1, 1, 4, 4, 4)), gpu=Gpu())
+        follow(lambda followed: followed.copy(net)(followed.empty(1, 1, 4, 4, 4)), gpu=GPU)
 
 
 def test_faults_of_the_caller_pass_as_they_are() -> None:
     with pytest.raises(ZeroDivisionError):
-        follow(lambda _: 1 / 0, gpu=Gpu())
+        follow(lambda _: 1 / 0, gpu=GPU)
 
 
 # What a GPU does otherwise than a CPU.
@@ -293,9 +264,9 @@ def follow_call(call: Callable[[Tensor], Tensor], x: Callable[[TracedStep], Tens
         out = call(given)
         found.append((out.stride(), out.dtype))
 
-    (trace,) = follow(step, gpu=Gpu())
+    (trace,) = follow(step, gpu=GPU)
     begin = trace.events.index(Mark("step"))
-    return found[0], [event.size for event in trace.events[begin:] if isinstance(event, Allocate)]
+    return found[0], [event.size for event in pick(trace.events[begin:], Allocate)]
 
 
 def make_volume(followed: TracedStep) -> Tensor:
@@ -345,10 +316,10 @@ def test_half_precision_is_scaled() -> None:
         scaler.step(optimizer)
         scaler.update()
 
-    (trace,) = follow(step, gpu=Gpu(capability=(7, 0)))
-    names = {run.name for run in list_runs(trace)}
+    (trace,) = follow(step, gpu=find_kind("v100-16"))
+    names = set(count_kernels(trace.events))
     assert {"aten._amp_foreach_non_finite_check_and_unscale_", "aten._amp_update_scale_"} <= names
-    assert {run.dtype for run in list_runs(trace) if run.name == "aten.convolution"} == {torch.float16}
+    assert {run.dtype for run in pick(trace.events, KernelRun) if run.name == "aten.convolution"} == {torch.float16}
 
 
 def test_a_refused_operator_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -356,13 +327,13 @@ def test_a_refused_operator_is_raised_and_not_logged(caplog: pytest.LogCaptureFi
         followed.empty(2, 3) @ followed.empty(2, 3)
 
     with pytest.raises(RuntimeError):
-        follow(step, gpu=Gpu())
+        follow(step, gpu=GPU)
     assert not [record for record in caplog.records if "attempting to run meta" in record.getMessage()]
 
 
 def test_what_holds_more_than_a_limit_is_not_followed_to_its_end() -> None:
     def run(limit: int | None) -> tuple[StepTrace, ...]:
-        with tracing(Gpu(), limit=limit) as followed:
+        with tracing(GPU, limit=limit) as followed:
             held = [followed.empty(1024)]
             held.append(held[0] + 1)
             del held[0]
@@ -376,7 +347,7 @@ def test_what_holds_more_than_a_limit_is_not_followed_to_its_end() -> None:
 
 def test_what_a_gpu_can_hold_is_looked_at_where_the_order_of_requests_is_settled() -> None:
     def run(num_gpus: int = 1, *, record: bool = False, backward: bool = False) -> None:
-        with tracing(Gpu(), num_gpus, limit=3 * 4096) as followed:
+        with tracing(GPU, num_gpus, limit=3 * 4096) as followed:
             held = followed.empty(1024).requires_grad_()
             if record:
                 followed.mark("record")
@@ -387,65 +358,24 @@ def test_what_a_gpu_can_hold_is_looked_at_where_the_order_of_requests_is_settled
             else:
                 torch.cat([held] * 4)
 
-    with pytest.raises(OutOfMemoryError, match="smaller patches"):
-        run()
-    with pytest.raises(OutOfMemoryError, match="smaller patches"):
-        run(2)
-    with pytest.raises(OutOfMemoryError, match="smaller patches"):
-        run(backward=True)
+    for options in ({}, {"num_gpus": 2}, {"backward": True}):
+        with pytest.raises(OutOfMemoryError, match="smaller patches"):
+            run(**options)
     run(record=True)
     run(2, backward=True)
 
 
-def test_a_step_that_catches_its_end_is_given_up_at_last() -> None:
+@pytest.mark.parametrize("error", [None, KeyError("weight")])
+def test_a_step_that_catches_its_end_is_given_up_at_last(error: Exception | None) -> None:
+    """Also where it raises another error in its place."""
+
     def step() -> None:
-        with tracing(Gpu(), limit=4095) as followed:
+        with tracing(GPU, limit=4095) as followed:
             with suppress(OutOfMemoryError):
                 followed.empty(1024)
+            if error is not None:
+                raise error
             followed.empty(8)
 
     with pytest.raises(OutOfMemoryError, match="smaller patches"):
         step()
-
-
-def test_a_step_that_says_its_end_in_other_words_is_given_up_as_what_it_was() -> None:
-    def step() -> None:
-        with tracing(Gpu(), limit=4095) as followed:
-            try:
-                followed.empty(1024)
-            except OutOfMemoryError as fault:
-                raise KeyError("weight") from fault
-
-    with pytest.raises(OutOfMemoryError, match="smaller patches"):
-        step()
-
-
-class Overrides(Tensor):
-    """Makes a tensor of numbers where it is added to something, as losses and slabs do."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return torch.tensor(1.0, device="cpu:1")
-
-
-def test_no_mode_of_torch_can_tell_where_a_tensor_of_numbers_is_asked_for() -> None:
-    """Why ``torch.tensor`` is replaced by name; where this fails, one of the two modes would do."""
-    devices, functions = [], []
-
-    class Dispatched(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            devices.append([args[0].device, kwargs])
-            return func(*args, **(kwargs or {}))
-
-    class Called(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            functions.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Dispatched():
-        torch.tensor([1.0], device="cpu:1")
-    assert devices == [[torch.device("cpu"), {}]], "the number of the device is gone"
-    given = torch.zeros(1).as_subclass(Overrides)
-    with Called():
-        torch.add(given, 1)
-    assert functions == [torch.add], "the mode is off within what its own handler calls"

@@ -2,8 +2,6 @@
 
 from volseg.checkpointing.file import load_checkpoint
 
-__all__ = ["latest"]
-
 
 def latest(folder):
     """Return the newest checkpoint of a run folder."""

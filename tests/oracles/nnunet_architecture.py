@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["describe_architecture"]
-
 
 def describe_architecture(
     filters: Sequence[int],

@@ -8,7 +8,6 @@ from monai.networks.nets import UNet
 from torch import nn
 
 from volseg.errors import UnsupportedOperatorError
-from volseg.estimate.allocator import AllocatorSettings
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
@@ -33,7 +32,7 @@ def test_a_recomputed_step_takes_less_than_a_plain_one(checkpoint):
 
     net = UNet(3, 1, 2, (16, 32), (2,), num_res_units=2, norm="INSTANCE")
     recomputed, plain = (
-        compute_memory_use(trace(net, (1, 1, 64, 64, 64), Candidate(checkpoint=each))[-1], AllocatorSettings()).used
+        compute_memory_use(trace(net, (1, 1, 64, 64, 64), Candidate(checkpoint=each))[-1]).used
         for each in (checkpoint, None)
     )
     assert recomputed < 0.9 * plain

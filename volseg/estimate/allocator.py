@@ -27,12 +27,10 @@ from typing import Any
 
 from volseg.errors import ConfigError, OutOfMemoryError
 
-__all__ = ["Allocator", "AllocatorSettings"]
-
 MIB = 2**20
 SMALLEST_BLOCK = 512
 LARGEST_SMALL = MIB
-SMALL_SEGMENT = 2 * MIB
+SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 SMALLEST_OWN_SEGMENT = 10 * MIB
 SEGMENT_ROUNDING = 2 * MIB
 TOP = 2**56
@@ -48,57 +46,28 @@ WITHOUT_EFFECT = (
 """Settings that do not change the pieces, as long as no recording's block is used on several streams."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllocatorSettings:
-    """The settings of ``PYTORCH_CUDA_ALLOC_CONF`` that control how segments are made and divided."""
+def has_expandable_segments() -> bool:
+    """Return whether a pool's memory is one segment that grows by pages of 2 MiB (small) and 20 MiB (large).
 
-    expandable_segments: bool = False
-    """Whether a pool's memory is one segment that grows by pages of 2 MiB (small) and 20 MiB (large)."""
-    max_split_size: int | None = None
-    """Blocks of this many bytes or more are not divided."""
-    large_segment: int = 20 * MIB
-    """Bytes of a segment for blocks below 10 MiB, and of the large pages of an expandable segment."""
+    The setting is read from this process's environment, which a training started from here inherits.
 
-    @classmethod
-    def find(cls) -> "AllocatorSettings":
-        """Return the settings in this process's environment, which a training started from here inherits.
-
-        Raises
-        ------
-        ConfigError
-            See `read`.
-        """
-        set_here = [os.environ[name] for name in VARIABLES if name in os.environ]
-        return cls.read(set_here[0] if set_here else "")
-
-    @classmethod
-    def read(cls, text: str) -> "AllocatorSettings":
-        """Parse the value of the environment variable.
-
-        Raises
-        ------
-        ConfigError
-            If a setting changes the pieces in a way that is not modelled.
-
-        Examples
-        --------
-        >>> AllocatorSettings.read("expandable_segments:True").expandable_segments
-        True
-        """
-        found: dict[str, Any] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            name, _, value = (word.strip() for word in part.partition(":"))
-            if name == "expandable_segments" and value in ("True", "False"):
-                found["expandable_segments"] = value == "True"
-            elif name in ("max_split_size_mb", "large_segment_size_mb") and value.isdecimal() and value != "0":
-                found[name.removesuffix("_mb").replace("segment_size", "segment")] = int(value) * MIB
-            elif name not in WITHOUT_EFFECT and (name, value) != ("backend", "native"):
-                raise ConfigError(
-                    f"PYTORCH_CUDA_ALLOC_CONF has {part!r}, and how torch's allocator divides memory by that is not "
-                    "modelled (expandable_segments is True or False, sizes are whole MiB); estimate without it, or "
-                    "measure on the GPU"
-                )
-        return cls(**found)
+    Raises
+    ------
+    ConfigError
+        If another setting changes the pieces in a way that is not modelled.
+    """
+    expands = False
+    text = next((os.environ[name] for name in VARIABLES if name in os.environ), "")
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (word.strip() for word in part.partition(":"))
+        if name == "expandable_segments" and value in ("True", "False"):
+            expands = value == "True"
+        elif name not in WITHOUT_EFFECT and (name, value) != ("backend", "native"):
+            raise ConfigError(
+                f"PYTORCH_CUDA_ALLOC_CONF has {part!r}, and how torch's allocator divides memory by that is not "
+                "modelled (expandable_segments is True or False); estimate without it, or measure on the GPU"
+            )
+    return expands
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +75,8 @@ class _Pool:
     """Free pieces of one kind, owner and stream, indexed by size, by start address and by end address."""
 
     is_small: bool
+    page: int
+    """Size of a segment that several blocks share, and of a page of an expandable segment."""
     sizes: list[tuple[int, int]] = field(default_factory=list)
     """Size and start address of each piece, sorted."""
     begins: dict[int, int] = field(default_factory=dict)
@@ -140,7 +111,8 @@ class Allocator:
 
     Parameters
     ----------
-    settings : AllocatorSettings
+    expands : bool
+        Whether each pool has one expandable segment; see `has_expandable_segments`.
     capacity : int, optional
         Bytes of the device; unlimited by default.
     place : callable, optional
@@ -163,12 +135,9 @@ class Allocator:
     """
 
     def __init__(
-        self,
-        settings: AllocatorSettings | None = None,
-        capacity: int | None = None,
-        place: Callable[[int], int] | None = None,
+        self, expands: bool = False, capacity: int | None = None, place: Callable[[int], int] | None = None
     ) -> None:
-        self.settings = settings or AllocatorSettings()
+        self.expands = expands
         self.capacity = capacity
         self.used = self.reserved = self.peak_used = self.peak_reserved = 0
         self._place = place or self._place_below
@@ -200,10 +169,17 @@ class Allocator:
         if size == 0:
             return
         rounded = -(-size // SMALLEST_BLOCK) * SMALLEST_BLOCK
-        key = owner, rounded <= LARGEST_SMALL, stream
-        pool = self._pools.setdefault(key, _Pool(rounded <= LARGEST_SMALL))
-        address, found = self._find_free(pool, rounded) or self._ask_device(pool, rounded, recording=bool(owner))
-        if self._is_divided(pool, found, rounded):
+        is_small = rounded <= LARGEST_SMALL
+        if (pool := self._pools.get((owner, is_small, stream))) is None:
+            pool = self._pools[owner, is_small, stream] = _Pool(is_small, SMALL_SEGMENT if is_small else LARGE_SEGMENT)
+        place = bisect_left(pool.sizes, (rounded, -1))
+        if place < len(pool.sizes):
+            address = pool.sizes[place][1]
+            found = pool.remove(address)
+        else:
+            address, found = self._ask_device(pool, rounded, recording=bool(owner))
+        least = SMALLEST_BLOCK if pool.is_small or self.expands else LARGEST_SMALL + SMALLEST_BLOCK
+        if found - rounded >= least:  # the rest becomes a separate piece
             pool.add(address + rounded, found - rounded)
             found = rounded
         self._held[name] = pool, address, found
@@ -243,29 +219,9 @@ class Allocator:
         """Return the address and the size of the block of ``name``."""
         return self._held[name][1:]
 
-    def _find_free(self, pool: _Pool, size: int) -> tuple[int, int] | None:
-        """Remove the best-fitting free piece from its pool and return it, or None if no piece fits."""
-        place = bisect_left(pool.sizes, (size, -1))
-        if place == len(pool.sizes):
-            return None
-        found, address = pool.sizes[place]
-        limit = self.settings.max_split_size
-        if limit is not None:  # large pieces are only for large blocks of about their size
-            is_kept = size < limit <= found or (size >= limit and found >= size + self.settings.large_segment)
-            if is_kept:
-                return None
-        return address, pool.remove(address)
-
-    def _is_divided(self, pool: _Pool, found: int, size: int) -> bool:
-        """Return whether the rest of a piece, after its first ``size`` bytes, becomes a separate piece."""
-        if pool.is_small or self.settings.expandable_segments:
-            return found - size >= SMALLEST_BLOCK
-        limit = self.settings.max_split_size
-        return (limit is None or size < limit) and found - size > LARGEST_SMALL
-
     def _ask_device(self, pool: _Pool, size: int, recording: bool) -> tuple[int, int]:
         """Return a new piece; free the cache first if the device has no memory left."""
-        take = self._expand if self.settings.expandable_segments else self._take_segment
+        take = self._expand if self.expands else self._take_segment
         found = take(pool, size)
         if found is None and not recording:  # no segment may be freed during a recording
             self.empty_cache()
@@ -279,11 +235,8 @@ class Allocator:
 
     def _take_segment(self, pool: _Pool, size: int) -> tuple[int, int] | None:
         """Return a new segment, or None if the device has no memory left."""
-        wanted = -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
-        if pool.is_small:
-            wanted = SMALL_SEGMENT
-        elif size < SMALLEST_OWN_SEGMENT:
-            wanted = self.settings.large_segment
+        is_own = not pool.is_small and size >= SMALLEST_OWN_SEGMENT
+        wanted = -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING if is_own else pool.page
         if not self._reserve(wanted):
             return None
         address = self._place(wanted)
@@ -294,8 +247,7 @@ class Allocator:
         """Grow a pool's expandable segment until ``size`` bytes at its end are free, and return this piece."""
         pool.end = pool.end or self._place(2**40)
         first = pool.ends.get(pool.end, pool.end)
-        page = SMALL_SEGMENT if pool.is_small else self.settings.large_segment
-        more = -(-(size - (pool.end - first)) // page) * page
+        more = -(-(size - (pool.end - first)) // pool.page) * pool.page
         if not self._reserve(more):
             return None
         if first < pool.end:
@@ -322,7 +274,7 @@ class Allocator:
         if pool.end in pool.ends:
             first = pool.ends[pool.end]
             size = pool.remove(first)
-            kept = size % (SMALL_SEGMENT if pool.is_small else self.settings.large_segment)
+            kept = size % pool.page
             self.reserved -= size - kept
             pool.end = first + kept
             if kept:

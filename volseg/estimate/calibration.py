@@ -30,19 +30,6 @@ from volseg.estimate.gpu_kinds import KINDS, GpuKind, name_group, read_host_rate
 from volseg.estimate.operator_work import describe_kernel, list_tensors
 from volseg.files import replacing
 
-__all__ = [
-    "calibrate",
-    "describe_kind",
-    "describe_machine",
-    "measure_factors",
-    "measure_host",
-    "rates_file_path",
-    "read_calibration",
-    "record",
-    "time_calls",
-    "time_once",
-]
-
 logger = logging.getLogger(__name__)
 
 VERSION = 2
@@ -248,8 +235,14 @@ def measure_host(device: torch.device) -> dict[str, float]:
     with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):
         x = torch.randn(1, 8, 4, 4, 4, device=device, requires_grad=True)
         found = {}
-        for name, module in _list_modules(device).items():
-            chain, ones = nn.Sequential(*[module] * 10), torch.ones_like(x)
+        modules = {
+            "convolution": nn.Conv3d(8, 8, 3, padding=1, device=device),
+            "norm": nn.InstanceNorm3d(8, affine=True, device=device),
+            "pointwise": nn.LeakyReLU(),
+        }
+        ones = torch.ones_like(x)
+        for name, module in modules.items():
+            chain = nn.Sequential(*[module] * 10)
             forward = _time_host(partial(chain, x), 20) / 10
             both = _time_host(partial(_go_back, chain, x, ones), 20) / 10
             found[f"{name} forward"], found[f"{name} backward"] = forward, both - forward
@@ -261,14 +254,6 @@ def measure_host(device: torch.device) -> dict[str, float]:
         found["graph"] = statistics.median(time_once(graph.replay) for _ in range(5)) / 1000
         found["replay"] = _time_host(record(lambda: plain.add_(1), 1, stream).replay, 100)
     return found
-
-
-def _list_modules(device: torch.device) -> dict[str, nn.Module]:
-    return {
-        "convolution": nn.Conv3d(8, 8, 3, padding=1, device=device),
-        "norm": nn.InstanceNorm3d(8, affine=True, device=device),
-        "pointwise": nn.LeakyReLU(),
-    }
 
 
 def _go_back(chain: nn.Module, x: Tensor, gradient: Tensor) -> None:

@@ -11,8 +11,6 @@ from typing import Literal
 
 from volseg.estimate.step_memory import MemoryUse
 
-__all__ = ["Candidate", "Estimate", "Freedom", "list_candidates", "name_candidate", "relieve"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -39,6 +37,11 @@ class Candidate:
         """Number of GPUs of the candidate."""
         return self.data * self.spatial * self.pipeline
 
+    def list_meshes(self) -> list[tuple[str, int]]:
+        """Return the kinds of parallelism in use, named as in a config, each with its number of GPUs."""
+        counts = {"data": self.data, "spatial": self.spatial, "pipeline": self.pipeline}
+        return [(name, count) for name, count in counts.items() if count > 1]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -64,6 +67,12 @@ class Estimate:
     def runs(self) -> bool:
         """Whether the candidate can run and fits."""
         return self.refused is None
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a GPU that the candidate needs, if its memory is known."""
+        assert self.memory is not None
+        return self.memory.total
 
 
 LEVELS = (1, 2, 3, "all", "tiled")
@@ -174,11 +183,7 @@ def relieve(candidate: Candidate, free: Freedom) -> list[Candidate]:
 
 def name_candidate(candidate: Candidate, *, kernels: bool = False) -> str:
     """Return the name of a candidate, in the keys of a config."""
-    parts = [
-        f"{name}: {count}"
-        for name, count in (("data", candidate.data), ("spatial", candidate.spatial), ("pipeline", candidate.pipeline))
-        if count > 1
-    ] or ["one GPU"]
+    parts = [f"{name}: {count}" for name, count in candidate.list_meshes()] or ["one GPU"]
     if candidate.split_size is not None:
         parts.append(f"split_size: {candidate.split_size}")
     if candidate.checkpoint is not None:

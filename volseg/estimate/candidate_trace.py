@@ -7,6 +7,7 @@ traced.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from volseg.device.gpus import host_values, observer
 from volseg.device.torch_internals import tree_leaves
 from volseg.errors import NotRecordedError, ParallelError
 from volseg.estimate.candidate import Candidate
-from volseg.estimate.fake_step.single_rank import Exchange, be_process
+from volseg.estimate.fake_step.single_rank import be_process
 from volseg.estimate.fake_step.tracing import TracedStep, tracing
 from volseg.estimate.gpu_kinds import GpuKind
 from volseg.estimate.operator_work import list_tensors
@@ -31,10 +32,7 @@ from volseg.parallel.mesh import Mesh, join_mesh
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.recorded_step import RecordedStep
-from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial import ShardedVolume, Spatial
-
-__all__ = ["trace_candidate"]
 
 NUM_STEPS = 2
 """Number of eager steps: the first creates the optimizer's state and the mailboxes, the second reuses them."""
@@ -75,27 +73,6 @@ def trace_candidate(
     VolsegError
         If the strategy refuses the network or the batch; the message is the strategy's.
     """
-    _check(work, candidate)
-    follow = partial(tracing, gpu, limit=limit)
-    if time_kernel is None and candidate.pipeline > 1:
-        time_kernel = gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly
-    if (candidate.pipeline > 1 or one_process) and candidate.data > 1 and candidate.recorded:
-        raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
-    if candidate.num_gpus > 1 and candidate.pipeline == 1 and not one_process:
-        # The last replica has the most rows, if they differ.
-        first, processes = (candidate.data - 1) * candidate.spatial, candidate.num_gpus
-        ranks = [first + shard for shard in _list_shards(candidate, max(work.sides))]
-        traces = [_follow_process(work, candidate, follow(1, time_kernel), rank, processes).traces() for rank in ranks]
-        return tuple(
-            StepTrace(one.events, rank % candidate.spatial) for rank, (one,) in zip(ranks, traces, strict=True)
-        )
-    num_devices = candidate.num_gpus // candidate.data
-    return _follow_process(
-        work, candidate, follow(num_devices, time_kernel), candidate.data - 1, candidate.data
-    ).traces()
-
-
-def _check(work: Work, candidate: Candidate) -> None:
     if candidate.data > work.batch_size:
         raise ParallelError(
             f"{candidate.data} replicas share a batch of {work.batch_size}; take a batch of {candidate.data} samples "
@@ -106,6 +83,21 @@ def _check(work: Work, candidate: Candidate) -> None:
             f"volumes in {candidate.spatial} slabs and a network in {candidate.pipeline} stages: a model is cut in one "
             "way; leave out one of them"
         )
+    follow = partial(tracing, gpu, limit=limit)
+    if time_kernel is None and candidate.pipeline > 1:
+        time_kernel = gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly
+    if (candidate.pipeline > 1 or one_process) and candidate.data > 1 and candidate.recorded:
+        raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
+    if candidate.num_gpus > 1 and candidate.pipeline == 1 and not one_process:
+        # The last replica has the most rows, if they differ.
+        first, processes = (candidate.data - 1) * candidate.spatial, candidate.num_gpus
+        found = []
+        for shard in _list_shards(candidate, max(work.sides)):
+            (one,) = _follow_process(work, candidate, follow(1, time_kernel), first + shard, processes)
+            found.append(replace(one, device=shard))
+        return tuple(found)
+    num_devices = candidate.num_gpus // candidate.data
+    return _follow_process(work, candidate, follow(num_devices, time_kernel), candidate.data - 1, candidate.data)
 
 
 EVEN = 16
@@ -126,46 +118,32 @@ def _time_roughly(run: KernelRun) -> float:
 
 def _follow_process(
     work: Work, candidate: Candidate, follow: AbstractContextManager[TracedStep], rank: int, processes: int
-) -> TracedStep:
-    """Trace one of the processes that share the step, with all devices of ``follow``."""
+) -> tuple[StepTrace, ...]:
+    """Return the traces of one of the processes that share the step, with all devices of ``follow``."""
     with follow as followed, ExitStack() as group:
         mesh = None
         if processes > 1:
             note = partial(_note_exchange, followed)
             group.enter_context(be_process(rank, processes, note, followed.devices[0]))
             mesh = join_mesh(candidate.data, processes // candidate.data)
-        model = _place(_build(work, followed), candidate, followed.devices, mesh)
-        rows = _count_rows(work, None if mesh is None or candidate.data == 1 else mesh.replicas())
+        with host_values():  # some networks read values in construction
+            net = work.build()
+        model = _place(followed.copy(net), candidate, followed.devices, mesh)
+        del net  # its copy is traced
+        rows = work.batch_size
+        if mesh is not None and candidate.data > 1:
+            rows = sum(share.rows.stop - share.rows.start for share in mesh.replicas().shares(rows))
         make_batch = partial(work.make_batch, rows, followed.devices[0])
         if mesh is not None and candidate.spatial > 1:
             make_batch = partial(_make_slabs, work, model, rows, followed.devices[0])
-        recorded, is_alone = candidate.recorded, candidate.num_gpus == processes
-        is_pipeline = candidate.pipeline > 1
-        _run(work, model, make_batch, followed, recorded=recorded and is_alone, records_itself=recorded and is_pipeline)
-    return followed
+        _run(work, model, make_batch, followed, candidate, is_alone=candidate.num_gpus == processes)
+    return followed.traces()
 
 
-def _build(work: Work, followed: TracedStep) -> nn.Module:
-    """Return the fake network; it is first built with values, since some networks read values in construction."""
-    with host_values():
-        net = work.build()
-    copied: nn.Module = followed.copy(net)
-    return copied
-
-
-def _note_exchange(followed: TracedStep, exchange: Exchange) -> None:
+def _note_exchange(followed: TracedStep, kind: str, tensor: Tensor, processes: int) -> None:
     """Record the data that this process sends; each receive is counted where the other process sends."""
-    kinds = {"send": "halo", "receive": None}
-    kind = kinds.get(exchange.kind, exchange.kind)
-    if kind is not None and exchange.device in followed.devices:
-        followed.on_sent(exchange.device, kind, exchange.num_bytes, exchange.processes)
-
-
-def _count_rows(work: Work, replicas: Replicas | None) -> int:
-    """Return the samples of this process."""
-    if replicas is None:
-        return work.batch_size
-    return sum(share.rows.stop - share.rows.start for share in replicas.shares(work.batch_size))
+    if kind != "receive" and tensor.device in followed.devices:
+        followed.on_sent(tensor.device, "halo" if kind == "send" else kind, tensor.nbytes, processes)
 
 
 def _place(net: nn.Module, candidate: Candidate, devices: list[torch.device], mesh: Mesh | None = None) -> nn.Module:
@@ -189,12 +167,12 @@ def _make_slabs(work: Work, model: nn.Module, rows: int, device: torch.device) -
     """Return this process's slabs of a batch, which another process has read and sent."""
     assert isinstance(model, ModelParallel)
     read = work.make_batch(rows, torch.device("cpu"))
-    return {name: _take_slab(model, field, device) for name, field in read.items()}
+    return {
+        name: _take_slab(model, field, device) if isinstance(field, Tensor) else field for name, field in read.items()
+    }
 
 
-def _take_slab(model: ModelParallel, field: Any, device: torch.device) -> Any:
-    if not isinstance(field, Tensor):
-        return field
+def _take_slab(model: ModelParallel, field: Tensor, device: torch.device) -> Any:
     if field.ndim not in (4, 5):
         return field.to(device)
     if model.strategy.volumes.dims_of(field.shape) is None:
@@ -211,11 +189,13 @@ def _run(
     model: nn.Module,
     make_batch: Callable[[], Batch],
     followed: TracedStep,
+    candidate: Candidate,
     *,
-    recorded: bool,
-    records_itself: bool = False,
+    is_alone: bool,
 ) -> None:
     """Train on the same batch, as the training loop does; a pipeline records its stages by itself.
+
+    A step is recorded as a whole if its GPU ``is_alone`` in its process.
 
     If the first forward pass shows that the step cannot be recorded, the trace ends there: the recording, two steps
     later, would be refused for the same reason.
@@ -226,13 +206,12 @@ def _run(
     optimizer = work.build_optimizer(model)
     step: Callable[[Batch], Any] = work.build_step(model, optimizer)
     num_steps = NUM_STEPS
-    if recorded:  # one more step records, and another one replays
-        step, num_steps = RecordedStep(model, step, warm_up=NUM_STEPS, optimizer=optimizer), NUM_STEPS + 2
+    if candidate.recorded and (is_alone or candidate.pipeline > 1):  # one more step records, and another one replays
+        num_steps += 2
+    if candidate.recorded and is_alone:
+        step = RecordedStep(model, step, warm_up=NUM_STEPS, optimizer=optimizer)
         followed.listen(partial(_refuse_early, step))
-    elif records_itself:
-        num_steps = NUM_STEPS + 2
-    handle = optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))
-    with _marked(model):
+    with optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer")), _marked(model):
         for _ in range(num_steps):
             followed.mark("step")
             result = step(batch)
@@ -240,7 +219,6 @@ def _run(
             followed.mark("end")
             if isinstance(step, RecordedStep) and step.refused is not None:
                 raise NotRecordedError(f"the step would not be recorded: {step.refused}")
-    handle.remove()
     # A model that several processes share is validated by calls of the leader, which are not traced here.
     if work.validate is not None and not (isinstance(model, ModelParallel) and model.strategy.is_shared):
         # In addition to the training's memory: validation reuses cached memory, but not a recording's.
@@ -261,16 +239,9 @@ def _marked(model: nn.Module) -> Iterator[None]:
 
     The hooks hold no references, since a recorded step watches everything that the network's hooks could read.
     """
-    handles = [model.register_forward_pre_hook(_begin_forward), model.register_forward_hook(_end_forward)]
-    try:
+    begins = model.register_forward_pre_hook(lambda *_: observer().on_mark("forward"))
+    with begins, model.register_forward_hook(_end_forward):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _begin_forward(module: nn.Module, args: Any) -> None:  # noqa: ARG001 (a hook's signature)
-    observer().on_mark("forward")
 
 
 def _end_forward(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (a hook's signature)

@@ -10,6 +10,7 @@ from functools import partial
 from volseg.errors import NotRecordedError, OutOfMemoryError, VolsegError
 from volseg.estimate.candidate import Candidate, Estimate, Freedom
 from volseg.estimate.candidate_trace import trace_candidate
+from volseg.estimate.fake_step.tracing import shorten
 from volseg.estimate.instances import Machine
 from volseg.estimate.largest_volume import Need, Sides
 from volseg.estimate.search import GIB, judge
@@ -120,11 +121,11 @@ class Planned:
         except OutOfMemoryError as fault:
             there = max(0, self.capacity)  # cached cases and prefetched batches may take everything
             short = f"needs more than the {there / GIB:.1f} GiB that there are"
-            return refuse(refused=_tell(fault) if to_end else short, more_than=limit if to_end else there)
+            return refuse(refused=shorten(fault) if to_end else short, more_than=limit if to_end else there)
         except VolsegError as fault:
-            return refuse(refused=_tell(fault))
+            return refuse(refused=shorten(fault))
         except Exception as fault:  # any error of the user's own network, which may read values
-            return refuse(refused=f"{type(fault).__name__}: {_tell(fault)}")
+            return refuse(refused=f"{type(fault).__name__}: {shorten(fault)}")
         return judge(self._measure(traces, candidate, processes), self.capacity)
 
     def _measure(self, traces: tuple[StepTrace, ...], candidate: Candidate, processes: int) -> Estimate:
@@ -201,7 +202,3 @@ def _quietly() -> Iterator[None]:
         yield
     finally:
         ours.setLevel(before)
-
-
-def _tell(fault: Exception) -> str:
-    return str(fault).strip().partition("\n")[0]

@@ -19,8 +19,6 @@ from volseg.estimate.kernel_class import FULL, KernelClass, classify, name_dtype
 from volseg.estimate.roofline import Peaks, RateTable
 from volseg.estimate.trace import KernelRun
 
-__all__ = ["KINDS", "GpuKind", "HostRates", "find_kind", "name_group", "read_host_rates", "read_table"]
-
 BY_CUDA_CORES = 0.6
 """Share of the CUDA cores' float32 peak that convolutions reach: cuDNN's usual efficiency without matrix units, not
 measured by us."""
@@ -38,25 +36,15 @@ MESSAGE_S, EXCHANGE_S = 60e-6, 0.7e-3
 other's Python: on two H200s."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostRates:
-    """Seconds of Python and of kernel launches, per operator or message."""
+HostRates = Mapping[str, float]
+"""Seconds of Python and of kernel launches, per operator or message.
 
-    forward: Mapping[str, float]
-    """Seconds of an operator with autograd, by kind: ``convolution``, ``norm`` and ``pointwise``."""
-    backward: Mapping[str, float]
-    operator: float
-    """Seconds of an operator without autograd."""
-    triton: float
-    """Seconds of one of volseg's kernels."""
-    slab: float
-    """Seconds of a convolution, or one of volseg's kernels, in a network on slabs, including the code around it."""
-    exchange: float
-    """Seconds of an exchange of halos between processes that both launch their kernels one by one."""
-    message: float
-    """Seconds of any other message of a process group."""
-    replay: float
-    """Seconds to launch a replay, of any length."""
+``convolution forward``, ``norm backward`` and so on: an operator of torch with autograd, of the kinds ``convolution``,
+``norm`` and ``pointwise``; ``operator``: one without autograd; ``triton``: one of volseg's kernels; ``slab``: a
+convolution, or one of volseg's kernels, in a network on slabs, including the code around it; ``exchange``: an exchange
+of halos between processes that both launch their kernels one by one; ``message``: any other message of a process group;
+``replay``: the launch of a replay, of any length.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +61,7 @@ class GpuKind:
     peaks: Peaks
     source: str
     """Source of these figures, with a date."""
-    has_tf32: bool = True
+    has_tf32: bool
     """Whether the matrix units support float32 as TF32; else ``peaks.full`` is the peak of the CUDA cores."""
     measured: bool = False
     """Whether the table in the package was measured on this kind."""
@@ -134,18 +122,8 @@ class Table:
 
 
 def read_host_rates(host: Mapping[str, float]) -> HostRates:
-    """Return the rates that ``calibration.measure_host`` measured."""
-    parts = "convolution", "norm", "pointwise"
-    return HostRates(
-        forward={name: host[f"{name} forward"] for name in parts},
-        backward={name: host[f"{name} backward"] for name in parts},
-        operator=host["operator"],
-        triton=host["triton"],
-        slab=host.get("slab", OF_SLABS * host["triton"]),
-        exchange=host.get("exchange", EXCHANGE_S),
-        message=host.get("message", MESSAGE_S),
-        replay=host["replay"],
-    )
+    """Return the rates that ``calibration.measure_host`` measured, and those that it does not measure."""
+    return {"slab": OF_SLABS * host["triton"], "exchange": EXCHANGE_S, "message": MESSAGE_S, **host}
 
 
 @cache
@@ -162,44 +140,37 @@ VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-dat
 A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
 
 
-def _kind(
-    name: str,
-    memory: int,
-    processors: int,
-    capability: tuple[int, int],
-    speeds: tuple[float, float, float, float],
-    source: str,
-    **rest: bool,
-) -> GpuKind:
-    """Return a kind; ``speeds`` are TB/s, and tera-operations per second in half, in float32 and of the CUDA cores."""
-    bandwidth, half, full, cores = (1e12 * speed for speed in speeds)
-    peaks = Peaks(bandwidth=bandwidth, half=half, full=full, cores=cores)
-    more = {"name": name, "memory": memory, "processors": processors, "capability": capability}
-    return GpuKind(**more, peaks=peaks, source=source, **rest)  # type: ignore[arg-type]
-
-
 _OF_H200 = f"{NVIDIA}/h200/ (peaks, 2026-11); times measured, see workflows/benchmarks/kernel_rates.py"
 _H200, _H100 = (4.8, 989.0, 494.0, 67.0), (3.35, 989.0, 494.0, 67.0)
-_V100 = (0.9, 125.0, 15.7, 15.7)
+_A100, _V100 = (312, 156, 19.5), (0.9, 125.0, 15.7, 15.7)
+RATES = "bandwidth", "half", "full", "cores"
+
+_FIGURES: Mapping[str, tuple[str, int, int, tuple[int, int], tuple[float, float, float, float], str]] = {
+    "h200": ("NVIDIA H200", 150_109_880_320, 132, (9, 0), _H200, _OF_H200),
+    "h100": ("NVIDIA H100 80GB HBM3", 85_028_765_696, 132, (9, 0), _H100, f"{NVIDIA}/h100/ (SXM, 2026-11)"),
+    "a100-80": ("NVIDIA A100-SXM4-80GB", 84_974_239_744, 108, (8, 0), (2.039, *_A100), f"{NVIDIA}/a100/ (2026-11)"),
+    "a100-40": ("NVIDIA A100-SXM4-40GB", 42_298_834_944, 108, (8, 0), (1.555, *_A100), f"{NVIDIA}/a100/ (2026-11)"),
+    "v100-16": ("Tesla V100-SXM2-16GB", 16_935_682_048, 80, (7, 0), _V100, VOLTA),
+    "v100-32": ("Tesla V100-SXM2-32GB", 34_079_637_504, 80, (7, 0), _V100, VOLTA),
+    "a10g": ("NVIDIA A10G", 23_609_475_072, 80, (8, 6), (0.6, 70, 35, 31.2), A10G),
+    "l4": ("NVIDIA L4", 23_580_639_232, 58, (8, 9), (0.3, 121, 60, 30.3), f"{NVIDIA}/l4/ (2026-11, without sparsity)"),
+    "t4": ("Tesla T4", 15_655_829_504, 40, (7, 5), (0.32, 65, 8.1, 8.1), f"{NVIDIA}/tesla-t4/ (2026-11)"),
+}
+"""Names in CUDA, bytes of memory, multiprocessors, capability, speeds and their source. Speeds are TB/s, and
+tera-operations per second in half precision, in float32 and of the CUDA cores."""
 
 KINDS: Mapping[str, GpuKind] = {
-    "h200": _kind("NVIDIA H200", 150_109_880_320, 132, (9, 0), _H200, _OF_H200, measured=True),
-    "h100": _kind("NVIDIA H100 80GB HBM3", 85_028_765_696, 132, (9, 0), _H100, f"{NVIDIA}/h100/ (SXM, 2026-11)"),
-    "a100-80": _kind(
-        "NVIDIA A100-SXM4-80GB", 84_974_239_744, 108, (8, 0), (2.039, 312, 156, 19.5), f"{NVIDIA}/a100/ (2026-11)"
-    ),
-    "a100-40": _kind(
-        "NVIDIA A100-SXM4-40GB", 42_298_834_944, 108, (8, 0), (1.555, 312, 156, 19.5), f"{NVIDIA}/a100/ (2026-11)"
-    ),
-    "v100-16": _kind("Tesla V100-SXM2-16GB", 16_935_682_048, 80, (7, 0), _V100, VOLTA, has_tf32=False),
-    "v100-32": _kind("Tesla V100-SXM2-32GB", 34_079_637_504, 80, (7, 0), _V100, VOLTA, has_tf32=False),
-    "a10g": _kind("NVIDIA A10G", 23_609_475_072, 80, (8, 6), (0.6, 70, 35, 31.2), A10G),
-    "l4": _kind(
-        "NVIDIA L4", 23_580_639_232, 58, (8, 9), (0.3, 121, 60, 30.3), f"{NVIDIA}/l4/ (2026-11, without sparsity)"
-    ),
-    "t4": _kind(
-        "Tesla T4", 15_655_829_504, 40, (7, 5), (0.32, 65, 8.1, 8.1), f"{NVIDIA}/tesla-t4/ (2026-11)", has_tf32=False
-    ),
+    short: GpuKind(
+        name=name,
+        memory=memory,
+        processors=processors,
+        capability=capability,
+        peaks=Peaks(**{rate: 1e12 * speed for rate, speed in zip(RATES, speeds, strict=True)}),
+        source=source,
+        has_tf32=capability >= (8, 0),
+        measured=short == "h200",
+    )
+    for short, (name, memory, processors, capability, speeds, source) in _FIGURES.items()
 }
 """Kinds by their names in options. Memory as CUDA reports it; measured for the H200 only, recalled for the others."""
 

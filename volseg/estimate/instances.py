@@ -7,6 +7,7 @@ Some families are no longer on offer, or not in every region; their figures stil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,6 @@ import numpy as np
 from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, read_table
 from volseg.estimate.trace import Sent
-
-__all__ = ["INSTANCES", "Links", "Machine", "get_instance", "get_links", "read_links"]
 
 Points = tuple[tuple[int, float], ...]
 """Pairs of bytes and seconds, both rising."""
@@ -44,9 +43,8 @@ class Links:
         share = 2 * (sent.devices - 1) / sent.devices if sent.kind == "all_reduce" else 1.0
         if points := self.points.get(sent.kind):
             return read_curve(points, sent.size * share)
-        return (
-            self.latency_s * (sent.devices - 1 if sent.kind == "all_reduce" else 1) + sent.size * share / self.bandwidth
-        )
+        messages = sent.devices - 1 if sent.kind == "all_reduce" else 1
+        return self.latency_s * messages + sent.size * share / self.bandwidth
 
 
 def read_curve(points: Points, size: float) -> float:
@@ -67,15 +65,12 @@ def read_links(rows: Iterable[Mapping[str, Any]], otherwise: Links) -> Links:
         is_copy = row["kind"] == "copy" and row["way"] == "peer"
         if row["devices"] == 2 and (is_copy or row["way"].endswith("recorded")):
             found.setdefault(row["kind"], {})[int(row["size"])] = float(row["seconds"])
-    return replace(otherwise, points={kind: _rise(values) for kind, values in found.items()})
-
-
-def _rise(values: Mapping[int, float]) -> Points:
-    """Return points whose seconds do not fall as sizes rise."""
-    found: list[tuple[int, float]] = []
-    for size, seconds in sorted(values.items()):
-        found.append((size, max(seconds, found[-1][1] if found else 0.0)))
-    return tuple(found)
+    points = {}
+    for kind, values in found.items():
+        sizes = sorted(values)
+        # Seconds do not fall as sizes rise.
+        points[kind] = tuple(zip(sizes, accumulate((values[size] for size in sizes), max), strict=True))
+    return replace(otherwise, points=points)
 
 
 GIGA = 1e9

@@ -13,18 +13,6 @@ import torch
 
 from volseg.estimate.trace import KernelRun
 
-__all__ = [
-    "FULL",
-    "HALF",
-    "LAID_OUT_ANEW",
-    "ON_CORES",
-    "STRIDED",
-    "TURNED_ROUND",
-    "KernelClass",
-    "classify",
-    "name_dtype",
-]
-
 HALF, FULL = "half", "float32"
 """Types of numbers that differ in speed."""
 
@@ -99,14 +87,16 @@ def classify(run: KernelRun) -> list[KernelClass]:
     if run.name.startswith(CONVOLUTION) and len(run.shapes) >= 3:
         return _classify_convolution(run, dtype, where)
     if run.name in PRODUCTS and len(run.shapes) >= 3:
-        return [KernelClass(f"product, {dtype}", _describe_product(run.shapes), run.flops, run.bytes_moved, dtype)]
+        inner, out = run.shapes[-3][-1], run.shapes[-1]  # a bias may come first
+        inner_and_columns = log2(max(1, inner)), log2(max(1, out[-1] if out else 1))
+        return [KernelClass(f"product, {dtype}", inner_and_columns, run.flops, run.bytes_moved, dtype)]
     if any(part in run.name for part in COUNTED_BY_TAPS):
         return [_classify_taps(run, dtype)]
     if "attention_kernels." in run.name:
         return [_classify_attention(run, dtype)]
     if ON_CORES in run.name:
-        family, shape, moved = f"{run.name}, {where}", _describe_pass(run.shapes), run.bytes_moved
-        return [KernelClass(family, shape, _count_depthwise(run.shapes), moved, dtype, on_cores=True)]
+        flops, shape = _count_depthwise(run.shapes), _describe_pass(run.shapes)
+        return [KernelClass(f"{run.name}, {where}", shape, flops, run.bytes_moved, dtype, on_cores=True)]
     name = "layout" if run.name.endswith(LAID_OUT_ANEW) else run.name.removesuffix(STRIDED)
     family = f"{name}, {where}"
     if run.name in BY_PROCESSOR and not run.channels_last:
@@ -165,12 +155,6 @@ def _name_geometry(slab: Sequence[int], out: Sequence[int]) -> str:
 
 def _describe_convolution(slab: Sequence[int], weight: Sequence[int], out: Sequence[int]) -> tuple[float, ...]:
     return log2(slab[1]), log2(out[1]), log2(max(1, prod(weight[2:])))
-
-
-def _describe_product(shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    """Return the inner dim and the columns of a matrix product; a bias may come first in ``shapes``."""
-    inner, out = shapes[-3][-1], shapes[-1]
-    return log2(max(1, inner)), log2(max(1, out[-1] if out else 1))
 
 
 def _classify_attention(run: KernelRun, dtype: str) -> KernelClass:

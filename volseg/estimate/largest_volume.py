@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Largest", "Need", "Sides", "find_largest", "scale_sides"]
-
 Sides = tuple[int, int, int]
 
 MOST_STEPS = 4096

@@ -17,6 +17,7 @@ from volseg.device.torch_internals import tree_leaves
 from volseg.errors import ParallelError, VolsegError
 from volseg.estimate.candidate import Freedom
 from volseg.estimate.estimator import Machine, Planned
+from volseg.estimate.fake_step.tracing import shorten
 from volseg.estimate.gpu_kinds import GpuKind, find_kind
 from volseg.estimate.instances import get_instance, get_links
 from volseg.estimate.planning import StepPlan, plan_work
@@ -26,8 +27,6 @@ from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
 from volseg.parallel.strategy import Options
-
-__all__ = ["choose_for_first_batch", "describe_network", "plan", "square_mean", "take_options"]
 
 Loss = Callable[[Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -97,9 +96,9 @@ def plan(
     if gpus is not None and devices is not None:
         raise ParallelError(f"{gpus=} and {devices=} were given: give one of them, gpus for a number")
     machine = _find_machine(devices if gpus is None else gpus, gpu, instance)
-    work = describe_network(
-        net, _check(shape), dtype=_find_dtype(precision, machine.gpu), loss=loss, optimizer=optimizer
-    )
+    if len(shape) != 5 or not all(isinstance(side, int) and side > 0 for side in shape):
+        raise ParallelError(f"shape is that of a step's images, (B, C, D, H, W), got {tuple(shape)}")
+    work = describe_network(net, shape, dtype=_find_dtype(precision, machine.gpu), loss=loss, optimizer=optimizer)
 
     def resize(sides: Sequence[int]) -> tuple[Work, int]:
         larger = (*shape[:2], *sides)
@@ -110,12 +109,6 @@ def plan(
     d, h, w = divisors
     planned = Planned(work=work, machine=machine, free=free, resize=resize, divisors=(d, h, w))
     return plan_work(planned, thorough=thorough)
-
-
-def _check(shape: Sequence[int]) -> tuple[int, ...]:
-    if len(shape) != 5 or not all(isinstance(side, int) and side > 0 for side in shape):
-        raise ParallelError(f"shape is that of a step's images, (B, C, D, H, W), got {tuple(shape)}")
-    return tuple(shape)
 
 
 def _find_dtype(precision: str | torch.dtype, gpu: GpuKind) -> torch.dtype:
@@ -163,12 +156,7 @@ def square_mean(outputs: Any) -> Tensor:
 
 
 def describe_network(
-    net: nn.Module,
-    shape: Sequence[int],
-    *,
-    dtype: torch.dtype,
-    loss: Any = None,
-    optimizer: Any = None,
+    net: nn.Module, shape: Sequence[int], *, dtype: torch.dtype, loss: Any = None, optimizer: Any = None
 ) -> Work:
     """Return the training step of a network outside of an experiment.
 
@@ -223,6 +211,8 @@ def choose_for_first_batch(
 ) -> tuple[Options, str] | None:
     """Return the strategy that is estimated to be fastest on several GPUs, and the reason.
 
+    If nothing fits, it is the strategy of the least memory.
+
     Return None on a CPU, on one GPU, and for a call with more than one argument; also, with a warning, if the network
     cannot be traced.
     """
@@ -233,32 +223,17 @@ def choose_for_first_batch(
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
     try:
         kind = find_kind(torch.cuda.get_device_name(gpus[0]))
-        usable = min(map(_count_usable_bytes, gpus))
+        # Free memory, and the memory that this process has reserved.
+        usable = min(torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) for gpu in gpus)
         machine = Machine(gpu=kind, num_gpus=len(gpus), links=get_links(kind), gpu_bytes=usable)
         work = describe_network(net, args[0].shape, dtype=dtype)
         planned = Planned(work=work, machine=machine, free=Freedom(one_process=True))
-        plan = plan_work(planned, only=lambda candidate: candidate.num_gpus == len(gpus))
+        found = plan_work(planned, only=lambda candidate: candidate.num_gpus == len(gpus))
     except VolsegError as fault:
-        logger.warning("ModelParallel(strategy='auto') forecasts nothing: %s", str(fault).partition("\n")[0])
+        logger.warning("ModelParallel(strategy='auto') forecasts nothing: %s", shorten(fault))
         return None
-    return take_options(plan)
-
-
-def take_options(plan: StepPlan) -> tuple[Options, str]:
-    """Return the options and the reason of a plan's choice; if nothing fits, those of the least memory."""
-    best = plan.chosen
-    if best is None:
-        best = min(
-            (each for each in plan.forecasts if each.memory is not None),
-            key=lambda each: 0 if each.memory is None else each.memory.total,
-        )
-    candidate = best.candidate
+    known = (each for each in found.forecasts if each.memory is not None)
+    candidate = (found.chosen or min(known, key=lambda each: each.needed)).candidate
     if candidate.pipeline > 1:
-        return Pipeline(split_size=candidate.split_size or "auto"), plan.why
-    return Spatial(checkpoint=candidate.checkpoint), plan.why
-
-
-def _count_usable_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that this process may use: free memory, and the memory that it has reserved."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free) + torch.cuda.memory_reserved(device)
+        return Pipeline(split_size=candidate.split_size or "auto"), found.why
+    return Spatial(checkpoint=candidate.checkpoint), found.why

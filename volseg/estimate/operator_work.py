@@ -16,8 +16,6 @@ from volseg.device.torch_internals import get_schema
 from volseg.estimate.kernel_class import LAID_OUT_ANEW, TURNED_ROUND
 from volseg.estimate.trace import KernelRun
 
-__all__ = ["by_operator", "describe_kernel", "describe_noted", "list_tensors"]
-
 Found = TypeVar("Found")
 
 SILENT = {
@@ -77,7 +75,7 @@ def describe_kernel(
     return KernelRun(
         str(function.overloadpacket) + _name_variant(function, args, tensors),
         first.dtype,
-        int(count(*args, **kwargs, out_val=out)) if count else _count(results),
+        int(count(*args, **kwargs, out_val=out)) if count else max((each.numel() for each in results), default=0),
         sum(_count_bytes(tensor) for tensor in tensors),
         tuple(tuple(tensor.shape) for tensor in tensors),
         layout_of(first) is torch.channels_last_3d,
@@ -101,7 +99,9 @@ def _name_variant(function: Any, args: tuple[Any, ...], tensors: Sequence[Tensor
 def describe_noted(kernel: NotedKernel, stream: int) -> KernelRun:
     """Return the run of one of volseg's kernels: most only read and write each tensor once."""
     first = kernel.tensors[0]
-    most = _count_reached(kernel)
+    most = sys.maxsize
+    if kernel.options.get("ENDS"):  # it accesses the ends of a slab only
+        most = prod(kernel.grid) * int(kernel.options["BV"]) * int(kernel.options["BC"])
     return KernelRun(
         kernel.name,
         first.dtype,
@@ -111,13 +111,6 @@ def describe_noted(kernel: NotedKernel, stream: int) -> KernelRun:
         layout_of(first) is torch.channels_last_3d,
         stream,
     )
-
-
-def _count_reached(kernel: NotedKernel) -> int:
-    """Return the most elements of a tensor that a kernel accesses: those at the ends of a slab, or no limit."""
-    if not kernel.options.get("ENDS"):
-        return sys.maxsize
-    return prod(kernel.grid) * int(kernel.options["BV"]) * int(kernel.options["BC"])
 
 
 def list_tensors(values: Any) -> list[Tensor]:
@@ -155,10 +148,6 @@ def _starts_kernel(function: Any) -> bool:
         return False
     returns = get_schema(function).returns
     return not any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
-
-
-def _count(results: Sequence[Tensor]) -> int:
-    return max((result.numel() for result in results), default=0)
 
 
 def _count_bytes(tensor: Tensor) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from volseg.errors import ParallelError
-from volseg.estimate.allocator import AllocatorSettings
+from volseg.estimate.allocator import has_expandable_segments
 from volseg.estimate.candidate import Candidate, Estimate, list_candidates, name_candidate, relieve
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.largest_volume import Largest, Sides, find_largest
@@ -14,14 +14,12 @@ from volseg.estimate.report import PlanReport, build_row, build_skipped_row, for
 from volseg.estimate.search import GIB, Found, choose, guess_least, judge, search
 from volseg.parallel.forking import ForkedWorkers
 
-__all__ = ["StepPlan", "list_largest", "plan_work"]
-
 MOST_GPUS = 64
 """Most GPUs that a remedy suggests where nothing fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPlan:
+class StepPlan(Found):
     """The estimates of all candidates on a machine, and the choice."""
 
     name: str
@@ -32,26 +30,10 @@ class StepPlan:
     machine: Machine
     reserve: int
     """Bytes of each GPU that the step may not take."""
-    found: Found
     remedies: tuple[str, ...] = ()
     """Changes that would make the step fit, if nothing fits."""
     notes: tuple[str, ...] = ()
     steps_per_epoch: int | None = None
-
-    @property
-    def forecasts(self) -> tuple[Estimate, ...]:
-        """Estimates of all traced candidates."""
-        return self.found.forecasts
-
-    @property
-    def chosen(self) -> Estimate | None:
-        """The fastest candidate that fits, or None if none fits."""
-        return self.found.chosen
-
-    @property
-    def why(self) -> str:
-        """The reason for the choice, in one sentence."""
-        return self.found.why
 
     @property
     def report(self) -> PlanReport:
@@ -79,7 +61,7 @@ class StepPlan:
             price_per_hour=machine.price_per_hour,
             price_source=machine.price_source,
             steps_per_epoch=self.steps_per_epoch,
-            candidates=(*rows, *map(build_skipped_row, self.found.skipped)),
+            candidates=(*rows, *(build_skipped_row(*each) for each in self.skipped)),
             fits=self.chosen is not None,
             why=self.why,
             remedies=self.remedies,
@@ -132,7 +114,7 @@ def plan_work(
     ConfigError
         If torch's allocator is configured in a way that is not modelled.
     """
-    AllocatorSettings.find()  # here, before anything is traced
+    has_expandable_segments()  # here, before anything is traced
     work, machine, free = planned.work, planned.machine, planned.free
     listed = list_candidates(machine.num_gpus, work.batch_size, work.sides, free)
     candidates = [candidate for candidate in listed if only is None or only(candidate)]
@@ -168,12 +150,12 @@ def plan_work(
             raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
         remedies = tuple(_list_remedies(planned, found, workers)) if found.chosen is None else ()
     return StepPlan(
+        **vars(found),
         name=work.name,
         shape=work.shape,
         precision=str(work.precision).removeprefix("torch."),
         machine=machine,
         reserve=planned.reserve,
-        found=found,
         remedies=remedies,
         notes=tuple(notes),
         steps_per_epoch=steps_per_epoch,
@@ -183,15 +165,15 @@ def plan_work(
 def _list_remedies(planned: Planned, found: Found, workers: ForkedWorkers[Planned]) -> Iterator[str]:
     """Yield changes that would make the step fit, with numbers."""
     work = planned.work
-    least = min((each for each in found.forecasts if each.memory is not None), key=_total)
+    least = min((each for each in found.forecasts if each.memory is not None), key=lambda each: each.needed)
     d, h, w = work.sides
     workers.begin(_find_number)
     if planned.resize is not None:
         workers.begin(_find_volumes, least.candidate, ((d, h, w),))
-    yield f"GPUs of {(_total(least) + planned.reserve) / GIB:.1f} GiB: {name_candidate(least.candidate)}"
+    yield f"GPUs of {(least.needed + planned.reserve) / GIB:.1f} GiB: {name_candidate(least.candidate)}"
     enough = workers.ask(_find_number)
     if enough is not None:
-        name, gib = name_candidate(enough.candidate), _total(enough) / GIB
+        name, gib = name_candidate(enough.candidate), enough.needed / GIB
         yield f"{enough.candidate.num_gpus} such GPUs: {name} ({gib:.1f} GiB of each)"
     if planned.resize is not None:
         (one,) = workers.ask(_find_volumes, least.candidate, ((d, h, w),))
@@ -200,11 +182,6 @@ def _list_remedies(planned: Planned, found: Found, workers: ForkedWorkers[Planne
             yield f"volumes of {sides}: {name_candidate(least.candidate)} ({one.needed / GIB:.1f} GiB)"
         elif work.batch_size > 1:
             yield "a smaller batch: with this one the smallest volume does not fit"
-
-
-def _total(forecast: Estimate) -> int:
-    assert forecast.memory is not None
-    return forecast.memory.total
 
 
 def _find_number(planned: Planned) -> Estimate | None:

@@ -1,6 +1,6 @@
 """Write a plan as JSON with a schema, and as a plain-text table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import Annotated, Any, Literal
 
@@ -10,22 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from volseg.estimate.candidate import Candidate, Estimate, name_candidate
-from volseg.estimate.search import Skipped, describe_seconds
+from volseg.estimate.search import GIB, describe_seconds
 from volseg.estimate.step_memory import MemoryUse
 
-__all__ = [
-    "CandidateRow",
-    "DeviceRow",
-    "LargestRow",
-    "PlanReport",
-    "VolumesReport",
-    "build_row",
-    "build_skipped_row",
-    "format_table",
-    "format_volumes",
-]
-
-GIB = 2**30
 WIDTH = 80
 """Columns of a terminal of the default width."""
 
@@ -214,9 +201,9 @@ def build_row(
     )
 
 
-def build_skipped_row(skipped: Skipped) -> CandidateRow:
+def build_skipped_row(candidate: Candidate, least_seconds: float) -> CandidateRow:
     """Return the row of a candidate that was not traced."""
-    return CandidateRow(**_describe(skipped.candidate), state="slower", least_step_seconds=skipped.least_seconds)
+    return CandidateRow(**_describe(candidate), state="slower", least_step_seconds=least_seconds)
 
 
 def _describe(candidate: Candidate) -> dict[str, Any]:
@@ -239,27 +226,22 @@ def format_table(rows: Sequence[CandidateRow]) -> str:
     Its columns are the GiB of the fullest GPU, the times, and the prices if known.
     """
     titles = [_title(row) for row in rows]
-    columns: list[tuple[str, list[str]]] = [
-        (
-            "parallel",
-            [
-                f"{MARKS[row.state]} {title}" + (f" ({row.kernels})" if titles.count(title) > 1 else "")
-                for title, row in zip(titles, rows, strict=True)
-            ],
-        ),
-        ("used", [_gib(row.used_bytes) for row in rows]),
-        ("reserved", [_reserved(row) for row in rows]),
-        ("step", [_step(row) for row in rows]),
-        ("epoch", ["" if row.epoch_seconds is None else describe_seconds(row.epoch_seconds) for row in rows]),
-        ("$/epoch", ["" if row.epoch_price is None else f"{row.epoch_price:.3g}" for row in rows]),
-    ]
-    return _format([(title, cells) for title, cells in columns if any(cells)])
+    kernels = [f" ({row.kernels})" if titles.count(title) > 1 else "" for title, row in zip(titles, rows, strict=True)]
+    marks = [f"{MARKS[row.state]} " for row in rows]
+    columns = {
+        "parallel": list(map("".join, zip(marks, titles, kernels, strict=True))),
+        "used": [_gib(row.used_bytes) for row in rows],
+        "reserved": [_reserved(row) for row in rows],
+        "step": [_step(row) for row in rows],
+        "epoch": ["" if row.epoch_seconds is None else describe_seconds(row.epoch_seconds) for row in rows],
+        "$/epoch": ["" if row.epoch_price is None else f"{row.epoch_price:.3g}" for row in rows],
+    }
+    return _format({title: cells for title, cells in columns.items() if any(cells)})
 
 
 def _title(row: CandidateRow) -> str:
     """Return the short name of a candidate for a table of 80 columns."""
-    meshes = (("data", row.data), ("spatial", row.spatial), ("pipeline", row.pipeline))
-    title = " x ".join(f"{name} {count}" for name, count in meshes if count > 1) or "one GPU"
+    title = " x ".join(f"{name} {count}" for name, count in row.candidate.list_meshes()) or "one GPU"
     if row.split_size is not None:
         title += f" by {row.split_size}"
     return title if row.checkpoint is None else f"{title}, recompute {row.checkpoint}"
@@ -286,13 +268,13 @@ def _gib(num_bytes: int | None) -> str:
 def format_volumes(rows: Sequence[LargestRow]) -> str:
     """Return the table of largest patches as plain text of `WIDTH` columns at most."""
     return _format(
-        [
-            ("parallel", [row.name for row in rows]),
-            ("shape", ["cube" if len(set(row.aspect)) == 1 else "patch" for row in rows]),
-            ("largest", [_sides(row.sides) or "none" for row in rows]),
-            ("GiB", [_gib(row.total_bytes) for row in rows]),
-            ("too large", [_sides(row.next_sides) for row in rows]),
-        ]
+        {
+            "parallel": [row.name for row in rows],
+            "shape": ["cube" if len(set(row.aspect)) == 1 else "patch" for row in rows],
+            "largest": [_sides(row.sides) or "none" for row in rows],
+            "GiB": [_gib(row.total_bytes) for row in rows],
+            "too large": [_sides(row.next_sides) for row in rows],
+        }
     )
 
 
@@ -300,12 +282,12 @@ def _sides(sides: tuple[int, int, int] | None) -> str:
     return "" if sides is None else "x".join(map(str, sides))
 
 
-def _format(columns: Sequence[tuple[str, list[str]]]) -> str:
+def _format(columns: Mapping[str, Sequence[str]]) -> str:
     # Only ASCII: a pipe or a log may support no other encoding.
     table = Table(box=box.MARKDOWN, padding=(0, 1))
-    for title, _ in columns:
+    for title in columns:
         table.add_column(title, justify="left" if title in ("parallel", "shape") else "right", overflow="fold")
-    for cells in zip(*(cells for _, cells in columns), strict=True):
+    for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     written = StringIO()
     Console(file=written, width=WIDTH, color_system=None, force_terminal=False, highlight=False).print(table)

@@ -20,8 +20,6 @@ from volseg.errors import ConfigError
 from volseg.estimate.kernel_class import FULL, HALF, KernelClass, classify
 from volseg.estimate.trace import KernelRun
 
-__all__ = ["Peaks", "RateTable", "read_run"]
-
 NOTHING = 1e-12
 """Roofline in seconds of a kernel that neither computes nor moves anything."""
 
@@ -79,8 +77,9 @@ class RateTable:
                 (kind,) = kinds
                 point = log(max(peaks.bound(kind), NOTHING)), log(float(row["seconds"]))
                 self._families.setdefault(kind.family, []).append((kind.shape, *point))
-                for pool in name_pools(kind) if joins_pool(run, kind) else ():
-                    self._families.setdefault(pool, []).append(((), *point))
+                # Products, and plain passes over memory, substitute for unmeasured kernels.
+                if (kind.flops and not kind.on_cores) or run.name.removeprefix("aten.") in PLAIN:
+                    self._families.setdefault(name_pool(kind), []).append(((), *point))
 
     def knows(self, kernel: KernelClass) -> bool:
         """Return whether kernels of this family were measured."""
@@ -110,7 +109,7 @@ class RateTable:
 
     def _interpolate(self, kernel: KernelClass, bound: float) -> float:
         """Return the seconds of a kernel with roofline ``bound``, scaled from the nearest of its family or pool."""
-        names = (kernel.family, *name_relatives(kernel.family), *name_pools(kernel))
+        names = (kernel.family, *name_relatives(kernel.family), name_pool(kernel))
         points = next((self._families[name] for name in names if name in self._families), None)
         if points is None:
             raise ConfigError(
@@ -138,14 +137,9 @@ PLAIN = ("add", "add_", "mul", "clone", "copy_", "relu", "leaky_relu", "leaky_re
 """Passes that substitute for unmeasured ones: each thread reads and writes its own elements."""
 
 
-def name_pools(kernel: KernelClass) -> tuple[str, ...]:
+def name_pool(kernel: KernelClass) -> str:
     """Return the pool that substitutes for an unmeasured kernel: all that compute, or plain passes over memory."""
-    return (f"any product, {kernel.dtype}",) if kernel.flops else (f"any pass, {kernel.dtype}",)
-
-
-def joins_pool(run: KernelRun, kernel: KernelClass) -> bool:
-    """Return whether a measured kernel substitutes for unmeasured ones."""
-    return bool(kernel.flops and not kernel.on_cores) or run.name.removeprefix("aten.") in PLAIN
+    return f"any {'product' if kernel.flops else 'pass'}, {kernel.dtype}"
 
 
 def read_run(row: Mapping[str, Any]) -> KernelRun:

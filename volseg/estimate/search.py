@@ -18,19 +18,6 @@ from itertools import chain
 from volseg.estimate.candidate import LEVELS, Candidate, Estimate, name_candidate
 from volseg.estimate.step_time import OF_STAGES
 
-__all__ = [
-    "SURE",
-    "Found",
-    "Skipped",
-    "choose",
-    "compute_lower_bound",
-    "describe_seconds",
-    "guess_least",
-    "judge",
-    "search",
-    "sort_candidates",
-]
-
 GIB = 2**30
 
 SURE = 0.95
@@ -40,20 +27,13 @@ Follow = Callable[[Candidate], Estimate]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skipped:
-    """A candidate that was not traced, as it cannot be the fastest."""
-
-    candidate: Candidate
-    least_seconds: float
-    """Lower bound on the seconds of a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Found:
     """The result of a search: estimates, skipped candidates, and the choice."""
 
     forecasts: tuple[Estimate, ...]
-    skipped: tuple[Skipped, ...] = ()
+    """Estimates of all traced candidates."""
+    skipped: tuple[tuple[Candidate, float], ...] = ()
+    """Candidates that were not traced, as they cannot be the fastest, and a lower bound on the seconds of a step."""
     chosen: Estimate | None = None
     """The fastest candidate that surely fits, otherwise the fastest that runs; None if none runs."""
     why: str = ""
@@ -62,10 +42,10 @@ class Found:
 
 def judge(forecast: Estimate, capacity: int) -> Estimate:
     """Return the estimate, refused if it needs more than the ``capacity`` bytes of a GPU."""
-    if forecast.refused is not None or forecast.memory is None or forecast.memory.total <= capacity:
+    if forecast.refused is not None or forecast.memory is None or forecast.needed <= capacity:
         return forecast
-    needed = forecast.memory.total
-    return replace(forecast, refused=f"needs {needed / GIB:.1f} GiB, and there are {max(capacity, 0) / GIB:.1f} GiB")
+    there = max(capacity, 0)
+    return replace(forecast, refused=f"needs {forecast.needed / GIB:.1f} GiB, and there are {there / GIB:.1f} GiB")
 
 
 def search(
@@ -103,7 +83,7 @@ def search(
         Estimates in the order of the candidates, each followed by its alternatives.
     """
     groups: dict[Candidate, list[Estimate]] = {candidate: [] for candidate in candidates}
-    skipped: list[Skipped] = []
+    skipped: list[tuple[Candidate, float]] = []
 
     def loses(least: float) -> bool:
         best = _find_fastest(each for each in chain.from_iterable(groups.values()) if _is_sure(each, capacity))
@@ -114,7 +94,7 @@ def search(
 
     def look(candidate: Candidate, least: float, group: list[Estimate]) -> Estimate | None:
         if loses(least):
-            skipped.append(Skipped(candidate=candidate, least_seconds=least))
+            skipped.append((candidate, least))
             return None
         group.append(judge(follow(candidate), capacity))
         return group[-1]
@@ -127,16 +107,12 @@ def search(
         for first in several:
             group = groups[first]
             plain = look(first, bound(first), group)
-            is_refused = plain is None or (
-                plain.memory is None and (plain.more_than is None or plain.more_than > capacity)
-            )
-            if plain is not None and not is_refused and (thorough or not _is_sure(plain, capacity)):
-                plain_ones.append((group, plain, relieve(first)))
+            if plain is None or (plain.memory is None and (plain.more_than is None or plain.more_than > capacity)):
+                continue  # skipped, or refused for another reason than the memory
+            if (thorough or not _is_sure(plain, capacity)) and (relieving := relieve(first)):
+                plain_ones.append((group, plain, relieving))
     # All plain ones come first: the faster the best one is, the fewer alternatives can win.
-    for group, plain, relieving in plain_ones:
-        if not relieving:
-            continue
-        *less, most = relieving
+    for group, plain, (*less, most) in plain_ones:
         # The plain step does not bound a step with other kernels.
         least = plain.seconds or 0.0 if plain.candidate.kernels == most.kernels else 0.0
         # The most recomputation first: if that does not fit, nothing does.
@@ -156,12 +132,11 @@ def search(
 
 def sort_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return candidates in the order to trace them: bounds for other candidates first, then the most promising."""
-
-    def rank(each: Candidate) -> tuple[bool, int, int, int, int]:
-        # One GPU bounds all others. Replicas send the least, and large micro-batches need few kernels.
-        return (each.num_gpus > 1, each.pipeline, each.spatial, -each.data, -(each.split_size or 0))
-
-    return sorted(candidates, key=rank)
+    # One GPU bounds all others. Replicas send the least, and large micro-batches need few kernels.
+    return sorted(
+        candidates,
+        key=lambda each: (each.num_gpus > 1, each.pipeline, each.spatial, -each.data, -(each.split_size or 0)),
+    )
 
 
 def compute_lower_bound(candidate: Candidate, known: Iterable[Estimate], batch_size: int) -> float:
@@ -250,7 +225,7 @@ def _is_sure(forecast: Estimate, capacity: int | None) -> bool:
     """Return whether a candidate runs even if its estimate is too small; without a capacity, whether it runs."""
     if not forecast.runs or capacity is None or forecast.memory is None:
         return forecast.runs
-    return forecast.memory.total <= SURE * capacity
+    return forecast.needed <= SURE * capacity
 
 
 def _rank(forecast: Estimate) -> tuple[float, int, int, int]:
@@ -265,7 +240,7 @@ def _find_fastest(forecasts: Iterable[Estimate]) -> Estimate | None:
 
 
 def _describe_need(forecast: Estimate) -> str:
-    return "" if forecast.memory is None else f"{forecast.memory.total / GIB:.1f} GiB of each GPU"
+    return "" if forecast.memory is None else f"{forecast.needed / GIB:.1f} GiB of each GPU"
 
 
 def guess_least(forecasts: Iterable[Estimate]) -> Estimate | None:
@@ -285,7 +260,7 @@ def guess_least(forecasts: Iterable[Estimate]) -> Estimate | None:
 def _explain_refusals(forecasts: Sequence[Estimate]) -> str:
     measured = [each for each in forecasts if each.memory is not None]
     if measured:
-        least = min(measured, key=lambda each: each.memory.total if each.memory else 0)
+        least = min(measured, key=lambda each: each.needed)
         if any(each.more_than is not None for each in forecasts):
             return f"nothing fits: {name_candidate(least.candidate)} {least.refused}"
         return f"nothing fits; the least is {name_candidate(least.candidate)}, which {least.refused}"

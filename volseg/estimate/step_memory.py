@@ -4,17 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from volseg.errors import OutOfMemoryError
-from volseg.estimate.allocator import Allocator, AllocatorSettings
+from volseg.estimate.allocator import Allocator, has_expandable_segments
 from volseg.estimate.trace import Allocate, Event, Free, KernelRun, Mark, Sent, StepTrace, Used
-
-__all__ = [
-    "MemoryUse",
-    "compute_memory_use",
-    "estimate_cuda_overhead",
-    "estimate_least_cuda_overhead",
-    "estimate_memory_use",
-    "repeat_last_step",
-]
 
 MORE_STEPS = 4
 """Steps that are appended to a trace that nearly fills the memory: a DynUNet at 800 x 160 x 160 in 16 GiB ran out of
@@ -71,10 +62,10 @@ class MemoryUse:
 
 def estimate_memory_use(trace: StepTrace, capacity: int, outside: int, margin: float, is_ahead: bool) -> MemoryUse:
     """Return the peaks of a trace; a step that nearly fills the memory may fit once torch frees its cache."""
-    settings = AllocatorSettings.find()
+    expands = has_expandable_segments()
     # Kernels and messages, which are most events, do not change the memory.
     asked = StepTrace(tuple(event for event in trace.events if not isinstance(event, KernelRun | Sent)), trace.device)
-    free = compute_memory_use(asked, settings, outside=outside, is_ahead=is_ahead)
+    free = compute_memory_use(asked, expands, outside=outside, is_ahead=is_ahead)
     safe = replace(free, reserved=int(margin * free.reserved))
     # Freeing the cache does not reduce the allocated memory.
     if safe.total <= capacity or free.used + outside > capacity:
@@ -84,19 +75,14 @@ def estimate_memory_use(trace: StepTrace, capacity: int, outside: int, margin: f
         events = repeat_last_step(events)
     try:
         more = StepTrace(tuple(events), trace.device)
-        squeezed = compute_memory_use(more, settings, capacity, outside=outside, is_ahead=is_ahead)
+        squeezed = compute_memory_use(more, expands, capacity, outside=outside, is_ahead=is_ahead)
     except OutOfMemoryError:
         return safe
     return replace(squeezed, reserved=min(safe.reserved, capacity - outside))
 
 
 def compute_memory_use(
-    trace: StepTrace,
-    settings: AllocatorSettings | None = None,
-    capacity: int | None = None,
-    *,
-    outside: int = 0,
-    is_ahead: bool = False,
+    trace: StepTrace, expands: bool = False, capacity: int | None = None, *, outside: int = 0, is_ahead: bool = False
 ) -> MemoryUse:
     """Return the peaks of a trace.
 
@@ -104,8 +90,8 @@ def compute_memory_use(
     ----------
     trace : StepTrace
         Events from the placing of the network on; blocks that are alive at the end of the trace stay allocated.
-    settings : AllocatorSettings, optional
-        By default torch's defaults.
+    expands : bool
+        Whether the allocator has expandable segments; see `has_expandable_segments`.
     capacity : int, optional
         Bytes of the device; when they run out, cached memory is freed and the request is repeated, as torch does. By
         default the memory is unlimited.
@@ -120,7 +106,7 @@ def compute_memory_use(
     OutOfMemoryError
         If the capacity does not suffice; the message has the part of the step and the number of the event.
     """
-    allocator = Allocator(settings, None if capacity is None else capacity - outside)
+    allocator = Allocator(expands, None if capacity is None else capacity - outside)
     part, peak_in, peak = "placing", "placing", 0
     by_steps: int | None = None
     shared: set[int] = set()
@@ -196,10 +182,8 @@ def estimate_cuda_overhead(trace: StepTrace, processes: int = 1) -> int:
     """
     multiplies = any(isinstance(event, KernelRun) and event.name in PRODUCTS for event in trace.events)
     streams = any(isinstance(event, KernelRun | Allocate) and event.stream != 0 for event in trace.events)
-    alone = processes == 1
-    return (
-        estimate_least_cuda_overhead(processes) + (MATRICES if multiplies else 0) + (STREAM if streams and alone else 0)
-    )
+    stream = STREAM if streams and processes == 1 else 0
+    return estimate_least_cuda_overhead(processes) + (MATRICES if multiplies else 0) + stream
 
 
 def estimate_least_cuda_overhead(processes: int = 1) -> int:

@@ -17,15 +17,6 @@ from volseg.estimate.gpu_kinds import GpuKind, HostRates
 from volseg.estimate.instances import Links
 from volseg.estimate.trace import Event, KernelRun, Mark, Sent, StepTrace
 
-__all__ = [
-    "OF_STAGES",
-    "PARTS",
-    "StepTimes",
-    "estimate_host_seconds",
-    "estimate_pipeline_seconds",
-    "estimate_times",
-]
-
 SLAB_KERNELS = ("norm.passes", "norm.statistics")
 """Kernels that identify a network on slabs, whose norms are never torch's."""
 
@@ -160,7 +151,7 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
         parts, part = dict.fromkeys(parts, 0.0), "rest"
         began, host_began, host_forward = ends[-1], host, 0.0
         busy: dict[int, float] = defaultdict(float)
-        host += host_rates.replay if recorded else 0.0
+        host += host_rates["replay"] if recorded else 0.0
         for event, length in zip(events, lengths, strict=True):
             if isinstance(event, Mark):
                 parts[part] += _close(busy, ready)
@@ -197,12 +188,12 @@ def _find_length(event: Event, gpu: GpuKind, links: Links) -> float:
 def estimate_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_slabs: bool) -> float:
     """Return Python's seconds to launch a kernel or a message, in a part of an eager step."""
     if isinstance(event, Sent):
-        return {"halo": rates.exchange, "copy": rates.operator}.get(event.kind, rates.message)
+        return rates[{"halo": "exchange", "copy": "operator"}.get(event.kind, "message")]
     if part not in ("forward", "loss", "backward"):
-        return rates.operator
+        return rates["operator"]
     if not event.name.startswith("aten.") or (on_slabs and "convolution" in event.name):
-        return rates.slab if on_slabs else rates.triton
+        return rates["slab" if on_slabs else "triton"]
     norms = ("batch_norm", "group_norm", "layer_norm")
     is_norm = any(name in event.name for name in norms)
     kind = "convolution" if "convolution" in event.name else "norm" if is_norm else "pointwise"
-    return (rates.backward if part == "backward" else rates.forward)[kind]
+    return rates[f"{kind} {'backward' if part == 'backward' else 'forward'}"]

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Allocate", "Event", "Free", "KernelRun", "Mark", "Sent", "StepTrace", "Used"]
-
 
 @dataclass(frozen=True, slots=True)
 class Allocate:

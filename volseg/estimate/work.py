@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Batch", "Step", "Work"]
-
 Batch = Mapping[str, Tensor]
 """Fields with one row per sample."""
 

@@ -27,8 +27,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-__all__ = ["ConvolutionPass", "estimate_workspace"]
-
 ConvolutionPass = Literal["forward", "input_gradient", "weight_gradient"]
 
 ALIGNED = 16
@@ -47,6 +45,7 @@ Kind = tuple[int, bool, bool, bool, bool]
 Size = tuple[int, ...]
 
 
+@cache
 def estimate_workspace(
     part: ConvolutionPass,
     first: torch.Size,
@@ -75,21 +74,7 @@ def estimate_workspace(
     strided, transposed : bool
         Whether the convolution has a stride, and whether it is transposed.
     """
-    return _find(part, *map(tuple, (first, second, weight)), min(dtype.itemsize, 4), channels_last, strided, transposed)
-
-
-@cache
-def _find(
-    part: str,
-    first: Size,
-    second: Size,
-    weight: Size,
-    itemsize: int,
-    channels_last: bool,
-    strided: bool,
-    transposed: bool,
-) -> int:
-    taps, voxels = prod(weight[2:]), first[0] * prod(first[2:])
+    taps, voxels, itemsize = prod(weight[2:]), first[0] * prod(first[2:]), min(dtype.itemsize, 4)
     table, kind = _read_table(), (itemsize, channels_last, taps == 1, transposed, strided)
     # The measured kind that agrees best; earlier properties have priority.
     known = [other for name, other in table if name == part]

@@ -4,21 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "AUGMENTATION",
-    "LOSS",
-    "MARK",
-    "OPTIMIZER",
-    "OUTSIDE",
-    "TRAVELLING",
-    "TRAVELLING_NORMS",
-    "PlacedWork",
-    "StepPlace",
-    "TimedKernel",
-    "find_kind",
-    "travels",
-]
-
 LOSS, OPTIMIZER, AUGMENTATION, OUTSIDE = "(loss)", "(optimizer)", "(augmentation)", "(step)"
 """Names in place of a layer's, for work outside of the network's layers."""
 

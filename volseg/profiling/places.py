@@ -20,15 +20,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from volseg.device.torch_internals import (
-    find_backward_node,
-    find_backward_pass,
-    find_next_node_number,
-    get_node_number,
-)
+from volseg.device.torch_internals import find_backward_node, find_backward_pass, find_next_node_number, get_node_number
 from volseg.profiling.kernels import LOSS, MARK, OPTIMIZER, OUTSIDE, StepPlace
-
-__all__ = ["PlaceWatch"]
 
 
 class PlaceWatch:

@@ -8,8 +8,6 @@ from typing import Any
 from volseg.profiling.kernels import PlacedWork, StepPlace, TimedKernel, find_kind
 from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow
 
-__all__ = ["as_kernels", "measure", "sum_device_times", "sum_kinds", "sum_layers"]
-
 
 def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
     """Return estimated work as consecutive kernels with their forecast durations."""
@@ -17,9 +15,7 @@ def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
     for each in work:
         begin, seconds = ends[each.device], each.forecast or 0.0
         ends[each.device] = begin + seconds
-        found.append(
-            TimedKernel(name=each.name, place=each.place, start=begin, seconds=seconds, device=each.device)
-        )  # fmt: skip
+        found.append(TimedKernel(name=each.name, place=each.place, start=begin, seconds=seconds, device=each.device))
     return found
 
 
@@ -37,8 +33,9 @@ def sum_device_times(
     step
         Seconds of one step without a profiler; raised to the total of its kernels if these take longer.
     steps
-        Number of watched steps. exposed Seconds of exposed communication in a step, if known from another source than
-        the kernels' times.
+        Number of watched steps.
+    exposed
+        Seconds of exposed communication in a step, if known from another source than the kernels' times.
     """
     own = [kernel for kernel in kernels if kernel.device == device]
     computing = [(kernel.start, kernel.end) for kernel in own if not _sends(kernel)]
@@ -84,7 +81,9 @@ def sum_layers(
     step
         Seconds of one step, the base of the shares.
     steps
-        Number of watched steps. peaks Peak rates of the device; None if unknown.
+        Number of watched steps.
+    peaks
+        Peak rates of the device; None if unknown.
     classes
         Classes of the layers' modules, by name.
     """
@@ -114,7 +113,11 @@ def sum_kinds(
     peaks: DevicePeaks | None = None,
 ) -> list[KindRow]:
     """Return a row for each kind of kernel, the longest first; the parameters are those of `sum_layers`."""
-    known = _learn_kinds(work)
+    known: dict[StepPlace, dict[str, str]] = defaultdict(dict)
+    """Kinds of volseg's own kernels, by place and function name."""
+    for each in work:
+        if not each.name.startswith("aten."):
+            known[each.place][each.name.rpartition(".")[2]] = each.kind
 
     def name_kind(kernel: TimedKernel) -> str:
         if _sends(kernel):
@@ -125,15 +128,6 @@ def sum_kinds(
     summed = _sum(kernels, work, name_kind, lambda each: each.kind, steps)
     rows = [KindRow(kind=kind, **_describe(values, step, peaks)) for kind, values in summed.items()]
     return sorted(rows, key=lambda row: (-row.seconds, row.kind))
-
-
-def _learn_kinds(work: Iterable[PlacedWork]) -> Mapping[StepPlace, dict[str, str]]:
-    """Return the kinds of volseg's own kernels, by place and function name."""
-    known: dict[StepPlace, dict[str, str]] = defaultdict(dict)
-    for each in work:
-        if not each.name.startswith("aten."):
-            known[each.place][each.name.rpartition(".")[2]] = each.kind
-    return known
 
 
 def _sum(

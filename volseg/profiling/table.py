@@ -13,22 +13,6 @@ from rich.table import Table
 from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow, ProfileReport
 from volseg.streams import make_printable
 
-__all__ = [
-    "FAR",
-    "KIND_HEADER",
-    "LAYER_HEADER",
-    "advise",
-    "describe_limit",
-    "format_seconds",
-    "get_busiest_device",
-    "list_device_cells",
-    "list_far_from_bound",
-    "list_kind_cells",
-    "list_layer_cells",
-    "name_bound",
-    "show_profile",
-]
-
 MOST_LAYERS = 16
 """Most rows in a terminal; the page and the JSON have all."""
 
@@ -104,7 +88,9 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
     Parameters
     ----------
     report
-        Profile to print. file Output stream; standard output by default.
+        Profile to print.
+    file
+        Output stream; standard output by default.
     width
         Columns; those of the terminal by default.
     """
@@ -268,69 +254,43 @@ def list_far_from_bound(layers: Sequence[LayerRow]) -> list[LayerRow]:
 
 
 def advise(report: ProfileReport) -> list[str]:
-    """Return advice for a faster step from its profile, in the order of `RULES`."""
-    return [advice for advice in (rule(report) for rule in RULES) if advice is not None]
-
-
-def _advise_batches(report: ProfileReport) -> str | None:
-    share = _find_batch_share(report)
-    if share < MUCH:
-        return None
-    return (
-        f"{share:.0%} of the step wait for the batch: leave out what augmentation takes longest (augmentation.elastic, "
-        "blur, low_resolution), or keep cases on the GPU (data.keep: device)"
-    )
-
-
-def _advise_recording(report: ProfileReport) -> str | None:
-    device = get_busiest_device(report.devices)
-    if report.device == "cpu" or report.recorded or device.waiting < MUCH * device.step:
-        return None
-    return (
-        f"Python starts {report.kernels_per_step:.0f} kernels one by one, and those of a recorded step all at once: it "
-        f"is not recorded ({report.not_recorded or 'nobody knows why'}); a larger patch or batch gives each kernel more"
-    )
-
-
-def _advise_precision(report: ProfileReport) -> str | None:
-    multiplies = sum(kind.share for kind in report.kinds if kind.kind in ("convolution", "product"))
-    if report.device == "cpu" or report.precision != "float32" or multiplies < MUCH:
-        return None
-    return (
-        f"{multiplies:.0%} of the step multiply in float32: training.precision: bf16 lets the tensor cores multiply "
-        "twice as much or more, and moves half the bytes"
-    )
-
-
-def _advise_bytes(report: ProfileReport) -> str | None:
-    passes = [kind for kind in report.kinds if kind.kind in ("norm", "pointwise", "copy", "reduction")]
-    share = sum(kind.share for kind in passes)
-    if report.device == "cpu" or share < MOSTLY or report.precision != "bfloat16":
-        return None
-    return (
-        f"{share:.0%} of the step are passes over memory (norms, activations, sums, copies): training.kernels: fast "
-        "writes a norm and its activation in one pass, where the network is on one GPU"
-    )
-
-
-def _advise_communication(report: ProfileReport) -> str | None:
+    """Return advice for a faster step from its profile."""
+    found: list[str] = []
+    busiest, is_gpu = get_busiest_device(report.devices), report.device != "cpu"
+    batches = _find_batch_share(report)
+    if batches >= MUCH:
+        found.append(
+            f"{batches:.0%} of the step wait for the batch: leave out what augmentation takes longest "
+            "(augmentation.elastic, blur, low_resolution), or keep cases on the GPU (data.keep: device)"
+        )
+    if is_gpu and not report.recorded and busiest.waiting >= MUCH * busiest.step:
+        found.append(
+            f"Python starts {report.kernels_per_step:.0f} kernels one by one, and those of a recorded step all at "
+            f"once: it is not recorded ({report.not_recorded or 'nobody knows why'}); a larger patch or batch gives "
+            "each kernel more"
+        )
     device = max(report.devices, key=lambda each: each.exposed)
-    if device.exposed < MUCH * device.step:
-        return None
-    return (
-        f"{device.exposed / device.step:.0%} of the step are communication that nothing hides: larger pieces for each "
-        "GPU hide more of it; volseg plan compares data, spatial and pipeline"
-    )
-
-
-def _advise_size(report: ProfileReport) -> str | None:
+    if device.exposed >= MUCH * device.step:
+        found.append(
+            f"{device.exposed / device.step:.0%} of the step are communication that nothing hides: larger pieces for "
+            "each GPU hide more of it; volseg plan compares data, spatial and pipeline"
+        )
     small = sum(kind.share for kind in report.kinds if _is_small(kind))
-    if small < MOSTLY:
-        return None
-    return (
-        f"{small:.0%} of the step are kernels that are too small for this GPU: a larger patch.size or patch.batch "
-        "costs them next to nothing"
-    )
-
-
-RULES = (_advise_batches, _advise_recording, _advise_communication, _advise_size, _advise_precision, _advise_bytes)
+    if small >= MOSTLY:
+        found.append(
+            f"{small:.0%} of the step are kernels that are too small for this GPU: a larger patch.size or patch.batch "
+            "costs them next to nothing"
+        )
+    multiplies = sum(kind.share for kind in report.kinds if kind.kind in ("convolution", "product"))
+    if is_gpu and report.precision == "float32" and multiplies >= MUCH:
+        found.append(
+            f"{multiplies:.0%} of the step multiply in float32: training.precision: bf16 lets the tensor cores "
+            "multiply twice as much or more, and moves half the bytes"
+        )
+    passes = sum(kind.share for kind in report.kinds if kind.kind in ("norm", "pointwise", "copy", "reduction"))
+    if is_gpu and report.precision == "bfloat16" and passes >= MOSTLY:
+        found.append(
+            f"{passes:.0%} of the step are passes over memory (norms, activations, sums, copies): training.kernels: "
+            "fast writes a norm and its activation in one pass, where the network is on one GPU"
+        )
+    return found

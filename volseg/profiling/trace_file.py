@@ -23,8 +23,6 @@ from typing import Any
 from volseg.errors import VolsegError
 from volseg.profiling.kernels import AUGMENTATION, LOSS, MARK, OPTIMIZER, OUTSIDE, StepPlace, TimedKernel, travels
 
-__all__ = ["ReadKernel", "match", "read_trace", "replace_replayed"]
-
 MICROSECOND = 1e-6
 OF_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -115,7 +113,12 @@ def read_trace(events: Iterable[Event], name_layer: Callable[[int], str]) -> lis
     # Times since the machine's start are large: differences of such numbers lose precision.
     origin = min((event["ts"] for event in whole), default=0.0)
     whole = [{**event, "ts": event["ts"] - origin} for event in whole]
-    steps = _find_steps(whole)
+    begin = f"{MARK}{OUTSIDE} "
+    steps = sorted(
+        (event["ts"], event["ts"] + event["dur"], int(event["name"].removeprefix(begin)))
+        for event in whole
+        if event.get("cat") == "user_annotation" and event["name"].startswith(begin)
+    )
     if not steps:
         raise VolsegError(f"the trace holds no range named {MARK}{OUTSIDE} N, so no step is known in it")
     kernels = [event for event in whole if event.get("cat") in OF_GPU]
@@ -165,13 +168,14 @@ def _travelling(name: str, place: StepPlace, *, alone: bool) -> StepPlace:
     return StepPlace(place.layer, "communication") if travels(name, alone=alone) else place
 
 
-def _find_steps(events: Iterable[Event]) -> list[tuple[float, float, int]]:
-    """Return begin, end and number of each step."""
-    begin = f"{MARK}{OUTSIDE} "
-    return sorted(
-        (event["ts"], event["ts"] + event["dur"], int(event["name"].removeprefix(begin)))
-        for event in events
-        if event.get("cat") == "user_annotation" and event["name"].startswith(begin)
+def _time(event: Event, place: StepPlace, *, alone: bool, **where: int) -> TimedKernel:
+    """Return the kernel of an event that ran for a place."""
+    return TimedKernel(
+        name=event["name"],
+        place=_travelling(event["name"], place, alone=alone),
+        start=event["ts"] * MICROSECOND,
+        seconds=event["dur"] * MICROSECOND,
+        **where,
     )
 
 
@@ -188,21 +192,9 @@ def _read_gpu(kernels: Sequence[Event], events: Iterable[Event], threads: "_Thre
         place, step = StepPlace(OUTSIDE, "other"), None
         if launch is not None:
             place, step = threads.find_place(launch["tid"], launch["ts"])
-        found.append(
-            ReadKernel(
-                timed=TimedKernel(
-                    name=event["name"],
-                    place=_travelling(event["name"], place, alone=alone),
-                    start=event["ts"] * MICROSECOND,
-                    seconds=event["dur"] * MICROSECOND,
-                    device=int(args.get("device", 0)),
-                    stream=int(args.get("stream", 0)),
-                ),
-                grid=tuple(args.get("grid", ())),
-                step=step,
-                is_replayed=launch is not None and "GraphLaunch" in launch["name"],
-            )
-        )
+        timed = _time(event, place, alone=alone, **{key: int(args.get(key, 0)) for key in ("device", "stream")})
+        is_replayed = launch is not None and "GraphLaunch" in launch["name"]
+        found.append(ReadKernel(timed=timed, grid=tuple(args.get("grid", ())), step=step, is_replayed=is_replayed))
     return found
 
 
@@ -244,13 +236,7 @@ class _Threads:
                 if not _is_operator(event) or any(_is_operator(other) for other in ranges if other is not event):
                     continue
                 place, step = self._judge(thread, ranges, event["ts"])
-                timed = TimedKernel(
-                    name=event["name"],
-                    place=_travelling(event["name"], place, alone=True),
-                    start=event["ts"] * MICROSECOND,
-                    seconds=event["dur"] * MICROSECOND,
-                )
-                found.append(ReadKernel(timed=timed, step=step))
+                found.append(ReadKernel(timed=_time(event, place, alone=True), step=step))
         return found
 
     def _list_ranges(self, thread: Any, number: int, moment: float) -> list[Event]:

@@ -1,7 +1,5 @@
 """Compute the work of a step by layer, and the least time that a device needs for it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +13,8 @@ from volseg.estimate.trace import KernelRun, Sent, StepTrace
 from volseg.profiling.kernels import LOSS, OPTIMIZER, OUTSIDE, PlacedWork, StepPlace, find_kind, travels
 from volseg.profiling.places import PlaceWatch
 
-__all__ = ["PlacedRuns", "list_work", "place_work"]
 
-
-class PlacedRuns:
+class PlacedRuns(TorchDispatchMode):
     """Launched kernels with their places; a kernel is identified by its object.
 
     Parameters
@@ -28,6 +24,7 @@ class PlacedRuns:
     """
 
     def __init__(self, watch: PlaceWatch) -> None:
+        super().__init__()
         self._watch = watch
         self._found: dict[int, tuple[KernelRun, StepPlace]] = {}
 
@@ -43,17 +40,9 @@ class PlacedRuns:
         """Return all recorded kernels with their places, in order."""
         return list(self._found.values())
 
-    @contextmanager
-    def noting(self) -> Iterator["PlacedRuns"]:
-        """Record torch's operators that run inside the context, on any device."""
-        with _PlacingOperators(self):
-            yield self
-
-
-class _PlacingOperators(TorchDispatchMode):
-    def __init__(self, runs: PlacedRuns) -> None:
-        super().__init__()
-        self._runs = runs
+    def noting(self) -> "PlacedRuns":
+        """Return a context that records torch's operators that run inside, on any device."""
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,7 +51,7 @@ class _PlacingOperators(TorchDispatchMode):
         if tensors or list_tensors(out):
             run = describe_kernel(func, args, kwargs, tensors, out, 0)
             if run is not None:
-                self._runs.note(run)
+                self.note(run)
         return out
 
 

@@ -378,7 +378,7 @@ def measure(row: Row, numbers: Sequence[int], history: Path | None) -> Row:
     found["marks"] = marks.found
     if row["pipeline"] > 1 and "out_of_memory" not in found:
         found["partition"] = tell_partition(model)
-    is_plain = not row["recorded"] and row["checkpoint"] is None and count_places(row) == 1
+    is_plain = not row["recorded"] and row["checkpoint"] is None and row["spatial"] * row["pipeline"] == 1
     if row.get("history") and gpus and is_plain and "out_of_memory" not in found:
         found["operators"] = _watch_operators(step, gpus[0])
         torch.backends.cudnn.benchmark = True
@@ -427,11 +427,6 @@ def tell_partition(model: nn.Module) -> list[Row]:
         }
         for stage in model.partition.stages
     ]
-
-
-def count_places(row: Row) -> int:
-    """Return how many GPUs a configuration takes."""
-    return row["spatial"] * row["pipeline"]
 
 
 def _time_steps(

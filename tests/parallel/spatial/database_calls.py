@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from volume_samples import DRAWN, handwritten, of_class, samples_of
 
-__all__ = ["OWN", "RANDOM", "calls", "database", "name_of", "own_calls"]
-
 RANDOM = frozenset(
     {
         "bernoulli",

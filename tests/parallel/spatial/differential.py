@@ -26,20 +26,6 @@ from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.volume import from_whole
 
-__all__ = [
-    "Call",
-    "Placement",
-    "Seen",
-    "Verdict",
-    "differentiated",
-    "draws",
-    "judge",
-    "judge_seen",
-    "placements",
-    "said",
-    "whole",
-]
-
 
 @dataclass(frozen=True)
 class Placement:

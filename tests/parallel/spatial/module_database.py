@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
 
-__all__ = ["ModuleCall", "judge_module", "module_calls", "modules"]
-
 DEVICES = ["cpu", "cpu:1"]
 
 RANDOM = (

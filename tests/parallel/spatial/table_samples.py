@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from volume_samples import MASK, SHAPE, SLAB, Sample, along, each, given, normal, tied, unit
 
-__all__ = ["FUNCTIONS", "RANDOM_ENTRIES", "SAMPLES", "UNDEFINED_ENTRIES"]
-
 
 def alone() -> list[Sample]:
     """Return a volume, and no other argument."""

@@ -19,8 +19,6 @@ from volseg.device.fake_internals import FakeTensor
 from volseg.device.torch_internals import get_schema, get_storage_key, without_dispatch
 from volseg.estimate.operator_work import by_operator, list_tensors
 
-__all__ = ["ConstantValues"]
-
 aten = torch.ops.aten
 
 MOST = 256

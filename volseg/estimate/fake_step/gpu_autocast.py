@@ -30,8 +30,6 @@ from volseg.device.torch_internals import (
 from volseg.errors import FollowError
 from volseg.estimate.operator_work import list_tensors
 
-__all__ = ["FLOAT32", "FLOAT32_RESULT", "HALF", "WIDEST", "casting_like_gpus"]
-
 
 def _split(names: str) -> frozenset[str]:
     return frozenset(names.split())

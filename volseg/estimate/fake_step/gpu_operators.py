@@ -25,8 +25,6 @@ from volseg.device.gpus import on_gpu
 from volseg.device.torch_internals import overriding_operators, suggest_memory_format
 from volseg.estimate.workspaces import ConvolutionPass, estimate_workspace
 
-__all__ = ["GPU_OPERATORS", "WITH_RESULT", "composing_like_gpus"]
-
 aten = torch.ops.aten
 CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last_3d
 Handler = Callable[..., Any]

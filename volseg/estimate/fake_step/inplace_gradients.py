@@ -19,8 +19,6 @@ from torch import Tensor
 
 from volseg.device.torch_internals import count_references
 
-__all__ = ["IN_PLACE", "InPlace"]
-
 ADD = torch.ops.aten.add.Tensor
 IN_PLACE: dict[Any, Any] = {
     ADD: torch.ops.aten.add_.Tensor,
@@ -61,7 +59,9 @@ class InPlace:
             self._alone = count_references(args, 0)
         counts = count_references(args, 0)
         is_alone = all(count <= alone for count, alone in zip(counts, self._alone, strict=True))
-        return is_alone and _is_alike(*args) and _is_dense(args[0])
+        first, second = args
+        is_alike = isinstance(second, Tensor) and (first.shape, first.dtype) == (second.shape, second.dtype)
+        return is_alone and is_alike and _is_dense(first)
 
 
 def _comes_from_engine() -> bool:
@@ -70,10 +70,6 @@ def _comes_from_engine() -> bool:
     while frame.f_back is not None and frame.f_globals["__name__"].startswith(BETWEEN):
         frame = frame.f_back
     return frame.f_code.co_name == ENGINE
-
-
-def _is_alike(first: Tensor, second: Any) -> bool:
-    return isinstance(second, Tensor) and (first.shape, first.dtype) == (second.shape, second.dtype)
 
 
 def _is_dense(tensor: Tensor) -> bool:

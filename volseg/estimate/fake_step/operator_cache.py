@@ -19,15 +19,8 @@ import torch
 from torch import Tensor
 
 from volseg.device.fake_internals import FakeTensor, FakeTensorMode, make_like_fake
-from volseg.device.torch_internals import (
-    get_schema,
-    get_storage_key,
-    without_dispatch,
-    without_overrides,
-)
+from volseg.device.torch_internals import get_schema, get_storage_key, without_dispatch, without_overrides
 from volseg.estimate.operator_work import by_operator
-
-__all__ = ["OperatorCache"]
 
 MOST = 1 << 17
 """Most results in the cache; an estimate of all candidates needs a tenth of them."""

@@ -1,4 +1,5 @@
 # mypy: disable-error-code="override, assignment, call-arg"
+# ruff: noqa: ARG001, ARG002  (methods have the parameters of torch's)
 """Trace one rank of a process group without the other ranks, which are assumed to act like this rank.
 
 The strategies run unchanged over a process group of torch, whose exchanges return at once and are recorded. A rank
@@ -9,7 +10,6 @@ right shape; their values are never read.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,34 +20,16 @@ from volseg.device.torch_internals import get_group_name
 from volseg.errors import ParallelError
 from volseg.parallel.devices import computing_on
 
-__all__ = ["Exchange", "LoneGroup", "be_process"]
-
 BACKEND = "volseg_lone"
 """Name of this backend in torch."""
 
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """An exchange of tensors between processes, seen from this process."""
-
-    kind: str
-    """``send``, ``receive``, ``all_reduce``, ``all_gather``, ``all_to_all`` or ``broadcast``."""
-    shape: tuple[int, ...]
-    """Shape of the tensor that this process sends, or receives if it sends none."""
-    dtype: torch.dtype
-    device: torch.device
-    processes: int
-    """Number of processes that take part."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-Note = Callable[[Exchange], None]
+Note = Callable[[str, Tensor, int], None]
+"""Takes an exchange of tensors between processes, seen from this process: its kind (``send``, ``receive``,
+``all_reduce``, ``all_gather``, ``all_to_all`` or ``broadcast``), the tensor that this process sends, or receives if it
+sends none, and the number of processes that take part."""
 
 
 class _Done:
@@ -55,7 +37,6 @@ class _Done:
 
     def wait(self, timeout: Any = None) -> bool:
         """Return at once."""
-        del timeout
         return True
 
     def is_completed(self) -> bool:
@@ -96,7 +77,7 @@ class LoneGroup(dist.ProcessGroup):
         return BACKEND
 
     def _done(self, kind: str, tensor: Tensor, processes: int | None = None) -> _Done:
-        self._note(Exchange(kind, tuple(tensor.shape), tensor.dtype, tensor.device, processes or self._count))
+        self._note(kind, tensor, processes or self._count)
         return _Done()
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> _Done:
@@ -108,13 +89,11 @@ class LoneGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any = None) -> _Done:
         """Leave the value unchanged."""
-        del options
         (tensor,) = tensors
         return self._done("broadcast", tensor)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None) -> _Done:
         """Copy this process's value to the output of every process."""
-        del options
         (own,), (places,) = inputs, outputs
         if _has_values(own):
             for place in places:
@@ -123,7 +102,6 @@ class LoneGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> _Done:
         """Copy this process's value to the part of every process in the output."""
-        del options
         if _has_values(own):
             output.view(self._count, -1).copy_(own.reshape(1, -1).expand(self._count, -1))
         return self._done("all_gather", own)
@@ -135,7 +113,6 @@ class LoneGroup(dist.ProcessGroup):
         self, output: Tensor, own: Tensor, output_sizes: Any = None, input_sizes: Any = None, options: Any = None
     ) -> _Done:
         """Copy the piece that this process sends to itself to the part of every process in the output."""
-        del options
         if output_sizes or input_sizes:
             raise ParallelError(f"pieces of one size are exchanged, got {input_sizes} and {output_sizes}")
         if _has_values(own):
@@ -148,13 +125,11 @@ class LoneGroup(dist.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> _Done:
         """Record a sent tensor."""
-        del target, tag
         (tensor,) = tensors
         return self._done("send", tensor, 2)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> _Done:
         """Receive zeros."""
-        del source, tag
         (tensor,) = tensors
         if _has_values(tensor):
             tensor.zero_()
@@ -162,7 +137,6 @@ class LoneGroup(dist.ProcessGroup):
 
     def barrier(self, options: Any = None) -> _Done:
         """Return at once."""
-        del options
         return _Done()
 
 
@@ -187,7 +161,6 @@ def be_process(rank: int, size: int, note: Note, device: torch.device = CPU) -> 
     made: list[LoneGroup] = []
 
     def make(store: Any, rank: int, size: int, timeout: Any) -> LoneGroup:
-        del store, timeout
         made.append(LoneGroup(rank, size, note))
         return made[-1]
 

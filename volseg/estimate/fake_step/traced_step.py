@@ -20,8 +20,6 @@ from volseg.estimate.fake_step.operator_cache import Known
 from volseg.estimate.operator_work import describe_kernel, describe_noted, list_tensors
 from volseg.estimate.trace import Allocate, Event, Free, KernelRun, Mark, Sent, StepTrace, Used
 
-__all__ = ["TracedStep", "find_gpu"]
-
 HOPPER = 9, 0
 OF_PRODUCTS = {False: 8_519_680, True: 32 * 2**20}
 """Bytes of cuBLAS' workspace (``aten/src/ATen/cuda/CublasHandlePool.cpp``), by whether the GPU is a Hopper or newer.
@@ -38,10 +36,7 @@ class TracedStep(GpuObserver):
     """
 
     def __init__(
-        self,
-        num_gpus: int = 1,
-        time_kernel: Callable[[KernelRun], float] | None = None,
-        limit: int | None = None,
+        self, num_gpus: int = 1, time_kernel: Callable[[KernelRun], float] | None = None, limit: int | None = None
     ) -> None:
         self._time_kernel = time_kernel
         self._limit = limit
@@ -54,9 +49,8 @@ class TracedStep(GpuObserver):
         self._seconds = [0.0] * num_gpus
         self.devices = [fake_device(index) for index in range(num_gpus)]
         self.mode = FakeTensorMode(allow_fallback_kernels=False)
-        self.mode.cache_enabled = (
-            False  # its keys lack torch's global switches, and it keeps the memory that ``set_`` receives
-        )
+        # The keys of its cache lack torch's global switches, and it keeps the memory that ``set_`` receives.
+        self.mode.cache_enabled = False
         self.in_place = InPlace()
         self._events: list[list[Event]] = [[] for _ in self.devices]
         self._held: dict[int, tuple[int, int, int, int]] = {}
@@ -83,8 +77,8 @@ class TracedStep(GpuObserver):
         """Mark the beginning of a part, when a strategy reports it."""
         self.mark(name)
 
-    def listen(self, listener: Callable[[str], None] | None) -> None:
-        """Call a function at each mark from now on, or none; its exception ends the step there."""
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Call a function at each mark from now on; its exception ends the step there."""
         self._listener = listener
 
     def copy(self, value: Any) -> Any:
@@ -182,24 +176,17 @@ class TracedStep(GpuObserver):
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, known: Known | None = None
     ) -> None:
         """Record an operator of torch on the device of its result; ``known`` caches its kernel."""
-        if known is None or known.work is None:
-            work = self._find_work(function, args, kwargs, out)
-            if known is not None:
-                known.work = work
+        if known is not None and known.work is not None:
+            home, run = known.work
         else:
-            work = known.work
-        home, run = work
+            tensors = list_tensors((args, kwargs))
+            home = find_gpu(list_tensors(out)) or find_gpu(tensors)
+            run = None if home is None else describe_kernel(function, args, kwargs, tensors, out, 0)
+            if known is not None:  # both follow from the key of `OperatorCache`
+                known.work = home, run
         if home is not None and run is not None:
             stream = current_gpu_stream(home).number
             self._note_run(self._number(home), run if run.stream == stream else replace(run, stream=stream))
-
-    def _find_work(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> tuple[torch.device | None, KernelRun | None]:
-        """Return the GPU and the kernel of an operator; both follow from the key of `OperatorCache`."""
-        tensors = list_tensors((args, kwargs))
-        home = find_gpu(list_tensors(out)) or find_gpu(tensors)
-        return home, None if home is None else describe_kernel(function, args, kwargs, tensors, out, 0)
 
     def note_product(self, device: torch.device) -> None:
         """Record the workspace that the first matrix product of a thread and a stream allocates for good."""

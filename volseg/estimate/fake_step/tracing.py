@@ -14,11 +14,11 @@ A step that reads a value (``.item()``, a branch on a tensor, NumPy) cannot be t
 
 import gc
 import random
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from volseg.estimate.fake_step.traced_step import TracedStep, find_gpu
 from volseg.estimate.operator_work import by_operator, list_tensors
 from volseg.estimate.trace import KernelRun
 
-__all__ = ["TracedStep", "explaining_refusals", "tracing"]
+__all__ = ["TracedStep", "explaining_refusals", "shorten", "tracing"]
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
@@ -54,10 +54,7 @@ FIND_DEVICE = torch.ops.prim.device.default
 
 @contextmanager
 def tracing(
-    gpu: GpuLike,
-    num_gpus: int = 1,
-    time_kernel: Callable[[KernelRun], float] | None = None,
-    limit: int | None = None,
+    gpu: GpuLike, num_gpus: int = 1, time_kernel: Callable[[KernelRun], float] | None = None, limit: int | None = None
 ) -> Iterator["TracedStep"]:
     """Run the body of the ``with`` on fake tensors, and trace the memory and the kernels of each GPU.
 
@@ -80,19 +77,14 @@ def tracing(
         If a GPU would hold more than the limit; raised again at the end if the body catches it.
     """
     followed = TracedStep(num_gpus, time_kernel, limit)
+    contexts = (
+        *(_isolated_state(), explaining_refusals(), quiet_fake_tensors(), _without_collector(), faking(gpu, followed)),
+        *(casting_like_gpus(), composing_like_gpus(), swapping_by(_take_over), taking_lists()),
+        *(followed.mode, _Noting(followed), _making_on_devices()),
+    )
     with ExitStack() as stack:
-        stack.enter_context(_isolated_state())
-        stack.enter_context(explaining_refusals())
-        stack.enter_context(quiet_fake_tensors())
-        stack.enter_context(_without_collector())
-        stack.enter_context(faking(gpu, followed))
-        stack.enter_context(casting_like_gpus())
-        stack.enter_context(composing_like_gpus())
-        stack.enter_context(swapping_by(_take_over))
-        stack.enter_context(taking_lists())
-        stack.enter_context(followed.mode)
-        stack.enter_context(_Noting(followed))
-        stack.enter_context(_making_on_devices())
+        for context in contexts:
+            stack.enter_context(context)
         followed.in_place.learn()
         try:
             yield followed
@@ -168,15 +160,12 @@ def _making_on_devices() -> Iterator[None]:
     Both functions are replaced by name. A ``TorchFunctionMode`` would be off within functions that it has intercepted,
     such as a loss with a form for slabs, and would slow down every function.
     """
-    names = ("tensor", "as_tensor")
-    plain = {name: getattr(torch, name) for name in names}
-    for name, make in plain.items():
-        setattr(torch, name, partial(_make_on_device, make))
-    try:
+    with ExitStack() as stack:
+        for name in ("tensor", "as_tensor"):
+            make = getattr(torch, name)
+            stack.callback(setattr, torch, name, make)
+            setattr(torch, name, partial(_make_on_device, make))
         yield
-    finally:
-        for name, make in plain.items():
-            setattr(torch, name, make)
 
 
 def _make_on_device(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -193,8 +182,9 @@ def _isolated_state() -> Iterator[None]:
     The states of the random generators of torch, NumPy and Python are restored afterwards, so a training is bitwise the
     same, whether or not its plan was made in the same process.
     """
-    python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (a network's own)
     with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (a network's own)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -202,11 +192,7 @@ def _isolated_state() -> Iterator[None]:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False, dtype=torch.bfloat16))
         stack.enter_context(_outermost_autocast())
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(of_numpy)  # noqa: NPY002
+        yield
 
 
 @contextmanager
@@ -262,36 +248,30 @@ def explaining_refusals() -> Iterator[None]:
         yield
     except VolsegError:
         raise
-    except UNFOLLOWABLE as fault:
-        raise FollowError(
-            f"the step cannot be followed without a GPU: {_locate(fault)} asks for {_name_operator(fault)}, and "
-            f"tensors have no values here; {_advise(fault)}"
-        ) from fault
     except Exception as fault:
-        if "FakeTensor" in str(fault) or ".numpy() is not supported" in str(fault):
+        where, modules = _locate(fault), _list_modules(fault)
+        if isinstance(fault, UNFOLLOWABLE):
+            why = f"asks for {_name_operator(fault)}, and tensors have no values here"
+        elif "FakeTensor" in str(fault) or ".numpy() is not supported" in str(fault):
+            why = f"needs values of tensors, which are not there ({shorten(fault)})"
+        elif modules:
             raise FollowError(
-                f"the step cannot be followed without a GPU: {_locate(fault)} needs values of tensors, which are not "
-                f"there ({_shorten(fault)}); {_advise(fault)}"
+                f"the network refuses this step: {where} raised {type(fault).__name__}: {shorten(fault)}; give it "
+                "volumes that it takes, or fix it"
             ) from fault
-        if not _list_modules(fault.__traceback__):
+        else:
             raise
-        raise FollowError(
-            f"the network refuses this step: {_locate(fault)} raised {type(fault).__name__}: {_shorten(fault)}; give "
-            "it volumes that it takes, or fix it"
-        ) from fault
+        advice = READING_LOSS if any(isinstance(module, Loss) for module, _, _ in modules) else READING
+        raise FollowError(f"the step cannot be followed without a GPU: {where} {why}; {advice}") from fault
 
 
-def _advise(fault: BaseException) -> str:
-    """Return advice on code that reads values."""
-    if any(isinstance(module, Loss) for module, _, _ in _list_modules(fault.__traceback__)):
-        return (
-            "plan with another loss in its place (DiceCELoss), which tells what everything but this one takes; it can "
-            "be trained with all the same"
-        )
-    return (
-        "compute with tensors instead of numbers (torch.where for a branch), keep a size or a setting as a number from "
-        "the beginning, or measure on a GPU"
-    )
+READING, READING_LOSS = (
+    "compute with tensors instead of numbers (torch.where for a branch), keep a size or a setting as a number from the "
+    "beginning, or measure on a GPU",
+    "plan with another loss in its place (DiceCELoss), which tells what everything but this one takes; it can be "
+    "trained with all the same",
+)
+"""Advice on code that reads values, in a network and in a loss."""
 
 
 def _name_operator(fault: BaseException) -> str:
@@ -304,7 +284,7 @@ def _name_operator(fault: BaseException) -> str:
 
 def _locate(fault: BaseException) -> str:
     """Return the type and the path of the innermost module that ran, and its line."""
-    found = _list_modules(fault.__traceback__)
+    found = _list_modules(fault)
     if not found:
         return "the step"
     (root, *_), (module, file, line) = found[0], found[-1]
@@ -312,17 +292,16 @@ def _locate(fault: BaseException) -> str:
     return f"{type(module).__name__}{f' {path!r}' if path else ''} ({Path(file).name}, line {line})"
 
 
-def _list_modules(trace: TracebackType | None) -> list[tuple[nn.Module, str, int]]:
-    """Return the modules of a traceback, outermost first, each with its file and line."""
+def _list_modules(fault: BaseException) -> list[tuple[nn.Module, str, int]]:
+    """Return the modules in which an error was raised, outermost first, each with its file and line."""
     found = []
-    while trace is not None:
-        frame = trace.tb_frame
+    for frame, line in traceback.walk_tb(fault.__traceback__):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not frame.f_code.co_filename.endswith("nn/modules/module.py"):
-            found.append((module, frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
+            found.append((module, frame.f_code.co_filename, line))
     return found
 
 
-def _shorten(fault: BaseException) -> str:
-    return str(fault).strip().split("\n", 1)[0]
+def shorten(fault: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return str(fault).strip().partition("\n")[0]
