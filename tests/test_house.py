@@ -212,13 +212,13 @@ def test_a_text_without_an_encoding_is_seen(text: str, lines: list[int]) -> None
 
 
 LIMITS = {
-    "lines of code": 62_980,
-    "modules": 538,
+    "lines of code": 60_390,
+    "modules": 506,
     "modules of the largest folder": 23,
     "functions called find_": 36,
-    "lines of tests": 75_780,
+    "lines of tests": 71_660,
     "benchmark scripts": 25,
-    "lines of benchmarks": 7_510,
+    "lines of benchmarks": 7_500,
     "words of docs": 57_800,
 }
 """How large the house may be. Lower a number when the house shrinks; raise none: what a change adds, it takes away.

@@ -213,6 +213,10 @@ class Predictor:
             for _ in range(PASSES_UNTIL_RECORDED):
                 streamer.step(windows)
 
+    def begin(self, image: MetaTensor, also: Collection[Also]) -> Decision:
+        """Return the empty volumes of a prediction."""
+        return WayBack.of(image).begin(self.rule, also=also)
+
     @property
     def rule(self) -> LabelRule:
         """Rule for the labels."""
@@ -336,7 +340,7 @@ class SharedPredictor:
                 if not is_warm:
                     self._warm_up(image)
                     is_warm = True
-                volumes = WayBack.of(image).begin(first.rule, also=also)
+                volumes = first.begin(image, also)
                 parts = [
                     threads.submit(self._predict_part, number, image, also, volumes)
                     for number in range(len(self.predictors))
