@@ -42,7 +42,7 @@ def load_msd(manifest: Path, declared: Mapping[str, Any], *, require_files: bool
         )
         for key in ("training", "test")
     }
-    _log_counts(declared, manifest=manifest, **found)
+    _log_counts(declared, found, manifest, logging.INFO)
     cases = sort_cases(found["training"], found["test"], manifest, require_files=require_files)
     return make_task(manifest, declared, modalities, labels, cases, columns)
 
@@ -109,9 +109,7 @@ def _name_case(files: Mapping[str, Any], image: Path | tuple[Path, ...], folder:
     return first if numbered is None else numbered[0]
 
 
-def _log_counts(
-    declared: Mapping[str, Any], level: int = logging.INFO, *, manifest: Path, **cases: Sequence[Case]
-) -> None:
+def _log_counts(declared: Mapping[str, Any], cases: Mapping[str, Sequence[Case]], manifest: Path, level: int) -> None:
     """Log a wrong numTraining or numTest: the real Task08 is off by one."""
     for key, found in cases.items():
         count = declared.get(f"num{key.capitalize()}", len(found))
@@ -136,7 +134,7 @@ def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: b
     else:
         training = _list_training(folder, ending, len(modalities))
     test = _list_images(folder / "imagesTs", ending, len(modalities)) if (folder / "imagesTs").is_dir() else {}
-    _log_counts(declared, logging.WARNING, manifest=manifest, training=training)
+    _log_counts(declared, {"training": training}, manifest, logging.WARNING)
     tests = [{"case": require_id(case, str(folder / "imagesTs")), "image": image} for case, image in test.items()]
     cases = sort_cases(training, tests, manifest, require_files=require_files)
     return make_task(manifest, declared, modalities, labels, cases, columns)
