@@ -1,7 +1,7 @@
 """Networks on slabs beside the plain ones: the ways they run, and what tests compare of both."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -38,8 +38,22 @@ WAYS: dict[str, Way] = {
     "one, recomputed": on_slabs(1, checkpoint="all"),
     "two, recomputed": on_slabs(2, checkpoint="all"),
     "two, tiled": on_slabs(2, checkpoint="tiled"),
+    "two, offloaded": on_slabs(2, offload=True),
     "processes": on_slabs(None),
 }
+
+
+class RunLayers(nn.Module):
+    """Layers as attributes, and a function of the module and its input as ``forward``."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any], **layers: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
 
 
 def assert_small(errors: dict[str, float], tolerance: float = TOLERANCE) -> None:
@@ -58,6 +72,31 @@ def check_beside_plain(plain: nn.Module, way: Way, *inputs: Tensor, steps: int =
         with torch.inference_mode(inference):
             assert_small(compare_values(observe_call(theirs, inputs), observe_call(ours, inputs)).errors)
             assert_small(compare_values(observe_call(theirs, others), observe_call(ours, others)).errors)
+
+
+def assert_same_values(
+    got: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], rtol: float = 1e-9, atol: float = 1e-9
+) -> None:
+    """Compare tensors by name; a gradient that the plain network does not have is none, or zero."""
+    assert got.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        ours = got[name]
+        if expected is None or ours is None:
+            assert ours is None or not ours.any(), name
+            assert expected is None, name
+        else:
+            torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def assert_same_gradients(plain: nn.Module, wrap: Callable[[nn.Module], nn.Module], *size: int) -> None:
+    """Compare outputs and all gradients, the input's too, of a loss that weights every voxel differently."""
+    other, found = copy.deepcopy(plain), []
+    for net, model in ((plain, plain), (other, wrap(other))):
+        x = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        output = whole(model(x))
+        (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape).sin()).sum().backward()
+        found.append({"output": output, "x": x.grad} | {name: p.grad for name, p in net.named_parameters()})
+    assert_same_values(found[1], found[0])
 
 
 def measure_rounding(

@@ -212,11 +212,11 @@ def test_a_text_without_an_encoding_is_seen(text: str, lines: list[int]) -> None
 
 
 LIMITS = {
-    "lines of code": 60_390,
-    "modules": 506,
+    "lines of code": 60_420,
+    "modules": 510,
     "modules of the largest folder": 23,
     "functions called find_": 36,
-    "lines of tests": 71_660,
+    "lines of tests": 71_640,
     "benchmark scripts": 25,
     "lines of benchmarks": 7_500,
     "words of docs": 57_800,

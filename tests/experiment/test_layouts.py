@@ -1,4 +1,4 @@
-"""A training begins alike from every layout, draws its cases by their weights, and predicts what lies in it."""
+"""A training starts in the same way from every layout, draws cases by weight, and predicts the layout's images."""
 
 import csv
 import json

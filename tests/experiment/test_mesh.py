@@ -419,7 +419,7 @@ def test_auto_goes_on_as_it_began(config_file, configured, tmp_path, capfd):
     assert dealt in told
     assert cut not in told
     parallel = load_config(tmp_path / "run" / "config.yaml").parallel
-    assert (parallel.data, parallel.timeout) == (2, 500), "how long to wait is said by whoever goes on"
+    assert (parallel.data, parallel.timeout) == (2, 500), "the resuming run sets the timeout"
     # On another number of devices it is chosen anew: of one there is nothing to choose.
     train(configured("training.epochs=3", "parallel=auto", "device=cpu"), resume=True)
     assert [record.epoch for record in latest(tmp_path / "run").history] == [0, 1, 2]

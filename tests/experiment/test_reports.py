@@ -183,7 +183,7 @@ def test_a_run_says_how_far_it_is_how_it_failed_and_how_it_went_on(configured):
 
     experiment.train(config, resume=True)
     assert folder.status().state == "finished"
-    # The checkpoint is from before the fault, so the first epoch came twice, and stands there once.
+    # The checkpoint was written before the fault: the first epoch ran twice, and the report lists it once.
     assert [(line.epoch, line.step) for line in folder.history()] == [(1, 3), (2, 6)]
     first, second = folder.times()
     assert first.begun < second.begun

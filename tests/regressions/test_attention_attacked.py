@@ -10,15 +10,16 @@ import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import RunLayers, assert_same_values
 from in_group import in_group
 from kernels import DEVICE, INTERPRETED, with_kernels
-from one_pass import RunLayers, assert_same_values, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from volseg.device import attention, layer_norm
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import FastKernels, ModelParallel
+from volseg.parallel.verification.comparison import whole
 
 Heads = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

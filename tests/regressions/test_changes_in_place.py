@@ -8,16 +8,17 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from one_pass import WAYS, RunLayers, assert_same_gradients, whole
+from beside_plain import WAYS, RunLayers, assert_same_gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.verification.comparison import whole
 
 CHANNELS = 4
 Run = Callable[[RunLayers, Tensor], Tensor]
 
-each_way = pytest.mark.parametrize("way", WAYS)
+each_way = pytest.mark.parametrize("way", ["fast", "two", "two, recomputed", "two, tiled", "two, offloaded"])
 
 
 def each_run(*runs: Run, **named: Run) -> pytest.MarkDecorator:
@@ -69,7 +70,7 @@ def test_what_a_gradient_is_computed_from_is_exact_or_refused_when_it_was_change
 
     A recomputation may end before the change, and is exact then.
     """
-    if run is not change_the_input_of_a_norm and way in ("recomputed", "tiled"):
+    if run is not change_the_input_of_a_norm and way in ("two, recomputed", "two, tiled"):
         compare(run, way)
         return
     # torch refuses the first by itself, in the plain network.
@@ -177,7 +178,7 @@ def set_a_plane_behind_a_hook(net: RunLayers, x: Tensor) -> Tensor:
     return net.last(y)
 
 
-@pytest.mark.parametrize("way", ["cut", "recomputed", "tiled"])
+@pytest.mark.parametrize("way", ["two", "two, recomputed", "two, tiled"])
 def test_a_hooked_volume_is_not_changed_in_place(way: str) -> None:
     """Slabs behind one hook are views of several, which torch refused by itself when planes were set."""
     with pytest.raises(UnsupportedOperatorError, match="a hook waits"):

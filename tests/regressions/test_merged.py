@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from one_pass import RunLayers
+from beside_plain import RunLayers
 from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from made_up_networks import Apply
-from one_pass import whole
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
+from volseg.parallel.verification.comparison import whole
 
 DEVICES = ["cpu", "cpu:1"]
 VOLUME = torch.randn(2, 3, 12, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

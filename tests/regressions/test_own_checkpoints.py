@@ -13,13 +13,14 @@ import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from one_pass import WAYS, RunLayers, assert_same_values, whole
+from beside_plain import WAYS, RunLayers, assert_same_values
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from volseg.device import broadcast_mul, upsample2x
 from volseg.parallel.spatial.convolution import plan
 from volseg.parallel.spatial.operators import pointwise, resize
+from volseg.parallel.verification.comparison import whole
 
 Run = Callable[[RunLayers, Tensor], Tensor]
 
@@ -83,7 +84,7 @@ def observe(net: nn.Module, call: nn.Module, x: Tensor, *, half: bool = False) -
     return found | {"output": output.detach().double()}
 
 
-@pytest.mark.parametrize("way", ["fast", "cut", "recomputed", "tiled"])
+@pytest.mark.parametrize("way", ["fast", "two", "two, recomputed", "two, tiled"])
 @pytest.mark.parametrize("name", RUNS)
 def test_blocks_were_computed_again_otherwise(name: str, way: str) -> None:
     plain, x = make_net(RUNS[name]), torch.rand(1, 2, 8, 4, 4, dtype=torch.float64)

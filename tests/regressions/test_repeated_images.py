@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from one_pass import RunLayers, whole
+from beside_plain import RunLayers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from volseg.device import triton_tiles
 from volseg.parallel import ModelParallel
+from volseg.parallel.verification.comparison import whole
 
 DEVICES = pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]], ids=["one", "two"])
 Run = Callable[[RunLayers, Tensor], Tensor]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from beside_plain import RunLayers
 from in_group import assert_all_well, in_group
-from one_pass import RunLayers
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel

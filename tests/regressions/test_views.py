@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from one_pass import whole
 from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
+from volseg.parallel.verification.comparison import whole
 
 DEVICES = [["cpu", "cpu:1"], ["cpu", "cpu:1", "cpu:2", "cpu:3"]]
 SHAPE = (2, 3, 9, 4, 5)

@@ -16,17 +16,18 @@ function mixes the samples of one replica.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from volseg.device.gpus import is_recording
-from volseg.device.torch_internals import get_version, tree_flatten, tree_unflatten
+from volseg.device.torch_internals import get_version
 from volseg.errors import ParallelError
 from volseg.parallel.gradient_sums import GradientSums
 from volseg.parallel.model_parallel import ModelParallel, check_network
 from volseg.parallel.norms import check_norms, norms_over_replicas
+from volseg.parallel.one_device import OneDevice
 from volseg.parallel.piped import Piped
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.processes.group import agree
@@ -164,68 +165,6 @@ class DataParallel(ModelParallel):
 def get_replicas(network: nn.Module) -> Replicas | None:
     """Return the replicas that share a network's batches; None without replicas."""
     return network.replicas if isinstance(network, DataParallel) else None
-
-
-class OneDevice:
-    """The strategy of a plain network on one device: its own ``forward``, with torch's kernels."""
-
-    is_shared = False
-    is_recordable = True
-    is_replaying = False
-    group = None
-
-    def __init__(self, net: nn.Module, replicas: Replicas) -> None:
-        devices = {tensor.device for tensor in (*net.parameters(), *net.buffers())}
-        if len(devices) > 1:
-            raise ParallelError(
-                f"the network is on {', '.join(sorted(map(str, devices)))}; move it to one device, or place it by "
-                "ModelParallel(net, strategy='pipeline')"
-            )
-        self.net, self.replicas = net, replicas
-        self.step_devices = [next(iter(devices), torch.device("cpu"))]
-        self.sums: GradientSums | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the network; the backward pass of its outputs sums the gradients."""
-        # A network in evaluation may contain a norm in training: by its mode, or by an argument in forward.
-        shares_norms = self.replicas.count > 1 and (self.net.training or torch.is_grad_enabled())
-        with norms_over_replicas(self.replicas) if shares_norms else nullcontext():
-            marked = self.sums.mark(self.net) if self.sums is not None and torch.is_grad_enabled() else None
-            if marked is None:
-                return self.net(*args, **kwargs)
-            with marked.used(self.net):
-                result = self.net(*args, **kwargs)
-        leaves, structure = tree_flatten(result)
-        marked.check_outputs(leaves)
-        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for place, tensor in zip(places, marked.tie([leaves[place] for place in places]), strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, structure)
-
-    @property
-    def partition(self) -> str:
-        """Assignment of layers to devices."""
-        return f"the network on {self.step_devices[0]}"
-
-    @property
-    def volumes(self) -> NoReturn:
-        """Raise a ParallelError: volumes are whole here.
-
-        Raises
-        ------
-        ParallelError
-            Always.
-        """
-        raise ParallelError("volumes are cut for strategy='spatial', and each replica of this network has whole ones")
-
-    def prepare_recording(self) -> list[torch.Generator]:
-        """Prepare a CUDA graph of a step: nothing to do."""
-        return []
-
-    def replaying(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
-        """Replay in this block: nothing to do."""
-        assert not generators
-        return nullcontext()
 
 
 class _Replicated:

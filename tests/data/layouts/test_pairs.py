@@ -291,7 +291,7 @@ def test_the_name_of_the_only_channel_is_no_part_of_a_cases_name(tmp_path):
     names = ["pat13_t1.nii.gz", "pat14-T1.mha", "pat15.nii", "t1.nii", "pat13_t2.nii.gz"]
     assert list(grouped(tmp_path, names, ("t1",))) == ["pat13", "pat14", "pat15", "t1", "pat13_t2"]
     both = ["pat13_t1.nii", "pat13.nii", "pat14_t1.nii"]
-    assert list(grouped(tmp_path, both, ("T1",))) == ["pat13_t1", "pat13", "pat14"], "two cases are not called alike"
+    assert list(grouped(tmp_path, both, ("T1",))) == ["pat13_t1", "pat13", "pat14"], "two cases have different names"
     assert grouped(tmp_path, [], ("T1",)) == {}
 
 

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from volseg.parallel.pipeline import Pipeline, PipelineStrategy
 from volseg.parallel.pipeline.observe.run import has_foreign_hooks
 from volseg.parallel.pipeline.record.choice import IDLE_BATCHES, MOST_RECORDINGS, WARM_UP, identify_batch
-from volseg.parallel.pipeline.strategy import Conditions
+from volseg.parallel.state.conditions import Conditions
 
 
 class Net(nn.Module):

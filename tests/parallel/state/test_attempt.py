@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from volseg.errors import ParallelError
-from volseg.parallel.pipeline.strategy import Conditions
 from volseg.parallel.state.attempt import Attempt
+from volseg.parallel.state.conditions import Conditions
 
 
 class Net(nn.Module):

@@ -86,7 +86,7 @@ def is_number(value: object) -> bool:
 
 
 def compute_thick_axis(rule: Resampling, before: Sequence[float], after: Sequence[float]) -> int | None:
-    """Return the axis of thick slices, of voxel sides (mm) before and after; None where all axes are alike."""
+    """Return the axis of thick slices, of voxel sides (mm) before and after; None if no axis is thick."""
     if rule.separates is None:
         chosen = next((sides for sides in (before, after) if max(sides) / min(sides) > rule.threshold), None)
     else:

@@ -1,7 +1,7 @@
 """``PipelineStrategy``: the layers of one network over several devices, in one process."""
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device.gpus import host_values, is_gpu
-from volseg.device.module_internals import HOOKS_OF_ALL_MODULES
 from volseg.device.torch_internals import accept_gradients_of_other_streams, is_compiled, pytree
 from volseg.errors import ParallelError, PartitionError
 from volseg.parallel.devices import name_devices
@@ -34,15 +33,12 @@ from volseg.parallel.pipeline.plan.memory import compute_held_bytes
 from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
 from volseg.parallel.pipeline.plan.stages import StagePlan, plan_stages, read_memory_limits
 from volseg.parallel.pipeline.record.choice import BatchRecorder
+from volseg.parallel.state.conditions import Conditions
 from volseg.parallel.state.random import own_random_numbers
-from volseg.parallel.state.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 Devices: TypeAlias = Sequence[str | int | torch.device] | None
-
-MOST_NUMBERS = 64
-"""Number of conditions that are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,49 +108,6 @@ class Pipeline:
                 "DistributedDataParallel(ModelParallel(net, split_size=...)), one process per pipeline"
             )
         return PipelineStrategy(net, self, devices)
-
-
-class Conditions:
-    """Number the conditions of a network; called before every batch.
-
-    Parameters
-    ----------
-    net
-        The network.
-    needs_python
-        Returns whether the network needs Python on each call, for example for a user's hook.
-    sees_tensors
-        Whether a tensor that replaces another one is a difference.
-    """
-
-    def __init__(self, net: nn.Module, needs_python: Callable[[nn.Module], bool], sees_tensors: bool = True) -> None:
-        self._net, self._ask, self._sees_tensors = net, needs_python, sees_tensors
-        self._watch: Watch | None = None
-        self._numbers: dict[Hashable, int] = {}
-        self._given = 0
-        self.number = 0
-        """Number of the condition at the last call."""
-
-    def __call__(self) -> int | None:
-        """Return the number of the network's condition; ``None`` if Python has to run each time."""
-        if self._watch is None:
-            self._watch = Watch(self._net, sees_tensors=self._sees_tensors)
-            self._renumber(self._watch)
-        elif self._watch.changes():
-            self._renumber(self._watch)
-        return None if self._needs_python else self.number
-
-    def _renumber(self, watch: Watch) -> None:
-        """Give this condition its earlier number, or a new one."""
-        description = watch.description
-        if description not in self._numbers:
-            if len(self._numbers) >= MOST_NUMBERS:
-                # The conditions change all the time; old numbers are not used again.
-                self._numbers.clear()
-            self._given += 1
-            self._numbers[description] = self._given
-        self.number = self._numbers[description]
-        self._needs_python = bool(watch.unknown) or any(HOOKS_OF_ALL_MODULES) or self._ask(self._net)
 
 
 class PipelineStrategy:

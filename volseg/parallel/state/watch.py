@@ -10,12 +10,10 @@ Globals are watched if the network's own functions name them and they can be des
 ``forward`` reads from outside of Python, cannot be watched.
 """
 
-import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain
 from operator import call, is_, itemgetter
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -45,6 +43,7 @@ from volseg.parallel.state.description import (
     stays,
 )
 from volseg.parallel.state.module import LEFT_OUT, is_scripted
+from volseg.parallel.state.named_globals import AllBut, is_of_library, list_globals
 
 FOLLOWED = (
     *(PARAMETERS, BUFFERS, MODULES),
@@ -54,12 +53,6 @@ FOLLOWED = (
 
 MADE_BY_PYTHON = frozenset({"__call__", "__getattr__"})
 """Special names of a class that may change its behaviour."""
-
-LIBRARIES = frozenset(("builtins", "torch", "torchvision", "monai", "volseg"))
-"""Packages whose networks read no globals that change."""
-
-MOST_LEAVES = 256
-"""Leaves of one global; comparing more would take longer than a recording saves."""
 
 
 _VALUES: Callable[[Any], Iterable[Any]] = dict.values
@@ -339,63 +332,13 @@ def _find_held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) 
         by_python = {name for name in vars(kind) if name.startswith("__")} - MADE_BY_PYTHON
         yield _Held(f"{kind.__name__}.", vars(kind), see, by_python | {"_abc_impl"})
     members = [vars(module) for _, module in _name_modules(net)]
-    for holder, names in _find_globals([*members, *(vars(kind) for kind in kinds if not _is_of_library(kind))]):
-        yield _Held(f"{holder.get('__name__')}.", holder, see, left_out=_AllBut(names))
+    for holder, names in list_globals([*members, *(vars(kind) for kind in kinds if not is_of_library(kind))]):
+        yield _Held(f"{holder.get('__name__')}.", holder, see, left_out=AllBut(names))
     if optimizer is not None:
         for group in optimizer.param_groups:
             yield _Held("the optimizer's ", group, registered)
         for state in optimizer.state.values():
             yield _Held("the optimizer's ", state, registered)
-
-
-class _AllBut(frozenset[str]):
-    """Contains every name except these."""
-
-    def __contains__(self, name: object) -> bool:
-        return not super().__contains__(name)
-
-
-def _find_globals(members: Iterable[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any], frozenset[str]]]:
-    """Yield the globals of functions among ``members``, with the names that are read and can be compared.
-
-    Functions that are found under such a name are followed as well.
-
-    Parameters
-    ----------
-    members
-        Attributes of modules and of classes.
-    """
-    waiting = [each for held in members for member in held.values() for each in _list_functions(member)]
-    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    seen: set[Any] = set()
-    for function in waiting:
-        key = id(function.__globals__), function.__code__  # equal code may belong to two modules
-        if key in seen:
-            continue
-        seen.add(key)
-        holder, names = found.setdefault(id(function.__globals__), (function.__globals__, set()))
-        for name in _list_names_of(function.__code__) & holder.keys():
-            with contextlib.suppress(UnknownError):
-                if len(list_leaves(holder[name])) <= MOST_LEAVES:
-                    names.add(name)
-            waiting += _list_functions(holder[name])
-    yield from ((holder, frozenset(names)) for holder, names in found.values() if names)
-
-
-def _is_of_library(value: Any) -> bool:
-    """Return whether a class or function belongs to one of ``LIBRARIES``."""
-    return (value.__module__ or "").partition(".")[0] in LIBRARIES
-
-
-def _list_functions(value: Any) -> list[FunctionType]:
-    """Return the Python function that a member of a class or module is, if any; none of libraries."""
-    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    return [value] if isinstance(value, FunctionType) and not _is_of_library(value) else []
-
-
-def _list_names_of(code: CodeType) -> set[str]:
-    """Return the names that a function reads from its globals, also in functions that it defines."""
-    return set(code.co_names).union(*(_list_names_of(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 def _name_modules(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
