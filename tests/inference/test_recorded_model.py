@@ -81,7 +81,7 @@ def test_a_recorded_network_predicts_as_it_does_kernel_by_kernel(fast, mirror, n
     image = torch.randn(1, 1, 86, 50, 40)
     # 5 x 3 x 2 windows, 4 at a time: full batches, and a last one of 2
     settings = {"num_classes": 3, "window": (32, 32, 32), "windows_per_step": 4, "autocast": autocast, "mirror": mirror}
-    plain = Predictor(model=models, **settings).probabilities(image)
+    plain = Predictor(model=models, fast=False, **settings).probabilities(image)
     recorded = record_models(models)
     assert all(isinstance(model, RecordedModel) for model in recorded)
     predictor = Predictor(model=recorded, **settings)
@@ -97,12 +97,68 @@ def test_a_recorded_network_predicts_as_it_does_kernel_by_kernel(fast, mirror, n
 def test_a_recording_follows_weights_that_are_loaded_and_modes_that_change():
     model, other, image = network(0).to(GPU), network(1).to(GPU), torch.randn(1, 1, 32, 32, 32)
     (recorded,) = record_models([model])
-    predictor = Predictor(model=recorded, num_classes=3, window=(16, 16, 16))
+    predictor = Predictor(model=recorded, num_classes=3, window=(16, 16, 16), windows_per_step=1)
     predictor.probabilities(image)
     assert recorded.num_recorded == 1
     model.load_state_dict(other.state_dict())
-    expected = Predictor(model=other, num_classes=3, window=(16, 16, 16)).probabilities(image)
+    expected = Predictor(model=other, num_classes=3, window=(16, 16, 16), fast=False).probabilities(image)
     torch.testing.assert_close(predictor.probabilities(image), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_predictor_is_fast_by_itself_and_leaves_the_network_as_it_is(autocast):
+    model, other, image = network(0).to(GPU), network(1).to(GPU), torch.randn(1, 1, 86, 50, 40)
+    settings = {"num_classes": 3, "window": (32, 32, 32), "autocast": autocast}
+    tolerance = {"atol": 5e-2 if autocast else 1e-4, "rtol": 0}
+    strides = [parameter.stride() for parameter in model.parameters()]
+    predictor = Predictor(model=model, **settings, windows_per_step=4)
+    for _ in range(3):
+        expected = Predictor(model=model, fast=False, **settings).probabilities(image)
+        torch.testing.assert_close(predictor.probabilities(image), expected, **tolerance)
+        with torch.no_grad():  # as an optimizer does
+            for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+                mine.lerp_(its, 0.5)
+    ((recorded,),) = predictor._fast
+    assert isinstance(recorded.model, FastKernels)
+    assert recorded.num_recorded == 2
+    assert [parameter.stride() for parameter in model.parameters()] == strides
+    model.load_state_dict(other.state_dict(), assign=True)
+    expected = Predictor(model=other, fast=False, **settings).probabilities(image)
+    torch.testing.assert_close(predictor.probabilities(image), expected, **tolerance)
+
+
+@pytest.mark.gpu
+def test_a_network_that_is_trained_keeps_its_gradients_and_is_not_recorded():
+    model = network().to(GPU)
+    model(torch.randn(1, 1, 32, 32, 32, device=GPU)).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    predictor = Predictor(model=model, num_classes=3, window=(32, 32, 32))
+    predictor.probabilities(torch.randn(1, 1, 86, 50, 40))
+    assert not predictor._fast
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad.equal(gradient)
+
+
+@pytest.mark.gpu
+def test_a_function_without_fast_kernels_predicts_with_those_of_torch(caplog):
+    class Spectrum(nn.Module):
+        """Calls a function that has no form on slabs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv3d(1, 3, 1)
+
+        def forward(self, windows):
+            return self.convolution(torch.fft.fftn(windows.float(), dim=(2, 3, 4)).abs())
+
+    model, image = Spectrum().to(GPU), torch.randn(1, 1, 48, 32, 32)
+    settings = {"num_classes": 3, "window": (16, 16, 16)}
+    expected = Predictor(model=model, fast=False, **settings).probabilities(image)
+    with caplog.at_level(logging.INFO):
+        found = Predictor(model=model, **settings).probabilities(image)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert "Spectrum predicts with torch's kernels" in caplog.text
 
 
 class LooksAtValues(nn.Module):
@@ -134,7 +190,7 @@ class Counts(nn.Module):
 def test_what_a_replay_would_get_wrong_runs_kernel_by_kernel_and_says_so(kind, caplog):
     model, image = kind().to(GPU), torch.randn(1, 1, 32, 32, 32)
     settings = {"num_classes": 3, "window": (16, 16, 16)}
-    plain = Predictor(model=model, **settings).probabilities(image)
+    plain = Predictor(model=model, fast=False, **settings).probabilities(image)
     if isinstance(model, Counts):
         model.calls = 0
     (recorded,) = record_models([model])

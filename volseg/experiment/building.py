@@ -21,7 +21,7 @@ from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.experiment.rehearsing import OneOutput
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.predictor import Predictor
-from volseg.inference.window_step import choose_windows_per_step, record_models
+from volseg.inference.window_step import record_models
 from volseg.models.networks import NETWORKS
 from volseg.monitoring.progress import progress
 from volseg.transforms.augmentation import BatchAugmentation
@@ -200,9 +200,6 @@ def build_predictor(
     dtype = Precision.choose(config.training.precision, device).dtype
     if len(outputs) > 1:
         models = [OneOutput(model, outputs.index("logits")) for model in models]
-    windows = settings.windows or 1
-    if exclusive and settings.windows is None and settings.window is not None:
-        windows = choose_windows_per_step(settings.window, task.num_outputs, device)
     return kind(
         model=record_models(models) if exclusive and settings.record and settings.window is not None else models,
         num_classes=task.num_outputs,
@@ -211,7 +208,8 @@ def build_predictor(
         window=config.inference.window,
         overlap=config.inference.overlap,
         mirror=mirror,
-        windows_per_step=windows,
+        windows_per_step=settings.windows or (None if exclusive else 1),
+        fast=False,
         samples_per_pass=settings.batch if settings.window is None else 1,
         device=device,
         autocast=None if dtype is torch.float32 else dtype,

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from volseg.errors import BatchFieldError, ConfigError, NonFinitePredictionError
 from volseg.inference.original_grid import Also, Decision, LabelRule, Prediction, WayBack
 from volseg.inference.streaming import Streamer, pad_shape
-from volseg.inference.window_step import Model, WindowStep, full_logits
+from volseg.inference.window_step import Model, WindowStep, choose_windows_per_step, full_logits, record_models
 from volseg.inference.windows import MONAI, Windowing
 
 __all__ = ["Model", "Predictor", "SharedPredictor", "explain_not_finite", "full_logits"]
@@ -55,8 +55,13 @@ class Predictor:
         Fraction of a window that its neighbour shares, in [0, 1).
     mirror : bool or sequence of int
         Average over all mirrorings along these axes (0, 1, 2 are D, H, W; True is all three, 8 passes).
-    windows_per_step : int
-        Windows per pass through the model.
+    windows_per_step : int, optional
+        Windows per pass through the model. None: as many as keep a GPU busy and fit its memory; one on a CPU, or while
+        the model is being trained.
+    fast : bool
+        Run networks on one GPU by volseg's kernels, recorded as a CUDA graph, where they support the network; labels
+        are those of the plain network up to round-off. A recording holds the memory of a pass until the predictor is
+        deleted. A network whose parameters have gradients is being trained, and runs as it is.
     samples_per_pass : int
         Most samples per pass if windows, or whole volumes, are mirrored.
     device : torch.device, optional
@@ -84,7 +89,8 @@ class Predictor:
     window: Sequence[int] | None = None
     overlap: float = 0.5
     mirror: bool | Sequence[int] = False
-    windows_per_step: int = 1
+    windows_per_step: int | None = None
+    fast: bool = True
     samples_per_pass: int = 1
     device: torch.device | str | None = None
     stitch_on: torch.device | str | None = None
@@ -93,6 +99,7 @@ class Predictor:
     before_pass: Callable[[], object] | None = None
     skip_background: bool = False
     postprocess: Callable[[MetaTensor], MetaTensor] | None = None
+    _fast: list[tuple[Model, ...]] = field(default_factory=list, init=False, repr=False)
 
     step_kind: ClassVar[type[WindowStep]] = WindowStep
     """Class that applies the models to a batch of windows."""
@@ -209,7 +216,7 @@ class Predictor:
         """Run batches of empty windows, so that libraries choose kernels and the network is recorded."""
         assert self.window is not None
         with self._applied(image) as streamer:
-            windows = torch.zeros(self.windows_per_step, len(image), *self.window, device=streamer.device)
+            windows = torch.zeros(streamer.windows_per_step, len(image), *self.window, device=streamer.device)
             for _ in range(PASSES_UNTIL_RECORDED):
                 streamer.step(windows)
 
@@ -229,13 +236,27 @@ class Predictor:
         device = self._choose_device(images)
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use them.
         with torch.no_grad(), evaluating(self.models):
-            yield Streamer(self, self.window_step, self.rule, device, torch.device(self.stitch_on or device))
+            trained = any(parameter.grad is not None for parameter in self._list_parameters())
+            models = self.models if trained or not self.fast or self.window is None else self._make_fast()
+            windows = self.windows_per_step or 1
+            if self.windows_per_step is None and self.window is not None and not trained:
+                windows = choose_windows_per_step(self.window, self.num_classes, device)
+            stitch_on = torch.device(self.stitch_on or device)
+            yield Streamer(self, replace(self.window_step, models=models), self.rule, device, stitch_on, windows)
+
+    def _make_fast(self) -> tuple[Model, ...]:
+        if not self._fast:
+            self._fast.append(record_models(self.models, kernels=True))
+        return self._fast[0]
+
+    def _list_parameters(self) -> list[nn.Parameter]:
+        networks = [model for model in self.models if isinstance(model, nn.Module)]
+        return [parameter for network in networks for parameter in network.parameters()]
 
     def _choose_device(self, images: Tensor) -> torch.device:
         if self.device is not None:
             return torch.device(self.device)
-        parameters = (p for model in self.models if isinstance(model, nn.Module) for p in model.parameters())
-        return next((parameter.device for parameter in parameters), images.device)
+        return next((parameter.device for parameter in self._list_parameters()), images.device)
 
 
 @contextmanager

@@ -48,6 +48,8 @@ class Streamer:
         Its ``window_step`` and ``rule``.
     device, stitch_on : torch.device
         Device of the models, and device that blends and decides.
+    windows_per_step : int
+        Windows per pass through the models.
     share : (int, int)
         Number of the part of each volume to predict, and number of parts; with several, `predict` needs ``into``.
     """
@@ -57,6 +59,7 @@ class Streamer:
     rule: LabelRule
     device: torch.device
     stitch_on: torch.device
+    windows_per_step: int
     share: tuple[int, int] = (0, 1)
 
     @property
@@ -150,7 +153,7 @@ class Streamer:
         for region in plan.regions():
             for slab in blend_slabs(
                 self.step, images, plan, region,
-                windows_per_step=self.predictor.windows_per_step, device=self.device, stitch_on=self.stitch_on,
+                windows_per_step=self.windows_per_step, device=self.device, stitch_on=self.stitch_on,
                 skips_background=self.predictor.skip_background,
             ):  # fmt: skip
                 windows, skipped = windows + slab.num_windows, skipped + slab.num_skipped
@@ -203,14 +206,14 @@ class Streamer:
         assert self.window is not None
         reason = str(fault).partition("\n")[0].rstrip(".")
         return (
-            f"{self.predictor.windows_per_step} window(s) of {' x '.join(map(str, self.window))} voxels do not fit on "
+            f"{self.windows_per_step} window(s) of {' x '.join(map(str, self.window))} voxels do not fit on "
             f"{self.device}, with {_say(count_free_bytes(self.device))} free and next to nothing held beside them "
             f"({reason}); take a smaller window, fewer windows per step, or a device with more memory"
         )
 
     def _count_window_bytes(self, channels: int) -> int:
         assert self.window is not None
-        return self.predictor.windows_per_step * math.prod(self.window) * channels * FLOAT_BYTES
+        return self.windows_per_step * math.prod(self.window) * channels * FLOAT_BYTES
 
     def _may_start_again(self) -> bool:
         """Return whether no other process is in the middle of a pass that it shares with this process."""

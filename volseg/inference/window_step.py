@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from volseg.errors import GridError, ParallelError
-from volseg.parallel import FastKernels, ModelParallel
+from volseg.parallel import CompiledNetwork, FastKernels, ModelParallel
+from volseg.parallel.fast_kernels import explain_absence
 from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.recorded_step import RecordedStep
 
@@ -158,6 +159,8 @@ class RecordedModel(nn.Module):
         In evaluation mode at each call; another mode needs another capture.
     shares : RecordedModel, optional
         A model whose captures may share the memory, because its logits are used before this model runs.
+    kernels : bool
+        Run the network by `FastKernels` if they support it.
 
     Raises
     ------
@@ -165,8 +168,11 @@ class RecordedModel(nn.Module):
         If the network is not on one GPU.
     """
 
-    def __init__(self, model: nn.Module, shares: "RecordedModel | None" = None) -> None:
+    def __init__(self, model: nn.Module, shares: "RecordedModel | None" = None, *, kernels: bool = False) -> None:
         super().__init__()
+        self._plain: nn.Module | None = None
+        if kernels and (wrapped := _wrap(model)) is not None:
+            self._plain, model = model, wrapped
         self.model = model
         self._step: RecordedStep = RecordedStep(
             model,
@@ -175,11 +181,18 @@ class RecordedModel(nn.Module):
             limit=SHAPES,
             shares=None if shares is None else shares._step,
             name="the network that predicts",
-            advice="set inference.record to false",
+            advice="set inference.record to false, or pass Predictor(fast=False)",
         )
 
     def _run(self, windows: Tensor) -> Tensor:
-        return full_logits(self.model(windows))
+        try:
+            return full_logits(self.model(windows))
+        except ParallelError as fault:
+            if self._plain is None:
+                raise
+            logger.info("%s predicts with torch's kernels: %s", type(self._plain).__name__, fault)
+            self.model, self._plain = self._plain, None
+            return full_logits(self.model(windows))
 
     def forward(self, windows: Tensor) -> Tensor:
         """Return the logits of windows ``(B, C, d, h, w)``; the next call overwrites them."""
@@ -200,7 +213,23 @@ class RecordedModel(nn.Module):
         self._step.release()
 
 
-def record_models(models: Sequence[Model]) -> tuple[Model, ...]:
+def _wrap(network: nn.Module) -> FastKernels | None:
+    """Return a plain network with volseg's kernels, or None where there are none; its parameters keep their layout."""
+    device = next(network.parameters()).device
+    if isinstance(network, FastKernels | CompiledNetwork) or explain_absence(device) is not None:
+        return None
+    given = [(parameter, parameter.data) for parameter in network.parameters()]
+    try:
+        return FastKernels(network, device)
+    except ParallelError as fault:
+        logger.info("%s predicts with torch's kernels: %s", type(network).__name__, fault)
+        return None
+    finally:
+        for parameter, data in given:  # an optimizer may have state of this layout
+            parameter.data = data
+
+
+def record_models(models: Sequence[Model], *, kernels: bool = False) -> tuple[Model, ...]:
     """Return each network as a `RecordedModel` if that is possible, else unchanged.
 
     Models on a CPU or on several devices, and those that are no ``nn.Module``, stay unchanged. The captures share
@@ -211,8 +240,8 @@ def record_models(models: Sequence[Model]) -> tuple[Model, ...]:
     for model in models:
         if (reason := explain_kernel_by_kernel(model)) is None:
             assert isinstance(model, nn.Module)
-            first = first or RecordedModel(model)
-            recorded.append(first if first.model is model else RecordedModel(model, shares=first))
+            recorded.append(RecordedModel(model, shares=first, kernels=kernels))
+            first = first or recorded[-1]
         else:
             logger.debug("%s is not recorded: %s", type(model).__name__, reason)
             recorded.append(model)
@@ -223,6 +252,8 @@ def explain_kernel_by_kernel(model: Any) -> str | None:
     """Return why a model's pass cannot be captured, as the end of a sentence, or None if a capture can be tried."""
     if not isinstance(model, nn.Module):
         return "it is a function, of which nobody can tell what it depends on"
+    if isinstance(model, RecordedModel):
+        return "it is recorded already"
     if isinstance(model, ModelParallel) and not isinstance(model, FastKernels):
         return "it works on several devices together"
     if any(isinstance(part, ModelParallel) for part in model.modules() if part is not model):

@@ -58,7 +58,7 @@ from volseg.inference.in_memory import prepare_on, suits
 from volseg.inference.original_grid import Decision, Prediction
 from volseg.inference.predictor import Predictor
 from volseg.inference.prefetching import overlapped
-from volseg.inference.window_step import choose_windows_per_step, record_models
+from volseg.inference.window_step import record_models
 from volseg.inference.writing import write_prediction
 from volseg.models.networks import DynUNet
 from volseg.monitoring.environment import environment
@@ -321,7 +321,8 @@ def ours(network: nn.Module, classes: int, device: torch.device, chosen: argpars
         model=(model,) if kind == "eager" else record_models([model]),
         num_classes=classes,
         window=chosen.window,
-        windows_per_step=chosen.windows or choose_windows_per_step(chosen.window, classes, device),
+        windows_per_step=chosen.windows,
+        fast=False,
         device=device,
         autocast=torch.bfloat16 if device.type == "cuda" else None,
     )
