@@ -52,10 +52,8 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
     sides, window = ((48, 48, 40), (32,) * 3) if small else ((512, 512, 300), (128,) * 3)
     network = build(name, window, small=small).to(device).eval()
     volume = torch.randn(1, *sides, generator=torch.Generator().manual_seed(0))
-    predictors = {
-        kind: Predictor(model=network, num_classes=CLASSES, window=window, autocast=torch.bfloat16, fast=kind != "plain")
-        for kind in ("volseg", "plain")
-    }
+    settings: dict[str, Any] = {"num_classes": CLASSES, "window": window, "autocast": torch.bfloat16}
+    predictors = {kind: Predictor(model=network, fast=kind == "volseg", **settings) for kind in ("volseg", "plain")}
     ways: dict[str, Callable[[], Tensor]] = {"monai": partial(predict_by_monai, network, volume, device, window)}
     ways |= {kind: partial(predictor, {"image": MetaTensor(volume)}) for kind, predictor in predictors.items()}
     first = {kind: time_call(way, device) for kind, way in ways.items()}
