@@ -9,6 +9,7 @@ from monai.networks.nets import DynUNet
 from torch import nn
 
 from volseg.errors import ParallelError
+from volseg.inference.predictor import _FAST as FAST
 from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import (
     MOST_WINDOWS,
@@ -119,7 +120,7 @@ def test_a_predictor_is_fast_by_itself_and_leaves_the_network_as_it_is(autocast)
         with torch.no_grad():  # as an optimizer does
             for mine, its in zip(model.parameters(), other.parameters(), strict=True):
                 mine.lerp_(its, 0.5)
-    ((recorded,),) = predictor._fast
+    (recorded,) = FAST[predictor].models
     assert isinstance(recorded.model, FastKernels)
     assert recorded.num_recorded == 2
     assert [parameter.stride() for parameter in model.parameters()] == strides
@@ -135,7 +136,7 @@ def test_a_network_that_is_trained_keeps_its_gradients_and_is_not_recorded():
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     predictor = Predictor(model=model, num_classes=3, window=(32, 32, 32))
     predictor.probabilities(torch.randn(1, 1, 86, 50, 40))
-    assert not predictor._fast
+    assert predictor not in FAST
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert parameter.grad.equal(gradient)
 

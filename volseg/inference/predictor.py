@@ -13,7 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from threading import RLock
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from monai.data import MetaTensor
@@ -32,7 +34,7 @@ PASSES_UNTIL_RECORDED = 3
 """Passes of a `RecordedModel`: two without a recording, and the captured pass."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
 class Predictor:
     """A trained model and the settings to apply it to a whole volume.
 
@@ -99,7 +101,6 @@ class Predictor:
     before_pass: Callable[[], object] | None = None
     skip_background: bool = False
     postprocess: Callable[[MetaTensor], MetaTensor] | None = None
-    _fast: list[tuple[Model, ...]] = field(default_factory=list, init=False, repr=False)
 
     step_kind: ClassVar[type[WindowStep]] = WindowStep
     """Class that applies the models to a batch of windows."""
@@ -234,20 +235,25 @@ class Predictor:
     def _applied(self, images: Tensor) -> Iterator[Streamer]:
         """Yield a streamer; meanwhile the models are in evaluation mode, without gradients."""
         device = self._choose_device(images)
-        # Not inference_mode: a sharded model may keep buffers between steps, and training could not use them.
-        with torch.no_grad(), evaluating(self.models):
-            trained = any(parameter.grad is not None for parameter in self._list_parameters())
-            models = self.models if trained or not self.fast or self.window is None else self._make_fast()
-            windows = self.windows_per_step or 1
-            if self.windows_per_step is None and self.window is not None and not trained:
-                windows = choose_windows_per_step(self.window, self.num_classes, device)
-            stitch_on = torch.device(self.stitch_on or device)
-            yield Streamer(self, replace(self.window_step, models=models), self.rule, device, stitch_on, windows)
-
-    def _make_fast(self) -> tuple[Model, ...]:
-        if not self._fast:
-            self._fast.append(record_models(self.models, kernels=True))
-        return self._fast[0]
+        stitch_on = torch.device(self.stitch_on or device)
+        trained = any(parameter.grad is not None for parameter in self._list_parameters())
+        windows = self.windows_per_step or 1
+        if self.windows_per_step is None and self.window is not None and not trained:
+            windows = choose_windows_per_step(self.window, self.num_classes, device)
+        fast = None if trained or not self.fast or self.window is None else _FAST.setdefault(self, _FastModels())
+        # Not inference_mode: a sharded model may keep buffers between steps, and training could not use them, nor a
+        # recording its inputs. Threads may share a predictor, and a replay overwrites the logits of the one before.
+        with (
+            fast.lock if fast else nullcontext(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            evaluating(self.models),
+        ):
+            step = self.window_step
+            if fast is not None:
+                fast.models = fast.models or record_models(self.models, kernels=True)
+                step = replace(step, models=fast.models)
+            yield Streamer(self, step, self.rule, device, stitch_on, windows)
 
     def _list_parameters(self) -> list[nn.Parameter]:
         networks = [model for model in self.models if isinstance(model, nn.Module)]
@@ -257,6 +263,18 @@ class Predictor:
         if self.device is not None:
             return torch.device(self.device)
         return next((parameter.device for parameter in self._list_parameters()), images.device)
+
+
+@dataclass(slots=True)
+class _FastModels:
+    """A predictor's models with fast kernels and recordings, made at its first call."""
+
+    models: tuple[Model, ...] = ()
+    lock: Any = field(default_factory=RLock)
+
+
+_FAST: WeakKeyDictionary[Predictor, _FastModels] = WeakKeyDictionary()
+"""Beside the predictors: a copy of a predictor, in another process too, makes its own."""
 
 
 @contextmanager

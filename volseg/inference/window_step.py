@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from volseg.device.torch_internals import is_compiled
 from volseg.errors import GridError, ParallelError
 from volseg.parallel import CompiledNetwork, FastKernels, ModelParallel
 from volseg.parallel.fast_kernels import explain_absence
@@ -216,7 +217,8 @@ class RecordedModel(nn.Module):
 def _wrap(network: nn.Module) -> FastKernels | None:
     """Return a plain network with volseg's kernels, or None where there are none; its parameters keep their layout."""
     device = next(network.parameters()).device
-    if isinstance(network, FastKernels | CompiledNetwork) or explain_absence(device) is not None:
+    other = isinstance(network, FastKernels | CompiledNetwork) or any(map(is_compiled, network.modules()))
+    if other or explain_absence(device) is not None:
         return None
     given = [(parameter, parameter.data) for parameter in network.parameters()]
     try:
@@ -240,8 +242,9 @@ def record_models(models: Sequence[Model], *, kernels: bool = False) -> tuple[Mo
     for model in models:
         if (reason := explain_kernel_by_kernel(model)) is None:
             assert isinstance(model, nn.Module)
-            recorded.append(RecordedModel(model, shares=first, kernels=kernels))
-            first = first or recorded[-1]
+            one = RecordedModel(model, shares=first, kernels=kernels)
+            recorded.append(one)
+            first = first or one
         else:
             logger.debug("%s is not recorded: %s", type(model).__name__, reason)
             recorded.append(model)
