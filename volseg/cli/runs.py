@@ -110,7 +110,7 @@ def status(
     From any machine that sees the folder. Exit status 0; with --max-age 1 if it hangs or has failed; 2 if there is no
     run.
     """
-    from volseg.monitoring.run_status import list_run_folders, look_at, parse_age  # imports pydantic: not for --help
+    from volseg.monitoring.run_files import list_run_folders, look_at, parse_age  # imports pydantic: not for --help
 
     try:
         oldest = None if max_age is None else parse_age(max_age)

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -39,37 +39,25 @@ REDRAWN_PER_SECOND = 1
 
 
 class _Stream:
-    """Stream of the bars: standard error, until a write to it fails.
+    """Stream of the bars: standard error, whose failures a training does not hear of.
 
     A full disk under a log, or a terminal that is gone, is no reason to end a training.
     """
 
     def __init__(self) -> None:
         self._stream = sys.stderr  # None where a process was started without one
-        self._is_lost = self._stream is None
 
     def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
+        with suppress(OSError, ValueError):  # a closed file is a ValueError
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self._attempt(lambda: self._stream.flush())
+        with suppress(OSError, ValueError):
+            self._stream.flush()
 
     def isatty(self) -> bool:
-        try:
-            return not self._is_lost and self._stream.isatty()
-        except ValueError:  # closed
-            return False
-
-    def _attempt(self, act: Callable[[], object]) -> None:
-        if self._is_lost:
-            return
-        try:
-            act()
-        except (OSError, ValueError) as fault:  # a closed file is a ValueError
-            self._is_lost = True
-            with suppress(ValueError):  # raised by logging itself where its lines go to the closed stream too
-                logger.warning("progress is no longer shown: %s", fault)
+        return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
