@@ -45,7 +45,7 @@ from volseg.files import replace_nan
 from volseg.monitoring.environment import environment
 from volseg.parallel.processes.workers import Worker
 from volseg.reporting import NAME, write_brief, write_report
-from volseg.reporting.cross_validation import RESULTS
+from volseg.reporting.several_runs import RESULTS
 from volseg.workflow.validation import read_evaluated
 
 logger = logging.getLogger(__name__)

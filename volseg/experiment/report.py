@@ -35,7 +35,7 @@ from volseg.parallel.state.random import own_random_numbers
 from volseg.reporting import NAME, write_brief, write_report
 from volseg.reporting.reading import OVERLAYS, TOLD, list_component_files, read_scores
 from volseg.reporting.run import name_components
-from volseg.reporting.scores import choose_extremes
+from volseg.reporting.sections import choose_extremes
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Example, Validated, make_example
 

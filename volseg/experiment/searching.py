@@ -56,7 +56,7 @@ from volseg.monitoring.run_files import (
 )
 from volseg.parallel.processes.workers import Worker
 from volseg.reporting import write_brief, write_report
-from volseg.reporting.search import SEARCH, SearchRecord, read_search
+from volseg.reporting.several_runs import SEARCH, SearchRecord, read_search
 
 logger = logging.getLogger(__name__)
 

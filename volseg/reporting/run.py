@@ -11,8 +11,15 @@ from volseg.commands import spell
 from volseg.formatting import format_duration, format_moment, format_value
 from volseg.reporting import content
 from volseg.reporting.reading import RunRecord, Scores
-from volseg.reporting.resources import describe_kernels, describe_memory, describe_time_of_run
-from volseg.reporting.scores import choose_extremes, describe_scores, name_metric, tabulate_published
+from volseg.reporting.sections import (
+    choose_extremes,
+    describe_kernels,
+    describe_memory,
+    describe_scores,
+    describe_time_of_run,
+    name_metric,
+    tabulate_published,
+)
 
 GIB = 2**30
 
