@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from volseg.config.base import ComponentConfig, ConfigModel, validated
-from volseg.config.json_schema import (
+from volseg.config.catalogue import list_shipped
+from volseg.config.describing import (
     KINDS,
     KINDS_OF_FIELDS,
     describe_config,
@@ -22,7 +23,6 @@ from volseg.config.json_schema import (
 )
 from volseg.config.loading import load_config
 from volseg.config.schema import ExperimentConfig
-from volseg.config.shipped import list_shipped
 from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
 from volseg.experiment.configuring import config_schema

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from volseg.cli import app
 from volseg.commands import run_module
-from volseg.config.search_space import read_space
+from volseg.config.loading import read_space
 from volseg.errors import ConfigError
 from volseg.experiment import RunFolder, load_config, search
 from volseg.monitoring.run_files import list_run_folders, read_history

@@ -175,7 +175,6 @@ def test_a_run_interrupted_in_its_first_epoch_claims_none(run):
     write_status(run / "status.json", status)
     page = read_page(run)
     assert "0 of 20" in page.texts
-    assert "20, 12 batches each" in page.texts  # of the config
     assert "No curves: no epoch has ended; history.jsonl is empty." in page.text
 
 

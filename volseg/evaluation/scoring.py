@@ -27,6 +27,7 @@ from torch import Tensor
 
 from volseg.config.catalogue import list_public_tasks
 from volseg.config.nearest import did_you_mean
+from volseg.data.cases import Task
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.surfaces import DISTANCES, measure_surfaces
 from volseg.transforms.grid import measure_sides
@@ -270,3 +271,33 @@ def get_tolerance(task_name: str) -> float | None:
     """
     known = {task.name: task.manifest for task in list_public_tasks()}
     return float(known[task_name]["nsd_tolerance"]["mm"]) if task_name in known else None
+
+
+def published_results(task: Task) -> list[dict[str, Any]]:
+    """Return the published results of a task, from its manifest; none without one, or if its labels are others.
+
+    Each has ``method``, ``evaluation`` (its cases, such as ``5-fold cross-validation`` or ``challenge test set``),
+    ``num_cases`` (those with labels for a cross-validation, else those of the test set), ``dice`` (label value to mean
+    Dice) and ``source``. Dice of merged or renumbered labels is not comparable: values and names of the labels must be
+    the manifest's, without regard to case, as tasks are often written anew by hand.
+    """
+    # Found among the names that there are: a task's name comes from its folder or its dataset.json, and is no path.
+    manifest = next((known.manifest for known in list_public_tasks() if known.name == task.name), None)
+    if manifest is None:
+        return []
+    scored = {0: task.labels[0], **task.structures}  # regions are other structures, whatever their names
+    ours, theirs = ({key: name.casefold() for key, name in of.items()} for of in (scored, manifest["labels"]))
+    if ours != theirs:
+        logger.warning(
+            "the published results of %s are about labels %s, this task has %s: they are not shown beside it",
+            task.name,
+            manifest["labels"],
+            scored,
+        )
+        return []
+    counts = {True: manifest["num_training"], False: manifest["num_test"]}
+    keys = ("method", "evaluation", "dice", "source")
+    return [
+        {**{key: row[key] for key in keys}, "num_cases": counts["cross-validation" in row["evaluation"]]}
+        for row in manifest["published"]
+    ]

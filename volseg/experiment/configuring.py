@@ -10,11 +10,10 @@ from typing import Any
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.commands import spell
-from volseg.config.commented import write_commented
-from volseg.config.json_schema import KINDS, KINDS_OF_FIELDS, describe_config, refer_to_schema
+from volseg.config.catalogue import shipped_config_path
+from volseg.config.describing import KINDS, KINDS_OF_FIELDS, describe_config, refer_to_schema, write_commented
 from volseg.config.loading import load_config, require_sound_overrides
 from volseg.config.schema import ExperimentConfig
-from volseg.config.shipped import shipped_config_path
 from volseg.data import load_task
 from volseg.data.cases import Task
 from volseg.data.groups import propose_groups

@@ -85,7 +85,7 @@ class Told:
     problems: Sequence[str] = ()
     remarks: Sequence[str] = ()
     published: Sequence[Mapping[str, Any]] = ()
-    """Of `volseg.evaluation.published.PublishedResult`."""
+    """Of `volseg.evaluation.scoring.published_results`."""
     memory: str | None = None
     replanned: str | None = None
     patients: Mapping[str, str] = field(default_factory=dict)

@@ -67,7 +67,7 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
         compose.section("Time", lambda: describe_time_of_run(record), brief=True),
         compose.section("GPU memory", lambda: describe_memory(record), brief=True),
         compose.section("Data", lambda: _tell_data(record)),
-        compose.section("Config", lambda: _tell_config(record)),
+        compose.section("Config", lambda: [content.Code("config.yaml, every value", record.config_text)]),
         compose.section("Environment", lambda: describe_environment(record.environment)),
     ]
     subtitle = compose.attempt("What was trained", lambda: _name_training(record), "A training")
@@ -286,27 +286,6 @@ def _tell_data(record: RunRecord) -> list[content.Block]:
     }
     lists = [content.Code(f"Cases: {kind}", "\n".join(cases)) for kind, cases in record.split.items() if cases]
     return [content.NamedValues({name: value for name, value in facts.items() if value}), *lists]
-
-
-def _tell_config(record: RunRecord) -> list[content.Block]:
-    config = record.config
-    training, patch, network = (config.get(part) or {} for part in ("training", "patch", "network"))
-    optimizer, losses = config.get("optimizer") or {}, config.get("losses") or ()
-    batches = training.get("iterations")
-    facts = {
-        "Network": network.get("name"),
-        "Patch": " x ".join(map(str, patch.get("size") or ())),
-        "Batch": patch.get("batch"),
-        "Optimizer": _join(optimizer.get("name"), f"lr {optimizer['lr']:g}" if "lr" in optimizer else None),
-        "Losses": ", ".join(str(loss.get("name")) for loss in losses if isinstance(loss, dict)),
-        "Epochs": _join(training.get("epochs"), batches and f"{batches} batches each"),
-        "Precision": training.get("precision"),
-        "Seed": config.get("seed"),
-    }
-    return [
-        content.NamedValues({name: str(value) for name, value in facts.items() if value not in (None, "")}),
-        content.Code("config.yaml, every value", record.config_text),
-    ]
 
 
 def _list_commands(record: RunRecord, state: str) -> list[tuple[str, str]]:

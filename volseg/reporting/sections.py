@@ -137,7 +137,7 @@ def tabulate_published(
     Parameters
     ----------
     published : sequence of mapping
-        Of `volseg.evaluation.published.PublishedResult`.
+        Of `volseg.evaluation.scoring.published_results`.
     names : sequence of str
         Of the labels.
     own : tuple
