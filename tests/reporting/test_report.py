@@ -107,7 +107,7 @@ def test_a_chart_without_two_values_is_not_drawn(run):
     (run / "history.jsonl").write_text(first + "\n", encoding="utf-8")
     page = read_page(run)
     assert "Curves" not in page.texts
-    assert "No curves: only one epoch has ended." in page.text
+    assert "No curves: history.jsonl tells of 1 epoch(s)." in page.text
 
 
 @pytest.mark.parametrize("cases", [9, 10])
@@ -175,7 +175,7 @@ def test_a_run_interrupted_in_its_first_epoch_claims_none(run):
     write_status(run / "status.json", status)
     page = read_page(run)
     assert "0 of 20" in page.texts
-    assert "No curves: no epoch has ended; history.jsonl is empty." in page.text
+    assert "No curves: history.jsonl tells of 0 epoch(s)." in page.text
 
 
 def test_no_two_names_of_a_legend_are_painted_alike():

@@ -278,13 +278,6 @@ MEANINGS = {
         "a folder that does not answer stops the training that reads or writes there",
         "df -h; export VOLSEG_CACHE=FOLDER on a disk that answers, and volseg train ... --output FOLDER",
     ),
-    "packages": ("warning", "whether the installed packages fit each other is not known", "pip check"),
-    "imports": (
-        "warning",
-        "libraries that read images may fail when they are needed",
-        "python -X importtime -c 'import monai'",
-    ),
-    "compiler": ("warning", "the fast kernels may not compile", "volseg train CONFIG --set training.kernels=torch"),
 }
 """Level, meaning and remedy of failures by gatherer; other failures only mean that a section is unknown."""
 

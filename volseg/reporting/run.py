@@ -191,14 +191,7 @@ def _compare(record: RunRecord) -> list[content.Block]:
     own = [record.scores.of("mean", key, "Dice") for key in record.scores.labels]
     names = list(record.scores.labels.values())
     cases = len(record.scores.cases)
-    table = tabulate_published(published, names, ("this run", "one fold", cases, own, record.scores.dice))
-    return [
-        table,
-        content.Text(
-            f"The {cases} cases of one fold are not those of a whole cross-validation, nor of a challenge's test set: "
-            "other cases are easier or harder. Compare with that in mind, or run volseg cross-validate."
-        ),
-    ]
+    return tabulate_published(published, names, ("this run", "one fold", cases, own, record.scores.dice))
 
 
 def _draw_curves(record: RunRecord) -> list[content.Block]:

@@ -26,9 +26,6 @@ def describe_scores(scores: Scores | None, compose: content.Composer) -> list[co
     if scores is None:
         return []
     return [
-        compose.section(
-            "Validation", lambda: [_tabulate_dice(scores), *_list_lowest(scores)], brief=True, only_brief=True
-        ),
         compose.section("Scores", lambda: _tabulate_labels(scores), brief=True),
         compose.section("Spread over the cases", lambda: _draw_boxes(scores)),
         compose.section("Cases", lambda: _tabulate_cases(scores)),
@@ -41,12 +38,6 @@ def name_metric(metric: str) -> str:
     return {"volume_diff_ml": "volume difference (ml)", "lesion_F1": "lesion F1"}.get(
         metric, f"{metric} ({UNITS[metric]})" if metric in UNITS else metric
     )
-
-
-def _tabulate_dice(scores: Scores) -> content.TextTable:
-    rows = [[name, format_value(scores.of("mean", key, "Dice"), "Dice")] for key, name in scores.labels.items()]
-    rows.append(["mean", format_value(scores.dice, "Dice")])
-    return content.TextTable(caption="Mean Dice", header=("label", "Dice"), rows=rows, bold=frozenset([len(rows) - 1]))
 
 
 def _tabulate_labels(scores: Scores) -> list[content.Block]:
@@ -83,15 +74,6 @@ def _tabulate_labels(scores: Scores) -> list[content.Block]:
         ),
         *told,
     ]
-
-
-def _list_lowest(scores: Scores) -> list[content.Block]:
-    worst, _ = choose_extremes(scores.cases)
-    return (
-        [content.Text("Lowest:"), content.Items([f"{case.name}: {format_value(case.dice, 'Dice')}" for case in worst])]
-        if worst
-        else []
-    )
 
 
 def _draw_boxes(scores: Scores) -> list[content.Block]:
@@ -131,8 +113,8 @@ def _tabulate_cases(scores: Scores) -> list[content.Block]:
 
 def tabulate_published(
     published: Sequence[Mapping[str, Any]], names: Sequence[str], own: tuple[str, str, int, Sequence[float], float]
-) -> content.TextTable:
-    """Return a table of published results below one's own.
+) -> list[content.Block]:
+    """Return a table of published results below one's own, and what a reader of it bears in mind.
 
     Parameters
     ----------
@@ -156,9 +138,10 @@ def tabulate_published(
         for row in published
     ]
     header = ("method", "evaluation", "cases", *names, "mean", "source")
-    return content.TextTable(
-        caption="Dice beside published results", header=header, rows=[first, *rows], bold=frozenset([0])
-    )
+    caption = "Dice beside published results; of cross-validations the mean of folds"
+    table = content.TextTable(caption=caption, header=header, rows=[first, *rows], bold=frozenset([0]))
+    told = "Other cases, such as a challenge's test set, are easier or harder: compare with that in mind."
+    return [table, content.Text(told)]
 
 
 def _format_dice(dice: Sequence[float]) -> list[str]:

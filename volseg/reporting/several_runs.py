@@ -180,20 +180,7 @@ def _compare(record: CrossedRecord) -> list[content.Block]:
     cases = int(record.results.get("num_cases") or 0)
     evaluation = f"{record.results.get('num_folds')}-fold cross-validation"
     overall = read_number(labels["mean"].get("mean_of_folds"))
-    others = sorted({int(row["num_cases"]) for row in published if "cross-validation" in row["evaluation"]} - {cases})
-    told = [content.Text("Of cross-validations the mean of folds.")]
-    if others:
-        told.append(
-            content.Text(
-                f"Not the same cases: the published cross-validations trained and validated on {others[0]} cases, this "
-                f"one has {cases}. Compare with that in mind."
-            )
-        )
-    if any("cross-validation" not in row["evaluation"] for row in published):
-        told.append(
-            content.Text("A challenge test set is of other cases, without public labels; ensembles are the rule there.")
-        )
-    return [tabulate_published(published, names, ("this run", evaluation, cases, own, overall)), *told]
+    return tabulate_published(published, names, ("this run", evaluation, cases, own, overall))
 
 
 def _draw_curves(record: CrossedRecord) -> list[content.Block]:
