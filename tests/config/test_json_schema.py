@@ -102,34 +102,19 @@ def test_what_volseg_takes_is_taken(change: dict[str, Any]) -> None:
     validated(ExperimentConfig, values, "test")
 
 
+# Values of one key are drawn below.
 BAD: list[dict[str, Any]] = [
     {"trainng": {}},
     {"training": {"epoch": 3}},
-    {"training": {"epochs": 0}},
-    {"training": {"epochs": "many"}},
-    {"training": {"precision": "fp8"}},
-    {"training": None},
     {"patch": {"batch": 2}},
-    {"patch": {"size": [40, 56]}},
-    {"patch": {"size": [40, 56, 40, 1]}},
-    {"patch": {"size": [40, 56, 0]}},
     {"patch": {"size": [8, 8, 8], "foreground": 1.2}},
     {"network": {"channels": [8, 16]}},
-    {"network": "VNet"},
     {"losses": []},
     {"losses": {"name": "DiceCELoss"}},
     {"losses": [{"name": "DiceCELoss", "weight": [-1.0]}]},
-    {"losses": [{"name": "DiceCELoss", "weight": "two"}]},
     {"metrics": [{"name": "MyMetric"}]},
     {"parallel": "spatial"},
-    {"parallel": {"data": 0}},
-    {"parallel": {"checkpoint": "some"}},
-    {"augmentation": {"rotation": {"degrees": [190, 0, 0]}}},
-    {"augmentation": {"mirror": {"axes": [True, True]}}},
-    {"inference": {"overlap": 1.0}},
-    {"split": {"seed": 2**40}},
     {"name": "a name with blanks"},
-    {"name": None},
 ]
 
 

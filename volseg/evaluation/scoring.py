@@ -53,30 +53,8 @@ MINIMUM_OVERLAP = 0.1
 Mask = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundLesions:
-    """How many lesions were found, predicted and missed."""
-
-    matched: int
-    only_predicted: int
-    only_reference: int
-
-    def metrics(self) -> dict[str, float]:
-        """Return F1, precision, recall and the counts; NaN for a share of nothing."""
-        predicted, true = self.matched + self.only_predicted, self.matched + self.only_reference
-        values = (
-            _divide(2 * self.matched, predicted + true),
-            _divide(self.matched, predicted),
-            _divide(self.matched, true),
-            self.matched,
-            self.only_predicted,
-            self.only_reference,
-        )
-        return dict(zip(LESIONS, values, strict=True))
-
-
-def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MINIMUM_OVERLAP) -> FoundLesions:
-    """Match the lesions of two structures ``(D, H, W)``.
+def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MINIMUM_OVERLAP) -> dict[str, float]:
+    """Match the lesions of two structures ``(D, H, W)``; return `LESIONS`, NaN for a share of nothing.
 
     Examples
     --------
@@ -84,8 +62,9 @@ def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MI
     >>> reference[..., 0:3] = reference[..., 6:9] = True
     >>> prediction = np.zeros((1, 1, 9), dtype=bool)
     >>> prediction[..., 1:3] = True
-    >>> match_lesions(prediction, reference)
-    FoundLesions(matched=1, only_predicted=0, only_reference=1)
+    >>> found = match_lesions(prediction, reference)
+    >>> found["lesion_TP"], found["lesion_FP"], found["lesion_FN"], found["lesion_recall"]
+    (1, 0, 1, 0.5)
     """
     neighbours = np.ones((3, 3, 3), dtype=bool)
     (predicted, num_predicted), (true, num_true) = (
@@ -104,11 +83,9 @@ def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MI
             taken_predicted.add(one)
             taken_true.add(other)
     matched = len(taken_true)
-    return FoundLesions(matched=matched, only_predicted=num_predicted - matched, only_reference=num_true - matched)
-
-
-def _divide(part: int, whole: int) -> float:
-    return part / whole if whole else math.nan
+    shares = ((2 * matched, num_predicted + num_true), (matched, num_predicted), (matched, num_true))
+    rates = [part / whole if whole else math.nan for part, whole in shares]
+    return dict(zip(LESIONS, (*rates, matched, num_predicted - matched, num_true - matched), strict=True))
 
 
 # What is measured of each structure.
@@ -185,7 +162,7 @@ class Scoring:
         if self.distances:
             measured |= self._measure_surfaces(key, prediction, reference, spacing, ignored)
         if key in self.lesions:
-            measured |= match_lesions(prediction, reference, self.lesion_overlap).metrics()
+            measured |= match_lesions(prediction, reference, self.lesion_overlap)
         return measured
 
     def _measure_surfaces(
