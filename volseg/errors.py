@@ -25,27 +25,6 @@ Each error is also the builtin in brackets, so callers need not import this modu
 A message states what was required, what was found, and how to fix it.
 """
 
-__all__ = [
-    "BatchFieldError",
-    "CheckpointError",
-    "ConfigError",
-    "DamagedFileError",
-    "DataError",
-    "FollowError",
-    "GridError",
-    "LargeVolumeError",
-    "NonFiniteLossError",
-    "NonFinitePredictionError",
-    "NotRecordedError",
-    "OutOfMemoryError",
-    "ParallelError",
-    "PartitionError",
-    "PlacementError",
-    "ReaderError",
-    "UnsupportedOperatorError",
-    "VolsegError",
-]
-
 
 class VolsegError(Exception):
     """Base of every error that volseg raises on purpose."""
@@ -121,3 +100,6 @@ class PartitionError(ParallelError, ValueError):
 
 class PlacementError(ParallelError):
     """An illegal move of a module whose parameters are placed on devices."""
+
+
+__all__ = sorted(name for name in dict(globals()) if name.endswith("Error"))

@@ -28,7 +28,6 @@ from volseg.device.norm.grouping import ALONE, Grouping
 from volseg.device.norm.running import Running
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
-from volseg.diagnosis.gatherers import tried_kernel
 from volseg.inference.sampling import Aligned, Held, sample_grid
 from volseg.losses.dice import passes as dice_passes
 from volseg.losses.dice import reference as dice_reference
@@ -133,11 +132,6 @@ def copy() -> None:
             layouts.copy_by_triton(x, target[:, 4:7])
             assert target[:, 4:7].equal(x)
             assert bool((target[:, [0, 1, 2, 3, 7]] == 77).all())
-
-
-@covers("diagnosis.gatherers.tried_kernel.add_product")
-def tried_by_the_doctor() -> None:
-    assert tried_kernel.run_tried_kernel(str(DEVICE))
 
 
 @covers("device.norm.passes._affine_kernel")

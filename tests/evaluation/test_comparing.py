@@ -30,11 +30,11 @@ def method(name, scores, metric="Dice", labels=("1",)):
 
 def test_the_test_is_scipys_and_cases_are_paired_by_id():
     [result] = compare_methods([method("a", FIRST), method("b", SECOND)])
-    assert result.p_value == wilcoxon(SECOND, FIRST).pvalue == result.p_holm
-    assert result.differences == tuple(SECOND - FIRST)
-    assert result.mean_difference == pytest.approx((SECOND - FIRST).mean())
-    assert result.low < result.mean_difference < result.high
-    assert (result.num_better, result.num_worse) == ((SECOND > FIRST).sum(), (SECOND < FIRST).sum())
+    assert result["p_value"] == wilcoxon(SECOND, FIRST).pvalue == result["p_holm"]
+    assert result["differences"] == tuple(SECOND - FIRST)
+    assert result["mean_difference"] == pytest.approx((SECOND - FIRST).mean())
+    assert result["low"] < result["mean_difference"] < result["high"]
+    assert (result["num_better"], result["num_worse"]) == ((SECOND > FIRST).sum(), (SECOND < FIRST).sum())
 
 
 def test_all_pairs_of_several_methods_are_corrected_together():
@@ -42,23 +42,23 @@ def test_all_pairs_of_several_methods_are_corrected_together():
         method(name, scores, labels=("1", "2")) for name, scores in zip("abc", (FIRST, SECOND, FIRST**2), strict=True)
     ]
     results = compare_methods(methods)
-    assert [(of.label, of.first, of.second) for of in results] == [
+    assert [(of["label"], of["first"], of["second"]) for of in results] == [
         (label, *pair) for label in "12" for pair in (("a", "b"), ("a", "c"), ("b", "c"))
     ]
-    smallest = min(results, key=lambda of: of.p_value)
-    assert smallest.p_holm == pytest.approx(6 * smallest.p_value)
-    assert all(of.p_holm >= of.p_value for of in results)
+    smallest = min(results, key=lambda of: of["p_value"])
+    assert smallest["p_holm"] == pytest.approx(6 * smallest["p_value"])
+    assert all(of["p_holm"] >= of["p_value"] for of in results)
 
 
 def test_less_is_better_of_distances_and_infinite_ones_are_in_no_number_but_their_own():
     first = np.array([1.0, 2.0, math.inf, math.inf, 3.0, 1.0])
     second = np.array([0.5, math.inf, math.inf, 1.0, 3.0, math.nan])
     [result] = compare_methods([method("a", first, "HD95"), method("b", second, "HD95")])
-    assert (result.num_better, result.num_worse, result.num_equal) == (1, 0, 1)
-    assert (result.num_cases, result.num_undefined) == (2, 3)
-    assert result.mean_difference == pytest.approx(-0.25)  # of the first and the fifth case
-    assert result.median_difference == -0.25
-    assert result.p_value == wilcoxon([-0.5]).pvalue
+    assert (result["num_better"], result["num_worse"], result["num_equal"]) == (1, 0, 1)
+    assert (result["num_cases"], result["num_undefined"]) == (2, 3)
+    assert result["mean_difference"] == pytest.approx(-0.25)  # of the first and the fifth case
+    assert result["median_difference"] == -0.25
+    assert result["p_value"] == wilcoxon([-0.5]).pvalue
     assert "1/0/1 of 2, 3 with an infinite distance left out" in comparison_table([result])
     picture = draw_comparison([result])
     assert "(4 of 6 cases not drawn)" in picture
@@ -67,14 +67,14 @@ def test_less_is_better_of_distances_and_infinite_ones_are_in_no_number_but_thei
 
 def test_equal_methods_do_not_differ():
     [result] = compare_methods([method("a", FIRST), method("b", FIRST)])
-    assert (result.p_value, result.mean_difference, result.num_equal) == (1, 0, 20)
+    assert (result["p_value"], result["mean_difference"], result["num_equal"]) == (1, 0, 20)
 
 
 def test_nothing_to_compare_has_no_numbers():
     [result] = compare_methods([method("a", [math.nan] * 3), method("b", [math.nan] * 3)])
-    assert (result.num_cases, result.p_value) == (0, 1)
-    assert math.isnan(result.mean_difference)
-    assert math.isnan(result.median_difference)
+    assert (result["num_cases"], result["p_value"]) == (0, 1)
+    assert math.isnan(result["mean_difference"])
+    assert math.isnan(result["median_difference"])
 
 
 def test_what_is_not_the_same_is_refused_in_words():

@@ -180,10 +180,10 @@ def test_names_that_differ_are_compared(tmp_path):
         write(tmp_path / "out" / f"{name}.nii.gz")
     for name in ("pat13", "pat14"):
         write(tmp_path / "labels" / f"{name}.nii.gz")
-    with pytest.raises(DataError, match=r"pat13_final and the label pat13 differ in '_final'.*table \(CSV\)"):
+    with pytest.raises(DataError, match=r"Is pat13_final the prediction of pat13\? .*table \(CSV\)"):
         pair_files(tmp_path / "out", tmp_path / "labels")
     write(tmp_path / "out" / "pat14.nii.gz")
-    with pytest.raises(DataError, match=r"lacks 1 of 2 case\(s\): pat13; .*pat13_final and the label pat13 differ"):
+    with pytest.raises(DataError, match=r"lacks 1 of 2 case\(s\): pat13; .*Is pat13_final the prediction of pat13"):
         evaluate_folders(tmp_path / "out", tmp_path / "labels")
     (tmp_path / "out" / "predicted.jsonl").write_text('{"channels": ["t1"\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"predicted\.jsonl does not begin with what made the predictions"):

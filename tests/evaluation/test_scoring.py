@@ -122,13 +122,13 @@ def test_lesions_are_matched_once_each_and_the_best_first():
     prediction[..., 0:3] = prediction[..., 5:10] = prediction[..., 14:30] = True
     found = match_lesions(prediction, reference)
     # 0-10 by its larger piece, the smaller one is a false alarm; 14-30 shares 2 of 18 with 12-16, 2 of 16 with 20-22.
-    assert (found.matched, found.only_predicted, found.only_reference) == (2, 1, 1)
-    assert found.metrics()["lesion_F1"] == pytest.approx(4 / 6)
+    assert (*found.values(),)[3:] == (2, 1, 1)
+    assert found["lesion_F1"] == pytest.approx(4 / 6)
     strict = match_lesions(prediction, reference, minimum_overlap=0.5)
-    assert (strict.matched, strict.only_predicted, strict.only_reference) == (1, 2, 2)
+    assert (*strict.values(),)[3:] == (1, 2, 2)
     corner = np.zeros((2, 2, 2), dtype=bool)
     corner[0, 0, 0] = corner[1, 1, 1] = True
-    assert match_lesions(corner, corner).matched == 1  # joined by a corner
+    assert match_lesions(corner, corner)["lesion_TP"] == 1  # joined by a corner
 
 
 def test_structures_are_asked_for_by_name():

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from volseg.cli import app, main
 from volseg.cli.options import SETTINGS
-from volseg.config.shipped import shipped_config_path
+from volseg.config.catalogue import shipped_config_path
 from volseg.errors import ConfigError, DataError, VolsegError
 from volseg.experiment import load_config, quickstart
 from volseg.models import NETWORKS

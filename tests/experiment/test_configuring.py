@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from volseg.cli import app
 from volseg.commands import spell
-from volseg.config.commented import describe_values, write_commented
-from volseg.config.json_schema import list_keys, read_schema
+from volseg.config.catalogue import list_shipped
+from volseg.config.describing import describe_values, list_keys, read_schema, write_commented
 from volseg.config.schema import ExperimentConfig, ParallelConfig, PatchConfig, TrainingConfig
-from volseg.config.shipped import list_shipped
 from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import RunFolder, load_config

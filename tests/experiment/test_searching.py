@@ -13,13 +13,12 @@ from typer.testing import CliRunner
 
 from volseg.cli import app
 from volseg.commands import run_module
-from volseg.config.search_space import read_space
+from volseg.config.loading import read_space
 from volseg.errors import ConfigError
 from volseg.experiment import RunFolder, load_config, search
-from volseg.monitoring.run_files import read_history
-from volseg.monitoring.run_status import list_run_folders
+from volseg.monitoring.run_files import list_run_folders, read_history
 from volseg.reporting import write_report
-from volseg.reporting.search import read_search
+from volseg.reporting.several_runs import read_search
 from volseg.workflow import load_checkpoint
 
 pytestmark = [pytest.mark.usefixtures("ready_python"), pytest.mark.timeout(120)]

@@ -48,7 +48,6 @@ def test_a_pipeline_shows_when_each_stage_works():
     assert (picture.dtype, picture.shape[0]) == (torch.uint8, 3)
     colours = {tuple(colour.tolist()) for colour in picture.flatten(1).T.unique(dim=0)}
     assert {(70, 130, 190), (215, 120, 60)} <= colours  # forward and backward
-    assert heard.texts["timeline"].count("| backward |") == 4  # two stages, two micro-batches
 
 
 def test_a_timeline_that_cannot_be_drawn_ends_no_training(monkeypatch, caplog):

@@ -243,7 +243,7 @@ def main() -> None:
                 differences.setdefault(tool, {}).setdefault(name, []).append(abs(value - ours[name]))
         found = match_lesions(prediction, reference)
         by_panoptica = count_by_panoptica(evaluator, prediction, reference)
-        lesions_differ += (found.matched, found.only_predicted, found.only_reference) != by_panoptica
+        lesions_differ += (*found.values(),)[3:] != by_panoptica
         counts[kind] = counts.get(kind, 0) + 1
         if kind == "random" and prediction.size < 1500 and len(fixtures) < 21:
             fixtures.append(

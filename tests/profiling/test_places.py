@@ -6,8 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from volseg.profiling.kernels import LOSS, OPTIMIZER
-from volseg.profiling.places import PlaceWatch
-from volseg.profiling.work import PlacedRuns
+from volseg.profiling.places import PlacedRuns, PlaceWatch
 
 
 class Net(nn.Module):

@@ -3,8 +3,8 @@
 import pytest
 from made_up_kernels import kernel, work
 
+from volseg.profiling.kernels import as_kernels, sum_device_times, sum_kinds, sum_layers
 from volseg.profiling.report import DevicePeaks
-from volseg.profiling.summing import as_kernels, sum_device_times, sum_kinds, sum_layers
 
 PEAKS = DevicePeaks(bytes_per_second=100.0, flops_per_second=1000.0, source="made up")
 

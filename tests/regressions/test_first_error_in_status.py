@@ -13,7 +13,7 @@ import pytest
 
 from tests.experiment.conftest import write_config
 from volseg.data.synthetic import make_task
-from volseg.monitoring.run_status import look_at
+from volseg.monitoring.run_files import look_at
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from volseg.config.catalogue import shipped_config_path
 from volseg.config.loading import load_config
-from volseg.config.shipped import shipped_config_path
 from volseg.data.synthetic import make_task
 from volseg.experiment import train
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from volseg.cli import app
 from volseg.errors import ConfigError
 from volseg.experiment import RunFolder, search
-from volseg.reporting.search import describe_search, read_search
+from volseg.reporting.several_runs import describe_search, read_search
 
 SETTINGS = (DYNUNET, "split.validation=fold", "device=cpu", "training.iterations=1", "training.validate_every=1")
 SPACE = "optimizer.lr: {low: 0.1, high: 0.2}"

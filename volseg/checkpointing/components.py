@@ -14,7 +14,7 @@ from typing import Any
 
 from volseg.checkpointing.compatible import refuse
 from volseg.checkpointing.folder import RunFolder
-from volseg.config.records import Source
+from volseg.config.registry import Source
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case
 from volseg.data.json_files import read_json

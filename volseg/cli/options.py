@@ -22,21 +22,21 @@ from volseg.monitoring.console import add_to_logs
 
 def complete_key(incomplete: str) -> list[str]:
     """Return the keys of a config that begin with the typed text, each followed by ``=``."""
-    from volseg.config.json_schema import list_keys, read_schema  # pydantic: only for completion
+    from volseg.config.describing import list_keys, read_schema  # pydantic: only for completion
 
     return [f"{key}=" for key in list_keys(read_schema()) if key.startswith(incomplete)]
 
 
 def complete_network(incomplete: str) -> list[str]:
     """Return the networks that come with volseg and begin with the typed text."""
-    from volseg.config.json_schema import list_names, read_schema  # pydantic: only for completion
+    from volseg.config.describing import list_names, read_schema  # pydantic: only for completion
 
     return [name for name in list_names(read_schema(), "network") if name.lower().startswith(incomplete.lower())]
 
 
 def complete_kind(incomplete: str) -> list[str]:
     """Return the kinds of components that begin with the typed text."""
-    from volseg.config.json_schema import KINDS, KINDS_OF_FIELDS  # pydantic: only for completion
+    from volseg.config.describing import KINDS, KINDS_OF_FIELDS  # pydantic: only for completion
 
     kinds = {*KINDS.values(), *KINDS_OF_FIELDS.values(), "reader"}
     return sorted(kind for kind in kinds if kind.startswith(incomplete))
@@ -44,7 +44,7 @@ def complete_kind(incomplete: str) -> list[str]:
 
 def complete_shipped(incomplete: str) -> list[str]:
     """Return the configs that come with volseg and begin with the typed text."""
-    from volseg.config.shipped import list_shipped  # errors and paths: only for completion
+    from volseg.config.catalogue import list_shipped  # errors and paths: only for completion
 
     return [name for name in list_shipped() if name.startswith(incomplete)]
 
@@ -75,7 +75,7 @@ def _list_runs(folder: Path) -> Iterator[Path]:
 
 def check_config(path: Path | None) -> Path | None:
     """Raise if a config or data set does not exist, before torch is imported."""
-    from volseg.config.shipped import list_shipped  # errors and paths: not for --help
+    from volseg.config.catalogue import list_shipped  # errors and paths: not for --help
 
     if path is not None and not path.exists() and str(path) not in list_shipped():
         from volseg.config.loading import load_config  # pydantic: only before an error

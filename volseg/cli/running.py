@@ -17,9 +17,7 @@ from typer import Option
 
 from volseg.cli.data import data_app
 from volseg.cli.options import JsonLogs, PlainGroup, Quiet
-from volseg.cli.planning import planning_app
 from volseg.cli.prediction import prediction_app
-from volseg.cli.runs import runs_app
 from volseg.cli.tools import start_app, tools_app
 from volseg.cli.training import training_app
 from volseg.errors import VolsegError
@@ -41,7 +39,7 @@ app = typer.Typer(
 )
 app.add_typer(start_app)
 app.add_typer(data_app, rich_help_panel="Data")
-for verbs in (training_app, planning_app, prediction_app, runs_app, tools_app):  # panels keep this order
+for verbs in (training_app, prediction_app, tools_app):  # panels keep this order
     app.add_typer(verbs)  # without a name: its verbs are those of the program
 
 

@@ -90,7 +90,7 @@ def doctor(
 
     Exit status 1 if anything stops a training.
     """
-    from volseg.diagnosis.doctor import diagnose, show_diagnosis  # pydantic: not for --help
+    from volseg.diagnosis.doctor import diagnose, show_diagnosis  # more than --help needs
 
     diagnosis = diagnose(quick=quick, cache=cache, runs=runs)
     if as_json:

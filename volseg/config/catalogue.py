@@ -1,21 +1,19 @@
-"""Look up the public data sets that volseg knows, in the manifests of ``datasets/msd``; the wheel includes them.
+"""Look up what comes with volseg: configs, and the public data sets of the manifests of ``datasets/msd``.
 
-A manifest has the URL of a data set, its checksum, channels, labels, sizes and published results;
-``datasets/README.md`` gives the source of each number.
+Both are found in an installation or a source tree. A manifest has the URL of a data set, its checksum, channels,
+labels, sizes and published results; ``datasets/README.md`` gives the source of each number.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from volseg.commands import spell
 from volseg.config.nearest import did_you_mean
 from volseg.config.yaml_values import read_yaml
-from volseg.errors import DataError
+from volseg.errors import ConfigError, DataError
 from volseg.formatting import align_columns
 
 
@@ -99,10 +97,37 @@ def _name_shortly(name: str) -> set[str]:
 @cache  # a training requests its task's manifest four times
 def _read(path: Path) -> PublicTask:
     manifest = read_yaml(path, str(path))
-    return TypeAdapter(PublicTask).validate_python({**manifest, "manifest": manifest})
+    known = {field.name: manifest[field.name] for field in fields(PublicTask) if field.name != "manifest"}
+    return PublicTask(**{**known, "modalities": tuple(manifest["modalities"])}, manifest=manifest)
 
 
 def _find_manifests() -> Path:
     """Return the folder of manifests: beside this file in an installation, else in the source tree."""
     installed = Path(__file__).with_name("manifests")
     return installed if installed.is_dir() else Path(__file__).parents[2] / "datasets" / "msd"
+
+
+def list_shipped() -> dict[str, Path]:
+    """Return the file of each config by name: ``quickstart``, ``task04_cpu``, ``msd/task09_spleen`` ..."""
+    installed = Path(__file__).parents[1] / "configs"
+    folder = installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
+
+
+def shipped_config_path(name: str) -> Path:
+    """Return the file of a config that comes with volseg.
+
+    Raises
+    ------
+    ConfigError
+        If no config has the name.
+
+    Examples
+    --------
+    >>> shipped_config_path("quickstart").name
+    'quickstart.yaml'
+    """
+    known = list_shipped()
+    if name not in known:
+        raise ConfigError(f"no config called {name!r} comes with volseg; {did_you_mean(name, known)}")
+    return known[name]

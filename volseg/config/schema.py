@@ -13,17 +13,23 @@ from pydantic import Field, field_validator, model_validator
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.config.base import ComponentConfig, ConfigModel, Count, NonNegative, Seed, Sides, Tolerance, validated
-from volseg.config.components import (
+from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
+from volseg.config.sections import (
     BATCH_FIELDS,
+    KERNELS_OF,
+    PREVIOUS_STAGE,
+    UNSETTLED_KERNELS,
+    DataConfig,
+    GrowthConfig,
     LossConfig,
     MetricConfig,
     NetworkConfig,
     OptimizerConfig,
+    PatchConfig,
     ScheduleConfig,
+    SplitConfig,
+    TrainingConfig,
 )
-from volseg.config.data import PREVIOUS_STAGE, DataConfig, SplitConfig
-from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
-from volseg.config.training import KERNELS_OF, UNSETTLED_KERNELS, GrowthConfig, PatchConfig, TrainingConfig
 
 __all__ = [
     "BATCH_FIELDS",

@@ -14,8 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from volseg.config.data import compile_group
 from volseg.config.nearest import did_you_mean
+from volseg.config.sections import compile_group
 from volseg.data.cases import Task
 from volseg.data.dicom.labels import read_image_text
 from volseg.data.readers import list_files, match_suffix

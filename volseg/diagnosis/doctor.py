@@ -1,39 +1,92 @@
-"""Diagnose this machine: gather facts, check them, and print the findings."""
+"""Diagnose this machine: gather facts by parallel processes, check them, and print the findings.
 
+Each gatherer is a process in its own group: if it hangs (a GPU that fell off the bus, a dead network disk, an
+all-reduce without its partner), it is killed with all its children, and reported. A process that cannot be killed is
+left behind.
+"""
+
+import inspect
+import json
+import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from volseg.diagnosis.checks import check
-from volseg.diagnosis.facts import Facts
-from volseg.diagnosis.findings import LEVELS, Level, MachineFinding
-from volseg.diagnosis.gathering import GATHERERS, Gatherer, gather
+from volseg.commands import run_module
+from volseg.diagnosis import gpu_checks, machine_checks
 from volseg.streams import make_printable
 from volseg.version import __version__
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the JSON: raised when a key disappears or changes its meaning."""
+
+LEVELS = ("ok", "note", "warning", "error")
+"""Levels from a passed check to a fault that stops a training."""
+
+LIMITS_S = {
+    **dict.fromkeys(("python", "system", "folders"), 30.0),
+    **dict.fromkeys(("packages", "driver"), 60.0),  # nvidia-smi takes half a minute where GPUs sleep
+    **dict.fromkeys(("torch", "links"), 120.0),
+    **dict.fromkeys(("imports", "all_reduce", "compiler"), 180.0),
+}
+"""Time limit of each section of the facts: many times the duration on a slow machine."""
+
+TRIALS = ("imports", "links", "all_reduce", "compiler")
+"""Sections that take long; a quick diagnosis is without them."""
+
+GRACE_S = 5.0
+"""Time for a killed process to end; one that waits in the kernel for a disk never ends."""
+
+LAST_WORDS = 400
+"""Most characters of a process's output in the reason of its end."""
+
+Facts = Mapping[str, Any]
+"""What each gatherer returned, by section, and under ``failures`` the name and reason of each that failed."""
+
+
+@dataclass(frozen=True)
+class MachineFinding:
+    """The result of one check.
+
+    ``note``: worth knowing. ``warning``: works, but slower or not for long. ``error``: does not work.
+    """
+
+    check: str
+    """Name of the check, such as ``gpu.architecture``. Stable, for scripts."""
+    level: str
+    found: str
+    """The value found."""
+    why: str = ""
+    """Why it matters; empty for a passed check."""
+    remedy: str = ""
+    """Command to run, or setting to change."""
+
+    def __post_init__(self) -> None:
+        assert (self.level == "ok") == (not self.why), f"{self.check}: what is not well says why, and what is does not"
+        assert self.level in ("ok", "note") or self.remedy, f"{self.check}: a {self.level} has a remedy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """Findings and facts of this machine."""
 
-    findings: tuple[MachineFinding, ...]
+    findings: Sequence[MachineFinding]
     facts: Facts
     seconds: float
     """Duration of the diagnosis."""
 
     @property
-    def level(self) -> Level:
+    def level(self) -> str:
         """Level of the worst finding."""
         return max((finding.level for finding in self.findings), key=LEVELS.index, default="ok")
 
@@ -51,17 +104,11 @@ class Diagnosis:
             "seconds": round(self.seconds, 3),
             "level": self.level,
             "findings": [asdict(finding) for finding in self.findings],
-            "facts": TypeAdapter(Facts).dump_python(self.facts, mode="json"),
+            "facts": dict(self.facts),
         }
 
 
-def diagnose(
-    *,
-    quick: bool = False,
-    cache: str | Path | None = None,
-    runs: str | Path | None = None,
-    gatherers: Sequence[Gatherer] = GATHERERS,
-) -> Diagnosis:
+def diagnose(*, quick: bool = False, cache: str | Path | None = None, runs: str | Path | None = None) -> Diagnosis:
     """Gather facts of this machine and check them.
 
     Parameters
@@ -70,16 +117,95 @@ def diagnose(
         Skip trials: sums between processes, copies between GPUs, a kernel, imports.
     cache, runs
         Folders to check instead of volseg's defaults.
-    gatherers
-        Gatherers to run.
     """
     begun = time.perf_counter()
-    places = {role: Path(folder) for role, folder in (("cache", cache), ("runs", runs)) if folder is not None}
-    facts = gather([one for one in gatherers if one.is_quick or not quick], folders=places)
-    return Diagnosis(findings=tuple(check(facts)), facts=facts, seconds=time.perf_counter() - begun)
+    facts = gather([name for name in LIMITS_S if not (quick and name in TRIALS)], cache=cache, runs=runs)
+    return Diagnosis(findings=check(facts), facts=facts, seconds=time.perf_counter() - begun)
 
 
-# A diagnosis in a terminal: one line per passed check, details for faults, the worst last, next to the prompt.
+def gather(sections: Iterable[str], **folders: str | Path | None) -> Facts:
+    """Run gatherers in parallel and return their facts; folders of ``cache`` and ``runs`` replace volseg's defaults."""
+    places = [f"{role}={Path(path).absolute()}" for role, path in folders.items() if path is not None]
+
+    def run(name: str) -> Any:
+        arguments = places if name == "folders" else ()
+        return ask(name, run_module("volseg.diagnosis.gatherers", name, *arguments), LIMITS_S[name])
+
+    names = list(sections)
+    with ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 1)) as pool:
+        answers = list(pool.map(run, names))
+    told = {name: answer for name, answer in zip(names, answers, strict=True) if "reason" not in answer}
+    return {**told, "failures": [answer for answer in answers if "reason" in answer]}
+
+
+def ask(name: str, command: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """Return the section that a process writes as JSON; else ``name``, ``reason``, and whether it ``timed_out``."""
+    failed = {"name": name, "timed_out": False}
+    try:
+        process = subprocess.Popen(  # noqa: S603 - our own command
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as fault:  # no more processes, no memory
+        return {**failed, "reason": f"its process could not be started: {fault.strerror or fault}"}
+    try:
+        answer, said = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return {**failed, "timed_out": True, "reason": f"no answer within {limit_s:g} s; {_end(process)}"}
+    if process.returncode:
+        return {**failed, "reason": _get_last_words(said) or f"exit status {process.returncode}"}
+    try:
+        section = json.loads(answer)
+    except ValueError:
+        section = None
+    if not isinstance(section, dict):
+        return {**failed, "reason": f"it answered {answer[:LAST_WORDS]!r}, which are no such facts"}
+    return section
+
+
+def _end(process: "subprocess.Popen[str]") -> str:
+    """Kill a process and all its children; return what it said."""
+    # The group has the process's id, which is not reused before the process is waited for.
+    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        _, said = process.communicate(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        return f"process {process.pid} cannot be ended either: it waits in the kernel, for a disk or a device"
+    return f"its last words: {_get_last_words(said) or 'none'}"
+
+
+def _get_last_words(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[-1][-LAST_WORDS:] if lines else ""
+
+
+CHECKS: Sequence[Callable[..., gpu_checks.Said]] = (*machine_checks.CHECKS, *gpu_checks.CHECKS)
+
+
+def check(facts: Facts) -> list[MachineFinding]:
+    """Return the findings of all checks whose sections are there; a check that raises becomes a finding.
+
+    >>> [one.check for one in check({"failures": [{"name": "torch", "reason": "a test", "timed_out": False}]})]
+    ['torch']
+    """
+    found: list[MachineFinding] = []
+    for one in CHECKS:
+        wanted = inspect.signature(one).parameters.values()
+        if any(parameter.default is parameter.empty and parameter.name not in facts for parameter in wanted):
+            continue
+        sections = {parameter.name: facts.get(parameter.name) for parameter in wanted}
+        try:
+            found += [MachineFinding(*said) for said in one(**sections)]
+        except Exception as fault:  # an unexpected fact must not hide the other findings
+            failed = f"this check failed itself: {type(fault).__name__}: {fault}"
+            why, remedy = machine_checks.UNKNOWN
+            found.append(MachineFinding(one.__name__.removeprefix("check_"), "error", failed, why, remedy))
+    return found
 
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -88,31 +214,27 @@ MARKS = {"ok": ("✓", "ok"), "note": ("•", "note"), "warning": ("!", "warning
 
 
 def show_diagnosis(diagnosis: Diagnosis, *, file: TextIO | None = None, width: int | None = None) -> None:
-    """Print findings: passed checks, then notes, warnings and errors with their remedies, then their numbers."""
+    """Print findings: passed checks, then notes, warnings and errors with their remedies, then their numbers.
+
+    The worst is last, next to the prompt.
+    """
     output = file or sys.stdout
     console = Console(file=output, width=width, highlight=False)
     is_plain = "utf" not in (getattr(output, "encoding", None) or "utf-8").lower()
-    by_level = {level: [one for one in diagnosis.findings if one.level == level] for level in MARKS}
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for level, findings in by_level.items():
-        for finding in findings:
-            table.add_row(Text(MARKS[level][is_plain], STYLES[level]), finding.check, _describe(finding))
+    for one in sorted(diagnosis.findings, key=lambda finding: LEVELS.index(finding.level)):
+        text = Text(make_printable(one.found))
+        text.append(f"\n{make_printable(one.why)}" if one.why else "", "dim")
+        if one.remedy:
+            text.append("\nfix: ", "dim").append(make_printable(one.remedy), "bold")
+        table.add_row(Text(MARKS[one.level][is_plain], STYLES[one.level]), one.check, text)
     console.print(table)
-    found = {level: len(by_level[level]) for level in ("error", "warning", "note")}
-    counts = [f"{number} {level}{'' if number == 1 else 's'}" for level, number in found.items()]
-    well = f"{len(by_level['ok'])} checks passed"
-    style = STYLES[diagnosis.level]
-    console.print(Text(f"{', '.join([*counts, well])} ({diagnosis.seconds:.0f} s)", style))
-
-
-def _describe(finding: MachineFinding) -> Text:
-    """Return the text of a finding; for a fault also why it matters, and the remedy."""
-    text = Text(make_printable(finding.found))
-    if finding.why:
-        text.append(f"\n{make_printable(finding.why)}", "dim")
-    if finding.remedy:
-        text.append("\nfix: ", "dim").append(make_printable(finding.remedy), "bold")
-    return text
+    levels = [finding.level for finding in diagnosis.findings]
+    counts = [
+        f"{levels.count(one)} {one}{'' if levels.count(one) == 1 else 's'}" for one in ("error", "warning", "note")
+    ]
+    told = f"{', '.join(counts)}, {levels.count('ok')} checks passed ({diagnosis.seconds:.0f} s)"
+    console.print(Text(told, STYLES[diagnosis.level]))

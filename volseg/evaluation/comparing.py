@@ -9,10 +9,11 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from html import escape
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,35 +55,16 @@ class Method:
     """Settings of the measurement of surfaces and lesions, if known."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PairedResult:
-    """One metric of one label, by two methods on the same cases. Differences are the second less the first."""
+PairedResult = dict[str, Any]
+"""One metric of one label, by two methods on the same cases. Differences are the second less the first.
 
-    metric: str
-    label: str
-    first: str
-    second: str
-    num_cases: int
-    """Cases in which both methods have a finite value; the other numbers are over these."""
-    mean_first: float
-    mean_second: float
-    mean_difference: float
-    low: float
-    high: float
-    """Percentile bootstrap interval of the mean difference."""
-    median_difference: float
-    num_better: int
-    """Cases in which the second is better."""
-    num_worse: int
-    num_equal: int
-    num_undefined: int
-    """Further cases, in which a distance is infinite: one of the methods, or both, found nothing."""
-    p_value: float
-    """Two-sided p value of Wilcoxon's signed-rank test."""
-    p_holm: float
-    """Corrected for the other labels and pairs."""
-    differences: tuple[float, ...]
-    """By case, in the order of their ids; infinite where one distance is, NaN where both are or one has no value."""
+``metric``, ``label``, ``first`` and ``second`` name them. ``num_cases`` counts the cases in which both methods have a
+finite value, and all means, ``median_difference``, ``low`` and ``high`` (the percentile bootstrap interval of the mean
+difference) are over these, as are the cases in which the second is better, worse and equal. ``num_undefined`` counts
+further cases, in which a distance is infinite: one of the methods, or both, found nothing. ``p_value`` is the two-sided
+one of Wilcoxon's signed-rank test, ``p_holm`` is corrected for the other labels and pairs. ``differences`` are by case,
+in the order of their ids: infinite where one distance is, NaN where both are or one has no value.
+"""
 
 
 def read_method(source: str | Path, name: str | None = None) -> Method:
@@ -136,7 +118,7 @@ def compare_methods(methods: Sequence[Method]) -> list[PairedResult]:
     for metric in shared:
         of_metric = [_compare(metric, label, one, other) for label in labels for one, other in combinations(methods, 2)]
         corrected = _correct([result["p_value"] for result in of_metric])
-        results += [PairedResult(**result, p_holm=p) for result, p in zip(of_metric, corrected, strict=True)]
+        results += [{**result, "p_holm": p} for result, p in zip(of_metric, corrected, strict=True)]
     return results
 
 
@@ -201,7 +183,7 @@ def _scores_by_case(method: Method, label: str, metric: str) -> NDArray[np.float
     return np.asarray(collect_scores(method.summary, label, metric)[order])
 
 
-def _compare(metric: str, label: str, first: Method, second: Method) -> dict:
+def _compare(metric: str, label: str, first: Method, second: Method) -> PairedResult:
     scores = [_scores_by_case(method, label, metric) for method in (first, second)]
     with np.errstate(invalid="ignore"):  # two infinite distances
         differences = scores[1] - scores[0]
@@ -267,18 +249,18 @@ def comparison_table(results: Sequence[PairedResult]) -> str:
     """Return a Markdown table, a row for each metric, label and pair of methods."""
     rows: list[tuple[str, ...]] = [HEADER]
     for of in results:
-        undefined = f", {of.num_undefined} with an infinite distance left out" if of.num_undefined else ""
+        undefined = f", {of['num_undefined']} with an infinite distance left out" if of["num_undefined"] else ""
         rows.append(
             (
-                of.metric,
-                of.label,
-                f"{of.second} - {of.first}",
-                f"{_format(of.mean_second)} - {_format(of.mean_first)}",
-                _format(of.mean_difference, "+"),
-                f"{_format(of.low, '+')} to {_format(of.high, '+')}",
-                f"{of.num_better}/{of.num_worse}/{of.num_equal} of {of.num_cases}{undefined}",
-                f"{of.p_value:.2g}",
-                f"{of.p_holm:.2g}",
+                of["metric"],
+                of["label"],
+                f"{of['second']} - {of['first']}",
+                f"{_format(of['mean_second'])} - {_format(of['mean_first'])}",
+                _format(of["mean_difference"], "+"),
+                f"{_format(of['low'], '+')} to {_format(of['high'], '+')}",
+                f"{of['num_better']}/{of['num_worse']}/{of['num_equal']} of {of['num_cases']}{undefined}",
+                f"{of['p_value']:.2g}",
+                f"{of['p_holm']:.2g}",
             )
         )
     return f"{format_table(rows)}\n\nA difference is the second method less the first. The second is better {SIDES}."
@@ -294,15 +276,15 @@ def write_comparison(results: Sequence[PairedResult], methods: Sequence[Method],
         "cases": cases,
         "test": "Wilcoxon signed-rank, two-sided, cases of no difference left out",
         "correction": "Holm, over the labels and pairs of methods of a metric",
-        "results": [replace_nan(asdict(result)) for result in results],
+        "results": [replace_nan(result) for result in results],
     }
     with replacing(paths[0]) as partial:
         partial.write_text(json.dumps(told, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    names = [field.name for field in fields(PairedResult) if field.name != "differences"]
+    names = [name for name in results[0] if name != "differences"] if results else []
     with replacing(paths[1]) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
         table.writerow([*names, *cases])
-        table.writerows([*(getattr(of, name) for name in names), *of.differences] for of in results)
+        table.writerows([*(of[name] for name in names), *of["differences"]] for of in results)
     with replacing(paths[2]) as partial:
         partial.write_text(draw_comparison(results), encoding="utf-8")
     return paths
@@ -313,10 +295,10 @@ def draw_comparison(results: Sequence[PairedResult]) -> str:
 
     A bar is the interval of the mean difference. A row states the number of its cases that are not drawn.
     """
-    metrics = list(dict.fromkeys(of.metric for of in results))
+    metrics = list(dict.fromkeys(of["metric"] for of in results))
     panels, top = [], 10
     for metric in metrics:
-        rows = [of for of in results if of.metric == metric]
+        rows = [of for of in results if of["metric"] == metric]
         panels.append(_draw_panel(metric, rows, top))
         top += 60 + ROW * len(rows)
     return (
@@ -327,7 +309,7 @@ def draw_comparison(results: Sequence[PairedResult]) -> str:
 
 
 def _draw_panel(metric: str, rows: Sequence[PairedResult], top: int) -> str:
-    shown = [value for of in rows for value in (*of.differences, of.low, of.high) if math.isfinite(value)]
+    shown = [value for of in rows for value in (*of["differences"], of["low"], of["high"]) if math.isfinite(value)]
     reach = max(map(abs, shown), default=0.0) or 1.0
     bottom = top + 30 + ROW * len(rows)
 
@@ -345,23 +327,24 @@ def _draw_panel(metric: str, rows: Sequence[PairedResult], top: int) -> str:
     ]
     for number, of in enumerate(rows):
         middle = top + 30 + ROW * number + ROW / 2
-        absent = len(of.differences) - of.num_cases
-        label = f"{of.label} ({absent} of {len(of.differences)} cases not drawn)" if absent else of.label
+        absent = len(of["differences"]) - of["num_cases"]
+        label = f"{of['label']} ({absent} of {len(of['differences'])} cases not drawn)" if absent else of["label"]
         lines.append(f'<text x="10" y="{middle - 2:.1f}">{escape(label)}</text>')
-        lines.append(f'<text x="10" y="{middle + 11:.1f}" fill="gray">{escape(f"{of.second} - {of.first}")}</text>')
-        for rank, value in enumerate(of.differences):
+        pair = escape(f"{of['second']} - {of['first']}")
+        lines.append(f'<text x="10" y="{middle + 11:.1f}" fill="gray">{pair}</text>')
+        for rank, value in enumerate(of["differences"]):
             if math.isfinite(value):
                 # Spread up and down by a fixed pattern, so that cases do not lie on each other.
                 height = middle + (rank * 7 % 11 - 5) * 1.6
                 lines.append(
                     f'<circle cx="{place(value):.1f}" cy="{height:.1f}" r="2.5" fill="#3c96e6" fill-opacity="0.5"/>'
                 )
-        if math.isfinite(of.low) and math.isfinite(of.high):
+        if math.isfinite(of["low"]) and math.isfinite(of["high"]):
             lines.append(
-                f'<line x1="{place(of.low):.1f}" x2="{place(of.high):.1f}" y1="{middle}" y2="{middle}" '
+                f'<line x1="{place(of["low"]):.1f}" x2="{place(of["high"]):.1f}" y1="{middle}" y2="{middle}" '
                 'stroke="#e6503c" stroke-width="3"/>'
             )
-            lines.append(f'<circle cx="{place(of.mean_difference):.1f}" cy="{middle}" r="5" fill="#e6503c"/>')
+            lines.append(f'<circle cx="{place(of["mean_difference"]):.1f}" cy="{middle}" r="5" fill="#e6503c"/>')
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,6 @@ DECLARED = ("name", "labels", "regions", "regions_class_order", "ignore")
 
 RECORD = "predicted.jsonl"
 """File beside predictions; its first line describes their source."""
-
-MOST_NAMED = 20
-"""Cases for which predictions of similar names are searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,20 +129,13 @@ def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predict
 
 
 def _compare(spare: Collection[str], missing: Sequence[str]) -> str:
-    """Return the difference between names of unpaired predictions and cases, and a remedy."""
+    """Return the unpaired prediction whose name is nearest to the first missing case, and a remedy."""
     if not spare:
         return ""
-    pairs = [(name, case) for case in missing[:MOST_NAMED] for name in spare]
-    matchers = [SequenceMatcher(None, *pair, autojunk=False) for pair in pairs]
-    nearest = max(range(len(pairs)), key=lambda place: matchers[place].ratio())
-    (name, case), differing = pairs[nearest], []
-    for kind, start, stop, begin, end in matchers[nearest].get_opcodes():
-        if kind != "equal":
-            differing.append(" and ".join(repr(part) for part in (name[start:stop], case[begin:end]) if part))
-    how = f". The prediction {name} and the label {case} differ in {', '.join(differing)}. "
+    near = get_close_matches(missing[0], spare, n=1, cutoff=0.5)
     return (
-        f"{how if matchers[nearest].ratio() > 0.5 else '. '}Rename the predictions, or name by --labels a table (CSV) "
-        "with the columns case, prediction and label"
+        f". {f'Is {near[0]} the prediction of {missing[0]}? ' if near else ''}Rename the predictions, or name by "
+        "--labels a table (CSV) with the columns case, prediction and label"
     )
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from volseg.config.catalogue import list_public_tasks
 from volseg.config.nearest import did_you_mean
+from volseg.data.cases import Task
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.surfaces import DISTANCES, measure_surfaces
 from volseg.transforms.grid import measure_sides
@@ -52,30 +53,8 @@ MINIMUM_OVERLAP = 0.1
 Mask = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundLesions:
-    """How many lesions were found, predicted and missed."""
-
-    matched: int
-    only_predicted: int
-    only_reference: int
-
-    def metrics(self) -> dict[str, float]:
-        """Return F1, precision, recall and the counts; NaN for a share of nothing."""
-        predicted, true = self.matched + self.only_predicted, self.matched + self.only_reference
-        values = (
-            _divide(2 * self.matched, predicted + true),
-            _divide(self.matched, predicted),
-            _divide(self.matched, true),
-            self.matched,
-            self.only_predicted,
-            self.only_reference,
-        )
-        return dict(zip(LESIONS, values, strict=True))
-
-
-def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MINIMUM_OVERLAP) -> FoundLesions:
-    """Match the lesions of two structures ``(D, H, W)``.
+def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MINIMUM_OVERLAP) -> dict[str, float]:
+    """Match the lesions of two structures ``(D, H, W)``; return `LESIONS`, NaN for a share of nothing.
 
     Examples
     --------
@@ -83,8 +62,9 @@ def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MI
     >>> reference[..., 0:3] = reference[..., 6:9] = True
     >>> prediction = np.zeros((1, 1, 9), dtype=bool)
     >>> prediction[..., 1:3] = True
-    >>> match_lesions(prediction, reference)
-    FoundLesions(matched=1, only_predicted=0, only_reference=1)
+    >>> found = match_lesions(prediction, reference)
+    >>> found["lesion_TP"], found["lesion_FP"], found["lesion_FN"], found["lesion_recall"]
+    (1, 0, 1, 0.5)
     """
     neighbours = np.ones((3, 3, 3), dtype=bool)
     (predicted, num_predicted), (true, num_true) = (
@@ -103,11 +83,9 @@ def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MI
             taken_predicted.add(one)
             taken_true.add(other)
     matched = len(taken_true)
-    return FoundLesions(matched=matched, only_predicted=num_predicted - matched, only_reference=num_true - matched)
-
-
-def _divide(part: int, whole: int) -> float:
-    return part / whole if whole else math.nan
+    shares = ((2 * matched, num_predicted + num_true), (matched, num_predicted), (matched, num_true))
+    rates = [part / whole if whole else math.nan for part, whole in shares]
+    return dict(zip(LESIONS, (*rates, matched, num_predicted - matched, num_true - matched), strict=True))
 
 
 # What is measured of each structure.
@@ -184,7 +162,7 @@ class Scoring:
         if self.distances:
             measured |= self._measure_surfaces(key, prediction, reference, spacing, ignored)
         if key in self.lesions:
-            measured |= match_lesions(prediction, reference, self.lesion_overlap).metrics()
+            measured |= match_lesions(prediction, reference, self.lesion_overlap)
         return measured
 
     def _measure_surfaces(
@@ -270,3 +248,33 @@ def get_tolerance(task_name: str) -> float | None:
     """
     known = {task.name: task.manifest for task in list_public_tasks()}
     return float(known[task_name]["nsd_tolerance"]["mm"]) if task_name in known else None
+
+
+def published_results(task: Task) -> list[dict[str, Any]]:
+    """Return the published results of a task, from its manifest; none without one, or if its labels are others.
+
+    Each has ``method``, ``evaluation`` (its cases, such as ``5-fold cross-validation`` or ``challenge test set``),
+    ``num_cases`` (those with labels for a cross-validation, else those of the test set), ``dice`` (label value to mean
+    Dice) and ``source``. Dice of merged or renumbered labels is not comparable: values and names of the labels must be
+    the manifest's, without regard to case, as tasks are often written anew by hand.
+    """
+    # Found among the names that there are: a task's name comes from its folder or its dataset.json, and is no path.
+    manifest = next((known.manifest for known in list_public_tasks() if known.name == task.name), None)
+    if manifest is None:
+        return []
+    scored = {0: task.labels[0], **task.structures}  # regions are other structures, whatever their names
+    ours, theirs = ({key: name.casefold() for key, name in of.items()} for of in (scored, manifest["labels"]))
+    if ours != theirs:
+        logger.warning(
+            "the published results of %s are about labels %s, this task has %s: they are not shown beside it",
+            task.name,
+            manifest["labels"],
+            scored,
+        )
+        return []
+    counts = {True: manifest["num_training"], False: manifest["num_test"]}
+    keys = ("method", "evaluation", "dice", "source")
+    return [
+        {**{key: row[key] for key in keys}, "num_cases": counts["cross-validation" in row["evaluation"]]}
+        for row in manifest["published"]
+    ]

@@ -10,11 +10,10 @@ from typing import Any
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.commands import spell
-from volseg.config.commented import write_commented
-from volseg.config.json_schema import KINDS, KINDS_OF_FIELDS, describe_config, refer_to_schema
+from volseg.config.catalogue import shipped_config_path
+from volseg.config.describing import KINDS, KINDS_OF_FIELDS, describe_config, refer_to_schema, write_commented
 from volseg.config.loading import load_config, require_sound_overrides
 from volseg.config.schema import ExperimentConfig
-from volseg.config.shipped import shipped_config_path
 from volseg.data import load_task
 from volseg.data.cases import Task
 from volseg.data.groups import propose_groups
@@ -23,7 +22,6 @@ from volseg.errors import ConfigError
 from volseg.experiment.own_components import REGISTRIES
 from volseg.experiment.prediction.sources import open_one
 from volseg.files import replacing, require_new
-from volseg.monitoring.advice import SMALL
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import count_gpus, is_launched
 from volseg.planning import (
@@ -125,8 +123,8 @@ def format_plan(planned: Plan, path: str | Path, *, trains: bool = False, is_sho
         **({} if planned.like is None else {"begins with": planned.like.source}),
         "for": f"{geometry.num_gpus} GPU(s) of {planned.gpu_memory:g} GiB",
     }
-    small = " ".join(f"--set {key}={value}" for key, value in SMALL.items())
-    slow = [] if is_short or count_gpus() else [f"this machine has no GPU: the plan takes days; try {small} first"]
+    small = "try --set training.epochs=5 --set training.iterations=50 first"
+    slow = [] if is_short or count_gpus() else [f"this machine has no GPU: the plan takes days; {small}"]
     written = f"written to {path}, with the reason for each value"
     commands = [spell(f"volseg train {quote(str(path))}")]
     if planned.first_stage is not None:

@@ -34,7 +34,7 @@ from volseg.errors import (
     VolsegError,
 )
 from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, SEED, MeanInterval, mean_intervals
-from volseg.evaluation.published import PublishedResult, published_results
+from volseg.evaluation.scoring import published_results
 from volseg.evaluation.summary import Summary, complete_summary, read_structure, summarise, write_summary
 from volseg.experiment.building import build_scoring, check_components
 from volseg.experiment.launching import choose_gpus, count_workers
@@ -45,7 +45,7 @@ from volseg.files import replace_nan
 from volseg.monitoring.environment import environment
 from volseg.parallel.processes.workers import Worker
 from volseg.reporting import NAME, write_brief, write_report
-from volseg.reporting.cross_validation import RESULTS
+from volseg.reporting.several_runs import RESULTS
 from volseg.workflow.validation import read_evaluated
 
 logger = logging.getLogger(__name__)
@@ -116,14 +116,10 @@ class CrossValidated:
         """Mean over all cases and labels."""
         return self.labels[-1].over_cases.mean
 
-    @cached_property
-    def published(self) -> tuple[PublishedResult, ...]:
-        """Published results on this task."""
-        return published_results(self.task)
-
 
 def as_json(crossed: CrossValidated) -> dict[str, Any]:
     """Return all results as plain values for JSON; NaN becomes null."""
+    published = published_results(crossed.task)
     told = {
         "name": crossed.config.name,
         "task": crossed.task.name,
@@ -138,7 +134,7 @@ def as_json(crossed: CrossValidated) -> dict[str, Any]:
         "bootstrap": {"kind": "percentile", "confidence": CONFIDENCE, "resamples": NUM_RESAMPLES, "seed": SEED},
         "folds": [_describe_fold(fold, crossed) for fold in crossed.folds],
         "failures": {str(number): message for number, message in crossed.failures.items()},
-        "published": [{**asdict(row), "mean_dice": row.mean_dice} for row in crossed.published],
+        "published": [{**row, "mean_dice": sum(row["dice"].values()) / len(row["dice"])} for row in published],
         "config": crossed.config.model_dump(mode="json"),
         "environment": environment(),
     }

@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from volseg.config.nearest import did_you_mean
-from volseg.config.records import EXECUTED, Source
-from volseg.config.registry import Registry
+from volseg.config.registry import EXECUTED, Registry, Source
 from volseg.data.readers import SUFFIXES
 from volseg.errors import ConfigError, VolsegError
 from volseg.models.networks import NETWORKS

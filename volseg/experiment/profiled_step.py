@@ -33,8 +33,7 @@ from volseg.models import FitGrid
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import DataParallel
 from volseg.profiling.kernels import AUGMENTATION, MARK, OUTSIDE
-from volseg.profiling.places import PlaceWatch
-from volseg.profiling.work import PlacedRuns
+from volseg.profiling.places import PlacedRuns, PlaceWatch
 from volseg.workflow.hooks import Hook
 from volseg.workflow.randomness import seed_everything
 from volseg.workflow.training import Training

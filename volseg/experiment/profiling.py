@@ -39,13 +39,11 @@ from volseg.experiment.profiled_step import (
 from volseg.files import replacing
 from volseg.parallel.devices import count_gpus, count_launched
 from volseg.parallel.fast_kernels import CAPABILITY
-from volseg.profiling.kernels import PlacedWork, TimedKernel
-from volseg.profiling.places import PlaceWatch
+from volseg.profiling.kernels import PlacedWork, TimedKernel, as_kernels, sum_device_times, sum_kinds, sum_layers
+from volseg.profiling.places import PlacedRuns, PlaceWatch, list_work, place_work
 from volseg.profiling.report import DevicePeaks, ProfileReport
-from volseg.profiling.summing import as_kernels, sum_device_times, sum_kinds, sum_layers
 from volseg.profiling.table import advise, describe_limit
 from volseg.profiling.trace_file import read_trace, replace_replayed
-from volseg.profiling.work import PlacedRuns, list_work, place_work
 from volseg.reporting.profile import write_profile
 from volseg.workflow.precision import Precision, choose_dtype
 from volseg.workflow.randomness import deterministic

@@ -8,8 +8,8 @@ from shlex import quote
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.commands import spell
+from volseg.config.catalogue import shipped_config_path
 from volseg.config.loading import load_config, path_override
-from volseg.config.shipped import shipped_config_path
 from volseg.data.synthetic import make_task
 from volseg.experiment.prediction.predicting import predict
 from volseg.experiment.report import format_outcome

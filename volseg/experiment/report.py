@@ -22,7 +22,7 @@ from volseg.data.checks.reading import read_case, summarise_remarks
 from volseg.data.readers import read_volume
 from volseg.data.threads import map_in_threads
 from volseg.errors import VolsegError
-from volseg.evaluation.published import published_results
+from volseg.evaluation.scoring import published_results
 from volseg.evaluation.summary import Summary, read_structure
 from volseg.experiment.cases import PatientReport
 from volseg.experiment.placement.placed_network import build_plain_network
@@ -35,7 +35,7 @@ from volseg.parallel.state.random import own_random_numbers
 from volseg.reporting import NAME, write_brief, write_report
 from volseg.reporting.reading import OVERLAYS, TOLD, list_component_files, read_scores
 from volseg.reporting.run import name_components
-from volseg.reporting.scores import choose_extremes
+from volseg.reporting.sections import choose_extremes
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Example, Validated, make_example
 
@@ -74,7 +74,7 @@ def list_findings(
     return {
         "problems": [str(problem) for problem in problems],
         "remarks": summarise_remarks(remarks),
-        "published": [asdict(row) for row in published_results(task)],
+        "published": published_results(task),
         "patients": asdict(patients),
     }
 

@@ -29,10 +29,18 @@ from pydantic_core import to_jsonable_python
 from volseg.checkpointing.compatible import may_differ, refuse
 from volseg.checkpointing.folder import RunFolder
 from volseg.config.base import validated
-from volseg.config.loading import build_config, differences, path_override, read_config
+from volseg.config.loading import (
+    RangeConfig,
+    Space,
+    build_config,
+    differences,
+    list_samples,
+    path_override,
+    read_config,
+    read_space,
+)
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
-from volseg.config.search_space import RangeConfig, Space, list_samples, read_space
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, VolsegError
@@ -56,7 +64,7 @@ from volseg.monitoring.run_files import (
 )
 from volseg.parallel.processes.workers import Worker
 from volseg.reporting import write_brief, write_report
-from volseg.reporting.search import SEARCH, SearchRecord, read_search
+from volseg.reporting.several_runs import SEARCH, SearchRecord, read_search
 
 logger = logging.getLogger(__name__)
 

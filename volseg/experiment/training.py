@@ -33,7 +33,6 @@ from volseg.experiment.placement.training_mesh import CaseReading, TrainingMesh
 from volseg.experiment.report import Outcome, describe_network, list_findings, write_outcome, write_page
 from volseg.experiment.starting import START, Start
 from volseg.inference.postprocessing import Postprocessing
-from volseg.monitoring.advice import Duration, WaitingAdvice
 from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.loggers import History, LoggedRun, Logger, build_logger
 from volseg.monitoring.memory import FirstSteps, GpuMeter
@@ -361,4 +360,4 @@ def _own_hooks(
     )
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []
-    return [Progress(), memory, StageTimes(log), log, signs, WaitingAdvice(), Duration(), *stopping, checkpoints]
+    return [Progress(), memory, StageTimes(log), log, signs, *stopping, checkpoints]

@@ -10,13 +10,13 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from volseg.files import replace_nan
@@ -39,37 +39,25 @@ REDRAWN_PER_SECOND = 1
 
 
 class _Stream:
-    """Stream of the bars: standard error, until a write to it fails.
+    """Stream of the bars: standard error, whose failures a training does not hear of.
 
     A full disk under a log, or a terminal that is gone, is no reason to end a training.
     """
 
     def __init__(self) -> None:
         self._stream = sys.stderr  # None where a process was started without one
-        self._is_lost = self._stream is None
 
     def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
+        with suppress(OSError, ValueError):  # a closed file is a ValueError
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self._attempt(lambda: self._stream.flush())
+        with suppress(OSError, ValueError):
+            self._stream.flush()
 
     def isatty(self) -> bool:
-        try:
-            return not self._is_lost and self._stream.isatty()
-        except ValueError:  # closed
-            return False
-
-    def _attempt(self, act: Callable[[], object]) -> None:
-        if self._is_lost:
-            return
-        try:
-            act()
-        except (OSError, ValueError) as fault:  # a closed file is a ValueError
-            self._is_lost = True
-            with suppress(ValueError):  # raised by logging itself where its lines go to the closed stream too
-                logger.warning("progress is no longer shown: %s", fault)
+        return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -83,47 +71,43 @@ class _Terminal(Console):
         return False
 
 
-class _Bars:
-    """The open bars of the process, one below the other; a thread redraws them while there is one."""
+_lock = threading.Lock()
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.forms: frozenset[Form] = frozenset(("text",))
-        self.shown: Progress | None = None
+_forms: frozenset[Form] = frozenset(("text",))
 
-    def add(self, **settings: Any) -> tuple[Progress, TaskID] | None:
-        """Show one more bar, if bars are shown."""
-        if not shows_bars():
-            return None
-        with self.lock:
-            if self.shown is None:
-                columns: list[ProgressColumn] = [
-                    TextColumn("{task.description}"),
-                    BarColumn(bar_width=20),
-                    TextColumn("{task.fields[count]}"),
-                    TimeRemainingColumn(),
-                    TextColumn("{task.fields[told]}"),
-                ]
-                self.shown = Progress(
-                    *columns,
-                    console=_Terminal(file=_Stream(), highlight=False),  # type: ignore[arg-type]  # all that rich asks of it
-                    refresh_per_second=REDRAWN_PER_SECOND,
-                    redirect_stdout=False,
-                    redirect_stderr=False,
-                )
-                self.shown.start()
-            return self.shown, self.shown.add_task(**settings)
-
-    def remove(self, shown: Progress) -> None:
-        """End the display when its last bar is closed; the bars stay on the screen as they are."""
-        with self.lock:
-            if self.shown is shown and shown.finished:
-                self.shown = None
-                shown.stop()
+_display: Progress | None = None
+"""Of the open bars of the process, one below the other; a thread redraws them while there is one."""
 
 
-_bars = _Bars()
-"""One per process, like the terminal."""
+def _add_bar(**settings: Any) -> tuple[Progress, TaskID] | None:
+    """Show one more bar, if bars are shown."""
+    global _display
+    if not shows_bars():
+        return None
+    with _lock:
+        if _display is None:
+            _display = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[count]}"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[told]}"),
+                console=_Terminal(file=_Stream(), highlight=False),  # type: ignore[arg-type]  # all that rich asks of it
+                refresh_per_second=REDRAWN_PER_SECOND,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            _display.start()
+        return _display, _display.add_task(**settings)
+
+
+def _end_display(display: Progress) -> None:
+    """End the display when its last bar is closed; the bars stay on the screen as they are."""
+    global _display
+    with _lock:
+        if _display is display and display.finished:
+            _display = None
+            display.stop()
 
 
 class Bar:
@@ -143,7 +127,7 @@ class Bar:
 
     def __init__(self, title: str, total: int | None = None, *, done: int = 0, unit: str = "case") -> None:
         self.title, self.total, self.done, self._unit = title, total, done, unit
-        self._place = _bars.add(description=title, total=total, completed=done, count=self._describe(), told="")
+        self._place = _add_bar(description=title, total=total, completed=done, count=self._describe(), told="")
         _open.add(self)
 
     def advance(self, count: int = 1) -> None:
@@ -171,7 +155,7 @@ class Bar:
             shown.update(
                 task, total=max(self.done, 1), completed=max(self.done, 1), count=self._describe(), refresh=True
             )
-            _bars.remove(shown)
+            _end_display(shown)
 
     def __enter__(self) -> Self:
         return self
@@ -200,12 +184,12 @@ call_before_last_words(close_bars)
 
 def are_logs_json() -> bool:
     """Whether every line is a JSON object."""
-    return "json" in _bars.forms
+    return "json" in _forms
 
 
 def shows_bars() -> bool:
     """Whether bars are drawn: on a terminal that can move its cursor, where nobody asked for other lines."""
-    return _bars.forms == {"text"} and os.environ.get("TERM") != "dumb" and _Stream().isatty()
+    return _forms == {"text"} and os.environ.get("TERM") != "dumb" and _Stream().isatty()
 
 
 class BesideBars(logging.StreamHandler):
@@ -217,7 +201,7 @@ class BesideBars(logging.StreamHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
-        shown = _bars.shown
+        shown = _display
         try:
             if shown is None:
                 super().emit(record)
@@ -257,13 +241,14 @@ def set_up_logs(form: str | None = None) -> None:
         ``text``, ``json`` (a JSON object for each line, and for each epoch) or ``quiet`` (warnings and errors alone),
         ``json,quiet`` for both; default ``$VOLSEG_LOGS``, else ``text``. Of an unknown one that is said.
     """
+    global _forms
     wanted = form or os.environ.get(LOGS) or "text"
     known: Mapping[str, Form] = {one: one for one in get_args(Form)}
     words = [word.strip() for word in wanted.split(",")]
     strange = not {*words} <= known.keys()
     forms: frozenset[Form] = frozenset(() if strange else (known[word] for word in words)) - {"text"}
-    _bars.forms = forms or frozenset(("text",))
-    os.environ[LOGS] = ",".join(sorted(_bars.forms))
+    _forms = forms or frozenset(("text",))
+    os.environ[LOGS] = ",".join(sorted(_forms))
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, BesideBars)]:  # an option comes after the variable
         root.removeHandler(handler)
@@ -271,7 +256,7 @@ def set_up_logs(form: str | None = None) -> None:
         handler = BesideBars()
         handler.setFormatter(_JsonLine() if are_logs_json() else logging.Formatter("%(message)s"))
         root.addHandler(handler)
-        root.setLevel(logging.WARNING if "quiet" in _bars.forms else logging.INFO)
+        root.setLevel(logging.WARNING if "quiet" in _forms else logging.INFO)
         logging.captureWarnings(True)
     shape_last_words(_shape_as_json if are_logs_json() else None)
     if are_logs_json():
@@ -284,7 +269,7 @@ def set_up_logs(form: str | None = None) -> None:
 
 def add_to_logs(form: Form) -> None:
     """Add one more form to those in use, as a further option does."""
-    set_up_logs(",".join({*_bars.forms, form}))
+    set_up_logs(",".join({*_forms, form}))
 
 
 def _log_fault(kind: type[BaseException], fault: BaseException, trace: TracebackType | None) -> None:

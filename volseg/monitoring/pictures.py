@@ -121,9 +121,11 @@ def draw_slices(
     volumes = [each for each in (grey, label, prediction) if each is not None]
     box = _find_content(volumes)
     extents = [(part.stop - part.start) * side for part, side in zip(box, spacing, strict=True)]
-    is_stacked, pixels = _choose_layout(extents, spacing, min_side)
-    # Pages show all pictures at the same width, so text and lines grow with the width of a row.
-    width = min_side if is_stacked else max(min_side, round((2 * extents[0] + extents[1]) * pixels))
+    # At least ``min_side`` high, and a voxel at least one pixel, unless the picture exceeds `LONGEST`.
+    long, high = 2 * extents[0] + extents[1], max(extents[1:])
+    pixels = min(max(min_side / high, 1 / min(spacing)), LONGEST * min_side / max(long, high))
+    # Pages show all pictures at the same width, so text and lines grow with it.
+    width = max(min_side, round(long * pixels))
     panels = []
     for axis in range(3):
         index = _find_fullest(shown, axis)
@@ -134,7 +136,7 @@ def draw_slices(
         panel = _paint(cut, size, line=max(round(width / 256), 1))
         title = f"{PLANES[axis]} {index + 1} / {volume.shape[axis]}"
         panels.append(_frame(panel, title, SIDES[axis], width // 4))
-    row = _put_together([_put_together(panels[:2], -2), panels[2]] if is_stacked else panels, -1)
+    row = _put_together(panels, -1)
     height, width = (max(min_side, size) for size in row.shape[-2:])
     return functional.pad(row, (*_centre(row.shape[-1], width), 0, height - row.shape[-2]))
 
@@ -169,19 +171,6 @@ def _find_content(volumes: Sequence[Tensor]) -> list[slice]:
     seen = reduce(torch.logical_or, labels, seen) if bool(seen.any()) else torch.ones_like(seen)
     held = [seen.movedim(axis, 0).flatten(1).any(1).nonzero() for axis in range(3)]
     return [slice(int(planes[0]), int(planes[-1]) + 1) for planes in held]
-
-
-def _choose_layout(extents: Sequence[float], spacing: Sequence[float], min_side: int) -> tuple[bool, float]:
-    """Return whether the coronal slice goes below the sagittal one, to leave less space empty, and the pixels per mm.
-
-    The picture is at least ``min_side`` high, and a voxel at least one pixel, unless the picture exceeds `LONGEST`.
-    """
-    across, along, upward = extents
-    row = along + 2 * across, max(upward, along)
-    stack = max(along, across) + across, max(2 * upward, along)
-    is_stacked = math.prod(stack) < math.prod(row)
-    width, height = stack if is_stacked else row
-    return is_stacked, min(max(min_side / height, 1 / min(spacing)), LONGEST * min_side / max(width, height))
 
 
 def _paint(cut: Sequence[Tensor], size: tuple[int, int], line: int) -> Tensor:

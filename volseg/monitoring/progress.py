@@ -10,7 +10,7 @@ from volseg.checkpointing.state import EpochRecord
 from volseg.formatting import format_duration
 from volseg.monitoring.console import FIELDS, Bar, shows_bars
 from volseg.monitoring.memory import GIB, GpuMeter
-from volseg.monitoring.run_status import format_speed
+from volseg.monitoring.run_files import format_speed
 from volseg.monitoring.training_log import list_scalars
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training

@@ -33,8 +33,8 @@ ANSWER_BYTES = 65536
 """More than any answer has."""
 
 
-class MetadataError(Exception):
-    """The service gave no answer, or one that is none."""
+FAULTS = (OSError, http.client.HTTPException, ValueError)
+"""Of a service that gives no answer, or one that is none; every error of urllib is an OSError."""
 
 
 class SpotNotices:
@@ -67,7 +67,7 @@ class SpotNotices:
 
         Raises
         ------
-        MetadataError
+        OSError, http.client.HTTPException, ValueError
             If the service does not answer.
         """
         if self._token is None:
@@ -78,20 +78,13 @@ class SpotNotices:
             if refusal.code == http.client.NOT_FOUND:
                 return None
             self._token = None  # it may have run out: the next time asks for a new one
-            raise MetadataError(f"{self.endpoint} answers {refusal.code} {refusal.reason}") from refusal
+            raise
         return _describe(answer)
 
     def _call(self, method: str, path: str, headers: dict[str, str]) -> str:
         request = urllib.request.Request(f"{self.endpoint}/latest/{path}", method=method, headers=headers)  # noqa: S310 (http only: looked at above)
-        try:
-            with self._opener.open(request, timeout=self.timeout) as answer:
-                return answer.read(ANSWER_BYTES).decode("utf-8", "replace")
-        except urllib.error.HTTPError as refusal:
-            if method == "GET":
-                raise
-            raise MetadataError(f"{self.endpoint} gives no token: {refusal.code} {refusal.reason}") from refusal
-        except (OSError, http.client.HTTPException, ValueError) as fault:
-            raise MetadataError(f"{self.endpoint} does not answer: {fault}") from fault
+        with self._opener.open(request, timeout=self.timeout) as answer:
+            return answer.read(ANSWER_BYTES).decode("utf-8", "replace")
 
 
 def _is_web_address(text: str) -> bool:
@@ -150,10 +143,10 @@ def _watch(service: SpotNotices, ended: threading.Event, every_seconds: float, s
     while True:
         try:
             notice = service.ask()
-        except MetadataError as fault:
+        except FAULTS as fault:
             notice = None
             if not is_told:
-                logger.warning("no spot notices: %s; the training goes on, and asks again", fault)
+                logger.warning("no spot notices of %s: %s; the training asks again", service.endpoint, fault)
                 is_told = True
         if notice is not None:
             logger.warning("this machine will be taken away (%s): saving, and out", notice)

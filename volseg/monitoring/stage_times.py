@@ -10,7 +10,6 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from volseg.checkpointing.state import EpochRecord
-from volseg.formatting import format_table
 from volseg.monitoring.training_log import TrainingLog
 from volseg.parallel import ModelParallel
 from volseg.parallel.pipeline import PipelineStrategy
@@ -32,14 +31,14 @@ COLOURS = {"forward": (70, 130, 190), "backward": (215, 120, 60)}
 class StageTimes(Hook):
     """Watch a few steps of a pipeline in its first epoch, and show the working times of each GPU.
 
-    Scalars ``gpu/N/idle_share``, the mean over the steps; the picture and text ``timeline`` of the last one. Steps that
+    Scalars ``gpu/N/idle_share``, the mean over the steps; the picture ``timeline`` of the last one. Steps that
     are watched wait for the devices; no other step does anything for it. Of other strategies nothing is shown, see
     `volseg.parallel.timeline`.
 
     Parameters
     ----------
     log : TrainingLog
-        Where picture and text go.
+        Where the picture goes.
     """
 
     def __init__(self, log: TrainingLog) -> None:
@@ -82,12 +81,11 @@ class StageTimes(Hook):
         if not self._watched or record.epoch != self._first_epoch:
             return
         try:
-            picture, text = draw_intervals(self._watched[-1]), _describe(self._watched[-1], self.scalars())
+            picture = draw_intervals(self._watched[-1])
         except Exception as fault:  # whatever it is, a picture is no reason to end a training
             logger.warning("no timeline of the pipeline (%s: %s)", type(fault).__name__, fault)
             return
         self._log.add_images({"timeline": picture}, record.epoch + 1)
-        self._log.add_text("timeline", text)
 
     def on_training_end(self, training: Training) -> None:
         """Watch no longer, where a step failed."""
@@ -124,15 +122,3 @@ def draw_intervals(intervals: Sequence[Interval]) -> Tensor:
     drawn.text((LEFT, ROW * len(stages) + 10), f"{last - first:.2f} ms; blue forward, orange backward", fill="black")
     size = (picture.height, picture.width, 3)
     return torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).reshape(size).permute(2, 0, 1)
-
-
-def _describe(intervals: Sequence[Interval], shares: Mapping[str, float]) -> str:
-    """Return the step as a Markdown table."""
-    rows = [
-        (f"{one.stage}", str(one.device), one.what, f"{one.micro_batch}", f"{one.begin:.2f}", f"{one.end:.2f}")
-        for one in sorted(intervals, key=lambda interval: interval.begin)
-    ]
-    idle = ", ".join(f"{tag} {share:.0%}" for tag, share in shares.items())
-    table = format_table([("stage", "device", "pass", "micro-batch", "begin", "end"), *rows])
-    told = "Of one step, in ms from its beginning; gaps between the kernels of a micro-batch count as work."
-    return f"{idle}. {told}\n\n{table}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from volseg.config.base import validated
-from volseg.config.json_schema import refer_to_schema
+from volseg.config.describing import refer_to_schema
 from volseg.config.loading import load_config
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig

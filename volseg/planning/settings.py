@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from volseg.config.data import PREVIOUS_STAGE
+from volseg.config.sections import PREVIOUS_STAGE
 from volseg.data.groups import GroupProposal
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
 from volseg.models.topology import MOST_FILTERS, MOST_FILTERS_2D, VNET_MONAI

@@ -1,33 +1,18 @@
 """Print a profile in a terminal: kernels by kind, the slowest layers, the step's limit, and advice."""
 
-import sys
 from collections.abc import Sequence
-from io import StringIO
-from typing import Literal, TextIO
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
+from volseg.formatting import format_table
 from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow, ProfileReport
-from volseg.streams import make_printable
 
 MOST_LAYERS = 16
 """Most rows in a terminal; the page and the JSON have all."""
-
-WIDE, PIPED = 120, 140
-"""Terminal width from which all columns are shown, and the width of output to a pipe or file."""
 
 KIND_HEADER = ("kernels", "calls", "time", "share", "memory", "tensor", "bound", "x bound")
 """``memory`` and ``tensor``: the achieved share of the memory's bandwidth, and of the tensor cores; for a device of
 unknown speed, bytes and floating-point operations per second."""
 
 LAYER_HEADER = ("layer", "module", "direction", *KIND_HEADER[1:])
-NARROW, NARROW_KINDS = (0, 2, 4, 5, 6, 7, 9), (0, 1, 2, 3, 4, 5, 7)
-"""Columns of layers and of kinds in a narrow terminal."""
-
-SHORT = {"forward": "fwd", "backward": "bwd", "recompute": "again", "communication": "sent"}
 
 
 def format_seconds(seconds: float | None) -> str:
@@ -82,73 +67,31 @@ def list_device_cells(device: DeviceTimes) -> dict[str, str]:
     return {name: f"{format_seconds(seconds)} ({seconds / device.step:.0%})" for name, seconds in cells.items()}
 
 
-def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: int | None = None) -> None:
-    """Print a profile.
-
-    Parameters
-    ----------
-    report
-        Profile to print.
-    file
-        Output stream; standard output by default.
-    width
-        Columns; those of the terminal by default.
-    """
-    output = file or sys.stdout
-    console = Console(file=output, width=width or (None if output.isatty() else PIPED), highlight=False)
+def format_profile(report: ProfileReport) -> str:
+    """Return a profile as text for a terminal."""
     shape = " x ".join(map(str, report.shape))
     how = "recorded" if report.recorded else "eager"
-    console.print(
-        f"{make_printable(report.network)}, {shape}, {report.precision}, {report.device}, {report.parallel}, {how}: "
-        f"{format_seconds(report.step_seconds)} a step ({report.source}), {report.kernels_per_step:.0f} kernels",
-        markup=False,
-    )
+    lines = [
+        f"{report.network}, {shape}, {report.precision}, {report.device}, {report.parallel}, {how}: "
+        f"{format_seconds(report.step_seconds)} a step ({report.source}), {report.kernels_per_step:.0f} kernels"
+    ]
     for device in report.devices:
         name = "" if len(report.devices) == 1 else f"device {device.device}: "
-        console.print(name + ", ".join(f"{what} {cell}" for what, cell in list_device_cells(device).items()))
-    console.print()
+        lines.append(name + ", ".join(f"{what} {cell}" for what, cell in list_device_cells(device).items()))
     kinds = [[row.kind, *list_kind_cells(row)] for row in report.kinds]
     layers = [list_layer_cells(row) for row in report.layers[:MOST_LAYERS]]
-    columns: tuple[Sequence[int], Sequence[int]] = range(len(KIND_HEADER)), range(len(LAYER_HEADER))
-    if console.width < WIDE:
-        layers = [[*cells[:2], SHORT.get(cells[2], ""), *cells[3:]] for cells in layers]
-        columns = NARROW_KINDS, NARROW
-    for header, rows, taken in zip((KIND_HEADER, LAYER_HEADER), (kinds, layers), columns, strict=True):
-        cells = [[row[number] for number in taken] for row in rows]
-        console.print(_format_table([header[number] for number in taken], cells, console.width), markup=False)
-        console.print()
+    for rows in ([KIND_HEADER, *kinds], [LAYER_HEADER, *layers]):
+        filled = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
+        lines += ["", format_table([[row[number] for number in filled] for row in rows])]
     if len(report.layers) > MOST_LAYERS:
-        console.print(f"... and {len(report.layers) - MOST_LAYERS} more rows: -o FOLDER writes all, --json prints them")
+        lines.append(f"... and {len(report.layers) - MOST_LAYERS} more rows: -o FOLDER writes all, --json prints them")
     far = list_far_from_bound(report.layers)
     if far:
-        told = ", ".join(f"{make_printable(row.layer)} {row.direction} ({row.times_bound:.1f})" for row in far[:4])
-        console.print(f"\nFarthest above their bound, in time: {told}; {len(far)} in all.", markup=False)
-    console.print(f"\n{report.limit[:1].upper()}{report.limit[1:]}.", markup=False)
-    for advice in report.advice:
-        console.print(f"Try: {advice}.", markup=False)
-    for note in report.notes:
-        console.print(f"Note: {make_printable(note)}.", markup=False)
-
-
-def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Return a table without empty columns, in ASCII, as a pipe or a log may have no other encoding."""
-    filled = [number for number in range(len(header)) if any(row[number] for row in rows)]
-    table = Table(box=box.MARKDOWN, padding=(0, 1))
-    for number in filled:
-        name = header[number]
-        justify: Literal["left", "right"] = "left" if name in WORDS else "right"
-        # No title for directions, to save room in narrow terminals.
-        title = "" if name == "direction" else name
-        table.add_column(title, justify=justify, overflow="fold", no_wrap=name != "layer")
-    for row in rows:
-        table.add_row(*(escape(make_printable(row[number])) for number in filled))
-    written = StringIO()
-    Console(file=written, width=width, color_system=None, force_terminal=False, highlight=False).print(table)
-    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()).strip("\n")
-
-
-WORDS = ("layer", "module", "direction", "kernels")
-"""Columns of words, aligned to the left."""
+        told = ", ".join(f"{row.layer} {row.direction} ({row.times_bound:.1f})" for row in far[:4])
+        lines += ["", f"Farthest above their bound, in time: {told}; {len(far)} in all."]
+    lines += ["", f"{report.limit[:1].upper()}{report.limit[1:]}."]
+    lines += [f"Try: {advice}." for advice in report.advice]
+    return "\n".join([*lines, *(f"Note: {note}." for note in report.notes)])
 
 
 FAR = 1.5

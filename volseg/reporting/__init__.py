@@ -4,6 +4,76 @@ One content (`volseg.reporting.content`) is read from a folder and written twice
 file, and in short as ``report.md``. This package does not import torch, not even indirectly.
 """
 
-from volseg.reporting.writing import NAME, write_brief, write_report
+from collections.abc import Collection
+from pathlib import Path
+
+from volseg.errors import ConfigError
+from volseg.files import replacing
+from volseg.reporting.content import ReportContent
+from volseg.reporting.page import write_markdown, write_page
+from volseg.reporting.reading import read_run
+from volseg.reporting.run import describe_run
+from volseg.reporting.several_runs import (
+    RESULTS,
+    SEARCH,
+    describe_crossed,
+    describe_search,
+    list_fold_folders,
+    read_crossed,
+    read_search,
+)
 
 __all__ = ["NAME", "write_brief", "write_report"]
+
+NAME = "report.html"
+
+
+def write_report(folder: str | Path, file: str | Path | None = None, *, state: str | None = None) -> Path:
+    """Write the page about a run, a cross-validation or a search, in one step or not at all; return its path.
+
+    Parameters
+    ----------
+    folder : path
+        Of the run, the cross-validation or the search, finished or not.
+    file : path, optional
+        ``report.html`` in the folder by default, of a search ``search.html``.
+    state : str, optional
+        How the run ended, where the caller knows better than its files.
+
+    Raises
+    ------
+    ConfigError
+        If the folder is none of these.
+    """
+    page = write_page(_describe(Path(folder), state))
+    own = Path(folder) / ("search.html" if (Path(folder) / SEARCH).is_file() else NAME)
+    target = own if file is None else Path(file)
+    with replacing(target) as partial:
+        partial.write_text(page, encoding="utf-8")
+    return target
+
+
+def write_brief(folder: str | Path, *, state: str | None = None, sections: Collection[str] | None = None) -> str:
+    """Return the short form, as Markdown.
+
+    Parameters
+    ----------
+    folder, state
+        As of `write_report`.
+    sections : collection of str, optional
+        Titles of those that are wanted, of all that the short form has.
+    """
+    return write_markdown(_describe(Path(folder), state), sections)
+
+
+def _describe(folder: Path, state: str | None) -> ReportContent:
+    if (folder / "config.yaml").is_file():
+        return describe_run(read_run(folder), state)
+    if (folder / RESULTS).is_file() or list_fold_folders(folder):
+        return describe_crossed(read_crossed(folder))
+    if (folder / SEARCH).is_file():
+        return describe_search(read_search(folder))
+    raise ConfigError(
+        f"{folder} is no run folder and no cross-validation: it has neither config.yaml nor {RESULTS}; name the folder "
+        "that `volseg train`, `volseg cross-validate` or `volseg search` made"
+    )

@@ -44,11 +44,6 @@ class TextTable:
     bold: frozenset[int] = frozenset()
     """Indices of the rows in bold."""
 
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.header):
-                raise ValueError(f"{self.caption}: a row has {len(row)} cells under {len(self.header)} heads")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
@@ -105,14 +100,6 @@ class Charts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shares:
-    """Parts of a whole, as one bar."""
-
-    title: str
-    parts: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
     """A picture of a case."""
 
@@ -145,7 +132,7 @@ class Commands:
     commands: Sequence[tuple[str, str]]
 
 
-Block = Text | Items | NamedValues | TextTable | Charts | Shares | Pictures | Code | Commands
+Block = Text | Items | NamedValues | TextTable | Charts | Pictures | Code | Commands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,8 +143,6 @@ class Section:
     blocks: Sequence[Block]
     brief: bool = False
     """Whether the short form includes the section."""
-    only_brief: bool = False
-    """Whether only the short form includes the section; the page shows the same in another way."""
     warns: bool = False
 
 

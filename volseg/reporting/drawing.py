@@ -1,4 +1,4 @@
-"""Draw charts as inline SVG: lines over the epochs, boxes over the cases, shares of a whole.
+"""Draw charts as inline SVG: lines over the epochs, boxes over the cases.
 
 All are as wide as a phone and are set beside each other where there is room, so that their letters stay readable.
 Colours are classes of the page's style, which knows light and dark.
@@ -10,7 +10,7 @@ from html import escape
 
 import numpy as np
 
-from volseg.reporting.content import Boxes, Chart, Line, Shares
+from volseg.reporting.content import Boxes, Chart, Line
 
 VOID = {"meta", "img", "br", "link", "path", "line", "rect", "circle"}
 
@@ -123,23 +123,6 @@ def draw_boxes(boxes: Boxes) -> Markup:
                 shown = tag("title", f"{case}: {value:.4g}")
                 parts.append(tag("circle", shown, class_="dot", style=colour, **dot))
     return _frame(parts, height, f"{boxes.title}: {'; '.join(told)}")
-
-
-def draw_shares(shares: Shares) -> Markup:
-    """Return a bar of parts, each as wide as its share."""
-    whole = math.fsum(shares.parts.values()) or 1.0
-    begin, parts, told = 0.0, [], []
-    for number, (name, part) in enumerate(shares.parts.items()):
-        width = WIDTH * part / whole
-        style = _paint(number, "fill")
-        title = tag("title", f"{name}: {100 * part / whole:.0f} %")
-        parts.append(tag("rect", title, x=begin, y=0, width=max(width - 0.6, 0.0), height=20, style=style))
-        begin += width
-        told.append(f"{name} {100 * part / whole:.0f} %")
-    return Markup(
-        tag("svg", *parts, viewBox=f"0 0 {WIDTH} 20", preserveAspectRatio="none", class_="bar", role="img",
-            aria_label=f"{shares.title}: {', '.join(told)}")
-    )  # fmt: skip
 
 
 def draw_legend(names: Sequence[tuple[str, int]]) -> Markup:

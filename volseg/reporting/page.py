@@ -1,4 +1,4 @@
-"""Write a report as one self-contained HTML page.
+"""Write a report as one self-contained HTML page, and in short as Markdown.
 
 Style, the few lines of script that sort tables, drawings and pictures are in the page. Browsers are told to load
 nothing besides (Content-Security-Policy), so that even a name that passed as markup would have no effect.
@@ -7,13 +7,15 @@ nothing besides (Content-Security-Policy), so that even a name that passed as ma
 import base64
 import hashlib
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import resources
 
 from PIL import Image
 
+from volseg.formatting import format_table
 from volseg.reporting import content
-from volseg.reporting.drawing import Markup, draw_boxes, draw_chart, draw_legend, draw_shares, join, tag
+from volseg.reporting.drawing import Markup, draw_boxes, draw_chart, draw_legend, join, tag
+from volseg.streams import make_printable
 
 LONG = 24
 """Rows from which a table scrolls within its own box."""
@@ -21,7 +23,7 @@ LONG = 24
 
 def write_page(report: content.ReportContent) -> str:
     """Return the page."""
-    named = [(f"s{number}", section) for number, section in enumerate(report.sections) if not section.only_brief]
+    named = [(f"s{number}", section) for number, section in enumerate(report.sections)]
     links = [tag("li", tag("a", section.title, href=f"#{name}")) for name, section in named]
     body = [
         _write_header(report),
@@ -97,8 +99,6 @@ def _write(block: content.Block) -> Markup:
             return _write_table(block)
         case content.Charts():
             return tag("div", *map(_write_chart, block.charts), class_="charts")
-        case content.Shares():
-            return tag("figure", draw_shares(block), _draw_names(block.parts))
         case content.Pictures():
             legend = [_draw_names(block.legend)] if block.legend else []
             pictures = tag("div", *map(_write_picture, block.pictures), class_="pictures")
@@ -164,3 +164,55 @@ def _write_picture(picture: content.Picture) -> Markup:
 def _is_words(cells: list[str]) -> bool:
     """Return whether a column holds words, not numbers, and is aligned to the left."""
     return any(cell and cell != "infinite" and not (cell[0].isdigit() or cell[0] in "-+") for cell in cells)
+
+
+def write_markdown(report: content.ReportContent, sections: Collection[str] | None = None) -> str:
+    """Return the short form, or those of its sections; drawings, pictures and what is long are left to the page."""
+    told = "; ".join(f"{name} {value}" for name, value in report.headline)
+    headline = f"{report.subtitle}. {report.state.capitalize()}: {told}."
+    lines = [f"# {_escape(report.title)}", "", _escape(headline), ""]
+    for section in report.sections:
+        if section.brief and (sections is None or section.title in sections):
+            lines += [f"## {section.title}", ""]
+            for block in section.blocks:
+                lines += _list_lines(block)
+    return make_printable("\n".join(lines))
+
+
+def _escape(text: str) -> str:
+    r"""Return a text in which no name can become a tag, link or image of the rendered page.
+
+    A backslash before ``<`` would not do, as a name may end with one.
+
+    Examples
+    --------
+    >>> _escape("liver<script>, ![x](http://y)")
+    'liver&lt;script>, ![x]\\(http://y)'
+    """
+    return text.replace("<", "&lt;").replace("](", r"]\(")
+
+
+def _list_lines(block: content.Block) -> list[str]:
+    match block:
+        case content.Text():
+            return [_escape(block.text), ""]
+        case content.Items():
+            return [*("- " + _escape(item).replace("\n", "\n  ") for item in block.items), ""]
+        case content.NamedValues():
+            return [*("- " + _escape(f"{name}: {value}") for name, value in block.facts.items()), ""]
+        case content.TextTable():
+            return [*_tabulate([block.header, *block.rows]), ""]
+        case content.Commands():
+            return [line for what, command in block.commands for line in (_escape(what), "", *_indent(command), "")]
+        case _:
+            return []
+
+
+def _indent(command: str) -> list[str]:
+    """Return the lines of a block in which nothing is markup."""
+    return [f"    {line}" for line in command.split("\n")]
+
+
+def _tabulate(rows: Sequence[Sequence[str]]) -> list[str]:
+    cells = [[_escape(cell).replace("|", r"\|").replace("\n", " ") for cell in row] for row in rows]
+    return format_table(cells).split("\n")

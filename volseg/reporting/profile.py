@@ -17,8 +17,7 @@ from volseg.profiling.table import (
     list_layer_cells,
 )
 from volseg.reporting import content
-from volseg.reporting.page import write_page
-from volseg.reporting.writing import write_markdown
+from volseg.reporting.page import write_markdown, write_page
 from volseg.version import __version__
 
 PAGE, BRIEF = "profile.html", "profile.md"
@@ -37,6 +36,31 @@ def describe_profile(report: ProfileReport) -> content.ReportContent:
     """Return the report of a profile."""
     shape = " x ".join(map(str, report.shape))
     device, far = get_busiest_device(report.devices), list_far_from_bound(report.layers)
+    kinds = [[row.kind, *list_kind_cells(row)] for row in report.kinds]
+    above = [[*list_layer_cells(row), format_seconds(row.seconds - (row.bound or 0.0))] for row in far]
+    layers = list(map(list_layer_cells, report.layers))
+    times = {
+        f"device {each.device}, {name}": cell
+        for each in report.devices
+        for name, cell in list_device_cells(each).items()
+    }
+    limit: list[content.Block] = [content.Text(f"{report.limit[:1].upper()}{report.limit[1:]}.")]
+    limit += [content.Items([f"{one}." for one in report.advice])] if report.advice else []
+    notes: list[content.Block] = [content.NamedValues(_list_facts(report))]
+    notes += [content.Items(report.notes)] if report.notes else []
+    sections = [
+        content.Section(title="What limits the step", blocks=limit, brief=True),
+        content.Section(title="The step", blocks=[content.NamedValues(times)], brief=True),
+        _tabulate("Kinds of kernels", "Kernels by kind, per step; share of the step", KIND_HEADER, kinds, brief=True),
+        _tabulate(
+            "Above the bound",
+            f"Layers that take more than {FAR} times what the device needs at best, by the time above it",
+            (*LAYER_HEADER, "above bound"),
+            above,
+        ),
+        _tabulate("Layers", "Every layer by direction, per step", LAYER_HEADER, layers),
+        content.Section(title="How it was found", blocks=notes),
+    ]
     return content.ReportContent(
         title=f"Profile of {report.name}",
         subtitle=f"{report.network}, {shape}, {report.precision}, {report.device}, {report.parallel}",
@@ -47,51 +71,9 @@ def describe_profile(report: ProfileReport) -> content.ReportContent:
             ("kernels", f"{report.kernels_per_step:.0f}"),
             ("recorded", "yes" if report.recorded else "no"),
         ],
-        sections=content.list_sections(
-            [
-                content.Section(
-                    title="What limits the step",
-                    blocks=[content.Text(f"{report.limit[:1].upper()}{report.limit[1:]}.")]
-                    + ([content.Items([f"{one}." for one in report.advice])] if report.advice else []),
-                    brief=True,
-                ),
-                _describe_devices(report),
-                _tabulate(
-                    "Kinds of kernels",
-                    "Kernels by kind, per step; share of the step",
-                    KIND_HEADER,
-                    [[row.kind, *list_kind_cells(row)] for row in report.kinds],
-                    brief=True,
-                ),
-                _tabulate(
-                    "Above the bound",
-                    f"Layers that take more than {FAR} times what the device needs at best, by the time above it",
-                    (*LAYER_HEADER, "above bound"),
-                    [[*list_layer_cells(row), format_seconds(row.seconds - (row.bound or 0.0))] for row in far],
-                ),
-                _tabulate(
-                    "Layers",
-                    "Every layer by direction, per step",
-                    LAYER_HEADER,
-                    list(map(list_layer_cells, report.layers)),
-                ),
-                _describe_notes(report),
-            ]
-        ),
+        sections=content.list_sections(sections),
         written=f"volseg {__version__}",
     )
-
-
-def _describe_devices(report: ProfileReport) -> content.Section:
-    blocks: list[content.Block] = []
-    for each in report.devices:
-        spans = {"computing": each.computing, "communication, exposed": each.exposed, "waiting": each.waiting}
-        parts = {name: seconds for name, seconds in spans.items() if seconds > 0}
-        blocks.append(content.Shares(title=f"Device {each.device}, seconds of a step", parts=parts))
-    for each in report.devices:
-        cells = {f"device {each.device}, {name}": cell for name, cell in list_device_cells(each).items()}
-        blocks.append(content.NamedValues(cells))
-    return content.Section(title="The step", blocks=blocks, brief=True)
 
 
 def _tabulate(
@@ -101,20 +83,16 @@ def _tabulate(
     return content.Section(title=title, blocks=[table] if rows else [], brief=brief)
 
 
-def _describe_notes(report: ProfileReport) -> content.Section:
-    peaks = report.peaks
-    facts = {"steps watched": str(report.steps), "recorded": "yes" if report.recorded else "no"}
-    if report.not_recorded:
-        facts["not recorded, since"] = report.not_recorded
-    if report.matched is not None:
-        facts["of the kernels' time, layer known"] = f"{report.matched:.1%}"
-    if report.batch_seconds is not None:
-        facts["waited for the batch"] = format_seconds(report.batch_seconds)
-    if peaks is not None:
-        facts["memory at best"] = f"{peaks.bytes_per_second / 1e12:.3g} TB/s"
-        facts["tensor cores at best"] = f"{peaks.flops_per_second / 1e12:.4g} TFLOP/s"
-        facts["source"] = peaks.source
-    return content.Section(
-        title="How it was found",
-        blocks=[content.NamedValues(facts), *([content.Items(report.notes)] if report.notes else [])],
-    )
+def _list_facts(report: ProfileReport) -> dict[str, str]:
+    """Return how the profile was found."""
+    facts: dict[str, str | None] = {
+        "steps watched": str(report.steps),
+        "not recorded, since": report.not_recorded,
+        "of the kernels' time, layer known": None if report.matched is None else f"{report.matched:.1%}",
+        "waited for the batch": format_seconds(report.batch_seconds),
+    }
+    if report.peaks is not None:
+        facts["memory at best"] = f"{report.peaks.bytes_per_second / 1e12:.3g} TB/s"
+        facts["tensor cores at best"] = f"{report.peaks.flops_per_second / 1e12:.4g} TFLOP/s"
+        facts["source"] = report.peaks.source
+    return {name: value for name, value in facts.items() if value}

@@ -85,7 +85,7 @@ class Told:
     problems: Sequence[str] = ()
     remarks: Sequence[str] = ()
     published: Sequence[Mapping[str, Any]] = ()
-    """Of `volseg.evaluation.published.PublishedResult`."""
+    """Of `volseg.evaluation.scoring.published_results`."""
     memory: str | None = None
     replanned: str | None = None
     patients: Mapping[str, str] = field(default_factory=dict)
@@ -145,17 +145,10 @@ def read_run(folder: str | Path) -> RunRecord:
     try:
         history: Sequence[run_files.EpochLine] = run_files.read_history(folder / run_files.HISTORY)
     except (DataError, OSError) as fault:
-        missing.append(f"No curves: {fault}.")
+        missing.append(f"{fault}.")
         history = ()
-    else:
-        if not history and (folder / run_files.HISTORY).exists():
-            missing.append(f"No curves: no epoch has ended; {run_files.HISTORY} is empty.")
-        elif not history:
-            missing.append(
-                f"No curves: {run_files.HISTORY} is not there; no epoch has ended, or the run is of an older volseg."
-            )
-        elif len(history) == 1:
-            missing.append("No curves: only one epoch has ended.")
+    if len(history) < 2:
+        missing.append(f"No curves: {run_files.HISTORY} tells of {len(history)} epoch(s).")
     parts = run_files.read_times(folder / run_files.TIMES)
     if not parts:
         missing.append(f"No time budget: {_find_reason(folder / run_files.TIMES)}.")

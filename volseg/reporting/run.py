@@ -11,8 +11,15 @@ from volseg.commands import spell
 from volseg.formatting import format_duration, format_moment, format_value
 from volseg.reporting import content
 from volseg.reporting.reading import RunRecord, Scores
-from volseg.reporting.resources import describe_kernels, describe_memory, describe_time_of_run
-from volseg.reporting.scores import choose_extremes, describe_scores, name_metric, tabulate_published
+from volseg.reporting.sections import (
+    choose_extremes,
+    describe_kernels,
+    describe_memory,
+    describe_scores,
+    describe_time_of_run,
+    name_metric,
+    tabulate_published,
+)
 
 GIB = 2**30
 
@@ -60,7 +67,7 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
         compose.section("Time", lambda: describe_time_of_run(record), brief=True),
         compose.section("GPU memory", lambda: describe_memory(record), brief=True),
         compose.section("Data", lambda: _tell_data(record)),
-        compose.section("Config", lambda: _tell_config(record)),
+        compose.section("Config", lambda: [content.Code("config.yaml, every value", record.config_text)]),
         compose.section("Environment", lambda: describe_environment(record.environment)),
     ]
     subtitle = compose.attempt("What was trained", lambda: _name_training(record), "A training")
@@ -184,14 +191,7 @@ def _compare(record: RunRecord) -> list[content.Block]:
     own = [record.scores.of("mean", key, "Dice") for key in record.scores.labels]
     names = list(record.scores.labels.values())
     cases = len(record.scores.cases)
-    table = tabulate_published(published, names, ("this run", "one fold", cases, own, record.scores.dice))
-    return [
-        table,
-        content.Text(
-            f"The {cases} cases of one fold are not those of a whole cross-validation, nor of a challenge's test set: "
-            "other cases are easier or harder. Compare with that in mind, or run volseg cross-validate."
-        ),
-    ]
+    return tabulate_published(published, names, ("this run", "one fold", cases, own, record.scores.dice))
 
 
 def _draw_curves(record: RunRecord) -> list[content.Block]:
@@ -279,27 +279,6 @@ def _tell_data(record: RunRecord) -> list[content.Block]:
     }
     lists = [content.Code(f"Cases: {kind}", "\n".join(cases)) for kind, cases in record.split.items() if cases]
     return [content.NamedValues({name: value for name, value in facts.items() if value}), *lists]
-
-
-def _tell_config(record: RunRecord) -> list[content.Block]:
-    config = record.config
-    training, patch, network = (config.get(part) or {} for part in ("training", "patch", "network"))
-    optimizer, losses = config.get("optimizer") or {}, config.get("losses") or ()
-    batches = training.get("iterations")
-    facts = {
-        "Network": network.get("name"),
-        "Patch": " x ".join(map(str, patch.get("size") or ())),
-        "Batch": patch.get("batch"),
-        "Optimizer": _join(optimizer.get("name"), f"lr {optimizer['lr']:g}" if "lr" in optimizer else None),
-        "Losses": ", ".join(str(loss.get("name")) for loss in losses if isinstance(loss, dict)),
-        "Epochs": _join(training.get("epochs"), batches and f"{batches} batches each"),
-        "Precision": training.get("precision"),
-        "Seed": config.get("seed"),
-    }
-    return [
-        content.NamedValues({name: str(value) for name, value in facts.items() if value not in (None, "")}),
-        content.Code("config.yaml, every value", record.config_text),
-    ]
 
 
 def _list_commands(record: RunRecord, state: str) -> list[tuple[str, str]]:

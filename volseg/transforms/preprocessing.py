@@ -22,8 +22,8 @@ from monai.transforms import (
     SpatialPad,
 )
 
-from volseg.config.data import PREVIOUS_STAGE
 from volseg.config.registry import Registry
+from volseg.config.sections import PREVIOUS_STAGE
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import LABEL_FIELDS, Case
 from volseg.transforms.bounded_spacing import BoundedSpacing, KeptOrientation, PlaneSpacing

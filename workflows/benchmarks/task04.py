@@ -225,7 +225,7 @@ def gathered(chosen: argparse.Namespace, seconds: Mapping[int, float]) -> dict[s
 
 def described(fold: Any) -> dict[str, Any]:
     """Return one fold's numbers."""
-    from volseg.reporting.resources import add_spans
+    from volseg.reporting.sections import add_spans
 
     training = [record.seconds for record in fold.history]
     labels = fold.folder.task().labels

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from volseg.config.records import EXECUTED
+from volseg.config.registry import EXECUTED
 from volseg.data.content import require_regular
 from volseg.data.itk import resolve_voxel_file
 from volseg.data.json_files import parse_json

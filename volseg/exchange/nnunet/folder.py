@@ -1,6 +1,5 @@
 """Read a model folder of nnU-Net 2: its plans, its task, and the checkpoints of its folds."""
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,6 @@ from volseg.data.layouts.declared import read_channel_names, read_regions
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.exchange.nnunet.plans import NnunetPlan, parse_plan, read_plan
 from volseg.exchange.tensors import read_torch_file
-
-logger = logging.getLogger(__name__)
-
 
 # Read the weights and settings that a prediction needs from nnU-Net's checkpoints.
 
@@ -80,13 +76,6 @@ FILES = ("plans.json", "dataset.json")
 
 OTHER_NETWORKS = re.compile(r"nnUNetTrainerBN|nnUNet_Primus.*|.*UMamba.*|nnUNetTrainer.*(Swin|Transformer).*")
 """Trainers that build another network than their plans describe."""
-
-KNOWN_TRAINERS = re.compile(
-    r"nnUNetTrainer(_?(Benchmark|\d+(epochs?|ep)?|noDataLoading|DA5|ord0|Segord0|NoDA|DASegOrd0|NoMirroring|noDummy2DDA"
-    r"|onlyMirror01|warmup|CosAnneal|Adan|Adam|Vanilla|\den\d|DiceLoss|DiceCELoss|noSmooth|Topk10Loss|LS01"
-    r"|DiceTopK10Loss|CELoss|NoDeepSupervision|probabilisticOversampling))*"
-)
-"""nnU-Net's own trainers that build the network of their plans."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,16 +201,11 @@ def _choose_folds(folder: Path, checkpoint: str, wanted: Sequence[str | int] | N
 
 
 def _require_trainer(weights: NnunetWeights, folder: Path) -> None:
-    """Raise for a trainer whose network the plans do not describe; warn for an unknown trainer."""
+    """Raise for a trainer whose network the plans do not describe; the weights of any other must fit that network."""
     if OTHER_NETWORKS.fullmatch(weights.trainer):
         raise ConfigError(
             f"{folder} was trained by {weights.trainer}, whose network is another than its plans describe; predict "
             "with nnU-Net itself"
-        )
-    if not KNOWN_TRAINERS.fullmatch(weights.trainer):
-        logger.warning(
-            "%s was trained by %s, which is not nnU-Net's own; its weights are taken for those of the plans' network",
-            *(folder, weights.trainer),
         )
 
 

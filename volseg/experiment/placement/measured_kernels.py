@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from volseg.checkpointing.folder import RunFolder
-from volseg.config.records import read_record
+from volseg.config.registry import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json

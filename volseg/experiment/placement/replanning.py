@@ -26,7 +26,7 @@ from typing import Any
 from volseg.checkpointing.ranks import JobFolder
 from volseg.config.base import validated
 from volseg.config.parallel import ParallelConfig
-from volseg.config.records import read_record
+from volseg.config.registry import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from volseg.commands import run_module
-from volseg.config.records import read_record
+from volseg.config.registry import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.case_store.preprocessed import preprocess
 from volseg.data.cases import Case

@@ -1,12 +1,13 @@
-"""Report scores: tables by label and by case, boxes, extremes, and a comparison with published results."""
+"""Make sections of reports: scores by label and by case beside published ones, time, memory and kernels of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from volseg.formatting import UNITS, format_value
+from volseg.formatting import UNITS, format_duration, format_moment, format_value
+from volseg.monitoring import run_files
 from volseg.reporting import content
-from volseg.reporting.reading import FEWEST, ReportedCase, Scores, mean
+from volseg.reporting.reading import FEWEST, ReportedCase, RunRecord, Scores, mean
 
 NUM_EXTREME = 5
 """Number of cases shown at either end."""
@@ -25,9 +26,6 @@ def describe_scores(scores: Scores | None, compose: content.Composer) -> list[co
     if scores is None:
         return []
     return [
-        compose.section(
-            "Validation", lambda: [_tabulate_dice(scores), *_list_lowest(scores)], brief=True, only_brief=True
-        ),
         compose.section("Scores", lambda: _tabulate_labels(scores), brief=True),
         compose.section("Spread over the cases", lambda: _draw_boxes(scores)),
         compose.section("Cases", lambda: _tabulate_cases(scores)),
@@ -40,12 +38,6 @@ def name_metric(metric: str) -> str:
     return {"volume_diff_ml": "volume difference (ml)", "lesion_F1": "lesion F1"}.get(
         metric, f"{metric} ({UNITS[metric]})" if metric in UNITS else metric
     )
-
-
-def _tabulate_dice(scores: Scores) -> content.TextTable:
-    rows = [[name, format_value(scores.of("mean", key, "Dice"), "Dice")] for key, name in scores.labels.items()]
-    rows.append(["mean", format_value(scores.dice, "Dice")])
-    return content.TextTable(caption="Mean Dice", header=("label", "Dice"), rows=rows, bold=frozenset([len(rows) - 1]))
 
 
 def _tabulate_labels(scores: Scores) -> list[content.Block]:
@@ -82,15 +74,6 @@ def _tabulate_labels(scores: Scores) -> list[content.Block]:
         ),
         *told,
     ]
-
-
-def _list_lowest(scores: Scores) -> list[content.Block]:
-    worst, _ = choose_extremes(scores.cases)
-    return (
-        [content.Text("Lowest:"), content.Items([f"{case.name}: {format_value(case.dice, 'Dice')}" for case in worst])]
-        if worst
-        else []
-    )
 
 
 def _draw_boxes(scores: Scores) -> list[content.Block]:
@@ -130,13 +113,13 @@ def _tabulate_cases(scores: Scores) -> list[content.Block]:
 
 def tabulate_published(
     published: Sequence[Mapping[str, Any]], names: Sequence[str], own: tuple[str, str, int, Sequence[float], float]
-) -> content.TextTable:
-    """Return a table of published results below one's own.
+) -> list[content.Block]:
+    """Return a table of published results below one's own, and what a reader of it bears in mind.
 
     Parameters
     ----------
     published : sequence of mapping
-        Of `volseg.evaluation.published.PublishedResult`.
+        Of `volseg.evaluation.scoring.published_results`.
     names : sequence of str
         Of the labels.
     own : tuple
@@ -155,12 +138,84 @@ def tabulate_published(
         for row in published
     ]
     header = ("method", "evaluation", "cases", *names, "mean", "source")
-    return content.TextTable(
-        caption="Dice beside published results", header=header, rows=[first, *rows], bold=frozenset([0])
-    )
+    caption = "Dice beside published results; of cross-validations the mean of folds"
+    table = content.TextTable(caption=caption, header=header, rows=[first, *rows], bold=frozenset([0]))
+    told = "Other cases, such as a challenge's test set, are easier or harder: compare with that in mind."
+    return [table, content.Text(told)]
 
 
 def _format_dice(dice: Sequence[float]) -> list[str]:
     """Return Dice with as many digits as the source has, and one more for a mean."""
     digits = max(2, *(len(repr(value).partition(".")[2]) for value in dice))
     return [*(f"{value:.{digits}f}" for value in dice), f"{mean(dice):.{min(digits + 1, 4)}f}"]
+
+
+GIB = 2**30
+
+
+def add_spans(parts: Sequence[run_files.RunPart]) -> dict[str, float]:
+    """Return the seconds of all parts by what was done, and what no span accounts for."""
+    spans: dict[str, float] = {}
+    for part in parts:
+        for name, seconds in part.spans.items():
+            spans[name] = spans.get(name, 0.0) + seconds
+    told = spans.pop(run_files.THE_REST, 0.0)  # by the parts that have ended
+    # Spans are measured one by one: what they leave may be a hair below nothing.
+    left = max(sum(part.seconds for part in parts) - math.fsum(spans.values()), told)
+    return {**spans, run_files.THE_REST: left}
+
+
+def describe_time(parts: Sequence[run_files.RunPart], said: str, caption: str) -> list[content.Block]:
+    """Return where the time of several processes went; ``said`` follows their sum."""
+    if not parts:
+        return []
+    whole = sum(part.seconds for part in parts)
+    spans = add_spans(parts)
+    rows = [[name, format_duration(part), f"{100 * part / (whole or 1):.0f} %"] for name, part in spans.items()]
+    rows.append(["in all", format_duration(whole), "100 %"])
+    bold = frozenset([len(rows) - 1])
+    table = content.TextTable(caption=caption, header=("", "time", "share"), rows=rows, bold=bold)
+    return [content.Text(f"{format_duration(whole)} {said}."), table]
+
+
+def describe_time_of_run(record: RunRecord) -> list[content.Block]:
+    """Return the use of time over all parts of the run."""
+    parts = record.parts
+    how = "in one go" if len(parts) == 1 else f"in {len(parts)} parts, as it was resumed; all are counted"
+    said = f"{how}; begun {format_moment(parts[0].begun)}" if parts else ""
+    return describe_time(parts, said, "What the time went by with")
+
+
+def describe_memory(record: RunRecord) -> list[content.Block]:
+    """Return the memory of the first steps on each GPU, beside the forecast."""
+    memory = record.memory
+    if not memory or not memory.get("measured"):
+        return []
+    reading = memory["measured"][-1]
+    forecast = memory.get("forecast") or {}
+    rows = [
+        [f"process {device.get('process', 0)}, {device['device']}", *_list_gib(device), "", ""]
+        for device in reading["devices"]
+    ]
+    if forecast.get("reserved"):
+        rows.append(["the fullest", "", "", *_list_gib(forecast)])
+    table = content.TextTable(
+        caption=f"Peaks after {reading['steps']} steps, in GiB; forecasts are of a step, without cases",
+        header=("GPU", "used", "reserved", "forecast used", "forecast reserved"),
+        rows=rows,
+    )
+    told = record.told.memory
+    return [*([content.Text(f"{told[0].upper()}{told[1:]}.")] if told else []), table]
+
+
+def _list_gib(memory: Mapping[str, Any]) -> list[str]:
+    return [f"{memory[key] / GIB:.2f}" if key in memory else "" for key in ("used", "reserved")]
+
+
+def describe_kernels(record: RunRecord) -> list[content.Block]:
+    """Return the measured and chosen kernels, if the config asks for measurements."""
+    if record.kernels is None:
+        return []
+    times = {kind: f"{ms:.3g} ms a step" for kind, ms in (record.kernels.get("milliseconds") or {}).items()}
+    lacking = {kind: f"not to be had: {reason}" for kind, reason in (record.kernels.get("refused") or {}).items()}
+    return [content.NamedValues({"taken": str(record.kernels.get("chosen")), **times, **lacking})]

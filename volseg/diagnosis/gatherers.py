@@ -1,0 +1,264 @@
+"""Gather the sections of the facts: each ``gather_SECTION`` runs in a process of its own and returns plain values.
+
+``python -m volseg.diagnosis.gatherers SECTION [ARGUMENT ...]`` is such a process. Only its answer, JSON, goes to the
+standard output; the output of libraries (NCCL) goes to the standard error.
+"""
+
+import json
+import multiprocessing
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import distribution, distributions
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import volseg
+from volseg.memory import available_bytes
+from volseg.version import installed_version
+
+Section = dict[str, Any]
+
+PREFIXES = (
+    *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "GOMP_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_"),
+    *("PYTORCH_", "TORCH_", "TRITON_", "VOLSEG_"),
+)
+NAMES = ("CC", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "PYTHONHOME", "PYTHONPATH", "RANK", "WORLD_SIZE")
+"""Variables that affect torch and its subprocesses; no others are recorded, as they may hold secrets."""
+
+
+def gather_python() -> Section:
+    """Return the version and path of this interpreter, how it starts processes, and environment variables."""
+    told = {name: value for name, value in os.environ.items() if name in NAMES or name.startswith(PREFIXES)}
+    return {
+        "version": platform.python_version(),
+        "executable": sys.executable,
+        "start_method": multiprocessing.get_start_method(),
+        "variables": dict(sorted(told.items())),
+    }
+
+
+LIBRARIES = ("numpy", "scipy.ndimage", "nibabel", "SimpleITK", "isal", "tensorboard", "monai")
+
+
+def gather_imports(*libraries: str) -> Section:
+    """Import libraries one after the other; compiled ones may lack a file of the system. Return errors by name."""
+    refused = {}
+    for name in libraries or LIBRARIES:
+        try:
+            import_module(name)
+        except Exception as fault:  # any error of the library is the result
+            refused[name] = shorten(fault)
+    return {"refused": refused}
+
+
+def shorten(fault: Exception) -> str:
+    """Return the type and the first line of an error."""
+    return f"{type(fault).__name__}: {fault}".strip().splitlines()[0]
+
+
+def gather_packages() -> Section:
+    """Return the versions of volseg's requirements, those that are unmet, and packages that lie in two places.
+
+    A checkout that is not installed has no metadata on its requirements.
+    """
+    if installed_version("volseg") is None:
+        return {"is_installed": False, "versions": {}, "unmet": [], "twice": []}
+    needed = [Requirement(text) for text in distribution("volseg").requires or ()]
+    wanted = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    versions = {one.name: installed_version(one.name) for one in wanted}
+    unmet = []
+    for one in wanted:
+        found = versions[one.name]
+        if found is None or not one.specifier.contains(found, prereleases=True):
+            has = "which is not installed" if found is None else f"installed is {found}"
+            unmet.append(f"volseg needs {one.name}{one.specifier}, {has}")
+    places: dict[str, set[str]] = {}
+    for package in distributions():
+        if (name := package.metadata["Name"]) is not None:  # None in a broken installation
+            places.setdefault(canonicalize_name(name), set()).add(str(package.locate_file("")))
+    own = {canonicalize_name(name) for name in ("volseg", *versions)}
+    twice = [
+        f"{name} lies in {' and in '.join(sorted(found))}"
+        for name, found in sorted(places.items())
+        if len(found) > 1 and name in own
+    ]
+    return {"is_installed": True, "versions": versions, "unmet": unmet, "twice": twice}
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is asked for its size
+
+
+def gather_system() -> Section:
+    """Return memory, cores and limits of the machine, and of the container in it.
+
+    Limits are null where there are none, ``core_limit`` is in cores, ``now`` and ``built`` (the time of volseg's newest
+    file, which a correct clock is behind) are in seconds since 1970.
+    """
+    shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
+    soft, hard = (2**31 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    memory_limit, core_limit = read_limits()
+    return {
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "available_bytes": available_bytes(),
+        "memory_limit_bytes": memory_limit,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "core_limit": core_limit,
+        "shared_memory_bytes": shared.total if shared else None,
+        "shared_memory_free_bytes": shared.free if shared else None,
+        "open_files": soft,
+        "open_files_hard": hard,
+        "processes": None if processes == resource.RLIM_INFINITY else processes,
+        "in_container": Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
+        "now": time.time(),
+        "built": max(path.stat().st_mtime for path in Path(volseg.__file__).parent.glob("*.py")),
+    }
+
+
+def read_limits(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[int | None, float | None]:
+    """Return the least limits of memory (bytes) and of CPU time (cores) of this process's cgroup and its parents.
+
+    Parameters
+    ----------
+    cgroups, own
+        Folder of the cgroups (version 2), and file with this process's.
+    """
+    try:
+        path = next(line[3:] for line in own.read_text(encoding="utf-8").splitlines() if line.startswith("0::"))
+    except (FileNotFoundError, StopIteration):  # not Linux, or cgroups of version 1
+        return None, None
+    memory, cores = [], []
+    # In a container the cgroup's path is often the host's, and its own files are at the top.
+    for folder in (cgroups / path.strip("/"), *(cgroups / path.strip("/")).parents):
+        if folder != cgroups and cgroups not in folder.parents:
+            break
+        memory += [int(text) for text in _read(folder / "memory.max").split() if text.isdigit()]
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        cores += [int(quota) / int(period)] if quota.isdigit() else []
+    return min(memory, default=None), min(cores, default=None)
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+
+
+def gather_folders(*assigned: str) -> Section:
+    """Inspect the folders of the cache, of runs, and of temporary files.
+
+    Parameters
+    ----------
+    *assigned
+        ``cache=FOLDER`` and ``runs=FOLDER``, instead of volseg's defaults.
+    """
+    given = dict(one.split("=", 1) for one in assigned)
+    cache = os.environ.get("VOLSEG_CACHE") or str(Path.home() / ".cache" / "volseg")
+    places = {"cache": cache, "runs": "runs", "temporary": tempfile.gettempdir(), **given}
+    return {"folders": [look_at(role, Path(path)) for role, path in places.items()]}
+
+
+def look_at(role: str, path: Path) -> Section:
+    """Inspect a folder, or its nearest existing parent: write a temporary file, and read the free space.
+
+    ``refused`` is why no file could be written; ``clock_skew_s`` by how many seconds the disk's clock is ahead.
+    """
+    path = path.absolute()
+    existing = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    usage = shutil.disk_usage(existing)
+    refused, skew, before = None, 0.0, time.time()
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".volseg_doctor_", dir=existing) as file:
+            file.write(bytes(1024))
+            file.flush()
+            os.fsync(file.fileno())
+            written = os.stat(file.name).st_mtime
+        # The file was written between the two times; the remaining difference is the other clock's.
+        skew = written - min(max(written, before), time.time())
+    except OSError as fault:
+        refused = fault.strerror or str(fault)
+    return {
+        "role": role,
+        "path": str(path),
+        "existing": str(existing),
+        "total_bytes": usage.total,
+        "free_bytes": usage.free,
+        "refused": refused,
+        "clock_skew_s": skew,
+    }
+
+
+BUS = Path("/sys/bus/pci/devices")
+MODULE = Path("/proc/driver/nvidia/version")
+NVIDIA, DISPLAY = "0x10de", "0x03"
+"""Vendor, and first two digits of the device class, of NVIDIA's GPUs."""
+
+
+def gather_driver() -> Section:
+    """Return the NVIDIA driver and all GPUs on the bus, from the system: torch sees only GPUs that the driver supports.
+
+    ``version`` is null without a driver, ``is_open`` says whether its kernel module is the open one, ``nodes`` are the
+    names of ``/dev/nvidia0`` ..., ``refused`` is the message of an ``nvidia-smi`` that failed.
+    """
+    version, is_open = read_module(MODULE)
+    refused = None
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        told = subprocess.run(query, capture_output=True, encoding="utf-8", errors="replace", check=False)  # noqa: S603
+        first = (told.stdout + told.stderr).strip().partition("\n")[0]
+        if told.returncode:
+            refused = first or f"exit status {told.returncode}"
+        else:
+            version = version or first or None
+    return {
+        "version": version,
+        "is_open": is_open,
+        "on_bus": list(list_bus(BUS)),
+        "nodes": sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*")),
+        "refused": refused,
+    }
+
+
+def read_module(path: Path) -> tuple[str | None, bool | None]:
+    """Return the version of the kernel module, and whether it is the open one; None if none is loaded."""
+    if not path.is_file():
+        return None, None
+    text = _read(path)
+    found = re.search(r"^NVRM version:.*?\s(\d+\.[\d.]+)", text, re.MULTILINE)
+    return (found[1] if found else None), "Open Kernel Module" in text
+
+
+def list_bus(bus: Path) -> Iterator[Section]:
+    """Yield address and device number of NVIDIA's GPUs among the devices on the bus."""
+    for device in sorted(bus.iterdir()) if bus.is_dir() else ():
+        vendor, kind, number = (_read(device / name) for name in ("vendor", "class", "device"))
+        if vendor == NVIDIA and kind.startswith(DISPLAY):
+            yield {"address": device.name, "device": int(number, 16)}
+
+
+def _answer(name: str, *arguments: str) -> None:
+    """Gather a section, and write it as JSON."""
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    # By name: only a process that needs torch imports it.
+    module = sys.modules[__name__] if f"gather_{name}" in globals() else import_module("volseg.diagnosis.trials")
+    section = getattr(module, f"gather_{name}")(*arguments)
+    with os.fdopen(answer, "w", encoding="utf-8") as output:
+        json.dump(section, output)
+
+
+if __name__ == "__main__":
+    _answer(*sys.argv[1:])
