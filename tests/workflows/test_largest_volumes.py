@@ -20,7 +20,14 @@ from plan_accuracy_compared import forecast_row
 from plan_accuracy_rows import measure
 
 SCRIPT = Path(__file__).parents[2] / "workflows" / "benchmarks" / "largest_volumes.py"
-TINY = {**list_searches()[0], "net": "tiny", "kernels": "torch", "precision": "fp32", "patch": [UNIT] * 3}
+TINY = {
+    **list_searches()[0],
+    "net": "tiny",
+    "kernels": "torch",
+    "precision": "fp32",
+    "patch": [UNIT] * 3,
+    "measured_s": 0,
+}
 VOXELS = 3 * UNIT**3
 """The pretended limit: three units of a side."""
 
@@ -41,7 +48,7 @@ def test_a_search_goes_on_where_it_was(tmp_path):
     """Each round as an own call that reads what the one before has written; the tries really train, in this process."""
     rows, asked = [{**TINY, "forecast_side": 64}], []
     while tries := list(list_tries(rows, VOXELS)):
-        run_round(tries, rows, lambda waiting: (row | measure(row, [], None) for row in waiting))
+        run_round(tries, rows, lambda waiting: (row | measure(row, []) for row in waiting))
         (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
         rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
         asked.append(rows[0]["tries"][-1])

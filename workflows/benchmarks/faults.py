@@ -21,7 +21,6 @@ that failed.
 
 import argparse
 import contextlib
-import faulthandler
 import hashlib
 import http.server
 import json
@@ -43,7 +42,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from early_signals import NUMBERS, summarise_tries, try_signal
 
 from volseg import cli, experiment  # noqa: F401  (the forked trainings find it imported)
 from volseg.checkpointing.state import CLOCKED
@@ -63,27 +61,25 @@ CONFIG = {
     "optimizer": {"name": "AdamW", "lr": 0.003},
     "training": {"epochs": 3, "iterations": 20, "validate_every": 1, "ema": 0.9, "checkpoint_minutes": 0.002},
 }
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NAMES = ("latest.pt", "previous.pt", "best.pt")
 LIMIT = 300.0
 """Seconds after which a process that should have ended is called hung."""
-
-PHASES = (
-    ("checkpoint", ("serialization.py", "files.py")),
-    ("validation", ("validation.py", "predictor.py")),
-    ("step", ("step.py", "augmented.py", "patches.py", 'training.py", line', "averaging.py")),
-)
-"""Where a process is, by the files in its traceback; the first match counts. Without a match it starts or ends."""
+FIRST_SECONDS = 10.0
+"""Of a command, in which signals are sent to it while it imports modules."""
+SECONDS_TO_FOLLOW = 10.0
+"""Time for the child processes of an ended process to end."""
 
 
 class Sitting:
     """A training in a process of its own, forked from this one."""
 
     def __init__(self, arguments: list[str], log: Path, environ: dict[str, str] | None = None) -> None:
-        self.log, self.traceback = log, log.with_suffix(".where")
+        self.log = log
         self.begun = time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
-            _be_training(arguments, log, self.traceback, environ or {})
+            _be_training(arguments, log, environ or {})
 
     def wait(self, seconds: float = LIMIT) -> int | None:
         """Return the exit status as a shell shows it; None while it runs."""
@@ -101,9 +97,8 @@ class Sitting:
         """Return the exit status; kill a process that hangs, and end the benchmark."""
         status = self.wait()
         if status is None:
-            where = self.look()
             self.kill()
-            raise SystemExit(f"a training hung for {LIMIT} s in {where}; its log:\n{read_tail(self.log)}")
+            raise SystemExit(f"a training hung for {LIMIT} s; its log:\n{read_tail(self.log)}")
         return status
 
     def kill(self) -> None:
@@ -111,25 +106,13 @@ class Sitting:
         os.kill(self.pid, signal.SIGKILL)
         self.wait()
 
-    def look(self) -> str:
-        """Return where the process is, by the traceback that faulthandler writes."""
-        self.traceback.write_bytes(b"")
-        os.kill(self.pid, signal.SIGUSR2)
-        for _ in range(50):
-            time.sleep(0.002)
-            if text := self.traceback.read_text(encoding="utf-8"):
-                break
-        else:
-            return "start"  # before the handler is installed
-        return next((phase for phase, marks in PHASES if any(mark in text for mark in marks)), "start or end")
-
 
 def read_tail(log: Path) -> str:
     """Return the end of a log."""
     return log.read_text(encoding="utf-8")[-3000:]
 
 
-def _be_training(arguments: list[str], log: Path, where: Path, environ: dict[str, str]) -> None:
+def _be_training(arguments: list[str], log: Path, environ: dict[str, str]) -> None:
     """Run `volseg` with these arguments in the forked process; does not return."""
     status = 70
     try:
@@ -138,7 +121,6 @@ def _be_training(arguments: list[str], log: Path, where: Path, environ: dict[str
         with log.open("ab") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        faulthandler.register(signal.SIGUSR2, file=where.open("wb"), all_threads=True)
         sys.argv = ["volseg", *arguments]
         try:
             cli.main()
@@ -277,20 +259,20 @@ def kill(bench: Bench, count: int) -> dict:
 
     def run(number: int, chance: random.Random) -> dict:
         folder = bench.place / f"kill_{number}"
-        wheres, faults = [], []
+        kills, faults = 0, []
         for _ in range(chance.randint(1, 3)):
             sitting = bench.start(folder)
             status = sitting.wait(chance.uniform(0, bench.seconds))
             if status is not None:  # it ended before
                 break
-            wheres.append(sitting.look())
             sitting.kill()
+            kills += 1
             faults += examine(folder)["faults"]
         status = bench.start(folder).end()
         equal = status == 0 and fingerprint(folder) == bench.weights
         left_over = sorted(path.name for path in (folder / "checkpoints").glob(".*"))
         return {
-            "killed_in": wheres,
+            "kills": kills,
             "checkpoints_unreadable": faults,
             "status": status,
             "equal": equal,
@@ -301,8 +283,7 @@ def kill(bench: Bench, count: int) -> dict:
     runs = bench.each(count, run)
     return {
         **count_well(runs),
-        "kills": sum(len(found["killed_in"]) for found in runs),
-        "killed_in": Counter(where for found in runs for where in found["killed_in"]),
+        "kills": sum(found["kills"] for found in runs),
         "unreadable_checkpoints": sum(len(found["checkpoints_unreadable"]) for found in runs),
     }
 
@@ -326,7 +307,7 @@ def terminate(bench: Bench, count: int) -> dict:
         sitting = bench.start(folder)
         # Not in the last tenth: it might have ended.
         if sitting.wait(chance.uniform(0.1, 0.9) * bench.seconds) is not None:
-            return {"where": "over"}
+            return {"over": True}
         return ask_to_stop(bench, folder, sitting, lambda: os.kill(sitting.pid, signal.SIGTERM), bench.weights)
 
     return summarise(bench.each(count, run))
@@ -336,7 +317,7 @@ def ask_to_stop(
     bench: Bench, folder: Path, sitting: Sitting, ask: Callable[[], object], expected: str, more: Sequence[str] = ()
 ) -> dict:
     """Return how a process stops when asked to, and how its training ends after a restart."""
-    where, before, at = sitting.look(), time.time(), time.monotonic()
+    before, at = time.time(), time.monotonic()
     ask()
     status = sitting.end()
     seconds = time.monotonic() - at
@@ -347,7 +328,6 @@ def ask_to_stop(
     last = bench.start(folder, *more).end()
     equal = last == 0 and fingerprint(folder) == expected
     return {
-        "where": where,
         "status": status,
         "seconds_until_gone": seconds,
         "seconds_lost": lost,
@@ -361,14 +341,13 @@ def ask_to_stop(
 
 def summarise(runs: list[dict]) -> dict:
     """Return counts and the longest times of runs that were asked to stop."""
-    stopped = [run for run in runs if run["where"] != "over"]
+    stopped = [run for run in runs if "over" not in run]
     gone = [run["seconds_until_gone"] for run in stopped]
     lost = [run["seconds_lost"] for run in stopped]
     counted = count_well(stopped)
     return {
         **counted,
         "all_well": counted["all_well"] and len(stopped) > 0.8 * len(runs),
-        "where": Counter(run["where"] for run in stopped),
         "statuses": Counter(run["status"] for run in stopped),
         "seconds_until_gone": {"median": statistics.median(gone), "largest": max(gone)},
         "seconds_lost": {"median": statistics.median(lost), "largest": max(lost)},
@@ -385,7 +364,7 @@ def spot(bench: Bench, count: int) -> dict:
             # Longer, because the service is asked only every five seconds.
             sitting = bench.start(folder, "--set", "training.spot=aws", *LONGER, environ=environ)
             if sitting.wait(chance.uniform(0.5, 2) * bench.seconds) is not None:
-                return {"where": "over"}
+                return {"over": True}
             return ask_to_stop(bench, folder, sitting, announce, longer, LONGER)
 
     longer = bench.finish(bench.place / "longer", *LONGER)
@@ -533,6 +512,99 @@ def signals(bench: Bench, count: int) -> dict:
         return try_signal(verb, arguments, NUMBERS[number // 3 % 3], folder, chance)
 
     return summarise_tries(bench.each(count, attempt))
+
+
+def try_signal(
+    verb: str, arguments: Sequence[str], number: signal.Signals, folder: Path, chance: random.Random
+) -> dict:
+    """Send a signal at a random moment of a command's first ten seconds; return how the process ends."""
+    folder.mkdir()
+    module = run_module("volseg")
+    start = module if chance.random() < 0.5 else [str(Path(sys.executable).with_name("volseg"))]
+    moment = chance.uniform(0, FIRST_SECONDS)
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        process = subprocess.Popen(
+            [*start, *verb.split(), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,  # to find its child processes
+        )
+        try:
+            process.wait(moment)
+        except subprocess.TimeoutExpired:
+            pass
+        else:
+            return {"over": True}
+        process.send_signal(number)
+        begin = time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)  # on a busy machine too
+        gone = time.monotonic() - begin
+    hung = process.poll() is None
+    left = _end_left(process.pid)
+    process.wait()
+    errors = (folder / "err").read_text(encoding="utf-8", errors="replace")
+    lines = errors.count("volseg: interrupted")
+    by_signal = process.returncode == -number  # before the first statement of volseg
+    well = (process.returncode == 128 + number and lines == 1) or (by_signal and lines == 0)
+    well = well and not hung and not left and "Traceback" not in errors
+    # Python handles Ctrl-C itself in its first hundredths of a second, before it runs a line of volseg.
+    in_python_start = "KeyboardInterrupt" in errors and "/volseg/" not in errors
+    return {
+        "verb": verb,
+        "signal": number.name,
+        "start": "-m" if start is module else "script",
+        "moment": moment,
+        "status": process.returncode,
+        "seconds_until_gone": gone,
+        "hung": hung,
+        "left_alive": left,
+        "in_python_start": in_python_start,
+        "well": well,
+        "errors": errors[-3000:],
+    }
+
+
+def _end_left(session: int) -> int:
+    """Return how many processes of a session outlive its leader, and kill them."""
+    end = time.monotonic() + SECONDS_TO_FOLLOW
+    while (left := [pid for pid in _list_session(session) if pid != session]) and time.monotonic() < end:
+        time.sleep(0.1)
+    for pid in {*left, *_list_session(session)}:
+        os.kill(pid, signal.SIGKILL)
+    return len(left)
+
+
+def _list_session(session: int) -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session and fields[0] not in (b"Z", b"X"):
+            yield int(folder.name)
+
+
+def summarise_tries(runs: Sequence[dict]) -> dict:
+    """Return counts by verb and signal, and the failed tries; a process that ended before its signal is no try."""
+    tries = [run for run in runs if "over" not in run]
+    gone = [run["seconds_until_gone"] for run in tries]
+    wrong = [run for run in tries if not run["well"]]
+    pairs = Counter((run["verb"], run["signal"]) for run in tries)
+    failed = Counter((run["verb"], run["signal"]) for run in wrong)
+    return {
+        "all_well": all(run["in_python_start"] for run in wrong) and len(tries) > 0.8 * len(runs),
+        "tries": len(tries),
+        "well": len(tries) - len(wrong),
+        "by_verb_and_signal": {
+            f"{verb}, {name}": f"{count - failed[verb, name]} of {count}"
+            for (verb, name), count in sorted(pairs.items())
+        },
+        "statuses": Counter(str(run["status"]) for run in tries),
+        "seconds_until_gone": {"median": statistics.median(gone), "largest": max(gone)},
+        "not_well": wrong,
+    }
 
 
 PARTS = {

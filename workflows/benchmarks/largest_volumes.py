@@ -67,7 +67,7 @@ def main() -> None:
 
 def list_searches() -> list[Row]:
     """Return what to search: networks by ways to run them, one plane of `UNIT` deep."""
-    plain = {"batch": 1, "precision": "bf16", "layout": "contiguous", "ema": None, "history": False}
+    plain = {"batch": 1, "precision": "bf16", "layout": "contiguous", "ema": None}
     way = {"spatial": 1, "pipeline": 1, "split_size": None, "checkpoint": None, "kernels": "fast", "recorded": False}
     row = {**plain, **way}
     dynunet, vnet = (
@@ -136,7 +136,6 @@ def measure_all(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
     report: Row = {"command": shlex.join(["python", *sys.argv]), "environment": json.loads(asked.stdout)}
     report["rows"] = rows
     until = time.monotonic() + chosen.seconds
-    chosen.histories = None
     with tempfile.TemporaryDirectory() as scratch:
         pool = Pool(chosen, Path(scratch), chosen.ahead)
         try:

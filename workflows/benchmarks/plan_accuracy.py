@@ -1,6 +1,6 @@
 """What training steps take of one GPU and of two, measured: memory used and reserved, what lies beside, and time.
 
-    python workflows/benchmarks/plan_accuracy.py --result accuracy.json --histories histories.json.gz --seconds 240
+    python workflows/benchmarks/plan_accuracy.py --result accuracy.json --seconds 240
 
 Forty-nine configurations (`plan_accuracy_rows.py`), the most telling first, each in a process of its own, so that no
 cached block is another's. Two configurations of one GPU run side by side where there are two; those of two GPUs run
@@ -12,17 +12,9 @@ every configuration, and none is begun after ``--seconds``; ``--skip-done`` goes
 
 compares what was measured with what is forecast, which takes no GPU, and writes errors beside the rows; and draws
 configurations at random sizes, each run as is forecast to be fastest within a limit, to be measured by ``--rows``.
-
-``--histories`` keeps the allocator's own account of some configurations: what it was asked for, in which order, and
-what it asked the device for. A row that comes with what is forecast of it (``--forecast``) has its account kept where
-it reserves 4 % more or less.
-
-    python workflows/benchmarks/plan_accuracy.py --forecast --only spatial2 > rows.json
-    python workflows/benchmarks/plan_accuracy.py --rows rows.json --result accuracy.json --histories histories.json.gz
 """
 
 import argparse
-import gzip
 import json
 import os
 import shlex
@@ -44,7 +36,6 @@ def main() -> None:
     """Measure what was asked for, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, help="JSON to write")
-    parser.add_argument("--histories", type=Path, help="gzipped JSON to write the allocator's accounts to")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORDS", help="configurations whose name has these")
     parser.add_argument("--skip-done", action="store_true", help="keep what the result has, and go on")
     parser.add_argument("--seconds", type=float, default=240, help="after which no configuration is begun")
@@ -105,8 +96,6 @@ def forecast(chosen: argparse.Namespace) -> None:
     gpu = compared.name_gpu(report)
     report["compared"] = compared.compare(rows, lambda found: print(compared.describe(found), flush=True), gpu)
     report["errors"] = compared.summarise(report["compared"])
-    unchanged = [found for found in report["compared"] if not found["changed_since"]]
-    report["errors_of_unchanged"] = compared.summarise(unchanged)
     report["choices"] = compared.judge_choices(report["compared"])
     sound = [one for one in report["choices"] if one["fitted"] and one["over_fastest"] <= compared.AS_FAST]
     print(json.dumps(report["errors"], indent=1))
@@ -139,8 +128,6 @@ def measure_all(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
                 report["environment"] = report["environment"] or json.loads(asked.communicate()[0])
                 print(describe(done[-1]), flush=True)
                 write(report, chosen.result)
-                if chosen.histories is not None:
-                    gather_histories(Path(scratch), chosen.histories)
         finally:
             pool.end()
     report["not_begun"] = [row["name"] for row in waiting[len(done) - len(names) :]]
@@ -210,9 +197,8 @@ class Pool:
             asked.bind(("127.0.0.1", 0))
             port = asked.getsockname()[1]
         for number, process in enumerate(processes):
-            history = str(self.scratch / f"history {row['name']}") if self._keeps(row) and number == 0 else None
             own = [] if self.chosen.device == "cpu" else [gpus[number]] if count > 1 else list(gpus)
-            job = {"row": row, "number": number, "processes": count, "port": port, "history": history, "gpus": own}
+            job = {"row": row, "number": number, "processes": count, "port": port, "gpus": own}
             process.result = job["result"] = str(self.scratch / f"result {process.pid}")  # type: ignore[attr-defined]
             assert process.stdin is not None
             try:
@@ -221,10 +207,6 @@ class Pool:
             except BrokenPipeError:
                 pass  # it has ended: `_look` tells why
         self.running[processes[0].pid] = (row, processes, list(gpus), time.monotonic())
-
-    def _keeps(self, row: Row) -> bool:
-        """Say whether the allocator's account of a configuration may be wanted."""
-        return self.chosen.histories is not None and bool(row.get("history") or row.get("forecast_reserved"))
 
     def _look(self, row: Row, processes: Sequence["subprocess.Popen[str]"], begun: float) -> Row | None:
         """Return what a configuration gave, once it has ended or its time is up."""
@@ -282,8 +264,7 @@ def work() -> None:
     job = json.loads(line)
     plan_accuracy_rows.take_place(job["number"], job["processes"], job["port"])
     try:
-        history = None if job["history"] is None else Path(job["history"])
-        found = plan_accuracy_rows.measure(job["row"], job["gpus"], history)
+        found = plan_accuracy_rows.measure(job["row"], job["gpus"])
         replace_by(Path(job["result"]), json.dumps(found).encode())
         plan_accuracy_rows.wait_for_others()  # who ends first is missed by the others
     except BaseException:
@@ -307,17 +288,6 @@ def count_visible() -> int:
     """Return how many GPUs there are for this program, without torch; one where there is no driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return len(visible.split(",")) if visible else len(ask_driver() or ["one"])
-
-
-def gather_histories(scratch: Path, path: Path) -> None:
-    """Put the accounts so far into one file."""
-    accounts = {}
-    for account in sorted(scratch.glob("history *")):
-        try:
-            accounts[account.name.removeprefix("history ")] = json.loads(gzip.decompress(account.read_bytes()))
-        except (EOFError, OSError, ValueError):
-            continue  # it is being written
-    replace_by(path, gzip.compress(json.dumps(accounts, separators=(",", ":")).encode()))
 
 
 def write(report: Row, path: Path) -> None:

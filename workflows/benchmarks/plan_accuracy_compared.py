@@ -5,11 +5,12 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from plan_accuracy_rows import CLASSES, NETWORKS, Row, list_rows
+from plan_accuracy_rows import CLASSES, NETWORKS, Row, build_step, list_rows, make_optimizer
 from svg import circle, line, rectangle, text, write
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,12 +23,7 @@ from volseg.estimate.search import choose, judge, search
 from volseg.estimate.step_memory import MemoryUse
 from volseg.estimate.work import Batch, Step, Work
 from volseg.models import build_network
-from volseg.workflow import Named
-from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.components import build_loss, build_optimizer
-from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.step import TrainingStep
 
 __all__ = ["compare", "describe", "draw_random", "forecast_row", "foretell", "judge_choices", "plot", "summarise"]
 
@@ -54,21 +50,13 @@ def build_work(row: Row) -> Work:
         size = (rows, 1, *row["patch"])
         return {"image": torch.zeros(size, device=device), "label": torch.zeros(size, dtype=torch.uint8, device=device)}
 
-    def make_optimizer(model: nn.Module) -> Optimizer:
-        return build_optimizer({"name": "AdamW", "lr": 1e-4}, model, on_gpu=True)
-
-    def build_step(model: nn.Module, optimizer: Optimizer) -> Step:
-        device = next(model.parameters()).device
-        loss = build_loss({"name": "DiceCELoss"}, inputs=["logits", "label"], output="loss").to(device)
-        named = Named(model, inputs=["image"], outputs=["logits"])
-        precision = Precision(device.type, DTYPES[row["precision"]])
-        step = TrainingStep(named, Objective(loss), optimizer, precision, clip=12.0, record=False, look=lambda _: None)
-        average = WeightAverage(model, row["ema"]) if row["ema"] else None
+    def build_row_step(model: nn.Module, optimizer: Optimizer) -> Step:
+        precision = Precision(next(model.parameters()).device.type, DTYPES[row["precision"]])
+        step, average = build_step(row, model, model, optimizer, precision, record=False)
 
         def run(batch: Batch) -> Any:
             losses = step({name: field for name, field in batch.items() if isinstance(field, Tensor)})
-            if average is not None:
-                average.update()
+            average()
             return losses
 
         return run
@@ -77,8 +65,8 @@ def build_work(row: Row) -> Work:
         build=net.train,
         shape=shape,
         make_batch=make_batch,
-        build_optimizer=make_optimizer,
-        build_step=build_step,
+        build_optimizer=partial(make_optimizer, on_gpu=True),
+        build_step=build_row_step,
         precision=DTYPES[row["precision"]],
         name=row["net"],
     )
@@ -106,19 +94,6 @@ def foretell(row: Row) -> Row:
         return {}
     memory = forecast.memory
     return {"forecast_reserved": memory.reserved, "forecast_used": memory.used, "forecast_seconds": forecast.seconds}
-
-
-def list_changes(row: Row) -> list[str]:
-    """Return what of a stored row's step is other code today than when it was measured.
-
-    Its forecast is of today's: a difference says what was changed, not how near a forecast is. Rows of 2026-11-22 and
-    23, which do not say when they were measured, are the ones that are older than such changes.
-    """
-    if "date" in row:
-        return []
-    fast = row["kernels"] == "fast" or row["spatial"] > 1 or row["checkpoint"] is not None
-    found = {"kernels and slabs": fast, "recordings": row["recorded"], "stages": row["pipeline"] > 1}
-    return [name for name, is_so in found.items() if is_so]
 
 
 def name_gpu(report: Row) -> str:
@@ -152,7 +127,7 @@ def compare(
         if "failed" in row or "out_of_memory" in row:
             continue
         forecast = find(row)
-        found: Row = {"name": row["name"], "net": row["net"], "changed_since": list_changes(row)}
+        found: Row = {"name": row["name"], "net": row["net"]}
         if forecast.memory is None or forecast.seconds is None:
             found["refused"] = forecast.refused
         else:
@@ -272,7 +247,7 @@ def draw_random(count: int, limit_gib: float, seed: int = 0, gpus: int = 2) -> I
     plain = next(row for row in list_rows() if row["net"] == "dynunet")
     while count:
         size = {"patch": [32 * chance.randint(2, 9) for _ in range(3)], "batch": chance.randint(1, 4)}
-        row = {**plain, **size, "net": chance.choice(["vnet", "unet", "dynunet", "segresnet"]), "history": False}
+        row = {**plain, **size, "net": chance.choice(["vnet", "unet", "dynunet", "segresnet"])}
         row["precision"] = chance.choice(["bf16", "bf16", "fp32"])
         chosen = choose_on_one(row, capacity) if gpus == 1 else choose_of_several(row, capacity)
         if chosen is None or chosen.memory is None:
