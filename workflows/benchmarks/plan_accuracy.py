@@ -44,25 +44,19 @@ def main() -> None:
     parser.add_argument("--ahead", type=int, default=10, help="processes that wait for their turn")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rows", type=Path, help="JSON list of configurations instead of the script's own")
-    parser.add_argument(
-        "--forecast", action="store_true", help="print the configurations with what is forecast of them"
-    )
     parser.add_argument("--compare", type=Path, metavar="RESULT", help="forecast what this result measured")
     parser.add_argument("--plot", type=Path, help="SVG to draw of the comparison")
     parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="print random configurations as JSON")
     parser.add_argument("--seed", type=int, default=0, help="of the random ones")
     parser.add_argument("--limit-gib", type=float, default=16, help="of each GPU, for the random ones")
     parser.add_argument("--one-gpu", action="store_true", help="the configurations of one GPU, or random ones for it")
-    parser.add_argument("--list", action="store_true", help="print the configurations")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
         return work()
-    if chosen.compare or chosen.random or chosen.forecast:
+    if chosen.compare or chosen.random:
         return forecast(chosen)
     rows = find_rows(chosen)
-    if chosen.list:
-        return print("\n".join(row["name"] for row in rows))
     if chosen.result is None:
         parser.error("name the file for the result by --result")
     return measure_all(rows, chosen)
@@ -80,16 +74,13 @@ def find_rows(chosen: argparse.Namespace) -> list[Row]:
 
 
 def forecast(chosen: argparse.Namespace) -> None:
-    """Compare a result with what is forecast of its rows, or print configurations with what is forecast of them."""
+    """Compare a result with what is forecast of its rows, or print random configurations."""
     # They import torch and volseg.
     import plan_accuracy_compared as compared
 
     if chosen.random:
         gpus = 1 if chosen.one_gpu else 2
         print(json.dumps(list(compared.draw_random(chosen.random, chosen.limit_gib, chosen.seed, gpus))))
-        return
-    if chosen.forecast:
-        print(json.dumps([row | compared.foretell(row) for row in find_rows(chosen)]))
         return
     report = json.loads(chosen.compare.read_text(encoding="utf-8"))
     rows = [row for row in report["rows"] if all(words in row["name"] for words in chosen.only)]

@@ -25,7 +25,7 @@ from volseg.estimate.work import Batch, Step, Work
 from volseg.models import build_network
 from volseg.workflow.precision import Precision
 
-__all__ = ["compare", "describe", "draw_random", "forecast_row", "foretell", "judge_choices", "plot", "summarise"]
+__all__ = ["compare", "describe", "draw_random", "forecast_row", "judge_choices", "plot", "summarise"]
 
 COLOURS = {"vnet": "#d9a441", "unet": "#5aa05a", "dynunet": "#1b6ca8", "segresnet": "#a04f8c", "swinunetr": "#b5442e"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -85,15 +85,6 @@ def forecast_row(row: Row, gpu: str = "h200", gpu_bytes: int | None = None) -> E
     if forecast.memory is None and cuts:  # the cut that was made cannot be followed: that which times would choose
         forecast = planned.follow(replace(candidate, cuts=None))
     return forecast
-
-
-def foretell(row: Row) -> Row:
-    """Return what is forecast of a configuration, as fields of its row; none where it is refused."""
-    forecast = forecast_row(row)
-    if forecast.memory is None:
-        return {}
-    memory = forecast.memory
-    return {"forecast_reserved": memory.reserved, "forecast_used": memory.used, "forecast_seconds": forecast.seconds}
 
 
 def name_gpu(report: Row) -> str:

@@ -30,7 +30,6 @@ import argparse
 import gzip
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -48,6 +47,7 @@ import nibabel
 import numpy as np
 import torch
 from monai.data import MetaTensor
+from results import write_result
 from torch import nn
 
 from volseg.data.case_store.preprocessed import prepare, preprocess
@@ -61,7 +61,6 @@ from volseg.inference.prefetching import overlapped
 from volseg.inference.window_step import record_models
 from volseg.inference.writing import write_prediction
 from volseg.models.networks import DynUNet
-from volseg.monitoring.environment import environment
 from volseg.parallel import FastKernels
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
 
@@ -135,15 +134,8 @@ def write(chosen: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> Non
             faster.setdefault(f"{case}, {spacing}", {})[row] = {
                 part: one["seconds"][part] / ours["seconds"][part] for part in ("compute", "all")
             }
-    result = {
-        "command": shlex.join(["python", *sys.argv]),
-        "environment": environment(),
-        "network": {"filters": list(chosen.filters), "window": list(chosen.window), "overlap": 0.5},
-        "ours_is_faster_by": faster,
-        "rows": list(measured),
-    }
-    chosen.result.parent.mkdir(parents=True, exist_ok=True)
-    chosen.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    network = {"filters": list(chosen.filters), "window": list(chosen.window), "overlap": 0.5}
+    write_result(chosen.result, network=network, ours_is_faster_by=faster, rows=list(measured))
 
 
 def measure_apart(row: str, case: str, chosen: argparse.Namespace) -> dict[str, Any]:
