@@ -23,7 +23,7 @@ def test_configurations_are_many_and_have_different_names(list_all):
 
 
 def test_a_configuration_is_measured_in_this_process():
-    found = measure({**list_rows()[0], **TINY}, [])
+    found = measure(fill_row(**TINY), [])
     assert found["seconds"] > 0
     assert len(found["seconds_all"]) >= 3
 

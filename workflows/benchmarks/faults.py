@@ -6,14 +6,11 @@ python workflows/benchmarks/faults.py --only kill --kill 5 --result /tmp/faults.
 kill       SIGKILL at random moments; `volseg train --restart` until it ends; every bit equals the undisturbed run
 terminate  SIGTERM at random moments: seconds until the process is gone, and seconds of training that were lost
 spot       a spot notice from a metadata service (a local HTTP server) in place of SIGTERM
-worker     one of four processes is killed: the job continues by itself, and ends with the weights of an undisturbed job
-torchrun   two processes under torchrun, many times: all of them end with status 0
 
 Trainings run on a synthetic task. Those of one process are forked from this one, which has imported everything: the
 start of Python and torch would take most of the time, and kills would mostly hit imports.
 
-The result is JSON: a list of sittings, to which each call of this script adds one. A sitting holds counts, and the runs
-that failed.
+The result is JSON: counts, and the runs that failed.
 """
 
 import argparse
@@ -23,10 +20,8 @@ import http.server
 import json
 import os
 import random
-import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -39,13 +34,12 @@ from pathlib import Path
 
 import torch
 import yaml
+from results import write_result
 
 from volseg import cli, experiment  # noqa: F401  (the forked trainings find it imported)
 from volseg.checkpointing.state import CLOCKED
-from volseg.commands import run_module
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError
-from volseg.monitoring.environment import environment
 from volseg.workflow import load_checkpoint
 
 CONFIG = {
@@ -140,9 +134,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # imports what optimizers import late, so that no fork does
-    result: dict = {"command": shlex.join(["python", *sys.argv]), "environment": environment()}
-    chosen.result.parent.mkdir(parents=True, exist_ok=True)
-    earlier = json.loads(chosen.result.read_text(encoding="utf-8"))["sittings"] if chosen.result.exists() else []
+    result: dict = {}
     with tempfile.TemporaryDirectory(prefix="faults") as place:
         bench = Bench(Path(place), chosen.seed, chosen.side_by_side)
         result["undisturbed"] = bench.reference()
@@ -151,7 +143,7 @@ def main() -> None:
             result[part] = PARTS[part][0](bench, getattr(chosen, part))
             result[part]["took_seconds"] = time.perf_counter() - begin
             print(part, json.dumps(result[part]), flush=True)
-            chosen.result.write_text(json.dumps({"sittings": [*earlier, result]}, indent=1) + "\n", encoding="utf-8")
+            write_result(chosen.result, **result)
     failed = [part for part in chosen.only if not result[part]["all_well"]]
     sys.exit(f"not all well: {', '.join(failed)}" if failed else 0)
 
@@ -397,97 +389,10 @@ def metadata_service() -> Iterator[tuple[str, Callable[[], None]]]:
             server.shutdown()
 
 
-def worker(bench: Bench, count: int) -> dict:
-    """Kill one of four processes of a job with restarts."""
-    config = bench.write_config("four.yaml", {"deterministic": True, "epochs": 4}, parallel={"data": 4})
-
-    def job(folder: Path) -> subprocess.Popen:
-        command = run_module("volseg", "train", str(config), "--gpus", "4", "--max-restarts", "2")
-        with folder.with_suffix(".log").open("wb") as log:
-            return subprocess.Popen([*command, "--restart", "-o", str(folder)], stdout=log, stderr=log)
-
-    calm = bench.place / "calm"
-    if job(calm).wait(timeout=LIMIT) != 0:
-        raise SystemExit(read_tail(calm.with_suffix(".log")))
-    expected = fingerprint(calm)
-    runs = []
-    for number in range(count):
-        folder = bench.place / f"worker_{number}"
-        running = job(folder)
-        deadline = time.monotonic() + LIMIT
-        while not (folder / "checkpoints" / "latest.pt").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(bench.random.uniform(0, 1))
-        victims = children(running.pid)
-        victim = bench.random.randrange(len(victims))
-        os.kill(victims[victim], signal.SIGKILL)
-        begin = time.monotonic()
-        status = running.wait(timeout=LIMIT)
-        seconds = time.monotonic() - begin
-        equal = status == 0 and fingerprint(folder) == expected
-        left_over = children_of_group(folder)
-        runs.append(
-            {
-                "killed": victim,
-                "processes": len(victims),
-                "status": status,
-                "seconds_to_the_end": seconds,
-                "equal": equal,
-                "left_over": left_over,
-                "well": equal and len(victims) == 4 and not left_over,
-            }
-        )
-    return {**count_well(runs), "seconds_to_the_end": {"largest": max(run["seconds_to_the_end"] for run in runs)}}
-
-
-def children(pid: int) -> list[int]:
-    """Return the child processes of a process."""
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
-    return sorted(int(child) for child in text.split())
-
-
-def children_of_group(folder: Path) -> int:
-    """Return the number of processes that still train in a folder."""
-    found = 0
-    for commandline in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
-            found += str(folder).encode() in commandline.read_bytes()
-    return found
-
-
-def torchrun(bench: Bench, count: int) -> dict:
-    """Train in two processes, and count their exit statuses."""
-    launcher = run_module("torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    statuses, seconds, tails = [], [], []
-    for number in range(count):
-        folder = bench.place / f"torchrun_{number}"
-        command = [*launcher, "-m", "volseg", "train", str(bench.config), "-o", str(folder)]
-        begin = time.monotonic()
-        done = subprocess.run(
-            [*command, "--set", "training.epochs=1", "--set", "training.iterations=3"],
-            capture_output=True,
-            encoding="utf-8",
-            timeout=LIMIT,
-            check=False,
-        )
-        seconds.append(time.monotonic() - begin)
-        statuses.append(done.returncode)
-        if done.returncode:
-            tails.append(done.stderr[-2000:])
-    return {
-        "all_well": not any(statuses),
-        "statuses": Counter(statuses),
-        "median_seconds": statistics.median(seconds),
-        "what_failed": tails,
-    }
-
-
 PARTS = {
     "kill": (kill, 50),
     "terminate": (terminate, 20),
     "spot": (spot, 20),
-    "worker": (worker, 5),
-    "torchrun": (torchrun, 100),
 }
 """Each part, and how many runs it has by default."""
 

@@ -2,7 +2,7 @@
 
     python workflows/benchmarks/plan_accuracy.py --result accuracy.json --seconds 240
 
-Forty-nine configurations (`plan_accuracy_rows.py`), the most telling first, each in a process of its own, so that no
+Sixty configurations (`plan_accuracy_rows.py`), the most telling first, each in a process of its own, so that no
 cached block is another's. Two configurations of one GPU run side by side where there are two; those of two GPUs run
 alone. Processes are started ahead and have imported everything when their turn comes. The JSON is rewritten after
 every configuration, and none is begun after ``--seconds``; ``--skip-done`` goes on with an earlier result.
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="print random configurations as JSON")
     parser.add_argument("--seed", type=int, default=0, help="of the random ones")
     parser.add_argument("--limit-gib", type=float, default=16, help="of each GPU, for the random ones")
-    parser.add_argument("--one-gpu", action="store_true", help="the configurations of one GPU, or random ones for it")
+    parser.add_argument("--one-gpu", action="store_true", help="the configurations of one GPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
@@ -79,8 +79,7 @@ def forecast(chosen: argparse.Namespace) -> None:
     import plan_accuracy_compared as compared
 
     if chosen.random:
-        gpus = 1 if chosen.one_gpu else 2
-        print(json.dumps(list(compared.draw_random(chosen.random, chosen.limit_gib, chosen.seed, gpus))))
+        print(json.dumps(list(compared.draw_random(chosen.random, chosen.limit_gib, chosen.seed))))
         return
     report = json.loads(chosen.compare.read_text(encoding="utf-8"))
     rows = [row for row in report["rows"] if all(words in row["name"] for words in chosen.only)]
@@ -107,7 +106,6 @@ def measure_all(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
     names = {row["name"] for row in done}
     waiting = [row for row in rows if row["name"] not in names]
     report: Row = {"command": shlex.join(["python", *sys.argv]), "environment": None, "rows": done}
-    report["gpu_memory_before"] = ask_driver()
     # In a process of its own, which ends: who asks torch about GPUs takes memory of the first.
     asked = subprocess.Popen([sys.executable, "-c", ENVIRONMENT], stdout=subprocess.PIPE, encoding="utf-8")
     begin = time.monotonic()
@@ -266,19 +264,14 @@ def work() -> None:
     os._exit(0)
 
 
-def ask_driver() -> list[int] | None:
-    """Return the MiB that are taken of each GPU before anything runs there; None where there is no driver."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
-    return [int(float(line)) for line in answer.stdout.split()] if answer.returncode == 0 else None
-
-
 def count_visible() -> int:
     """Return how many GPUs there are for this program, without torch; one where there is no driver."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(visible.split(",")) if visible else len(ask_driver() or ["one"])
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(visible.split(","))
+    if shutil.which("nvidia-smi") is None:
+        return 1
+    command = ["nvidia-smi", "--list-gpus"]
+    return len(subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.splitlines())
 
 
 def write(report: Row, path: Path) -> None:

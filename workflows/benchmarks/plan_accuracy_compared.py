@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plan_accuracy_rows import CLASSES, NETWORKS, Row, build_step, list_rows, make_optimizer
+from plan_accuracy_rows import CLASSES, NETWORKS, Row, build_step, fill_row, make_optimizer
 from svg import circle, line, rectangle, text, write
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -227,20 +227,19 @@ def plot(compared: Sequence[Row], path: Path) -> None:
     write(path, drawn, left + side + 130, top + side + 40)
 
 
-def draw_random(count: int, limit_gib: float, seed: int = 0, gpus: int = 2) -> Iterator[Row]:
-    """Yield configurations at random sizes, each run in the way that ``auto`` would choose.
+def draw_random(count: int, limit_gib: float, seed: int = 0) -> Iterator[Row]:
+    """Yield configurations at random sizes, each run in the way that ``auto`` chooses on one GPU.
 
     Their processes are given no more of a GPU than what was counted on. Who runs out of memory was forecast wrongly.
-    On one GPU ``auto`` itself chooses, of all it may take; on two it is asked for the ways that are tried here.
     """
     chance = random.Random(seed)  # noqa: S311 (no secrets)
     capacity = int(limit_gib * GIB)
-    plain = next(row for row in list_rows() if row["net"] == "dynunet")
+    plain = fill_row("dynunet")
     while count:
         size = {"patch": [32 * chance.randint(2, 9) for _ in range(3)], "batch": chance.randint(1, 4)}
         row = {**plain, **size, "net": chance.choice(["vnet", "unet", "dynunet", "segresnet"])}
         row["precision"] = chance.choice(["bf16", "bf16", "fp32"])
-        chosen = choose_on_one(row, capacity) if gpus == 1 else choose_of_several(row, capacity)
+        chosen = choose_on_one(row, capacity)
         if chosen is None or chosen.memory is None:
             continue
         memory, candidate = chosen.memory, chosen.candidate
@@ -255,14 +254,6 @@ def draw_random(count: int, limit_gib: float, seed: int = 0, gpus: int = 2) -> I
             "forecast_seconds": chosen.seconds,
         }
         count -= 1
-
-
-def choose_of_several(row: Row, capacity: int) -> Estimate | None:
-    """Return the forecast that is chosen of some ways to run a configuration on one GPU or two; None if none fits."""
-    ways = [{"kernels": "torch"}, {"kernels": "fast"}, {"kernels": "fast", "recorded": True}]
-    ways += [{"kernels": "fast", "checkpoint": "all"}, {"kernels": "fast", "spatial": 2}]
-    ways += [{"kernels": "fast", "spatial": 2, "checkpoint": "all"}]
-    return choose([judge(forecast_row({**row, **way}), capacity) for way in ways], capacity)[0]
 
 
 def choose_on_one(row: Row, capacity: int) -> Estimate | None:

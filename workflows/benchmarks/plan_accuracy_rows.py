@@ -92,32 +92,8 @@ MEASURED_S = 2.0
 
 
 def list_rows() -> list[Row]:
-    """Return the configurations, in the order in which they are worth their time."""
-    return [*_first_singles(), *_pairs(), *_more_singles(), *_more_pairs()]
-
-
-def _first_singles() -> Iterator[Row]:
-    """Yield every network on one GPU, by every way to run it, at the sizes that people train."""
-    small = {"patch": [32, 48, 32], "batch": 8, "ema": 0.999}
-    yield fill_row("vnet", **small)
-    yield fill_row("vnet", kernels="fast", recorded=True, **small)
-    small = {"patch": [40, 56, 40], "batch": 9, "ema": 0.999}
-    yield fill_row("unet", **small)
-    yield fill_row("unet", kernels="fast", recorded=True, **small)
-    yield fill_row("dynunet")
-    yield fill_row("dynunet", kernels="fast")
-    yield fill_row("vnet")
-    yield fill_row("vnet", kernels="fast", recorded=True)
-    yield fill_row("segresnet", precision="fp32")
-    yield fill_row("segresnet", kernels="fast", checkpoint="all")
-    yield fill_row("swinunetr", patch=[96] * 3)
-    yield fill_row("swinunetr", patch=[96] * 3, precision="fp32")
-    yield fill_row("dynunet", precision="fp32")
-    yield fill_row("dynunet", kernels="fast", checkpoint="all", patch=[256] * 3, batch=1)
-    yield fill_row("unet", patch=[128] * 3)
-    yield fill_row("vnet", patch=[64] * 3, batch=32)
-    yield fill_row("segresnet", kernels="fast")
-    yield fill_row("vnet", kernels="fast", checkpoint="all", patch=[192] * 3, batch=1)
+    """Return the configurations of one GPU and of two, in the order in which they are worth their time."""
+    return [*list_one_gpu_rows(), *_pairs(), *_more_pairs()]
 
 
 def _pairs() -> Iterator[Row]:
@@ -130,24 +106,6 @@ def _pairs() -> Iterator[Row]:
     yield fill_row("swinunetr", pipeline=2, split_size=1, batch=4, patch=[64] * 3)
     yield fill_row("dynunet", kernels="fast", spatial=2, recorded=True, patch=[256, 128, 128])
     yield fill_row("vnet", pipeline=2, split_size=4, recorded=True, patch=[64] * 3, batch=32)
-
-
-def _more_singles() -> Iterator[Row]:
-    """Yield other sizes, precisions and layouts on one GPU."""
-    yield fill_row("vnet", precision="fp32")
-    yield fill_row("unet", precision="fp32", patch=[96] * 3, batch=4)
-    yield fill_row("dynunet", kernels="fast", recorded=True, patch=[160] * 3, batch=1)
-    yield fill_row("dynunet", recorded=True)
-    yield fill_row("unet", kernels="fast", checkpoint="all", patch=[160] * 3)
-    yield fill_row("dynunet", layout="channels_last")
-    yield fill_row("vnet", patch=[192] * 3, batch=1)
-    yield fill_row("segresnet", patch=[192] * 3, batch=1)
-    yield fill_row("swinunetr", recorded=True, patch=[64] * 3)
-    yield fill_row("dynunet", patch=[256] * 3, batch=1)
-    yield fill_row("vnet", kernels="fast", patch=[64] * 3, batch=32)
-    yield fill_row("segresnet", kernels="fast", recorded=True, patch=[96] * 3)
-    yield fill_row("swinunetr", patch=[128] * 3, batch=1)
-    yield fill_row("unet", kernels="fast", patch=[192, 160, 128], batch=1)
 
 
 def _more_pairs() -> Iterator[Row]:
