@@ -1,9 +1,6 @@
 """The benchmark of the largest volumes, tried on a CPU with a pretended limit; its search has tests of its own."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from largest_volumes import (
@@ -18,7 +15,6 @@ from largest_volumes import (
 from plan_accuracy_compared import forecast_row
 from plan_accuracy_rows import measure
 
-SCRIPT = Path(__file__).parents[2] / "workflows" / "benchmarks" / "largest_volumes.py"
 TINY = {
     **list_searches()[0],
     "net": "tiny",
@@ -67,15 +63,3 @@ def test_the_forecast_is_out_of_memory_where_an_h200_was(side, trained):
     outside = 669_843_456  # as it was beside torch then
     found = forecast_row({**at_side(list_searches()[0], side), "recorded": False}, gpu_bytes=16_509_829_120 + outside)
     assert found.runs == trained
-
-
-@pytest.mark.slow  # a process for each try, which imports everything
-def test_the_program_searches_in_processes(tmp_path):
-    rows, result = tmp_path / "rows.json", tmp_path / "result.json"
-    rows.write_text(json.dumps([{**TINY, "forecast_side": 48}]), encoding="utf-8")
-    command = [sys.executable, str(SCRIPT), "--rows", str(rows), "--result", str(result), "--device", "cpu"]
-    command += ["--pretended-voxels", str(VOXELS), "--ahead", "1", "--seconds", "300", "--limit", "200"]
-    subprocess.run(command, check=True)
-    (told,) = json.loads(result.read_text(encoding="utf-8"))["summary"]
-    assert told["is_over"]
-    assert (told["largest_that_trained"], told["first_that_did_not"]) == (48, 64)

@@ -38,6 +38,7 @@ def test_the_image_is_a_ct_in_air(tmp_path):
     assert np.unique(voxels).size > 100
 
 
+@pytest.mark.usefixtures("ready_python")
 def test_a_row_that_is_cut_says_so_and_the_next_is_measured(monkeypatch, tmp_path):
     result = tmp_path / "prediction.json"
     run(monkeypatch, "--cases", CASE, "--rows", "monai", "--seconds", "0.01", "--result", result)
