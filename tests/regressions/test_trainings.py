@@ -337,13 +337,13 @@ def test_a_forecast_counts_the_masks_of_the_first_stage(second):
 # its training.
 
 
-DYNUNET = {"name": "DynUNet", "filters": [4, 8, 8], "strides": [1, 2, 2], "deep_supervision": True}
+TWO_PLACES = {"name": "DynUNet", "filters": [4, 8, 8], "strides": [1, 2, 2], "deep_supervision": True}
 
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_network_whose_blocks_stand_in_two_places(batch: bool, tmp_path) -> None:
     task = load_task(make_annotated_task(tmp_path, "gaps", num_cases=2))
-    spec = {**DYNUNET, "norm_name": "batch"} if batch else DYNUNET
+    spec = {**TWO_PLACES, "norm_name": "batch"} if batch else TWO_PLACES
     network = FitGrid(build_network(spec, in_channels=1, out_channels=3))
     every = {"remove_duplicate": False}
     named = [*network.named_parameters(**every), *network.named_buffers(**every)]
