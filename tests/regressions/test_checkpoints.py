@@ -5,8 +5,6 @@ import copy
 import os
 import random
 import re
-import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -248,12 +246,14 @@ def test_an_error_lets_the_checkpoint_that_is_written_come_to_its_end(tmp_path):
 
 
 FULL = """
-import sys, pathlib, torch
+import pathlib, resource, signal, sys
 sys.path.insert(0, {tests!r})
 from test_checkpoints import made
 from volseg.workflow import Checkpoints, Hook
 from volseg.errors import CheckpointError
-folder = pathlib.Path(sys.argv[1])
+folder, quota = pathlib.Path(sys.argv[1]), int(sys.argv[3])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (quota, quota))
 class Tell(Hook):
     def on_batch_end(self, training, fields):
         print(training.epoch, training.position, flush=True)
@@ -278,10 +278,9 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def run_full(folder, width, **options):
-    code = FULL.format(tests=os.path.dirname(__file__))
-    command = [sys.executable, "-c", code, str(folder), str(width)]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False, **options)
+def run_full(folder, width, quota="-1"):
+    command = [sys.executable, "-c", FULL.format(tests=os.path.dirname(__file__)), str(folder), str(width), quota]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
 
 
 def test_a_full_disk_is_told_after_the_next_batch_and_the_good_checkpoints_stay(small_disk):
@@ -296,11 +295,7 @@ def test_a_full_disk_is_told_after_the_next_batch_and_the_good_checkpoints_stay(
 
 
 def test_a_full_quota_is_told_too(tmp_path):
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    told = run_full(tmp_path, 3000, preexec_fn=limit).stdout.splitlines()
+    told = run_full(tmp_path, 3000, "100_000").stdout.splitlines()
     assert "latest.pt could not be written" in told[-1]
     assert "no earlier one exists" in told[-1]
     assert os.listdir(tmp_path) == []
