@@ -69,12 +69,6 @@ def test_exactness_is_told_beside_round_off():
     assert found["ours_to_plain"]["gradients"] < 10 * max(1e-6, found["plain_to_float64"]["gradients"])
 
 
-def test_exactness_tells_what_is_wrong():
-    one = [{"output 0": torch.ones(2), "gradient of a": torch.ones(2)}]
-    other = [{"output 0": torch.ones(2), "gradient of a": torch.tensor([1.0, 1.5])}]
-    assert networks_rows.worst(one, other) == {"outputs": 0.0, "gradients": 0.5, "others": 0.0}
-
-
 @pytest.mark.slow  # two processes that import everything
 def test_rows_run_in_processes_of_their_own_and_failures_are_rows(monkeypatch, tmp_path):
     result = tmp_path / "networks.json"

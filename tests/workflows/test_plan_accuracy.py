@@ -4,7 +4,7 @@ import networks_listed
 import plan_accuracy_compared
 import pytest
 import torch
-from plan_accuracy_compared import choose_on_one, compare, describe, judge_choices, plot, summarise
+from plan_accuracy_compared import choose_on_one, compare, describe, judge_choices, summarise
 from plan_accuracy_rows import NETWORKS, fill_row, list_one_gpu_rows, list_rows, measure, name_row
 
 from volseg.estimate.candidate import Candidate, Estimate
@@ -67,17 +67,6 @@ def test_the_summary_names_the_worst(compared):
     assert told["seconds"]["median"] == 0.5
 
 
-def test_the_plot_has_a_dot_for_each(compared, tmp_path):
-    plot(compared, tmp_path / "plot.svg")
-    assert (tmp_path / "plot.svg").read_text(encoding="utf-8").count("<circle") == 2 + 5
-
-
-def test_configurations_of_one_gpu_take_one_and_cover_every_network_once_recorded():
-    rows = list_one_gpu_rows()
-    assert {row["spatial"] * row["pipeline"] for row in rows} == {1}
-    assert {row["net"] for row in rows if row["recorded"]} == NETWORKS.keys() - {"tiny"}
-
-
 def test_networks_of_the_list_are_those_whose_speed_is_compared():
     """Their parameters have the same names and shapes as what ``networks.py`` builds."""
     for ours, theirs in {"unet_residual": "UNet", "residual_encoder": "ResEncUNet", "highresnet": "HighResNet"}.items():
@@ -117,10 +106,6 @@ def test_a_wrong_forecast_is_a_wrong_choice(ways):
     judged = judge_choices(ways)
     assert [(one["chosen"], one["fitted"]) for one in judged] == [("way 0", False), ("way 1", True), ("way 1", True)]
     assert judged[2]["over_fastest"] == 2.0
-
-
-def test_one_way_is_no_choice(ways):
-    assert judge_choices(ways[:1]) == []
 
 
 def test_random_sizes_for_one_gpu_take_the_fastest_that_fits(monkeypatch):
