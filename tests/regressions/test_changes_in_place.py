@@ -16,8 +16,6 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 from volseg.parallel.verification.comparison import whole
 
-# Stories of tensors that were changed in place, or hooked, behind an operator that had them computed otherwise.
-#
 # What a plain network computes is computed to its digits. What it refuses is refused, and what cannot be told is,
 # too.
 

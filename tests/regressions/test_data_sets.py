@@ -52,8 +52,6 @@ from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 from volseg.workflow.epoch import EpochLosses
 
-# Faults of data sets and files that passed unnamed, or were named as something else.
-
 
 @pytest.fixture
 def root(tmp_path):

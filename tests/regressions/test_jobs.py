@@ -17,8 +17,6 @@ from volseg.errors import CheckpointError, DataError
 from volseg.experiment import load_config, train
 from volseg.monitoring.run_status import look_at
 
-# Jobs that ended wrongly for whoever started them.
-#
 # ``--max-restarts`` started everything again after a refusal, as often as it was allowed, and the second attempt did
 # not refuse: what is started again goes on with what it finds in its folder. So a run that stood there already, which
 # the command was told to leave alone, was taken for the job's own and trained on. The same under torchrun, whose

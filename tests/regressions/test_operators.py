@@ -21,8 +21,6 @@ from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 from volseg.parallel.verification.comparison import compare, whole
 
-# Calls that returned wrong numbers without a word, each beside the plain network in float64, on real copies.
-#
 # All of them were found by an independent attack on version 0.1, and are right since every call is bound to torch's
 # own signature and rehearsed on shapes before slabs are touched.
 
@@ -201,7 +199,6 @@ def test_a_tensor_into_which_a_volume_was_scattered_is_not_read() -> None:
 # What torch has as a view is a copy where planes lie on other shards: written to, it lost the change without a word.
 #
 # Now such a write, and a read after the volume changed, raise; assignment to the volume itself does what torch does.
-# Everything is compared with the plain operator in float64, on real copies: "cpu:1" is copied to as a second GPU is.
 
 
 SHARDS = [["cpu", "cpu:1"], ["cpu", "cpu:1", "cpu:2", "cpu:3"]]
@@ -340,8 +337,6 @@ def test_another_layout_may_be_the_volume_itself_and_is_not_written_to(layout: t
 
 
 # What was wrong with volumes whose cut dim was merged with its neighbours: seven planes lie unevenly on three shards.
-#
-# Everything is compared with the plain network in float64, on real copies.
 
 
 THREE = ["cpu", "cpu:1", "cpu:2"]
@@ -398,8 +393,6 @@ def test_transposing_a_vector() -> None:
 
 
 # What random networks on slabs found: each story ended in another number or a crash, and is equal since.
-#
-# Everything is compared with the plain network in float64, on real copies: "cpu:1" is copied to as a second GPU is.
 
 
 ONE_OR_TWO = [["cpu"], ["cpu", "cpu:1"]]

@@ -24,9 +24,6 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.pipeline.flow import transfer
 from volseg.parallel.pipeline.record.choice import WARM_UP
 
-# What a pipeline once got wrong without a word, or failed at without a reason; each as a story of two lines.
-
-
 TWO = ["cpu", "cpu:1"]
 RECORDS = [False, True]
 # Sums over samples are taken in another order.

@@ -28,8 +28,6 @@ from volseg.transforms.grid import measure_sides, spacing_after
 from volseg.workflow.components import build_metric
 from volseg.workflow.validation import Validation
 
-# Predictions and scores that were attacked where parts meet: each of these was wrong in silence once.
-
 
 def write(path, side=3, value=1):
     """Write a label map of a cube."""

@@ -26,8 +26,6 @@ from volseg.parallel.state.module import remember
 from volseg.parallel.verification.comparison import compare, whole
 
 # State has one owner: each story here ended in a wrong number without a word until the rule beside it was made.
-#
-# Everything is compared with the plain network in float64, on real copies: "cpu:1" is copied to as a second GPU is.
 
 
 COPIES = ["cpu", "cpu:1"]

@@ -363,9 +363,6 @@ def test_a_network_whose_blocks_stand_in_two_places(batch: bool, tmp_path) -> No
     assert all(tensor.equal(before[name]) for name, tensor in network.state_dict().items())
 
 
-# Faults of images that bring something along.
-
-
 def test_kernels_that_came_with_an_image_are_found_by_its_training(tmp_path, monkeypatch):
     """The note beside them went by the times of volseg's files, of which an image's layers keep whole seconds.
 
@@ -733,9 +730,6 @@ def test_a_voxel_that_is_not_finite_does_not_make_the_rest_black(image, tmp_path
     block = re.search(r'<script id="v0"[^>]*>(.*?)</script>', text)[1]
     shown = nibabel.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(block)))
     assert np.asarray(shown.dataobj).max() == 59
-
-
-# What a user met in `volseg search`.
 
 
 SETTINGS = (DYNUNET, "split.validation=fold", "device=cpu", "training.iterations=1", "training.validate_every=1")

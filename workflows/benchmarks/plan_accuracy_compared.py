@@ -25,8 +25,6 @@ from volseg.estimate.work import Batch, Step, Work
 from volseg.models import build_network
 from volseg.workflow.precision import Precision
 
-__all__ = ["compare", "describe", "draw_random", "forecast_row", "judge_choices", "plot", "summarise"]
-
 COLOURS = {"vnet": "#d9a441", "unet": "#5aa05a", "dynunet": "#1b6ca8", "segresnet": "#a04f8c", "swinunetr": "#b5442e"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 GIB = 2**30

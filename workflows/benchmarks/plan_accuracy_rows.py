@@ -29,20 +29,6 @@ from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.step import TrainingStep
 
-__all__ = [
-    "NETWORKS",
-    "Row",
-    "build_step",
-    "fill_row",
-    "list_one_gpu_rows",
-    "list_rows",
-    "make_optimizer",
-    "measure",
-    "name_row",
-    "take_place",
-    "wait_for_others",
-]
-
 Row = dict[str, Any]
 
 CLASSES = 3

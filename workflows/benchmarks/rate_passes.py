@@ -14,22 +14,6 @@ from volseg.device.norm.activation import Activation
 from volseg.device.torch_internals import softmax
 from volseg.estimate.trace import KernelRun
 
-__all__ = [
-    "LAYOUTS",
-    "Layout",
-    "Prepared",
-    "RateCase",
-    "count_run",
-    "draw",
-    "list_others",
-    "list_passes",
-    "name_layout",
-    "prepare_optimizers",
-    "prepare_passes",
-    "prepare_product",
-    "prepare_tokens",
-]
-
 Prepared = tuple[KernelRun, Callable[[], object]]
 """What is counted, and the call that does it."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from volseg.monitoring.environment import environment
 
-__all__ = ["write_result"]
-
 
 def write_result(path: Path, **content: Any) -> None:
     """Write a result as JSON, whole or not at all: a script writes after each row, and may be killed meanwhile."""
