@@ -230,7 +230,6 @@ def test_settings_of_the_allocator_are_those_of_the_environment(monkeypatch: pyt
 
 
 H200 = find_kind("h200")
-MIB = 2**20
 UNET = Path(__file__).parents[2] / "configs" / "task04_unet.yaml"
 
 

@@ -102,6 +102,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.usefixtures("ready_python")
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="holds a process as POSIX systems do")
 def test_a_store_that_gives_no_answer_ends_the_process(monkeypatch, start):
     """The thread that watches waited for an answer without limit, and did not end the process.
@@ -112,7 +113,7 @@ def test_a_store_that_gives_no_answer_ends_the_process(monkeypatch, start):
     server = start([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, encoding="utf-8")
     store = dist.TCPStore("localhost", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
     put_down(store, leaving=True)
-    watching, ended, told = watch(store, 10.0, [{**member, "pid": os.getpid()} for member in MEMBERS])
+    watching, ended, told = watch(store, 4.0, [{**member, "pid": os.getpid()} for member in MEMBERS])
     os.kill(server.pid, signal.SIGSTOP)
     assert told.wait(60)
     assert ended[0].message.startswith("process 0 of 2 (here, cpu) is cut off: the store of this job has not answered")
