@@ -32,7 +32,8 @@ def parse(path: Path) -> ast.Module:
 
 
 def is_typing_only(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    asked = ast.walk(node.test) if isinstance(node, ast.If) else ()
+    return any("TYPE_CHECKING" in (getattr(each, "id", ""), getattr(each, "attr", "")) for each in asked)
 
 
 def imports_of(node: ast.AST, function: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
