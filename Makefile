@@ -77,6 +77,7 @@ docs-text: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff check --preview --select PLW1514 $(CODE) # text in the encoding of the locale
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell volseg workflows docs configs datasets docker *.md

@@ -1,13 +1,10 @@
 """Count the house, and read some of it.
 
 ``python tests/house.py`` prints lines of code and modules per package, and sizes of tests, pages and benchmarks. A line
-of code is neither blank nor a comment nor part of a docstring. ``python tests/house.py --sentences 100 --seed 1`` draws
-sentences at random from docstrings and pages, for somebody to read who did not write them.
+of code is neither blank nor a comment nor part of a docstring.
 """
 
-import argparse
 import ast
-import random
 import re
 import sys
 from collections import Counter
@@ -80,37 +77,5 @@ def write_table() -> Iterator[str]:
     yield from (f"| {name} | {count} | |" for name, count in count_rest().items())
 
 
-def list_sentences(root: Path = ROOT) -> list[tuple[str, str]]:
-    """Return all sentences of docstrings and pages that have some words, each with the file that it is in."""
-    found = []
-    for path in sorted([*(root / "volseg").rglob("*.py"), *root.glob("*.md"), *(root / "docs").rglob("*.md")]):
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".py":
-            kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-            nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
-            parts = [paragraph for node in nodes for paragraph in (ast.get_docstring(node) or "").split("\n\n")]
-            parts = [part for part in parts if ">>>" not in part and "---" not in part]
-        else:
-            text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-            parts = [part for part in text.split("\n\n") if not part.startswith(("|", "#", "<!--"))]
-        for part in parts:
-            sentences = re.split(r"(?<=[.:!?])\s+(?=[A-Z`*\[])", " ".join(part.split()))
-            found += [(str(path.relative_to(root)), sentence) for sentence in sentences if sentence.count(" ") > 4]
-    return found
-
-
-def main() -> None:
-    """Print the table, or sentences."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sentences", type=int, metavar="N", help="print N sentences instead")
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    lines = write_table()
-    if given.sentences:
-        drawn = random.Random(given.seed).sample(list_sentences(), given.sentences)
-        lines = iter([f"{file}: {sentence}" for file, sentence in drawn])
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    sys.stdout.write("\n".join(write_table()) + "\n")

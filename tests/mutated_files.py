@@ -1,25 +1,19 @@
 """Damage files of images in seeded ways, read each in a process of limited memory, and compare with other readers.
 
-nice python tests/mutated_files.py --result workflows/benchmarks/results/readers_cpu_mutated_files.json
-python tests/mutated_files.py read nii 0 300 FOLDER     # one process: what became of each of 300 files
+python tests/mutated_files.py nii 0 300 FOLDER     # tells what became of each of 300 files
 
 A file must be refused by a `ReaderError`, or read as nibabel (NIfTI) or SimpleITK (the others) reads it without our
 checks before. A process ends itself when a file takes a minute: a reader that hangs. It may take 2 GiB of address space
 more, and 400 MiB of memory in all: no file here holds a kilobyte of voxels.
 """
 
-import argparse
 import faulthandler
 import gzip
-import json
 import random
 import re
 import resource
-import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,15 +22,6 @@ import nibabel
 import numpy as np
 
 VOXELS = np.arange(4 * 5 * 6, dtype=np.int16).reshape(4, 5, 6)
-FILES = {"nii": 2500, "nii.gz": 2500, "nrrd": 125, "nhdr": 125, "mha": 125, "mhd": 125, "dicom": 300}
-"""How many of each kind; together 5,000 NIfTI, 500 NRRD and MetaImage, 300 DICOM."""
-
-FIRST_SEED = 100_000
-"""Beyond those of the tests."""
-
-BATCH = 625
-"""Files that a process reads; importing torch takes as long."""
-
 SILENCE = 60.0
 """Seconds for one file, after which a process hangs."""
 
@@ -245,58 +230,5 @@ def _read_otherwise(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return array.transpose(0, 3, 2, 1), np.diag([-1.0, -1, 1, 1]) @ affine
 
 
-def survey(kind: str, count: int) -> dict[str, Any]:
-    """Let processes read ``count`` files of a kind; return what became of them."""
-    became: Counter[str] = Counter()
-    wrong: list[str] = []
-    slowest, added, begun = 0.0, 0, time.monotonic()
-    for first in range(FIRST_SEED, FIRST_SEED + count, BATCH):
-        last = min(first + BATCH, FIRST_SEED + count)
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, __file__, "read", kind, str(first), str(last), folder]
-            ended = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
-        said = ended.stdout.splitlines()
-        lines = [line.partition(" ")[2] for line in said if line[:1].isdigit()]
-        for line in lines:
-            became[" ".join(line.split()[: 2 if line.startswith("refused") else 1]).rstrip(":")] += 1
-        wrong += [line for line in said if re.match(r"\d+ (RAISED|DIFFERS)", line)]
-        if ended.returncode or len(lines) != last - first:
-            wrong.append(f"{said[-1:]}: status {ended.returncode}: {ended.stderr[-2000:]}")
-            continue
-        _, more, _, seconds = said[-1].split()
-        added, slowest = max(added, int(more)), max(slowest, float(seconds))
-    return {
-        "files": count,
-        "became": dict(sorted(became.items())),
-        "wrong": wrong,
-        "slowest_seconds": slowest,
-        "added_bytes": added,
-        "seconds": round(time.monotonic() - begun, 1),
-    }
-
-
-def main() -> None:
-    """Read the arguments, then one process's files, or all of them."""
-    if sys.argv[1:2] == ["read"]:
-        _, _, kind, first, last, folder = sys.argv
-        read_files(kind, int(first), int(last), Path(folder))
-        return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--only", choices=list(FILES))
-    parser.add_argument("--count", type=int, help="files of each kind, instead of all")
-    options = parser.parse_args()
-    from volseg.monitoring.environment import environment  # imports torch: not in the processes that read
-
-    result: dict[str, Any] = {"environment": environment(), "first_seed": FIRST_SEED, "kinds": {}}
-    for kind, count in FILES.items():
-        if options.only in (None, kind):
-            result["kinds"][kind] = row = survey(kind, options.count or count)
-            print(kind, json.dumps(row), flush=True)  # noqa: T201
-    options.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if wrong := sum(len(row["wrong"]) for row in result["kinds"].values()):
-        sys.exit(f"{wrong} file(s) were read otherwise, raised something else, hung or took memory")
-
-
 if __name__ == "__main__":
-    main()
+    read_files(sys.argv[1], *map(int, sys.argv[2:4]), Path(sys.argv[4]))

@@ -37,8 +37,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NAME", "Popen", "wait_until"]
-
 NAME = "ready_python"
 """What a process that waits to be forked is called in ``/proc/PID/comm``."""
 

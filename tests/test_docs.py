@@ -7,7 +7,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 from documented import PAGES, ROOT, name_page, read_blocks
 
 import volseg
@@ -57,9 +56,8 @@ def _is_file(name: str) -> bool:
     return any(f"/{path}".endswith(f"/{name}") for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_page)
-def test_links_and_paths_of_a_page_exist(page: Path) -> None:
-    assert broken_links(page) == []
+def test_links_and_paths_of_pages_exist() -> None:
+    assert {name_page(page): broken for page in PAGES if (broken := broken_links(page))} == {}
 
 
 def test_a_link_to_nowhere_is_found(tmp_path: Path) -> None:
@@ -139,15 +137,11 @@ def is_there(path: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.name not in ("CHANGELOG.md", "measurements.md") and page.parent != DECISIONS],
-    ids=name_page,
-)
-def test_dotted_names_of_a_page_are_there(page: Path) -> None:
+def test_dotted_names_of_pages_are_there() -> None:
     """Also those that a table of another framework's names maps to ours. Some pages tell of what there was."""
-    named = {path for path in NAMED_IN_PROSE.findall(prose(page)) if not GROUPS.fullmatch(path)}
-    assert {path for path in named if not is_there(path)} == set()
+    told = [page for page in PAGES if page.name not in ("CHANGELOG.md", "measurements.md") and page.parent != DECISIONS]
+    named = {(name_page(page), path) for page in told for path in NAMED_IN_PROSE.findall(prose(page))}
+    assert [(page, path) for page, path in named if not GROUPS.fullmatch(path) and not is_there(path)] == []
 
 
 def _is_module(path: str) -> bool:
@@ -157,16 +151,14 @@ def _is_module(path: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "workflows").rglob("*.py")), ids=lambda path: path.name)
-def test_what_a_script_imports_and_calls_is_there(script: Path) -> None:
-    """Imports inside of functions, too: a benchmark's stood there for a name that had moved, and failed on a GPU."""
-    assert broken_names(script.read_text(encoding="utf-8")) == []
+def test_what_scripts_and_pages_import_and_call_can_be() -> None:
+    """Imports inside of functions, too: a benchmark's stood there for a name that had moved, and failed on a GPU.
 
-
-@pytest.mark.parametrize("page", PAGES, ids=name_page)
-def test_what_a_page_imports_and_calls_can_be(page: Path) -> None:
-    """``volseg.parallel.verification.verify(...)`` stood in a page: a module, since the move, and no function."""
-    assert [name for block in read_blocks(page, "python") for name in broken_names(block.text)] == []
+    ``volseg.parallel.verification.verify(...)`` stood in a page: a module, since the move, and no function.
+    """
+    texts = {script.name: script.read_text(encoding="utf-8") for script in (ROOT / "workflows").rglob("*.py")}
+    texts |= {str(block): block.text for page in PAGES for block in read_blocks(page, "python")}
+    assert {name: broken for name, text in texts.items() if (broken := broken_names(text))} == {}
 
 
 def test_a_call_of_a_module_and_an_absent_name_are_found() -> None:

@@ -2,15 +2,13 @@
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
-import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import RunLayers, assert_same_values
+from beside_plain import WAYS, RunLayers, assert_small, attention_by_plain_forms
 from in_group import in_group
 from kernels import DEVICE, INTERPRETED, with_kernels
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from volseg.device import attention, layer_norm
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import FastKernels, ModelParallel
-from volseg.parallel.verification.comparison import whole
+from volseg.parallel.verification import comparison as verification
 
 Heads = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -41,45 +39,16 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls() -> Iterator[list[str]]:
     """Let a CPU take the kernels' way, by their plain forms; return what was called."""
-    found: list[str] = []
-
-    def noted(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
-            found.append(name)
-            return compute(*given)
-
-        return run
-
-    monkeypatch.setattr(attention, "attend", noted("attend", plain_kernels.attend))
-    monkeypatch.setattr(attention, "differentiate", noted("differentiate", plain_kernels.differentiate_attention))
-    monkeypatch.setattr("volseg.parallel.spatial.lazy.scores._has_kernel", lambda slab: True)
-    monkeypatch.setattr("volseg.parallel.spatial.lazy.scores.WIDTHS", {torch.float64})
-    return found
+    with attention_by_plain_forms() as found:
+        yield found
 
 
-def observe(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
-    """Return outputs, gradients and parameters of two steps."""
-    found: dict[str, Tensor] = {}
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for step in range(2):
-        image = (x + step).requires_grad_()
-        output = call(image)
-        optimizer.zero_grad()
-        output.square().mean().backward()
-        optimizer.step()
-        found |= {f"output {step}": output.detach(), f"image {step}": image.grad}
-        found |= {f"{name} {step}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-    return found
-
-
-def compare(plain: nn.Module, x: Tensor, rounding: float = 1e-11, shards: int = 1) -> None:
-    ours = copy.deepcopy(plain)
-    slabs = ["cpu", "cpu:1"]
-    model = FastKernels(ours, x.device) if shards == 1 else ModelParallel(ours, strategy="spatial", devices=slabs)
-    got, wanted = observe(ours, lambda image: whole(model(image)), x), observe(plain, plain, x)
-    assert_same_values(got, wanted, rounding, rounding)
+def compare(plain: nn.Module, x: Tensor, tolerance: float = 1e-11, shards: int = 1) -> None:
+    """Compare outputs, gradients and parameters of two steps."""
+    model = WAYS["fast" if shards == 1 else "two"](copy.deepcopy(plain))
+    assert_small(verification.compare(plain, model, [x], steps=2), tolerance)
 
 
 def make(heads: Heads) -> tuple[Net, Tensor]:
@@ -250,7 +219,7 @@ def test_layer_norms_that_broke(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     plain = layer_norm.normalize_lines
     monkeypatch.setattr(layer_norm, "normalize_lines", lambda *given: (found.append(1), plain(*given))[1])
     # In float32, in which torch's sums have another order.
-    compare(make_lines(run).to(DEVICE), torch.rand(2, 1, 3, 2, 2, device=DEVICE), rounding=1e-4)
+    compare(make_lines(run).to(DEVICE), torch.rand(2, 1, 3, 2, 2, device=DEVICE), tolerance=1e-4)
     assert found
 
 
@@ -293,22 +262,15 @@ def throw_away(then: str) -> str:
     gc.collect()
     gc.disable()
     try:
-        with (
-            mock.patch.object(attention, "attend", plain_kernels.attend),
-            mock.patch.object(attention, "differentiate", plain_kernels.differentiate_attention),
-            mock.patch("volseg.parallel.spatial.lazy.scores._has_kernel", return_value=True),
-            mock.patch("volseg.parallel.spatial.lazy.scores.WIDTHS", {torch.float64}),
-        ):
-            ours = copy.deepcopy(plain)
-            model = ModelParallel(ours, strategy="spatial")
-            got = observe(ours, lambda image: whole(model(image)), x)
+        with attention_by_plain_forms():
+            model = ModelParallel(copy.deepcopy(plain), strategy="spatial")
+            errors = verification.compare(plain, model, [x], steps=2)
             if then == "behind the pass" and torch.distributed.get_rank():
                 gc.collect()
             model.strategy.context.write_waiting()
     finally:
         gc.enable()
-    for name, value in observe(plain, plain, x).items():
-        torch.testing.assert_close(got[name], value)
+    assert_small(errors)
     return "well"
 
 

@@ -283,7 +283,7 @@ def attack(kind, first, last, folder):
     """Read so many damaged files in a process of limited memory; return what became of each."""
     if not kind.startswith("nii"):
         pytest.importorskip("SimpleITK")
-    command = [sys.executable, str(SCRIPT), "read", kind, str(first), str(last), str(folder)]
+    command = [sys.executable, str(SCRIPT), kind, str(first), str(last), str(folder)]
     ended = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     said = [line for line in ended.stdout.splitlines() if line[:1].isdigit()]
     assert ended.returncode == 0, f"seed {said[-1:]}: status {ended.returncode}\n{ended.stderr[-2000:]}"

@@ -1,16 +1,8 @@
-"""Jobs that ended wrongly for whoever started them.
-
-``--max-restarts`` started everything again after a refusal, as often as it was allowed, and the second attempt did not
-refuse: what is started again goes on with what it finds in its folder. So a run that stood there already, which the
-command was told to leave alone, was taken for the job's own and trained on. The same under torchrun, whose launcher
-does not ask what its processes ended by.
-
-A run folder that was removed while its training went on came back with checkpoints and a report, and without the config
-that everything else needs: status 0, and weights that nothing could use. Where another training had begun in its place
-meanwhile, its checkpoints were replaced by those of the first one.
-"""
+"""Jobs that ended wrongly, or did not say why, for whoever started them."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +15,16 @@ from volseg.checkpointing.file import load_checkpoint
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError, DataError
 from volseg.experiment import load_config, train
+from volseg.monitoring.run_files import look_at
+
+# ``--max-restarts`` started everything again after a refusal, as often as it was allowed, and the second attempt did
+# not refuse: what is started again goes on with what it finds in its folder. So a run that stood there already, which
+# the command was told to leave alone, was taken for the job's own and trained on. The same under torchrun, whose
+# launcher does not ask what its processes ended by.
+#
+# A run folder that was removed while its training went on came back with checkpoints and a report, and without the
+# config that everything else needs: status 0, and weights that nothing could use. Where another training had begun in
+# its place meanwhile, its checkpoints were replaced by those of the first one.
 
 
 @pytest.fixture
@@ -50,10 +52,9 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.usefixtures("ready_python")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_refusal_is_none_that_another_attempt_lifts(launcher, stopped_run, config_file, request):
-    if launcher == "torchrun":  # the other one, as a user does: interpreters that have imported nothing
-        request.getfixturevalue("ready_python")
+def test_a_refusal_is_none_that_another_attempt_lifts(launcher, stopped_run, config_file):
     command = [str(config_file) if part == "CONFIG" else part for part in LAUNCHERS[launcher]]
     ended = subprocess.run([sys.executable, *command], capture_output=True, encoding="utf-8", timeout=200)
     assert ended.returncode == 1, ended.stderr
@@ -99,3 +100,61 @@ def test_a_run_does_not_go_on_with_labels_of_another_meaning(stopped_run, config
         train(config, resume=True)
     (stopped_run / "task.json").unlink()  # nothing that says what they meant
     assert len(train(config, resume=True).history) == 2
+
+
+# ``volseg status`` showed gloo's own text of a job whose process was killed: a connection to some address was closed.
+#
+# The leader writes the status of a job, and its own error was the broken connection. It waits now until the
+# supervision knows which process died, or is ended by it, and the status says that.
+
+
+KILLED = """
+import os, signal
+import volseg
+from volseg.parallel.devices import get_process_rank
+
+@volseg.register("hook", "Killed")
+class Killed(volseg.Hook):
+    def on_batch_end(self, training, fields):
+        if get_process_rank() == 1 and training.epoch == 1:
+            {what}
+"""
+
+
+def run_job(what, start, folder, *settings):
+    """Train under torchrun with a process that does something in its second epoch; return the status that is left."""
+    (folder / "killed.py").write_text(KILLED.format(what=what), encoding="utf-8")
+    config_file = write_config(make_task(folder / "Task00_Synthetic", num_cases=6, num_test=1), folder)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "volseg"]
+    command += ["train", str(config_file), "--components", str(folder / "killed.py")]
+    told = ("device=cpu", "hooks=[{name: Killed}]", "training.epochs=9", *settings)
+    command += [part for each in told for part in ("--set", each)]
+    job = start(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, encoding="utf-8")
+    _, errors = job.communicate(timeout=300)
+    assert job.returncode != 0
+    status = look_at(folder / "run").status
+    assert status.state == "failed", errors
+    assert "gloo" not in status.message
+    return status.message
+
+
+@pytest.mark.usefixtures("ready_python")
+@pytest.mark.parametrize(
+    ("what", "mesh", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "parallel.data=2", r"died silently, last seen at"),
+        ("raise KeyError('something of ours')", "parallel.spatial=2", "KeyError: 'something of ours'"),
+    ],
+    ids=["killed", "fails"],
+)
+def test_the_status_names_the_process_that_died(what, mesh, told, start, tmp_path):
+    message = run_job(what, start, tmp_path, mesh)
+    assert re.search(rf"process 1 of 2 \(\S+, cpu\):? {told}", message), message
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_the_status_of_a_job_that_hung_says_where_each_process_was(start, tmp_path):
+    """The status stayed at the last batch, and its process was gone."""
+    message = run_job("signal.pause()", start, tmp_path, "parallel.data=2", "parallel.timeout=10")
+    assert re.search(r"no process has made progress for \d+ s", message), message
+    assert re.search(r"process 1 of 2 \(\S+, cpu\): train, epoch 2, batch 1", message), message

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from beside_plain import RunLayers, assert_small
 from in_group import assert_all_well, in_group
 from made_up_networks import WithLayers
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
 from volseg.parallel.processes.group import _message_groups
+from volseg.parallel.verification.comparison import compare
 
 
 def convolution(inputs: int = 1, outputs: int = 1) -> nn.Conv3d:
@@ -213,8 +215,50 @@ def used_in_one_process() -> str | None:
     return expect_refusal_in_step(model, 1, leave_out, "a parameter of shape (1,)")
 
 
+# What random networks found where each process holds one slab: a process that waits for another one.
+
+
+def make_net(function: Callable[[nn.Module, Tensor], Any]) -> nn.Module:
+    """Return a convolution, and a function of it and the input as ``forward``."""
+    torch.manual_seed(0)
+    return RunLayers(lambda net, x: function(net.layer, x), layer=nn.Conv3d(2, 2, 3, padding=1)).double()
+
+
+def one_volume() -> Tensor:
+    return volume()[:1, [0, 0]]
+
+
+def assigned(layer: nn.Module, x: Tensor) -> Tensor:
+    y = layer(x) * 1.0
+    y[:, :, 0:1] = layer(x)[:, :, -1:] * layer.bias.sum()
+    return y
+
+
+def assign_planes_of_one_process() -> None:
+    """The planes fell to one process, whose backward pass waited for ever for the other's part of their gradient."""
+    plain = make_net(assigned)
+    model = ModelParallel(copy.deepcopy(plain), strategy="spatial")
+    assert_small(compare(plain, model, [one_volume()]))
+
+
+def change_the_input_of_one_process() -> None:
+    """The network zeroes a plane of its input, which only its owner noticed: it waited to write the caller's tensor."""
+
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+        x[:, :, 0] = 0
+        return layer(x)
+
+    plain = make_net(forward)
+    model = ModelParallel(copy.deepcopy(plain), strategy="spatial")
+    inputs = [one_volume(), one_volume()]
+    outputs = [net(x) for net, x in zip((plain, model), inputs, strict=True)]
+    torch.testing.assert_close(outputs[1].full_tensor(), outputs[0])
+    torch.testing.assert_close(inputs[1], inputs[0])
+
+
 CASES = [dropped_in_evaluation, weights_that_differ, changed_in_one_process, relaid_in_one_process]
 CASES += [used_in_one_process, other_networks, input_in_place, replicas, copies_alone]
+CASES += [assign_planes_of_one_process, change_the_input_of_one_process]
 
 
 @pytest.mark.parametrize("case", CASES)

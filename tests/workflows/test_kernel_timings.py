@@ -31,11 +31,6 @@ def test_each_direction_of_a_convolution_is_timed(tmp_path, monkeypatch):
         )
 
 
-def test_no_shape_is_begun_behind_the_seconds(tmp_path):
-    told = measure(tmp_path, "random", "--seconds", "-1")
-    assert (told["rows"], told["left_out"]) == ([], [str(shape) for shape in benchmark.draw_shapes(benchmark.RANDOM)])
-
-
 def test_a_form_that_fails_is_named_and_torchs_is_timed(monkeypatch):
     def fail(*_: object) -> torch.Tensor:
         raise RuntimeError("no kernel\nfor it")
@@ -71,13 +66,6 @@ def test_the_table_of_torchs_convolutions_is_read_as_it_is_written(tmp_path, mon
         for direction in DIRECTIONS:
             assert times[direction].pop((4, 4)) is None
             assert set(times[direction]) == {(2, 2), (2, 4), (4, 2)}
-
-
-def test_shapes_have_names_of_their_own():
-    shapes = benchmark.draw_shapes(50)
-    assert shapes == benchmark.draw_shapes(50), "from a fixed seed"
-    assert len({str(shape) for shape in shapes}) == len({*shapes})
-    assert str(pad(16, 32, (1, 3, 3), 2, (8, 16, 16))) == "16 to 32, 1 x 3 x 3, 8 x 16 x 16, dilation [2, 2, 2]"
 
 
 @pytest.mark.gpu

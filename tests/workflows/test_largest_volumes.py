@@ -1,16 +1,12 @@
 """The benchmark of the largest volumes, tried on a CPU with a pretended limit; its search has tests of its own."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from largest_volumes import (
     UNIT,
     at_side,
     list_searches,
-    list_searches_of_one,
     list_tries,
     name_search,
     run_round,
@@ -19,8 +15,15 @@ from largest_volumes import (
 from plan_accuracy_compared import forecast_row
 from plan_accuracy_rows import measure
 
-SCRIPT = Path(__file__).parents[2] / "workflows" / "benchmarks" / "largest_volumes.py"
-TINY = {**list_searches()[0], "net": "tiny", "kernels": "torch", "precision": "fp32", "patch": [UNIT] * 3}
+TINY = {
+    **list_searches()[0],
+    "net": "tiny",
+    "kernels": "torch",
+    "recorded": False,
+    "precision": "fp32",
+    "patch": [UNIT] * 3,
+    "measured_s": 0,
+}
 VOXELS = 3 * UNIT**3
 """The pretended limit: three units of a side."""
 
@@ -28,20 +31,14 @@ VOXELS = 3 * UNIT**3
 def test_searches_have_different_names():
     names = [name_search(row) for row in list_searches()]
     assert len(set(names)) == len(names)
-    assert names[0] == "dynunet Nx160x160 b1 bf16 fast"
-
-
-def test_searches_of_one_gpu_are_recorded_and_take_no_other():
-    rows = list_searches_of_one()
-    assert len({name_search(row) for row in rows}) == len(rows)
-    assert {(row["recorded"], row["spatial"] * row["pipeline"]) for row in rows} == {(True, 1)}
+    assert names[0] == "dynunet Nx160x160 b1 bf16 fast recorded"
 
 
 def test_a_search_goes_on_where_it_was(tmp_path):
     """Each round as an own call that reads what the one before has written; the tries really train, in this process."""
     rows, asked = [{**TINY, "forecast_side": 64}], []
     while tries := list(list_tries(rows, VOXELS)):
-        run_round(tries, rows, lambda waiting: (row | measure(row, [], None) for row in waiting))
+        run_round(tries, rows, lambda waiting: (row | measure(row, []) for row in waiting))
         (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
         rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
         asked.append(rows[0]["tries"][-1])
@@ -64,17 +61,5 @@ def test_what_fails_by_something_else_ends_its_search_only():
 def test_the_forecast_is_out_of_memory_where_an_h200_was(side, trained):
     """Of 15.4 GiB for torch; 800 planes were out of memory in the third step, after two that had trained."""
     outside = 669_843_456  # as it was beside torch then
-    found = forecast_row(at_side(list_searches()[0], side), gpu_bytes=16_509_829_120 + outside)
+    found = forecast_row({**at_side(list_searches()[0], side), "recorded": False}, gpu_bytes=16_509_829_120 + outside)
     assert found.runs == trained
-
-
-@pytest.mark.slow  # a process for each try, which imports everything
-def test_the_program_searches_in_processes(tmp_path):
-    rows, result = tmp_path / "rows.json", tmp_path / "result.json"
-    rows.write_text(json.dumps([{**TINY, "forecast_side": 48}]), encoding="utf-8")
-    command = [sys.executable, str(SCRIPT), "--rows", str(rows), "--result", str(result), "--device", "cpu"]
-    command += ["--pretended-voxels", str(VOXELS), "--ahead", "1", "--seconds", "300", "--limit", "200"]
-    subprocess.run(command, check=True)
-    (told,) = json.loads(result.read_text(encoding="utf-8"))["summary"]
-    assert told["is_over"]
-    assert (told["largest_that_trained"], told["first_that_did_not"]) == (48, 64)

@@ -2,10 +2,7 @@
 
 import copy
 import json
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import networks
 import networks_rows
@@ -72,12 +69,6 @@ def test_exactness_is_told_beside_round_off():
     assert found["ours_to_plain"]["gradients"] < 10 * max(1e-6, found["plain_to_float64"]["gradients"])
 
 
-def test_exactness_tells_what_is_wrong():
-    one = [{"output 0": torch.ones(2), "gradient of a": torch.ones(2)}]
-    other = [{"output 0": torch.ones(2), "gradient of a": torch.tensor([1.0, 1.5])}]
-    assert networks_rows.worst(one, other) == {"outputs": 0.0, "gradients": 0.5, "others": 0.0}
-
-
 @pytest.mark.slow  # two processes that import everything
 def test_rows_run_in_processes_of_their_own_and_failures_are_rows(monkeypatch, tmp_path):
     result = tmp_path / "networks.json"
@@ -92,27 +83,6 @@ def test_rows_run_in_processes_of_their_own_and_failures_are_rows(monkeypatch, t
     assert again["networks"]["UNet"]["16 x 8 x 8"] == found
     assert len(again["commands"]) == 2
     assert (tmp_path / "networks.svg").exists()
-
-
-@pytest.mark.slow  # a process that imports everything
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list a process's children")
-def test_whoever_ends_it_ends_its_rows_and_does_not_wait_for_their_answers(tmp_path):
-    ours = Path(networks.__file__)
-    given = ["--device", "cpu", "--sides", "128", "128", "128", "--turns", "900", "--networks", "VNet", "UNet"]
-    given += ["--rows", "plain", "ours", "--limit", "900", "--result", str(tmp_path / "result.json")]
-    program = subprocess.Popen([sys.executable, str(ours), *given], start_new_session=True)
-    end = time.monotonic() + 60
-    while not (workers := list_children(program.pid)) and time.monotonic() < end:
-        time.sleep(0.05)
-    program.terminate()
-    assert program.wait(timeout=20) == 143
-    assert workers
-    assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
-
-
-def list_children(process):
-    files = Path(f"/proc/{process}/task").glob("*/children")
-    return [int(child) for file in files for child in file.read_text(encoding="utf-8").split()]
 
 
 def test_ratios_are_to_the_best_of_each_kind(tmp_path):

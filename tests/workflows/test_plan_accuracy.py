@@ -4,7 +4,7 @@ import networks_listed
 import plan_accuracy_compared
 import pytest
 import torch
-from plan_accuracy_compared import choose_on_one, compare, describe, judge_choices, list_changes, plot, summarise
+from plan_accuracy_compared import choose_on_one, compare, describe, judge_choices, summarise
 from plan_accuracy_rows import NETWORKS, fill_row, list_one_gpu_rows, list_rows, measure, name_row
 
 from volseg.estimate.candidate import Candidate, Estimate
@@ -12,7 +12,7 @@ from volseg.estimate.step_memory import MemoryUse
 from volseg.models import build_network
 
 MIB = 2**20
-TINY = {"net": "tiny", "patch": [16] * 3, "batch": 1, "precision": "fp32"}
+TINY = {"net": "tiny", "patch": [16] * 3, "batch": 1, "precision": "fp32", "measured_s": 0}
 
 
 @pytest.mark.parametrize("list_all", [list_rows, list_one_gpu_rows])
@@ -23,11 +23,9 @@ def test_configurations_are_many_and_have_different_names(list_all):
 
 
 def test_a_configuration_is_measured_in_this_process():
-    found = measure({**list_rows()[0], **TINY}, [], None)
+    found = measure(fill_row(**TINY), [])
     assert found["seconds"] > 0
-    assert [mark["mark"] for mark in found["marks"][:8]] == [
-        *("place", "placed", "step", "forward", "loss", "backward", "optimizer", "end")
-    ]
+    assert len(found["seconds_all"]) >= 3
 
 
 @pytest.fixture
@@ -59,7 +57,6 @@ def test_errors_are_relative_to_what_was_measured(compared):
     assert [found.get("used_error") for found in compared] == [0, pytest.approx(0.1), None]
     assert compared[1]["total_error"] == pytest.approx(130 / 120 - 1)
     assert describe(compared[1]) == "vnet 1: used +10.0%, reserved +10.0%, total +8.3%, seconds -50.0%"
-    assert [found["changed_since"] for found in compared] == [[], ["recordings"], []]
     assert describe(compared[2]) == "vnet 2: not forecast: it looks at values"
 
 
@@ -68,17 +65,6 @@ def test_the_summary_names_the_worst(compared):
     assert (told["compared"], told["not_forecast"]) == (2, 1)
     assert told["reserved"] == {"median": pytest.approx(0.05), "worst": pytest.approx(0.1), "worst_of": "vnet 1"}
     assert told["seconds"]["median"] == 0.5
-
-
-def test_the_plot_has_a_dot_for_each(compared, tmp_path):
-    plot(compared, tmp_path / "plot.svg")
-    assert (tmp_path / "plot.svg").read_text(encoding="utf-8").count("<circle") == 2 + 5
-
-
-def test_configurations_of_one_gpu_take_one_and_cover_every_network_once_recorded():
-    rows = list_one_gpu_rows()
-    assert {row["spatial"] * row["pipeline"] for row in rows} == {1}
-    assert {row["net"] for row in rows if row["recorded"]} == NETWORKS.keys() - {"tiny"}
 
 
 def test_networks_of_the_list_are_those_whose_speed_is_compared():
@@ -122,10 +108,6 @@ def test_a_wrong_forecast_is_a_wrong_choice(ways):
     assert judged[2]["over_fastest"] == 2.0
 
 
-def test_one_way_is_no_choice(ways):
-    assert judge_choices(ways[:1]) == []
-
-
 def test_random_sizes_for_one_gpu_take_the_fastest_that_fits(monkeypatch):
     """Where there is little memory activations are recomputed; rows say what they were counted on to take."""
     monkeypatch.setattr(plan_accuracy_compared, "NETWORKS", {"dynunet": NETWORKS["tiny"]})
@@ -135,9 +117,3 @@ def test_random_sizes_for_one_gpu_take_the_fastest_that_fits(monkeypatch):
     less = choose_on_one(small, enough.memory.total - 8 * MIB)
     assert less is None or less.candidate.checkpoint is not None
     assert choose_on_one(small, 64 * MIB) is None
-
-
-def test_an_earlier_row_without_a_day_is_of_other_code():
-    fast = {"kernels": "fast", "spatial": 1, "pipeline": 1, "checkpoint": None, "recorded": False}
-    assert list_changes(fast) == ["kernels and slabs"]
-    assert list_changes({**fast, "date": "2026-11-24"}) == []

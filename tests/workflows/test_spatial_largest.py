@@ -23,13 +23,6 @@ def test_finds_the_largest_side_whatever_is_tried_first(first: int, largest: int
     assert len(tries) <= 10
 
 
-def test_a_right_guess_takes_two_tries() -> None:
-    tries = [{"side": 640, "fits": True}, {"side": 704, "fits": False}]
-    assert next_side([], 640, 64) == 640
-    assert next_side(tries[:1], 640, 64) == 704
-    assert next_side(tries, 640, 64) is None
-
-
 def test_first_guess_grows_with_memory_and_gpus() -> None:
     assert [forecast(150e9, gpus, 64) for gpus in (1, 2, 4, 8)] == [640, 832, 1024, 1280]
     assert forecast(1e6, 1, 64) == 64
@@ -57,13 +50,6 @@ def test_other_errors_are_no_answer() -> None:
 
     with pytest.raises(RuntimeError, match="remote process exited"):
         search(row(first=64), measure, lambda known: None)
-
-
-def test_a_search_that_was_cut_short_says_so() -> None:
-    assert "| none | | | | | 64^3 (search not finished) |" in table(
-        [row(tries=[{"side": 64, "fits": False}], multiple=32)]
-    )
-    assert "(search not finished)" in table([row()])
 
 
 def test_compares_the_peak_of_n_gpus_with_one_nth_of_that_of_one() -> None:

@@ -6,31 +6,22 @@ python workflows/benchmarks/faults.py --only kill --kill 5 --result /tmp/faults.
 kill       SIGKILL at random moments; `volseg train --restart` until it ends; every bit equals the undisturbed run
 terminate  SIGTERM at random moments: seconds until the process is gone, and seconds of training that were lost
 spot       a spot notice from a metadata service (a local HTTP server) in place of SIGTERM
-worker     one of four processes is killed: the job continues by itself, and ends with the weights of an undisturbed job
-torchrun   two processes under torchrun, many times: all of them end with status 0
-signals    SIGINT, SIGTERM or SIGHUP at random moments of the first ten seconds of `train`, `predict`, `data check`,
-           while modules are imported: status 128 + number, one line, no traceback, no process left
 
 Trainings run on a synthetic task. Those of one process are forked from this one, which has imported everything: the
-start of Python and torch would take most of the time, and kills would mostly hit imports. The processes of `signals`
-start as a user starts them.
+start of Python and torch would take most of the time, and kills would mostly hit imports.
 
-The result is JSON: a list of sittings, to which each call of this script adds one. A sitting holds counts, and the runs
-that failed.
+The result is JSON: counts, and the runs that failed.
 """
 
 import argparse
 import contextlib
-import faulthandler
 import hashlib
 import http.server
 import json
 import os
 import random
-import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -43,14 +34,12 @@ from pathlib import Path
 
 import torch
 import yaml
-from early_signals import NUMBERS, summarise_tries, try_signal
+from results import write_result
 
 from volseg import cli, experiment  # noqa: F401  (the forked trainings find it imported)
 from volseg.checkpointing.state import CLOCKED
-from volseg.commands import run_module
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError
-from volseg.monitoring.environment import environment
 from volseg.workflow import load_checkpoint
 
 CONFIG = {
@@ -67,23 +56,16 @@ NAMES = ("latest.pt", "previous.pt", "best.pt")
 LIMIT = 300.0
 """Seconds after which a process that should have ended is called hung."""
 
-PHASES = (
-    ("checkpoint", ("serialization.py", "files.py")),
-    ("validation", ("validation.py", "predictor.py")),
-    ("step", ("step.py", "augmented.py", "patches.py", 'training.py", line', "averaging.py")),
-)
-"""Where a process is, by the files in its traceback; the first match counts. Without a match it starts or ends."""
-
 
 class Sitting:
     """A training in a process of its own, forked from this one."""
 
     def __init__(self, arguments: list[str], log: Path, environ: dict[str, str] | None = None) -> None:
-        self.log, self.traceback = log, log.with_suffix(".where")
+        self.log = log
         self.begun = time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
-            _be_training(arguments, log, self.traceback, environ or {})
+            _be_training(arguments, log, environ or {})
 
     def wait(self, seconds: float = LIMIT) -> int | None:
         """Return the exit status as a shell shows it; None while it runs."""
@@ -101,9 +83,8 @@ class Sitting:
         """Return the exit status; kill a process that hangs, and end the benchmark."""
         status = self.wait()
         if status is None:
-            where = self.look()
             self.kill()
-            raise SystemExit(f"a training hung for {LIMIT} s in {where}; its log:\n{read_tail(self.log)}")
+            raise SystemExit(f"a training hung for {LIMIT} s; its log:\n{read_tail(self.log)}")
         return status
 
     def kill(self) -> None:
@@ -111,25 +92,13 @@ class Sitting:
         os.kill(self.pid, signal.SIGKILL)
         self.wait()
 
-    def look(self) -> str:
-        """Return where the process is, by the traceback that faulthandler writes."""
-        self.traceback.write_bytes(b"")
-        os.kill(self.pid, signal.SIGUSR2)
-        for _ in range(50):
-            time.sleep(0.002)
-            if text := self.traceback.read_text(encoding="utf-8"):
-                break
-        else:
-            return "start"  # before the handler is installed
-        return next((phase for phase, marks in PHASES if any(mark in text for mark in marks)), "start or end")
-
 
 def read_tail(log: Path) -> str:
     """Return the end of a log."""
     return log.read_text(encoding="utf-8")[-3000:]
 
 
-def _be_training(arguments: list[str], log: Path, where: Path, environ: dict[str, str]) -> None:
+def _be_training(arguments: list[str], log: Path, environ: dict[str, str]) -> None:
     """Run `volseg` with these arguments in the forked process; does not return."""
     status = 70
     try:
@@ -138,7 +107,6 @@ def _be_training(arguments: list[str], log: Path, where: Path, environ: dict[str
         with log.open("ab") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        faulthandler.register(signal.SIGUSR2, file=where.open("wb"), all_threads=True)
         sys.argv = ["volseg", *arguments]
         try:
             cli.main()
@@ -166,19 +134,16 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # imports what optimizers import late, so that no fork does
-    result: dict = {"command": shlex.join(["python", *sys.argv]), "environment": environment()}
-    chosen.result.parent.mkdir(parents=True, exist_ok=True)
-    earlier = json.loads(chosen.result.read_text(encoding="utf-8"))["sittings"] if chosen.result.exists() else []
+    result: dict = {}
     with tempfile.TemporaryDirectory(prefix="faults") as place:
         bench = Bench(Path(place), chosen.seed, chosen.side_by_side)
-        if chosen.only != ["signals"]:
-            result["undisturbed"] = bench.reference()
+        result["undisturbed"] = bench.reference()
         for part in chosen.only:
             begin = time.perf_counter()
             result[part] = PARTS[part][0](bench, getattr(chosen, part))
             result[part]["took_seconds"] = time.perf_counter() - begin
             print(part, json.dumps(result[part]), flush=True)
-            chosen.result.write_text(json.dumps({"sittings": [*earlier, result]}, indent=1) + "\n", encoding="utf-8")
+            write_result(chosen.result, **result)
     failed = [part for part in chosen.only if not result[part]["all_well"]]
     sys.exit(f"not all well: {', '.join(failed)}" if failed else 0)
 
@@ -277,20 +242,20 @@ def kill(bench: Bench, count: int) -> dict:
 
     def run(number: int, chance: random.Random) -> dict:
         folder = bench.place / f"kill_{number}"
-        wheres, faults = [], []
+        kills, faults = 0, []
         for _ in range(chance.randint(1, 3)):
             sitting = bench.start(folder)
             status = sitting.wait(chance.uniform(0, bench.seconds))
             if status is not None:  # it ended before
                 break
-            wheres.append(sitting.look())
             sitting.kill()
+            kills += 1
             faults += examine(folder)["faults"]
         status = bench.start(folder).end()
         equal = status == 0 and fingerprint(folder) == bench.weights
         left_over = sorted(path.name for path in (folder / "checkpoints").glob(".*"))
         return {
-            "killed_in": wheres,
+            "kills": kills,
             "checkpoints_unreadable": faults,
             "status": status,
             "equal": equal,
@@ -301,8 +266,7 @@ def kill(bench: Bench, count: int) -> dict:
     runs = bench.each(count, run)
     return {
         **count_well(runs),
-        "kills": sum(len(found["killed_in"]) for found in runs),
-        "killed_in": Counter(where for found in runs for where in found["killed_in"]),
+        "kills": sum(found["kills"] for found in runs),
         "unreadable_checkpoints": sum(len(found["checkpoints_unreadable"]) for found in runs),
     }
 
@@ -326,7 +290,7 @@ def terminate(bench: Bench, count: int) -> dict:
         sitting = bench.start(folder)
         # Not in the last tenth: it might have ended.
         if sitting.wait(chance.uniform(0.1, 0.9) * bench.seconds) is not None:
-            return {"where": "over"}
+            return {"over": True}
         return ask_to_stop(bench, folder, sitting, lambda: os.kill(sitting.pid, signal.SIGTERM), bench.weights)
 
     return summarise(bench.each(count, run))
@@ -336,7 +300,7 @@ def ask_to_stop(
     bench: Bench, folder: Path, sitting: Sitting, ask: Callable[[], object], expected: str, more: Sequence[str] = ()
 ) -> dict:
     """Return how a process stops when asked to, and how its training ends after a restart."""
-    where, before, at = sitting.look(), time.time(), time.monotonic()
+    before, at = time.time(), time.monotonic()
     ask()
     status = sitting.end()
     seconds = time.monotonic() - at
@@ -347,7 +311,6 @@ def ask_to_stop(
     last = bench.start(folder, *more).end()
     equal = last == 0 and fingerprint(folder) == expected
     return {
-        "where": where,
         "status": status,
         "seconds_until_gone": seconds,
         "seconds_lost": lost,
@@ -361,14 +324,13 @@ def ask_to_stop(
 
 def summarise(runs: list[dict]) -> dict:
     """Return counts and the longest times of runs that were asked to stop."""
-    stopped = [run for run in runs if run["where"] != "over"]
+    stopped = [run for run in runs if "over" not in run]
     gone = [run["seconds_until_gone"] for run in stopped]
     lost = [run["seconds_lost"] for run in stopped]
     counted = count_well(stopped)
     return {
         **counted,
         "all_well": counted["all_well"] and len(stopped) > 0.8 * len(runs),
-        "where": Counter(run["where"] for run in stopped),
         "statuses": Counter(run["status"] for run in stopped),
         "seconds_until_gone": {"median": statistics.median(gone), "largest": max(gone)},
         "seconds_lost": {"median": statistics.median(lost), "largest": max(lost)},
@@ -385,7 +347,7 @@ def spot(bench: Bench, count: int) -> dict:
             # Longer, because the service is asked only every five seconds.
             sitting = bench.start(folder, "--set", "training.spot=aws", *LONGER, environ=environ)
             if sitting.wait(chance.uniform(0.5, 2) * bench.seconds) is not None:
-                return {"where": "over"}
+                return {"over": True}
             return ask_to_stop(bench, folder, sitting, announce, longer, LONGER)
 
     longer = bench.finish(bench.place / "longer", *LONGER)
@@ -427,121 +389,10 @@ def metadata_service() -> Iterator[tuple[str, Callable[[], None]]]:
             server.shutdown()
 
 
-def worker(bench: Bench, count: int) -> dict:
-    """Kill one of four processes of a job with restarts."""
-    config = bench.write_config("four.yaml", {"deterministic": True, "epochs": 4}, parallel={"data": 4})
-
-    def job(folder: Path) -> subprocess.Popen:
-        command = run_module("volseg", "train", str(config), "--gpus", "4", "--max-restarts", "2")
-        with folder.with_suffix(".log").open("wb") as log:
-            return subprocess.Popen([*command, "--restart", "-o", str(folder)], stdout=log, stderr=log)
-
-    calm = bench.place / "calm"
-    if job(calm).wait(timeout=LIMIT) != 0:
-        raise SystemExit(read_tail(calm.with_suffix(".log")))
-    expected = fingerprint(calm)
-    runs = []
-    for number in range(count):
-        folder = bench.place / f"worker_{number}"
-        running = job(folder)
-        deadline = time.monotonic() + LIMIT
-        while not (folder / "checkpoints" / "latest.pt").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(bench.random.uniform(0, 1))
-        victims = children(running.pid)
-        victim = bench.random.randrange(len(victims))
-        os.kill(victims[victim], signal.SIGKILL)
-        begin = time.monotonic()
-        status = running.wait(timeout=LIMIT)
-        seconds = time.monotonic() - begin
-        equal = status == 0 and fingerprint(folder) == expected
-        left_over = children_of_group(folder)
-        runs.append(
-            {
-                "killed": victim,
-                "processes": len(victims),
-                "status": status,
-                "seconds_to_the_end": seconds,
-                "equal": equal,
-                "left_over": left_over,
-                "well": equal and len(victims) == 4 and not left_over,
-            }
-        )
-    return {**count_well(runs), "seconds_to_the_end": {"largest": max(run["seconds_to_the_end"] for run in runs)}}
-
-
-def children(pid: int) -> list[int]:
-    """Return the child processes of a process."""
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
-    return sorted(int(child) for child in text.split())
-
-
-def children_of_group(folder: Path) -> int:
-    """Return the number of processes that still train in a folder."""
-    found = 0
-    for commandline in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
-            found += str(folder).encode() in commandline.read_bytes()
-    return found
-
-
-def torchrun(bench: Bench, count: int) -> dict:
-    """Train in two processes, and count their exit statuses."""
-    launcher = run_module("torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    statuses, seconds, tails = [], [], []
-    for number in range(count):
-        folder = bench.place / f"torchrun_{number}"
-        command = [*launcher, "-m", "volseg", "train", str(bench.config), "-o", str(folder)]
-        begin = time.monotonic()
-        done = subprocess.run(
-            [*command, "--set", "training.epochs=1", "--set", "training.iterations=3"],
-            capture_output=True,
-            encoding="utf-8",
-            timeout=LIMIT,
-            check=False,
-        )
-        seconds.append(time.monotonic() - begin)
-        statuses.append(done.returncode)
-        if done.returncode:
-            tails.append(done.stderr[-2000:])
-    return {
-        "all_well": not any(statuses),
-        "statuses": Counter(statuses),
-        "median_seconds": statistics.median(seconds),
-        "what_failed": tails,
-    }
-
-
-def signals(bench: Bench, count: int) -> dict:
-    """Send signals to commands in their first seconds."""
-    # Under nohup, or in the background of a script, this process ignores signals, and its children would too.
-    for ignored in NUMBERS:
-        if signal.getsignal(ignored) is signal.SIG_IGN:
-            signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
-    large = make_task(bench.place / "Task01_Large", num_cases=200)  # takes more than ten seconds
-    run = bench.place / "predicts"
-    bench.finish(run)
-    endless = ["--set", "training.epochs=100000", "--set", "training.checkpoint_minutes=60"]
-
-    def attempt(number: int, chance: random.Random) -> dict:
-        folder = bench.place / f"signal_{number}"
-        verb, arguments = (
-            ("train", [str(bench.config), "-o", str(folder / "run"), "--no-cache", *endless]),
-            ("predict", [str(run), str(large / "imagesTr"), "-o", str(folder / "predictions")]),
-            ("data check", [str(large)]),
-        )[number % 3]
-        return try_signal(verb, arguments, NUMBERS[number // 3 % 3], folder, chance)
-
-    return summarise_tries(bench.each(count, attempt))
-
-
 PARTS = {
     "kill": (kill, 50),
     "terminate": (terminate, 20),
     "spot": (spot, 20),
-    "worker": (worker, 5),
-    "torchrun": (torchrun, 100),
-    "signals": (signals, 200),
 }
 """Each part, and how many runs it has by default."""
 

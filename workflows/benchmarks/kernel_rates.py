@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rate_convolutions import TimedConvolution, list_convolutions
+from rate_convolutions import list_convolutions
 from rate_links import measure_copies, measure_group
-from rate_passes import LAYOUTS, Prepared, RateCase, count_run, list_others, list_passes
+from rate_passes import Prepared, RateCase, count_run, list_others, list_passes
 from torch import nn
 
 from volseg.device import triton_tiles
-from volseg.estimate.calibration import describe_machine, measure_host, record, time_calls, time_once
+from volseg.estimate.calibration import describe_machine, measure_host, time_calls
 from volseg.estimate.trace import KernelRun
 from volseg.losses.dice import passes as dice
 from volseg.losses.dice.reference import Terms
@@ -66,7 +66,6 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "machine": parts[0]["machine"],
         "host": parts[0]["host"],
-        "sustained": parts[0]["sustained"],
         # Copies last, when no other process has a kernel that waits on the other GPU.
         "links": [*parts[0]["links"], *measure_copies()],
         "rows": [row for part in parts for row in part["rows"]],
@@ -77,8 +76,6 @@ def main() -> None:
     chosen.result.parent.mkdir(parents=True, exist_ok=True)
     chosen.result.write_text(json.dumps(result) + "\n", encoding="utf-8")
     print(len(result["rows"]), "rows,", len(result["left_out"]), "left out,", result["took_s"], failed)
-    for name, why in list(result["left_out"].items())[:20]:
-        print("left out:", name, why)
 
 
 def work(rank: int, gpus: int, seconds: float, folder: str) -> None:
@@ -92,7 +89,6 @@ def work(rank: int, gpus: int, seconds: float, folder: str) -> None:
     rows, left_out = measure_cases(cases, device, time.monotonic() + seconds)
     found: dict[str, Any] = {
         "machine": machine,
-        "sustained": measure_sustained(device) if rank == 0 else {},
         "host": host,
         "rows": rows,
         "left_out": left_out,
@@ -167,27 +163,6 @@ def measure_slabs(device: torch.device, steps: int = 20) -> float:
         out.float().sum().backward()
         times.append(time.perf_counter() - begin)
     return statistics.median(times[5:]) / (BLOCKS * KERNELS_OF_A_BLOCK)
-
-
-def measure_sustained(device: torch.device, seconds: float = 0.6) -> dict[str, float]:
-    """Return how much longer a convolution takes after many others than after a pause: clocks fall."""
-    found = {}
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        for name, layout in (("half", LAYOUTS[0]), ("float32", LAYOUTS[2])):
-            (_, call), *_ = TimedConvolution((64, 64), 3, 64, 1, False, layout, ours=False).prepare(device)
-            call()
-            graph = record(call, 20, stream)
-            rested = []
-            for _ in range(5):
-                time.sleep(0.1)
-                rested.append(time_once(graph.replay))
-            tired, until = [], time.monotonic() + seconds
-            while time.monotonic() < until:
-                tired.append(time_once(graph.replay))
-            found[name] = statistics.median(tired[-20:]) / statistics.median(rested)
-            graph.release()
-    return found
 
 
 LOGITS = ((2, 64), (3, 128), (14, 96), (3, 160))

@@ -16,9 +16,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
-from typing import Any
 
 from kernel_rates import describe_run
 from plan_accuracy_compared import WAYS, build_work
@@ -59,8 +57,6 @@ CHANGED = ("norm.statistics._moments_kernel", "norm.passes._sums_kernel")
 """Kernels that are other code since they were measured by themselves. Of others what was measured so stays."""
 
 STEPS = "recorded steps"
-LARGE = 4 * 2**20
-"""Bytes, below which a kernel says little of how fast it is."""
 
 Shapes = set[tuple[str, tuple[float, ...]]]
 """Families, and shapes within them."""
@@ -74,22 +70,15 @@ def follow(row: Row, kind: GpuKind) -> list[KernelRun]:
 
 
 def list_groups(row: Row, runs: Sequence[KernelRun]) -> Iterator[tuple[list[KernelRun], float]]:
-    """Yield launches whose seconds are known together, and these."""
-    told = row["kernels_us"]
+    """Yield launches whose seconds are known together, and these; 0 where as many were not followed."""
     for name, ours in OWN.items():
         mine = [run for run in runs if run.name in ours]
-        yield mine, _add_up(told, lambda each, name=name: each == name, mine)
-
-
-def _add_up(told: Sequence[tuple[str, int, float]], is_one: Any, runs: Sequence[KernelRun]) -> float:
-    """Return the seconds of launches by a name; 0 where as many were not followed."""
-    found = [(count, us) for name, count, us in told if is_one(name)]
-    count = sum(each for each, _ in found)
-    us = sum(each for _, each in found)
-    if runs:
-        print(f"    {runs[0].name}: {count} launches, {len(runs)} followed, {us:.0f} us")
-    near = bool(runs) and abs(count - len(runs)) <= 0.2 * len(runs)
-    return us * 1e-6 * len(runs) / count if near and count else 0.0
+        found = [(count, us) for each, count, us in row["kernels_us"] if each == name]
+        count, us = (sum(column) for column in zip(*found, strict=True)) if found else (0, 0.0)
+        if mine:
+            print(f"    {mine[0].name}: {count} launches, {len(mine)} followed, {us:.0f} us")
+        near = bool(mine) and abs(count - len(mine)) <= 0.2 * len(mine)
+        yield mine, us * 1e-6 * len(mine) / count if near and count else 0.0
 
 
 def share_out(
@@ -98,16 +87,11 @@ def share_out(
     """Yield each launch of unknown shape with its part of the seconds: the gap, and the rest by the rooflines."""
     unknown = [run for run in runs if not known.intersection(list_shapes(run))]
     seconds -= sum(kind.seconds(run) for run in runs if known.intersection(list_shapes(run)))
-    bounds = [sum(kind.peaks.bound(kernel) for kernel in classify(run)) + _find_written(run, kind) for run in unknown]
+    bounds = [sum(kind.peaks.bound(kernel) for kernel in classify(run)) for run in unknown]
     beyond = seconds - gap * len(unknown)
     for run, bound in zip(unknown, bounds, strict=True):
         if beyond > 0:
             yield run, gap + beyond * bound / sum(bounds)
-
-
-def _find_written(run: KernelRun, kind: GpuKind) -> float:
-    """Return the seconds to write what is added to in place, which a trace counts once."""
-    return prod(run.shapes[0]) * run.dtype.itemsize / kind.peaks.bandwidth if run.name.startswith("aten.add_") else 0.0
 
 
 def find_rows(rows: Sequence[Row], kind: GpuKind, gap: float, known: Shapes) -> list[Row]:
@@ -120,13 +104,7 @@ def find_rows(rows: Sequence[Row], kind: GpuKind, gap: float, known: Shapes) -> 
                 if seconds:
                     for run, its in share_out(runs, seconds, kind, gap, known):
                         found[replace(run, stream=0)].append(its)
-    # What torch has of one type in small tensors only says nothing of large ones: those of the other type stand for it.
-    most: dict[str, int] = defaultdict(int)
-    for run in found:
-        (kernel,) = classify(run)
-        most[kernel.family] = max(most[kernel.family], run.bytes_moved)
-    told = [run for run in found if not run.name.startswith("aten.") or most[classify(run)[0].family] >= LARGE]
-    return [{**describe_run(run, sum(found[run]) / len(found[run])), "source": STEPS} for run in told]
+    return [{**describe_run(run, sum(its) / len(its)), "source": STEPS} for run, its in found.items()]
 
 
 def list_shapes(run: KernelRun) -> list[tuple[str, tuple[float, ...]]]:

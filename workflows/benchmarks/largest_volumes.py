@@ -51,10 +51,8 @@ def main() -> None:
     parser.add_argument("--ahead", type=int, default=4, help="processes that wait for their turn")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--pretended-voxels", type=int, help="with --device cpu: more are out of memory")
-    parser.add_argument("--one-gpu", action="store_true", help="searches of one GPU, as `volseg plan --max-volume` has")
     chosen = parser.parse_args()
-    listed = list_searches_of_one() if chosen.one_gpu else list_searches()
-    rows = json.loads(chosen.rows.read_text(encoding="utf-8")) if chosen.rows else listed
+    rows = json.loads(chosen.rows.read_text(encoding="utf-8")) if chosen.rows else list_searches()
     rows = rows["rows"] if isinstance(rows, dict) else rows
     rows = [row for row in rows if all(words in name_search(row) for words in chosen.only)]
     if chosen.forecast:
@@ -66,33 +64,14 @@ def main() -> None:
 
 
 def list_searches() -> list[Row]:
-    """Return what to search: networks by ways to run them, one plane of `UNIT` deep."""
-    plain = {"batch": 1, "precision": "bf16", "layout": "contiguous", "ema": None, "history": False}
-    way = {"spatial": 1, "pipeline": 1, "split_size": None, "checkpoint": None, "kernels": "fast", "recorded": False}
-    row = {**plain, **way}
-    dynunet, vnet = (
-        {**row, "net": net, "patch": [UNIT, side, side]} for net, side in (("dynunet", 160), ("vnet", 128))
-    )
-    segresnet, unet = ({**row, "net": net, "patch": [UNIT, 160, 160]} for net in ("segresnet", "unet"))
-    return [
-        dynunet,
-        {**vnet, "kernels": "torch"},
-        {**segresnet, "checkpoint": "all"},
-        {**dynunet, "recorded": True},
-        {**dynunet, "checkpoint": "all"},
-        {**dynunet, "spatial": 2},
-        {**vnet, "recorded": True},
-        unet,
-        {**segresnet, "spatial": 2, "checkpoint": "all"},
-        {**vnet, "kernels": "torch", "pipeline": 2, "split_size": 1, "batch": 2},
-    ]
+    """Return what ``volseg plan --max-volume`` looks at on one GPU: recorded steps, plain and by tiles.
 
-
-def list_searches_of_one() -> list[Row]:
-    """Return what ``volseg plan --max-volume`` looks at on one GPU: recorded steps, plain and by tiles."""
-    row = {**list_searches()[0], "recorded": True}
-    vnet, unet, segresnet = ({**row, "net": net} for net in ("vnet", "unet", "segresnet"))
-    return [row, {**vnet, "patch": [UNIT, 128, 128]}, {**segresnet, "checkpoint": "tiled"}, unet]
+    Volumes are one plane of `UNIT` deep.
+    """
+    plain = {"batch": 1, "precision": "bf16", "layout": "contiguous", "ema": None, "patch": [UNIT, 160, 160]}
+    way = {"spatial": 1, "pipeline": 1, "split_size": None, "checkpoint": None, "kernels": "fast", "recorded": True}
+    dynunet, vnet, segresnet, unet = ({**plain, **way, "net": net} for net in ("dynunet", "vnet", "segresnet", "unet"))
+    return [dynunet, {**vnet, "patch": [UNIT, 128, 128]}, {**segresnet, "checkpoint": "tiled"}, unet]
 
 
 def name_search(row: Row) -> str:
@@ -136,7 +115,6 @@ def measure_all(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
     report: Row = {"command": shlex.join(["python", *sys.argv]), "environment": json.loads(asked.stdout)}
     report["rows"] = rows
     until = time.monotonic() + chosen.seconds
-    chosen.histories = None
     with tempfile.TemporaryDirectory() as scratch:
         pool = Pool(chosen, Path(scratch), chosen.ahead)
         try:

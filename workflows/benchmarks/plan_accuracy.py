@@ -1,8 +1,8 @@
 """What training steps take of one GPU and of two, measured: memory used and reserved, what lies beside, and time.
 
-    python workflows/benchmarks/plan_accuracy.py --result accuracy.json --histories histories.json.gz --seconds 240
+    python workflows/benchmarks/plan_accuracy.py --result accuracy.json --seconds 240
 
-Forty-nine configurations (`plan_accuracy_rows.py`), the most telling first, each in a process of its own, so that no
+Sixty configurations (`plan_accuracy_rows.py`), the most telling first, each in a process of its own, so that no
 cached block is another's. Two configurations of one GPU run side by side where there are two; those of two GPUs run
 alone. Processes are started ahead and have imported everything when their turn comes. The JSON is rewritten after
 every configuration, and none is begun after ``--seconds``; ``--skip-done`` goes on with an earlier result.
@@ -12,17 +12,9 @@ every configuration, and none is begun after ``--seconds``; ``--skip-done`` goes
 
 compares what was measured with what is forecast, which takes no GPU, and writes errors beside the rows; and draws
 configurations at random sizes, each run as is forecast to be fastest within a limit, to be measured by ``--rows``.
-
-``--histories`` keeps the allocator's own account of some configurations: what it was asked for, in which order, and
-what it asked the device for. A row that comes with what is forecast of it (``--forecast``) has its account kept where
-it reserves 4 % more or less.
-
-    python workflows/benchmarks/plan_accuracy.py --forecast --only spatial2 > rows.json
-    python workflows/benchmarks/plan_accuracy.py --rows rows.json --result accuracy.json --histories histories.json.gz
 """
 
 import argparse
-import gzip
 import json
 import os
 import shlex
@@ -44,7 +36,6 @@ def main() -> None:
     """Measure what was asked for, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, help="JSON to write")
-    parser.add_argument("--histories", type=Path, help="gzipped JSON to write the allocator's accounts to")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORDS", help="configurations whose name has these")
     parser.add_argument("--skip-done", action="store_true", help="keep what the result has, and go on")
     parser.add_argument("--seconds", type=float, default=240, help="after which no configuration is begun")
@@ -53,25 +44,19 @@ def main() -> None:
     parser.add_argument("--ahead", type=int, default=10, help="processes that wait for their turn")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rows", type=Path, help="JSON list of configurations instead of the script's own")
-    parser.add_argument(
-        "--forecast", action="store_true", help="print the configurations with what is forecast of them"
-    )
     parser.add_argument("--compare", type=Path, metavar="RESULT", help="forecast what this result measured")
     parser.add_argument("--plot", type=Path, help="SVG to draw of the comparison")
     parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="print random configurations as JSON")
     parser.add_argument("--seed", type=int, default=0, help="of the random ones")
     parser.add_argument("--limit-gib", type=float, default=16, help="of each GPU, for the random ones")
-    parser.add_argument("--one-gpu", action="store_true", help="the configurations of one GPU, or random ones for it")
-    parser.add_argument("--list", action="store_true", help="print the configurations")
+    parser.add_argument("--one-gpu", action="store_true", help="the configurations of one GPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
         return work()
-    if chosen.compare or chosen.random or chosen.forecast:
+    if chosen.compare or chosen.random:
         return forecast(chosen)
     rows = find_rows(chosen)
-    if chosen.list:
-        return print("\n".join(row["name"] for row in rows))
     if chosen.result is None:
         parser.error("name the file for the result by --result")
     return measure_all(rows, chosen)
@@ -89,24 +74,18 @@ def find_rows(chosen: argparse.Namespace) -> list[Row]:
 
 
 def forecast(chosen: argparse.Namespace) -> None:
-    """Compare a result with what is forecast of its rows, or print configurations with what is forecast of them."""
+    """Compare a result with what is forecast of its rows, or print random configurations."""
     # They import torch and volseg.
     import plan_accuracy_compared as compared
 
     if chosen.random:
-        gpus = 1 if chosen.one_gpu else 2
-        print(json.dumps(list(compared.draw_random(chosen.random, chosen.limit_gib, chosen.seed, gpus))))
-        return
-    if chosen.forecast:
-        print(json.dumps([row | compared.foretell(row) for row in find_rows(chosen)]))
+        print(json.dumps(list(compared.draw_random(chosen.random, chosen.limit_gib, chosen.seed))))
         return
     report = json.loads(chosen.compare.read_text(encoding="utf-8"))
     rows = [row for row in report["rows"] if all(words in row["name"] for words in chosen.only)]
     gpu = compared.name_gpu(report)
     report["compared"] = compared.compare(rows, lambda found: print(compared.describe(found), flush=True), gpu)
     report["errors"] = compared.summarise(report["compared"])
-    unchanged = [found for found in report["compared"] if not found["changed_since"]]
-    report["errors_of_unchanged"] = compared.summarise(unchanged)
     report["choices"] = compared.judge_choices(report["compared"])
     sound = [one for one in report["choices"] if one["fitted"] and one["over_fastest"] <= compared.AS_FAST]
     print(json.dumps(report["errors"], indent=1))
@@ -127,7 +106,6 @@ def measure_all(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
     names = {row["name"] for row in done}
     waiting = [row for row in rows if row["name"] not in names]
     report: Row = {"command": shlex.join(["python", *sys.argv]), "environment": None, "rows": done}
-    report["gpu_memory_before"] = ask_driver()
     # In a process of its own, which ends: who asks torch about GPUs takes memory of the first.
     asked = subprocess.Popen([sys.executable, "-c", ENVIRONMENT], stdout=subprocess.PIPE, encoding="utf-8")
     begin = time.monotonic()
@@ -139,8 +117,6 @@ def measure_all(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
                 report["environment"] = report["environment"] or json.loads(asked.communicate()[0])
                 print(describe(done[-1]), flush=True)
                 write(report, chosen.result)
-                if chosen.histories is not None:
-                    gather_histories(Path(scratch), chosen.histories)
         finally:
             pool.end()
     report["not_begun"] = [row["name"] for row in waiting[len(done) - len(names) :]]
@@ -210,9 +186,8 @@ class Pool:
             asked.bind(("127.0.0.1", 0))
             port = asked.getsockname()[1]
         for number, process in enumerate(processes):
-            history = str(self.scratch / f"history {row['name']}") if self._keeps(row) and number == 0 else None
             own = [] if self.chosen.device == "cpu" else [gpus[number]] if count > 1 else list(gpus)
-            job = {"row": row, "number": number, "processes": count, "port": port, "history": history, "gpus": own}
+            job = {"row": row, "number": number, "processes": count, "port": port, "gpus": own}
             process.result = job["result"] = str(self.scratch / f"result {process.pid}")  # type: ignore[attr-defined]
             assert process.stdin is not None
             try:
@@ -221,10 +196,6 @@ class Pool:
             except BrokenPipeError:
                 pass  # it has ended: `_look` tells why
         self.running[processes[0].pid] = (row, processes, list(gpus), time.monotonic())
-
-    def _keeps(self, row: Row) -> bool:
-        """Say whether the allocator's account of a configuration may be wanted."""
-        return self.chosen.histories is not None and bool(row.get("history") or row.get("forecast_reserved"))
 
     def _look(self, row: Row, processes: Sequence["subprocess.Popen[str]"], begun: float) -> Row | None:
         """Return what a configuration gave, once it has ended or its time is up."""
@@ -282,8 +253,7 @@ def work() -> None:
     job = json.loads(line)
     plan_accuracy_rows.take_place(job["number"], job["processes"], job["port"])
     try:
-        history = None if job["history"] is None else Path(job["history"])
-        found = plan_accuracy_rows.measure(job["row"], job["gpus"], history)
+        found = plan_accuracy_rows.measure(job["row"], job["gpus"])
         replace_by(Path(job["result"]), json.dumps(found).encode())
         plan_accuracy_rows.wait_for_others()  # who ends first is missed by the others
     except BaseException:
@@ -294,30 +264,14 @@ def work() -> None:
     os._exit(0)
 
 
-def ask_driver() -> list[int] | None:
-    """Return the MiB that are taken of each GPU before anything runs there; None where there is no driver."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
-    return [int(float(line)) for line in answer.stdout.split()] if answer.returncode == 0 else None
-
-
 def count_visible() -> int:
     """Return how many GPUs there are for this program, without torch; one where there is no driver."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(visible.split(",")) if visible else len(ask_driver() or ["one"])
-
-
-def gather_histories(scratch: Path, path: Path) -> None:
-    """Put the accounts so far into one file."""
-    accounts = {}
-    for account in sorted(scratch.glob("history *")):
-        try:
-            accounts[account.name.removeprefix("history ")] = json.loads(gzip.decompress(account.read_bytes()))
-        except (EOFError, OSError, ValueError):
-            continue  # it is being written
-    replace_by(path, gzip.compress(json.dumps(accounts, separators=(",", ":")).encode()))
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(visible.split(","))
+    if shutil.which("nvidia-smi") is None:
+        return 1
+    command = ["nvidia-smi", "--list-gpus"]
+    return len(subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.splitlines())
 
 
 def write(report: Row, path: Path) -> None:

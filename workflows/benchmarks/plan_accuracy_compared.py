@@ -5,11 +5,12 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from plan_accuracy_rows import CLASSES, NETWORKS, Row, list_rows
+from plan_accuracy_rows import CLASSES, NETWORKS, Row, build_step, fill_row, make_optimizer
 from svg import circle, line, rectangle, text, write
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,14 +23,7 @@ from volseg.estimate.search import choose, judge, search
 from volseg.estimate.step_memory import MemoryUse
 from volseg.estimate.work import Batch, Step, Work
 from volseg.models import build_network
-from volseg.workflow import Named
-from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.components import build_loss, build_optimizer
-from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.step import TrainingStep
-
-__all__ = ["compare", "describe", "draw_random", "forecast_row", "foretell", "judge_choices", "plot", "summarise"]
 
 COLOURS = {"vnet": "#d9a441", "unet": "#5aa05a", "dynunet": "#1b6ca8", "segresnet": "#a04f8c", "swinunetr": "#b5442e"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -54,21 +48,13 @@ def build_work(row: Row) -> Work:
         size = (rows, 1, *row["patch"])
         return {"image": torch.zeros(size, device=device), "label": torch.zeros(size, dtype=torch.uint8, device=device)}
 
-    def make_optimizer(model: nn.Module) -> Optimizer:
-        return build_optimizer({"name": "AdamW", "lr": 1e-4}, model, on_gpu=True)
-
-    def build_step(model: nn.Module, optimizer: Optimizer) -> Step:
-        device = next(model.parameters()).device
-        loss = build_loss({"name": "DiceCELoss"}, inputs=["logits", "label"], output="loss").to(device)
-        named = Named(model, inputs=["image"], outputs=["logits"])
-        precision = Precision(device.type, DTYPES[row["precision"]])
-        step = TrainingStep(named, Objective(loss), optimizer, precision, clip=12.0, record=False, look=lambda _: None)
-        average = WeightAverage(model, row["ema"]) if row["ema"] else None
+    def build_row_step(model: nn.Module, optimizer: Optimizer) -> Step:
+        precision = Precision(next(model.parameters()).device.type, DTYPES[row["precision"]])
+        step, average = build_step(row, model, model, optimizer, precision, record=False)
 
         def run(batch: Batch) -> Any:
             losses = step({name: field for name, field in batch.items() if isinstance(field, Tensor)})
-            if average is not None:
-                average.update()
+            average()
             return losses
 
         return run
@@ -77,8 +63,8 @@ def build_work(row: Row) -> Work:
         build=net.train,
         shape=shape,
         make_batch=make_batch,
-        build_optimizer=make_optimizer,
-        build_step=build_step,
+        build_optimizer=partial(make_optimizer, on_gpu=True),
+        build_step=build_row_step,
         precision=DTYPES[row["precision"]],
         name=row["net"],
     )
@@ -97,28 +83,6 @@ def forecast_row(row: Row, gpu: str = "h200", gpu_bytes: int | None = None) -> E
     if forecast.memory is None and cuts:  # the cut that was made cannot be followed: that which times would choose
         forecast = planned.follow(replace(candidate, cuts=None))
     return forecast
-
-
-def foretell(row: Row) -> Row:
-    """Return what is forecast of a configuration, as fields of its row; none where it is refused."""
-    forecast = forecast_row(row)
-    if forecast.memory is None:
-        return {}
-    memory = forecast.memory
-    return {"forecast_reserved": memory.reserved, "forecast_used": memory.used, "forecast_seconds": forecast.seconds}
-
-
-def list_changes(row: Row) -> list[str]:
-    """Return what of a stored row's step is other code today than when it was measured.
-
-    Its forecast is of today's: a difference says what was changed, not how near a forecast is. Rows of 2026-11-22 and
-    23, which do not say when they were measured, are the ones that are older than such changes.
-    """
-    if "date" in row:
-        return []
-    fast = row["kernels"] == "fast" or row["spatial"] > 1 or row["checkpoint"] is not None
-    found = {"kernels and slabs": fast, "recordings": row["recorded"], "stages": row["pipeline"] > 1}
-    return [name for name, is_so in found.items() if is_so]
 
 
 def name_gpu(report: Row) -> str:
@@ -152,7 +116,7 @@ def compare(
         if "failed" in row or "out_of_memory" in row:
             continue
         forecast = find(row)
-        found: Row = {"name": row["name"], "net": row["net"], "changed_since": list_changes(row)}
+        found: Row = {"name": row["name"], "net": row["net"]}
         if forecast.memory is None or forecast.seconds is None:
             found["refused"] = forecast.refused
         else:
@@ -261,20 +225,19 @@ def plot(compared: Sequence[Row], path: Path) -> None:
     write(path, drawn, left + side + 130, top + side + 40)
 
 
-def draw_random(count: int, limit_gib: float, seed: int = 0, gpus: int = 2) -> Iterator[Row]:
-    """Yield configurations at random sizes, each run in the way that ``auto`` would choose.
+def draw_random(count: int, limit_gib: float, seed: int = 0) -> Iterator[Row]:
+    """Yield configurations at random sizes, each run in the way that ``auto`` chooses on one GPU.
 
     Their processes are given no more of a GPU than what was counted on. Who runs out of memory was forecast wrongly.
-    On one GPU ``auto`` itself chooses, of all it may take; on two it is asked for the ways that are tried here.
     """
     chance = random.Random(seed)  # noqa: S311 (no secrets)
     capacity = int(limit_gib * GIB)
-    plain = next(row for row in list_rows() if row["net"] == "dynunet")
+    plain = fill_row("dynunet")
     while count:
         size = {"patch": [32 * chance.randint(2, 9) for _ in range(3)], "batch": chance.randint(1, 4)}
-        row = {**plain, **size, "net": chance.choice(["vnet", "unet", "dynunet", "segresnet"]), "history": False}
+        row = {**plain, **size, "net": chance.choice(["vnet", "unet", "dynunet", "segresnet"])}
         row["precision"] = chance.choice(["bf16", "bf16", "fp32"])
-        chosen = choose_on_one(row, capacity) if gpus == 1 else choose_of_several(row, capacity)
+        chosen = choose_on_one(row, capacity)
         if chosen is None or chosen.memory is None:
             continue
         memory, candidate = chosen.memory, chosen.candidate
@@ -289,14 +252,6 @@ def draw_random(count: int, limit_gib: float, seed: int = 0, gpus: int = 2) -> I
             "forecast_seconds": chosen.seconds,
         }
         count -= 1
-
-
-def choose_of_several(row: Row, capacity: int) -> Estimate | None:
-    """Return the forecast that is chosen of some ways to run a configuration on one GPU or two; None if none fits."""
-    ways = [{"kernels": "torch"}, {"kernels": "fast"}, {"kernels": "fast", "recorded": True}]
-    ways += [{"kernels": "fast", "checkpoint": "all"}, {"kernels": "fast", "spatial": 2}]
-    ways += [{"kernels": "fast", "spatial": 2, "checkpoint": "all"}]
-    return choose([judge(forecast_row({**row, **way}), capacity) for way in ways], capacity)[0]
 
 
 def choose_on_one(row: Row, capacity: int) -> Estimate | None:

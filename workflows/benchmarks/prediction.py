@@ -2,21 +2,16 @@
 
 python workflows/benchmarks/prediction.py --result workflows/benchmarks/results/prediction.json
 
-In four minutes of one H200, rows of further calls are added to the same file:
-
-    prediction.py --rows ours --total 200 --result FILE
-    prediction.py --rows ours_torch monai nnunet --cases 512x512x600x3 --total 150 --result FILE
-    prediction.py --rows ours --spacing file --cases 512x512x600x3 512x512x600x117 --total 150 --result FILE
-
-Every row of every case is a process of its own, with a limit: one that is cut or fails keeps the parts that it ended,
-and says so. All rows predict by one network with the same random weights (DynUNet, 32 to 320 channels, bfloat16 or
-float16), windows of 128^3 that overlap by half, on a synthetic CT from a ``.nii.gz``, resampled from 0.8 x 0.8 x 1 mm
-to 0.82 x 0.82 x 1.02 mm and back, which leaves the 441 windows of 512 x 512 x 600 (``--spacing file`` leaves the grid
-as it is). A small volume goes first, so that libraries are loaded, kernels compiled and recorded: ``warm_up``.
+Rows of further calls are added to the same file. Every row of every case is a process of its own, with a limit: one
+that is cut or fails keeps the parts that it ended, and says so. All rows predict by one network with the same random
+weights (DynUNet, 32 to 320 channels, bfloat16 or float16), windows of 128^3 that overlap by half, on a synthetic CT
+from a ``.nii.gz``, resampled from 0.8 x 0.8 x 1 mm to 0.82 x 0.82 x 1.02 mm and back, which leaves the 441 windows of
+512 x 512 x 600 (``--spacing file`` leaves the grid as it is). A small volume goes first, so that libraries are loaded,
+kernels compiled and recorded: ``warm_up``.
 
 - ``ours``: what ``volseg predict`` does: `overlapped` around `Predictor.stream`, fast kernels, recorded; the image is
   prepared on the GPU. ``of_read_the_file`` is the part of ``read`` for file and checks.
-- ``ours_torch``: the same with torch's kernels, recorded; ``ours_eager``: these launched one by one.
+- ``ours_torch``: the same with torch's kernels.
 - ``monai``: ``SlidingWindowInferer``, blended on the device, ``SpatialResample`` back and arg-max there.
 - ``nnunet``: nnunetv2's ``predict_sliding_window_return_logits`` and its export's resampling of logits; both MONAI's
   and nnU-Net's rows read and preprocess by our reader, since they are compared for what comes after it.
@@ -30,11 +25,9 @@ import argparse
 import gzip
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +41,7 @@ import nibabel
 import numpy as np
 import torch
 from monai.data import MetaTensor
+from results import write_result
 from torch import nn
 
 from volseg.data.case_store.preprocessed import prepare, preprocess
@@ -61,7 +55,6 @@ from volseg.inference.prefetching import overlapped
 from volseg.inference.window_step import record_models
 from volseg.inference.writing import write_prediction
 from volseg.models.networks import DynUNet
-from volseg.monitoring.environment import environment
 from volseg.parallel import FastKernels
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
 
@@ -75,21 +68,18 @@ INTENSITIES = {"name": "ClipZScore", "lower": -900.0, "upper": 900.0, "mean": 0.
 PIECE = 2**24
 """Bytes of a member of the images' gzip files, which threads compress."""
 
-SECONDS_BETWEEN_LOOKS = 0.01
-
 
 def main() -> None:
     """Measure every row on every case, or one row on one case in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="DxHxWxK", help="default the four of the table")
-    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), help="default all but ours_eager that are installed")
+    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), help="default all that are installed")
     parser.add_argument("--spacing", choices=("network", "file"), default="network", help="of the network's grid")
     parser.add_argument("--window", nargs=3, type=int, default=(128, 128, 128))
     parser.add_argument("--filters", nargs="+", type=int, default=(32, 64, 128, 256, 320, 320))
     parser.add_argument(
         "--windows", type=int, help="that go through the network together; by default as predict chooses"
     )
-    parser.add_argument("--repeat", type=int, default=1, help="times that the case is predicted after the warm-up")
     parser.add_argument("--seconds", type=float, default=90, help="limit of a row on a case, the warm-up included")
     parser.add_argument("--total", type=float, default=float("inf"), help="seconds after which no row is begun")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -102,7 +92,7 @@ def main() -> None:
         return
     if chosen.result is None:
         parser.error("name the file for the result by --result")
-    rows = chosen.rows or [row for row in ROWS if row != "ours_eager" and (row != "nnunet" or find_spec("nnunetv2"))]
+    rows = chosen.rows or [row for row in ROWS if row != "nnunet" or find_spec("nnunetv2")]
     with tempfile.TemporaryDirectory() as scratch:
         chosen.scratch = chosen.scratch or Path(scratch)
         measure_all(rows, chosen)
@@ -135,22 +125,15 @@ def write(chosen: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> Non
             faster.setdefault(f"{case}, {spacing}", {})[row] = {
                 part: one["seconds"][part] / ours["seconds"][part] for part in ("compute", "all")
             }
-    result = {
-        "command": shlex.join(["python", *sys.argv]),
-        "environment": environment(),
-        "network": {"filters": list(chosen.filters), "window": list(chosen.window), "overlap": 0.5},
-        "ours_is_faster_by": faster,
-        "rows": list(measured),
-    }
-    chosen.result.parent.mkdir(parents=True, exist_ok=True)
-    chosen.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    network = {"filters": list(chosen.filters), "window": list(chosen.window), "overlap": 0.5}
+    write_result(chosen.result, network=network, ours_is_faster_by=faster, rows=list(measured))
 
 
 def measure_apart(row: str, case: str, chosen: argparse.Namespace) -> dict[str, Any]:
     """Measure in a process of its own; of one that is cut or fails the parts that it ended stay."""
     image = make_image(chosen.scratch, parse(case)[0])
     command = [sys.executable, str(Path(__file__).resolve()), "--only", row, case, "--scratch", str(chosen.scratch)]
-    command += ["--device", chosen.device, "--spacing", chosen.spacing, "--repeat", str(chosen.repeat)]
+    command += ["--device", chosen.device, "--spacing", chosen.spacing]
     command += ["--window", *map(str, chosen.window), "--filters", *map(str, chosen.filters)]
     command += [] if chosen.windows is None else ["--windows", str(chosen.windows)]
     words = chosen.scratch / "words"
@@ -229,23 +212,14 @@ class Parts:
 @contextmanager
 def watched_memory(parts: Parts, device: torch.device, image_bytes: int) -> Iterator[None]:
     """Note how far the resident set and the device's memory went."""
-    before, most, is_over = resident_bytes(), 0, threading.Event()
-
-    def look() -> None:
-        nonlocal most
-        while not is_over.wait(SECONDS_BETWEEN_LOOKS):
-            most = max(most, resident_bytes())
-
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the resident set's peak begins anew
+    before = read_status("VmRSS")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
         yield
     finally:
-        is_over.set()
-        looking.join()
-        peak = max(most, resident_bytes()) - before
+        peak = read_status("VmHWM") - before
         parts.known |= {
             "host_peak_gib": peak / 2**30,
             "image_in_float32_gib": image_bytes / 2**30,
@@ -256,9 +230,11 @@ def watched_memory(parts: Parts, device: torch.device, image_bytes: int) -> Iter
             parts.known["gpu_reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
 
 
-def resident_bytes() -> int:
-    """Return this process's resident set."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def read_status(field: str) -> int:
+    """Return a size in bytes that Linux knows of this process."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    (size,) = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return int(size) * 1024
 
 
 def measure_here(row: str, case: str, chosen: argparse.Namespace) -> None:
@@ -275,13 +251,12 @@ def measure_here(row: str, case: str, chosen: argparse.Namespace) -> None:
     measured(small, Parts(warms_up=True))
     parts.known["warm_up_seconds"] = time.perf_counter() - begin
     parts.tell()
-    for _ in range(chosen.repeat):
-        with watched_memory(parts, device, 4 * int(np.prod(shape))):
-            begin = time.perf_counter()
-            written = measured(make_image(chosen.scratch, shape), parts)
-            parts.seconds["all"] = time.perf_counter() - begin
-        parts.known["label_map_mib"] = written.stat().st_size / 2**20
-        parts.tell()
+    with watched_memory(parts, device, 4 * int(np.prod(shape))):
+        begin = time.perf_counter()
+        written = measured(make_image(chosen.scratch, shape), parts)
+        parts.seconds["all"] = time.perf_counter() - begin
+    parts.known["label_map_mib"] = written.stat().st_size / 2**20
+    parts.tell()
 
 
 def make_network(filters: Sequence[int], classes: int) -> nn.Module:
@@ -318,7 +293,7 @@ def ours(network: nn.Module, classes: int, device: torch.device, chosen: argpars
     """Predict as ``volseg predict`` does."""
     model = FastKernels(network, device) if kind == "fast" else network
     predictor = Predictor(
-        model=(model,) if kind == "eager" else record_models([model]),
+        model=record_models([model]),
         num_classes=classes,
         window=chosen.window,
         windows_per_step=chosen.windows,
@@ -500,7 +475,6 @@ def nnunet_plans(chosen: argparse.Namespace) -> dict[str, Any]:
 ROWS: dict[str, Callable[[nn.Module, int, torch.device, argparse.Namespace], Measure]] = {
     "ours": partial(ours, kind="fast"),
     "ours_torch": partial(ours, kind="torch"),
-    "ours_eager": partial(ours, kind="eager"),
     "monai": monai,
     "nnunet": nnunet,
 }

@@ -15,8 +15,6 @@ from torch import Tensor
 from volseg.device.convolution import choice, rules
 from volseg.device.convolution.settings import Settings
 
-__all__ = ["TimedConvolution", "list_convolutions"]
-
 Convolutions = Sequence[tuple[int, int, tuple[int, ...]]]
 """Channels in, channels out, and sides of the volumes: of the smaller one where the convolution is strided."""
 

@@ -19,8 +19,6 @@ from volseg.device.peer.planes import LIMIT, PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
 from volseg.estimate.calibration import record
 
-__all__ = ["measure_copies", "measure_group"]
-
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28)
 """Bytes."""
 

@@ -14,22 +14,6 @@ from volseg.device.norm.activation import Activation
 from volseg.device.torch_internals import softmax
 from volseg.estimate.trace import KernelRun
 
-__all__ = [
-    "LAYOUTS",
-    "Layout",
-    "Prepared",
-    "RateCase",
-    "count_run",
-    "draw",
-    "list_others",
-    "list_passes",
-    "name_layout",
-    "prepare_optimizers",
-    "prepare_passes",
-    "prepare_product",
-    "prepare_tokens",
-]
-
 Prepared = tuple[KernelRun, Callable[[], object]]
 """What is counted, and the call that does it."""
 
@@ -360,8 +344,6 @@ def prepare_optimizers(millions: int, device: torch.device) -> list[Prepared]:
         [draw(device, (of_each,), torch.float32, False).abs_() for _ in range(60)] for _ in range(4)
     )
     steps = [torch.ones((), device=device) for _ in range(60)]
-    lists = {"weights": weights, "gradients": gradients, "momenta": momenta, "seconds": seconds}
-    every = [tensor for tensors in lists.values() for tensor in tensors]
     three = [*weights, *gradients, *momenta]
     kind = torch.float32
     return [
@@ -375,7 +357,7 @@ def prepare_optimizers(millions: int, device: torch.device) -> list[Prepared]:
         ),
         (count_run("aten._foreach_norm", kind, gradients), lambda: torch._foreach_norm(gradients)),
         (
-            count_run("aten._fused_adamw_", kind, every),
+            count_run("aten._fused_adamw_", kind, [*three, *seconds]),
             lambda: _step_adam(weights, gradients, momenta, seconds, steps),
         ),
         (

@@ -12,7 +12,6 @@ predictions lie between. The curve's points are the validations on the way (not 
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from results import write_result
 from svg import circle, line, rectangle, text, write
 
 CLOCK = "clock.json"
@@ -88,17 +88,6 @@ def first_cores(count: int, place: int = 0) -> set[int]:
     return set(chosen)
 
 
-def restart_on(cores: int | None) -> None:
-    """Start this program anew on so many cores; None, or being there already, changes nothing.
-
-    Setting the affinity alone would leave out the threads that imported libraries have started.
-    """
-    if cores is None or len(os.sched_getaffinity(0)) == cores:
-        return
-    os.sched_setaffinity(0, first_cores(cores))
-    os.execv(sys.executable, sys.orig_argv)  # noqa: S606 (this very program, its own arguments)
-
-
 def main() -> None:
     """Train the folds, as many at a time as there are GPUs; write what all of them came to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -120,8 +109,7 @@ def main() -> None:
     chosen.cores = chosen.cores or len(os.sched_getaffinity(0)) // chosen.gpus
     seconds = train_folds(chosen)
     result = gathered(chosen, seconds)
-    chosen.result.parent.mkdir(parents=True, exist_ok=True)
-    chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(chosen.result, **result)
     draw(own_curves(result), chosen.result.with_suffix(".svg"))
 
 
@@ -201,14 +189,11 @@ def config_of(chosen: argparse.Namespace, fold: int | None = None) -> Any:
 def gathered(chosen: argparse.Namespace, seconds: Mapping[int, float]) -> dict[str, Any]:
     """Return what the folds left in their folders."""
     from volseg import experiment
-    from volseg.monitoring.environment import environment
 
     config = config_of(chosen)
     crossed = experiment.cross_validate(config, folds=chosen.folds)  # they are finished: nothing is trained
     print(experiment.format_cross_validation(crossed))
     return {
-        "command": shlex.join(["python", *sys.argv]),
-        "environment": environment(),
         "cold": chosen.cold,
         "cores_per_fold": chosen.cores,
         "folds_at_a_time": chosen.gpus,

@@ -12,7 +12,6 @@ import inspect
 import json
 import math
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -38,6 +37,7 @@ from monai.transforms import (
     RandSimulateLowResolutiond,
     SpatialPadd,
 )
+from results import write_result
 from task04 import first_cores
 from torch.utils.data import RandomSampler
 
@@ -49,7 +49,6 @@ from volseg.data.cases import Case, Task
 from volseg.data.layouts import load_task
 from volseg.experiment.building import build_batches, build_training, preprocessing_of
 from volseg.experiment.placement.placed_network import build_model, choose_device
-from volseg.monitoring.environment import environment
 from volseg.workflow import Hook, Training
 from volseg.workflow.components import SEGMENTATION, AnyDepth, build_optimizer
 from volseg.workflow.precision import Precision
@@ -75,14 +74,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="limit per loop; windows not ended by then are left")
     parser.add_argument("--result", type=Path, required=True)
     chosen = parser.parse_args()
-    restart_on(chosen.cores)
+    if chosen.cores and len(os.sched_getaffinity(0)) != chosen.cores:
+        # Anew: setting the affinity would leave out the threads that imported libraries have started.
+        os.sched_setaffinity(0, first_cores(chosen.cores))
+        os.execv(sys.executable, sys.orig_argv)  # noqa: S606 (this very program, its own arguments)
 
     config = experiment.load_config(chosen.config, [*chosen.overrides, f"data.root={chosen.root}"])
     device, task = choose_device(config), load_task(chosen.root)
     cases = prepare_all(task.training[: chosen.cases], preprocessing_of(config))
     result: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "environment": environment(),
         "device": device.type,
         "workers": len(os.sched_getaffinity(0)),
         "batches": {"warm_up": chosen.warm_up, "window": chosen.window, "windows": chosen.windows},
@@ -100,8 +100,7 @@ def main() -> None:
         print(name, result["rows"][name], flush=True)
     rates = {name: row["batches_per_second"] for name, row in result["rows"].items() if "failed" not in row}
     result["ours_over"] = {name: rates["ours"] / rate for name, rate in rates.items() if "ours" in rates}
-    chosen.result.parent.mkdir(parents=True, exist_ok=True)
-    chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(chosen.result, **result)
     print(json.dumps(result["ours_over"]))
 
 
@@ -200,17 +199,6 @@ def until_measured(steps: Iterator[None], clock: Windows) -> None:
     for _ in steps:
         if clock.after_batch():
             return
-
-
-def restart_on(cores: int | None) -> None:
-    """Start this program anew on so many cores; None, or being there already, changes nothing.
-
-    Setting the affinity alone would leave out the threads that imported libraries have started.
-    """
-    if cores is None or len(os.sched_getaffinity(0)) == cores:
-        return
-    os.sched_setaffinity(0, first_cores(cores))
-    os.execv(sys.executable, sys.orig_argv)  # noqa: S606 (this very program, its own arguments)
 
 
 def steps(config: ExperimentConfig, task: Task, batches: Iterable[dict], device: torch.device) -> Iterator[None]:

@@ -1,0 +1,808 @@
+"""Data sets whose faults passed or stopped the check, were named as something else, or were trained on in silence."""
+
+import gzip
+import importlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections import Counter
+from dataclasses import replace
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK
+import torch
+import yaml
+from monai.data import MetaTensor
+from planted_faults import POINTER, Planter, draw_task, save, scaled, write_manifest
+from tiny_trainings import as_a_new_process
+
+from tests.experiment.conftest import CONFIG
+from volseg import experiment
+from volseg.data import (
+    check_cases,
+    check_task,
+    inspect_cases,
+    load_task,
+    make_task,
+    read_volume,
+    repair_task,
+    summarise_remarks,
+)
+from volseg.data.case_store import case_cache
+from volseg.data.case_store.cache_folder import list_entries
+from volseg.data.case_store.case_cache import CaseCache
+from volseg.data.case_store.preparing import prepare_together
+from volseg.data.case_store.stored_case import write_case
+from volseg.data.case_store.volume_cache import VolumeCache
+from volseg.data.checks.reading import check_case, read_case
+from volseg.data.patches import PatchBatches
+from volseg.data.readers import SUFFIXES
+from volseg.data.splits import read_splits
+from volseg.errors import ConfigError, DataError, GridError, NonFiniteLossError, ReaderError
+from volseg.experiment import load_config, train
+from volseg.experiment.prediction.sources import load_trained
+from volseg.planning import Fingerprint, plan, take_fingerprint
+from volseg.planning.facts import CaseSizes
+from volseg.planning.fingerprint import keep_fingerprint, load_fingerprint
+from volseg.transforms.grid import Grid
+from volseg.transforms.preprocessing import build_preprocessing
+from volseg.workflow.epoch import EpochLosses
+
+
+@pytest.fixture
+def root(tmp_path):
+    return draw_task(tmp_path / "Task90_Drawn", num_cases=6, num_test=0)
+
+
+def problem_of(root, name="case_00"):
+    task = load_task(root)
+    [case] = [case for case in task.training if case["case"] == name]
+    [problem] = check_case(case, task)
+    return problem
+
+
+ORDERS = {"reversed": ((0, 1, 2), (0,)), "turned": ((2, 0, 1), ()), "turned and reversed": ((1, 2, 0), (0, 2))}
+
+
+def reorder(path, dims, flipped):
+    """Store a volume with its dims in another order, some of them reversed after that; nothing moves in the patient."""
+    stored = nibabel.load(path)
+    voxels = np.flip(np.asarray(stored.dataobj).transpose(dims), flipped)
+    turn = np.eye(4)[:, [*dims, 3]]
+    for axis in flipped:
+        turn[:, 3] += turn[:, axis] * (voxels.shape[axis] - 1)
+        turn[:, axis] *= -1
+    save(path, np.ascontiguousarray(voxels), stored.affine @ turn)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_label_in_another_axis_order_is_reordered_without_loss(root, tmp_path, order):
+    """It was said to lie up to 22.8 mm away, with the advice to copy the image's affine, which mirrors the label."""
+    case = Planter(root, "case_00")
+    before = np.asarray(nibabel.load(case.label).dataobj)
+    reorder(case.label, *ORDERS[order])
+    problem = problem_of(root)
+    assert problem.kind == "label-reordered"
+    assert "lies in the same place as its image, and stores its voxels in another axis order" in problem.message
+    repaired = repair_task(check_task(load_task(root)), tmp_path / "repaired")
+    written = nibabel.load(repaired.root / "labelsTr" / "case_00.nii.gz")
+    np.testing.assert_array_equal(np.asarray(written.dataobj), before)
+    np.testing.assert_array_equal(written.affine, nibabel.load(case.image).affine)
+    assert repaired.left_out == ()
+
+
+def test_a_grid_that_is_reordered_is_found_from_both_sides():
+    affine = torch.diag(torch.tensor([1.0, 1.5, 3.0, 1.0], dtype=torch.float64))
+    grid = Grid((4, 5, 6), affine)
+    other = grid.reorder((2, 0, 1), (1,))
+    assert other.shape == (6, 4, 5)
+    dims, flipped = grid.find_axis_order(other)
+    assert grid.distance(other.reorder(dims, flipped)) == 0
+    assert grid.find_axis_order(grid) is None
+    assert grid.find_axis_order(Grid((4, 5, 6), affine @ torch.diag(torch.tensor([-1.0, 1, 1, 1]).double()))) is None
+
+
+def test_values_next_to_integers_are_printed_in_full(root):
+    """A label times 1.0000001 was refused for its values 1 and 2, "probably resampled"."""
+    Planter(root, "case_00").change("label", lambda voxels: voxels * np.float32(1.0000001))
+    message = problem_of(root).message
+    assert "(1.0000001, 2.0000002)" in message
+    assert "volseg data check --fix" in message
+    assert "resampled" not in message
+
+
+DISGUISES = {
+    "plain as .nii.gz": (".nii.gz", gzip.decompress, "is not compressed by gzip, as its name says; rename it to"),
+    "gzip as .nii": (".nii", lambda content: content, r"is compressed by gzip, .* rename it to volume.nii.gz"),
+    "pointer": (".nii.gz", lambda content: POINTER, "is a pointer of Git LFS, .*git lfs pull"),
+    "pointer, plain": (".nii", lambda content: POINTER, "is a pointer of Git LFS, .*git lfs pull"),
+    "pointer, NRRD": (".nrrd", lambda content: POINTER, "is a pointer of Git LFS, .*git lfs pull"),
+    "pointer, MetaImage": (".mha", lambda content: POINTER, "is a pointer of Git LFS, .*git lfs pull"),
+}
+
+
+@pytest.mark.parametrize("disguise", DISGUISES)
+def test_a_file_that_is_not_what_its_name_says_is_named_as_what_it_is(root, tmp_path, disguise):
+    """These were called truncated or damaged, and were to be fetched again, which would bring the same file."""
+    suffix, change, message = DISGUISES[disguise]
+    path = tmp_path / f"volume{suffix}"
+    path.write_bytes(change((root / "imagesTr" / "case_00.nii.gz").read_bytes()))
+    with pytest.raises(ReaderError, match=message):
+        read_volume(path)
+
+
+SLIPS = {"lables": "labels", "modalty": "modality", "region": "regions", "traning": "training", "ignored": "ignore"}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_in_a_manifest_is_named_with_the_key_that_was_meant(root, slip):
+    """A key that is nearly one that is read had no effect, and nothing said so."""
+    declared = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
+    meant = {"training": [], "ignore": 2}.get(SLIPS[slip], {})
+    declared = {slip if key == SLIPS[slip] else key: value for key, value in declared.items()} | {slip: meant}
+    (root / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
+    with pytest.raises(DataError, match=f"the key '{slip}' is not known; did you mean '{SLIPS[slip]}'"):
+        load_task(root)
+
+
+def test_keys_that_are_not_read_may_be_called_anything(root):
+    declared = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
+    further = ("relase", "licence", "reference", "description", "tensorImageSize", "numTraining", "numTest", "label")
+    (root / "dataset.json").write_text(json.dumps(declared | dict.fromkeys(further, 6)), encoding="utf-8")
+    assert len(load_task(root).training) == 6
+
+
+ODD_KEYS = {
+    "region": "abdomen",
+    "dataset_id": 4,
+    "labelled_by": "two radiologists",
+    "labeled": True,
+    "num_training": 6,
+    "tests": 0,
+    "latest": "1.1",
+    "tester": "A. B.",
+}
+
+
+def test_a_key_that_holds_something_else_than_the_one_it_resembles_is_no_slip(root):
+    """Data sets that say how many cases they have (``num_training``), or by whom they are labelled, were refused."""
+    declared = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
+    (root / "dataset.json").write_text(json.dumps(declared | ODD_KEYS), encoding="utf-8")
+    assert len(load_task(root).training) == 6
+
+
+def test_a_model_of_nnunet_1_is_named(tmp_path):
+    """It was said to have no fold_0 and to hold fold_0, in one sentence."""
+    (tmp_path / "fold_0").mkdir()
+    (tmp_path / "plans.pkl").touch()
+    (tmp_path / "fold_0" / "model_final_checkpoint.model").touch()
+    with pytest.raises(ConfigError, match=r"is a model folder of nnU-Net 1 .* predict with nnU-Net 1 itself"):
+        load_trained(tmp_path)
+
+
+def test_huge_voxels_are_found_and_are_no_matter_of_the_learning_rate(root):
+    """One voxel of 1e38 made the loss NaN, and the error said to lower the learning rate."""
+
+    def set_hot(voxels):
+        hot = voxels.astype(np.float32)
+        hot[3, 4, 5] = 1e38
+        return hot
+
+    Planter(root, "case_00").change("image", set_hot)
+    [finding] = check_task(load_task(root)).findings
+    assert (finding.case, finding.kind, finding.message) == ("case_00", "huge-values", "up to 1e+38")
+    losses = EpochLosses(["loss"])
+    losses.begin_batch(["case_00"])
+    with pytest.raises(
+        NonFiniteLossError, match=r"cases: case_00. Look at the images of these cases first .* then lower"
+    ):
+        losses.require_finite({"loss": torch.tensor(float("nan"))})
+
+
+def test_a_preprocessed_image_that_is_not_finite_is_refused_before_the_training():
+    image, label = torch.zeros(1, 4, 4, 4), torch.zeros(1, 4, 4, 4, dtype=torch.uint8)
+    image[0, 1, 2, 3] = float("nan")
+    with pytest.raises(DataError, match="case hot: its preprocessed image holds NaN or infinite values"):
+        VolumeCache([{"case": "hot", "image": image, "label": label}])
+
+
+OTHER_LABELS = {
+    "declared values": lambda label: label,
+    "values of another task": lambda label: np.where(label == 1, 40, label * 3),
+    "one structure": lambda label: (label > 0).astype(np.uint8),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_LABELS)
+def test_a_label_map_that_is_given_as_an_image_to_predict_is_remarked_on(root, kind):
+    """It was predicted with no message; `volseg predict` logs the remarks of each case that it reads."""
+    task, case = load_task(root), Planter(root, "case_00")
+    stored = nibabel.load(case.label)
+    save(case.image, OTHER_LABELS[kind](np.asarray(stored.dataobj)).astype(np.uint8), stored.affine)
+    read = read_case({"case": "given", "image": case.image}, task, digests=False)
+    assert [(remark.kind, remark.case) for remark in read.remarks] == [("image-like-label", "given")]
+    assert read.problems == ()
+
+
+def test_an_image_of_few_integers_is_no_label_map(root):
+    task, case = load_task(root), Planter(root, "case_00")
+    case.change("image", lambda voxels: (voxels // 2).astype(np.uint8))
+    assert read_case({"case": "given", "image": case.image}, task, digests=False).remarks == ()
+
+
+def test_lines_that_say_the_same_of_many_cases_are_one(root):
+    """A data set of two channels where one is declared printed a line for each case."""
+    for number in range(5):
+        Planter(root, f"case_{number:02d}").change("image", lambda voxels: np.stack([voxels, voxels[::-1]], -1))
+    bad, told = check_task(load_task(root)).lines()
+    assert bad.startswith("bad  5 cases  channels  each has 2 channel(s)")
+    assert bad.endswith("case_00, case_01, case_02, case_03, case_04")
+    assert told == "5 of 6 cases of Task90_Drawn cannot be used (1 ok, 0 to look at, 5 bad)"
+
+
+def overwrite(path):
+    """Change a byte of a volume in place, and put the date of before back."""
+    told = path.stat()
+    with path.open("r+b") as file:
+        file.seek(told.st_size // 2)
+        [byte] = file.read(1)
+        file.seek(told.st_size // 2)
+        file.write(bytes([byte ^ 64]))
+    os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns))
+
+
+@pytest.fixture
+def batches(root, tmp_path):
+    task = load_task(root)
+    preprocessing = build_preprocessing([{"name": "ZScore"}])
+    for _ in range(2):
+        cache = CaseCache(tmp_path / "cache", task, preprocessing)
+        prepared = prepare_together(task.training, [], task, preprocessing, cache=cache)
+    return PatchBatches(VolumeCache(prepared.training, keep="memory"), (12, 14, 10), 2, 30), prepared.training
+
+
+@pytest.mark.parametrize("moment", ["before", "within"])
+def test_a_cached_case_that_is_overwritten_in_place_is_noticed(batches, moment):
+    """The weights were others than without that, and the training ended with status 0."""
+    loader, cases = batches
+    assert len(list(loader.epoch(0))) == 30
+    running = loader.epoch(1)
+    if moment == "within":
+        next(running)
+    overwrite(cases[2]["mapped"].path)
+    with pytest.raises(DataError, match=r"the prepared case of case_02, was overwritten while it was used: the \w+ in"):
+        list(running)
+
+
+def test_a_cached_case_of_which_only_the_date_is_new_is_used(batches):
+    loader, cases = batches
+    expected = [batch["image"] for batch in loader.epoch(3)]
+    for case in cases:
+        case["mapped"].path.touch()
+    shutil.copystat(cases[0]["mapped"].path, cases[1]["mapped"].path)
+    assert all(torch.equal(batch["image"], image) for batch, image in zip(loader.epoch(3), expected, strict=True))
+
+
+def test_a_scaled_grid_is_no_other_axis_order(root):
+    Planter(root, "case_00").place(scaled(1, 1, 1.5), "label")
+    assert problem_of(root).kind == "affine"
+
+
+def test_threads_that_store_cases_at_once_keep_the_limit(root, tmp_path, monkeypatch):
+    """A thread counted the folder without the files that others were writing, which then exceeded data.cache_limit."""
+    task, folder = load_task(root), tmp_path / "cache"
+
+    def prepare(spacing, **options):
+        steps = build_preprocessing([{"name": "Spacing", "spacing": [spacing] * 3}])
+        cache = CaseCache(folder, task, steps, **options)
+        prepare_together(task.training, (), task, steps, cache=cache, workers=3)
+        assert cache.num_stored == len(task.training)
+        return sum(entry.size for entry in list_entries(folder))
+
+    def write_late(*arguments):
+        time.sleep(0.2)  # until every thread has begun to write
+        write_case(*arguments)
+
+    limit = prepare(1.0)
+    for entry in list_entries(folder):
+        os.utime(entry.path, (0, 0))
+    monkeypatch.setattr(case_cache, "write_case", write_late)
+    assert 0 < prepare(1.0 + 2**-20, limit_bytes=limit) <= limit
+
+
+# Sound data sets that are unlike Task04: the check reports nothing, or one finding for one cause.
+
+
+SIDE = 28
+
+
+def ball(shape, centre, radius):
+    """Return which voxels lie in an ellipsoid."""
+    places = (np.indices(shape).T - centre) / radius
+    return (np.square(places).sum(-1) < 1).T
+
+
+def draw_body(rng, shape, noise=8):
+    tissue = 300 + 20 * rng.normal(size=tuple(-(-side // 4) for side in shape)).repeat(4, 0).repeat(4, 1).repeat(4, 2)
+    tissue = tissue[tuple(map(slice, shape))] + rng.normal(0, noise, shape)
+    middle = (np.array(shape) - 1) / 2
+    return np.where(ball(shape, middle, 0.9 * middle + 0.5), tissue, 0)
+
+
+def write_cases(root, cases, **changes):
+    names = []
+    for number, (image, label, spacing) in enumerate(cases):
+        names.append(f"case_{number:02d}")
+        affine = np.diag([*spacing, 1.0])
+        save(root / "imagesTr" / f"{names[-1]}.nii.gz", image.astype(np.float32), affine)
+        save(root / "labelsTr" / f"{names[-1]}.nii.gz", label.astype(np.uint8), affine)
+    return write_manifest(root, names, [], **{"labels": {"0": "background", "1": "structure"}, **changes})
+
+
+def count_kinds(root):
+    return Counter(finding.kind for finding in check_task(load_task(root)).findings)
+
+
+def draw_lesions(rng, count):
+    """Yield cases with one lesion each, of any size, at any place."""
+    shape = (SIDE + 8,) * 3
+    for _ in range(count):
+        image = draw_body(rng, shape)
+        lesion = ball(shape, rng.uniform(11, 24, 3), np.exp(rng.uniform(0.3, np.log(9)))) & (image > 0)
+        yield image + 100 * lesion, lesion, (1, 1, 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lesions_that_lie_anywhere_are_not_shifted(tmp_path, seed):
+    """A small lesion of unusual contrast was reported as shifted by 12 voxels.
+
+    Lesions of this data set lie anywhere, so their places say nothing.
+    """
+    root = write_cases(tmp_path / "Task60_Lesions", draw_lesions(np.random.default_rng(seed), 30))
+    assert not count_kinds(root).keys() & {"label-shifted", "label-mirrored"}
+
+
+def draw_stack(rng, thickness):
+    shape = (SIDE, SIDE, round(48 / thickness))
+    radii = rng.uniform(4, 6, 3) / (1, 1, thickness)
+    middle = (np.array(shape) - 1) / 2
+    fine = draw_body(rng, (SIDE, SIDE, 48), noise=0)
+    image = fine[:, :, :: round(thickness)][:, :, : shape[2]] + rng.normal(0, 8, shape)
+    organ = ball(shape, middle + rng.uniform(-1, 1, 3) / (1, 1, thickness), radii)
+    return image + 100 * organ, organ, (1, 1, thickness)
+
+
+def test_a_protocol_of_thicker_slices_has_one_remark(tmp_path):
+    """Three stacks of 6 mm among 37 of 1 mm had remarks on spacing, noise, unlike slices, jumps and ragged labels."""
+    rng = np.random.default_rng(0)
+    root = write_cases(tmp_path / "Task61_Mixed", [draw_stack(rng, 6 if number < 3 else 1) for number in range(40)])
+    assert count_kinds(root) == {"spacing": 3}
+
+
+def test_slices_twice_as_thick_and_half_as_many_are_another_protocol(tmp_path):
+    """A doubled spacing was reported although the size of the patient was usual."""
+    rng = np.random.default_rng(1)
+    root = write_cases(tmp_path / "Task62_Mixed", [draw_stack(rng, 2 if number < 3 else 1) for number in range(40)])
+    assert "spacing" not in count_kinds(root)
+
+
+def test_a_label_with_ignored_voxels_is_not_small_or_shifted(tmp_path):
+    """Ignored voxels counted as background, so labels were reported as small, and as shifted."""
+    rng = np.random.default_rng(2)
+    cases = []
+    for number in range(30):
+        image, organ, spacing = draw_stack(rng, 1)
+        label = organ.astype(np.uint8)
+        if number < 2:
+            label[:, :, 20:] = 2
+        cases.append((image, label, spacing))
+    assert count_kinds(write_cases(tmp_path / "Task63_Ignored", cases, ignore=2)) == {}
+
+
+def test_lesions_of_single_voxels_in_a_masked_brain_are_neither_noise_nor_an_overflow(tmp_path):
+    """Two lesions of one voxel were reported as a ragged label, and the edge of the mask as an overflow."""
+    rng = np.random.default_rng(3)
+    cases = []
+    for number in range(30):
+        image, organ, spacing = draw_stack(rng, 1)
+        if number == 0:
+            image, organ = np.where(organ, image - 100, image), np.zeros_like(organ)
+            organ[10, 12, 20] = organ[17, 12, 30] = True
+            image[organ] += 60
+        cases.append((image, organ, spacing))
+    kinds = count_kinds(write_cases(tmp_path / "Task64_Points", cases))
+    assert not kinds.keys() & {"label-ragged", "wrapped"}
+
+
+def draw_chest(rng, *, has_bone):
+    shape = (SIDE,) * 3
+    place = np.array((15, 14, 14)) + rng.uniform(-1, 1, 3)
+    bone, lung = ball(shape, place - np.eye(3)[2] * 6, 6) & has_bone, ball(shape, place + np.eye(3)[2] * 6, 5)
+    image = np.where(bone, 400, np.where(lung, -700, 40)) + rng.normal(0, 10, shape)
+    image[:3] += 400  # another bone, without a label
+    return image, bone + 2 * lung, (1, 1, 1)
+
+
+def test_lungs_without_bones_are_compared_with_lungs(tmp_path):
+    """A crop of a CT with only one of the two structures was reported as dark, and its label as lying on air."""
+    rng = np.random.default_rng(4)
+    cases = [draw_chest(rng, has_bone=number > 0) for number in range(12)]
+    labels = {"0": "background", "1": "bone", "2": "lung"}
+    root = write_cases(tmp_path / "Task65_Chest", cases, labels=labels, modality={"0": "CT"})
+    assert count_kinds(root) == {}
+
+
+# Cases that passed the check, or stopped it, and trained something else than was meant.
+#
+# A header in micrometres trained on brains of one voxel, one in metres asked for 560 TB in the middle of the
+# preparing; files whose sform and qform mirror each other, and the same patient in training and validation, were not
+# mentioned.
+
+
+@pytest.fixture
+def task(tmp_path):
+    return load_task(make_task(tmp_path / "Task00_Made", num_cases=5, num_test=0))
+
+
+@pytest.fixture
+def preprocessing():
+    return build_preprocessing([{"name": "Orientation"}, {"name": "ZScore"}])
+
+
+def change(path, *, affine=None, voxels=None, qform=None):
+    """Write a file again with another affine, other voxels or another qform."""
+    image = nibabel.load(path)
+    affine = image.affine if affine is None else affine
+    changed = nibabel.Nifti1Image(np.asanyarray(image.dataobj) if voxels is None else voxels, affine)
+    changed.header.set_xyzt_units("mm")
+    changed.set_sform(affine, code=1)
+    changed.set_qform(affine if qform is None else qform, code=1)
+    nibabel.save(changed, path)
+
+
+def scale_affine(affine, factor):
+    return np.diag([factor, factor, factor, 1.0]) @ affine
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"), [(1e-3, "0.00"), (1e3, "needed: sides of 0.01 to 50 mm"), (40, "less than")]
+)
+def test_a_wrong_unit_is_named_for_image_and_label(task, factor, said):
+    for field in ("image", "label"):
+        path = task.training[2][field]
+        change(path, affine=scale_affine(nibabel.load(path).affine, factor))
+    if factor == 40:  # sides of 40 mm may be, 5 m of them may not
+        voxels = np.random.default_rng(0).integers(1, 3, (200, 8, 8)).astype(np.uint8)
+        for field, held in (("image", 3 * voxels), ("label", voxels)):
+            change(task.training[2][field], affine=np.diag([40.0, 40, 40, 1]), voxels=held)
+    problems = check_cases(task.training, task)
+    assert [(problem.case, problem.file) for problem in problems] == [
+        (task.training[2]["case"], task.training[2][field]) for field in ("image", "label")
+    ]
+    assert all(
+        said in problem.message and "correct the spacing in the header" in problem.message for problem in problems
+    )
+
+
+def test_a_resampling_that_no_memory_holds_is_refused_before_it_begins():
+    case = {
+        "case": "large",
+        "image": MetaTensor(torch.rand(1, 90, 90, 90), affine=torch.diag(torch.tensor([40.0, 40, 40, 1]))),
+    }
+    resample = build_preprocessing([{"name": "Spacing", "spacing": [0.5, 0.5, 0.5]}])
+    with pytest.raises(GridError) as caught:
+        resample(case)
+    message = str(caught.value)
+    assert message.startswith("case large: image has (90, 90, 90) voxels of 40 x 40 x 40 mm; at the spacing [0.5, 0.5")
+    assert "(7200, 7200, 7200) voxels" in message
+    assert "choose a coarser spacing" in message
+
+
+def test_sform_and_qform_that_mirror_each_other_are_told(task):
+    for case in task.training[:2]:
+        affine = nibabel.load(case["image"]).affine
+        change(case["image"], qform=np.diag([-1.0, 1, 1, 1]) @ affine)
+    shifted = nibabel.load(task.training[3]["image"]).affine.copy()
+    shifted[:3, 3] += 0.5 * shifted[:3, 0]
+    change(task.training[3]["image"], qform=shifted)
+    found = inspect_cases(task.training, task)
+    assert found.problems == []
+    mirrored, apart = summarise_remarks(found.remarks)
+    names = [case["case"] for case in task.training]
+    assert mirrored.startswith("2 case(s): sform and qform mirror each other (left-right)")
+    assert names[0] in mirrored
+    assert names[1] in mirrored
+    assert apart.startswith("1 case(s): sform and qform disagree")
+    assert f"{names[3]} (up to 0.5" in apart
+
+
+def test_a_rounded_qform_is_no_remark(task):
+    affine = nibabel.load(task.training[0]["image"]).affine
+    rounded = affine.copy()
+    rounded[:3, 3] += 0.01
+    change(task.training[0]["image"], qform=rounded)
+    assert inspect_cases(task.training, task).remarks == []
+
+
+def test_a_single_slice_is_told(task):
+    voxels = np.random.default_rng(0).integers(1, 3, (8, 8, 1)).astype(np.uint8)
+    for field, held in (("image", 3 * voxels), ("label", voxels)):
+        change(task.training[1][field], affine=np.eye(4), voxels=held)
+    [line] = summarise_remarks(inspect_cases(task.training, task).remarks)
+    said = "the volume is a single slice; is a volume missing?"
+    assert line == f"1 case(s): {said}: {task.training[1]['case']} ((8, 8, 1) voxels)"
+
+
+def copy_image(task, source, target):
+    """Store the voxels of a case under another name, and compressed otherwise."""
+    for field in ("image", "label"):
+        plain = task.training[target][field].with_suffix("")
+        nibabel.save(nibabel.load(task.training[source][field]), plain)
+        shutil.move(plain, task.training[target][field].with_name(plain.name))
+        nibabel.save(nibabel.load(plain), task.training[target][field])
+        plain.unlink()
+
+
+def test_the_same_image_twice_is_told_whatever_it_is_called(task, preprocessing):
+    copy_image(task, 0, 3)
+    names = [case["case"] for case in task.training]
+    [line] = summarise_remarks(inspect_cases(task.training, task).remarks)
+    assert line.startswith("1 case(s): the same image stands under several names")
+    assert line.endswith(f"{names[0]} (also {names[3]})")
+    prepared = prepare_together(task.training[:4], task.training[4:], task, preprocessing)
+    assert summarise_remarks(prepared.remarks) == [line]
+    assert len(prepared.training) == 4
+
+
+def test_the_same_image_in_training_and_validation_is_refused_or_left_out_of_training(task, preprocessing):
+    copy_image(task, 0, 4)
+    names = [case["case"] for case in task.training]
+    with pytest.raises(DataError, match=rf"{names[0]}: .* holds the same voxels as the validation case {names[4]}"):
+        prepare_together(task.training[:4], task.training[4:], task, preprocessing)
+    prepared = prepare_together(task.training[:4], task.training[4:], task, preprocessing, skip_bad=True)
+    assert [case["case"] for case in prepared.training] == names[1:4]
+    assert [case["case"] for case in prepared.validation] == names[4:]
+    assert [problem.case for problem in prepared.problems] == names[:1]
+
+
+def test_a_run_goes_on_with_the_cases_it_was_begun_with(tmp_path):
+    """A case that turned bad between two sittings was left out with one line in the log, and other batches trained."""
+    root = make_task(tmp_path / "Task00_Made", num_cases=6, num_test=0)
+    values = {
+        "name": "tiny",
+        "data": {"root": str(root), "skip_bad": True},
+        "output": str(tmp_path / "run"),
+        "split": {"num_folds": 3},
+        "patch": {"size": [16, 16, 16]},
+        "network": {"name": "UNet", "channels": [4, 8], "strides": [2]},
+        "optimizer": {"name": "SGD", "lr": 0.01},
+        "training": {"epochs": 1, "iterations": 1},
+    }
+    config = tmp_path / "tiny.yaml"
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
+    begun = experiment.train(experiment.load_config(config))
+    trained = begun.folder.split().training
+    file = root / "imagesTr" / f"{trained[0]}.nii.gz"
+    sound = file.read_bytes()
+    file.write_bytes(sound[:99])
+    longer = experiment.load_config(config, ["training.epochs=2"])
+    with pytest.raises(DataError, match=rf"other cases than it was begun with: {trained[0]} turned bad\. Restore"):
+        experiment.train(longer, resume=True)
+    file.write_bytes(sound)
+    stored = nibabel.load(file)
+    image = np.asarray(stored.dataobj)[::-1].copy()  # other voxels, under the same name
+    nibabel.save(nibabel.Nifti1Image(image, stored.affine, stored.header), file)
+    with pytest.raises(
+        DataError, match=rf"other cases than it was begun with: {trained[0]} hold other voxels\. Restore"
+    ):
+        experiment.train(longer, resume=True)
+    file.write_bytes(sound)
+    label = root / "labelsTr" / file.name
+    drawn = label.read_bytes()
+    map_ = nibabel.load(label)
+    voxels = np.asarray(map_.dataobj).copy()
+    voxels[tuple(np.argwhere(voxels > 0)[0])] = 0
+    nibabel.save(nibabel.Nifti1Image(voxels, map_.affine, map_.header), label)
+    with pytest.raises(DataError, match=rf"{trained[0]} hold other voxels"):
+        experiment.train(longer, resume=True)
+    label.write_bytes(drawn)
+    assert len(experiment.train(longer, resume=True).history) == 2
+
+    other = experiment.load_config(config, [f"output={tmp_path / 'other'}"])
+    file.write_bytes(sound[:99])
+    experiment.train(other)
+    again = experiment.load_config(config, [f"output={tmp_path / 'other'}", "training.epochs=2"])
+    file.write_bytes(sound)
+    with pytest.raises(DataError, match=rf"{trained[0]} were bad and are sound now"):
+        experiment.train(again, resume=True)
+    file.write_bytes(sound[:99])
+    assert len(experiment.train(again, resume=True).history) == 2
+    (tmp_path / "other" / "cases.json").write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(DataError, match=r"cases\.json cannot be read as JSON"):
+        experiment.train(
+            experiment.load_config(config, [f"output={tmp_path / 'other'}", "training.epochs=3"]), resume=True
+        )
+
+
+# Data sets of one's own: what was trained on or planned from in silence was not what the folder said.
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_task(tmp_path / "Task00_Synthetic", num_cases=4, num_test=0)
+
+
+def config_of(root, output, *more):
+    config = {**CONFIG, "data": {"root": str(root)}, "split": {"num_folds": 2}, "augmentation": {"enabled": False}}
+    config["training"] = {"epochs": 1, "iterations": 1}
+    file = output.parent / "config.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return load_config(file, [f"output={output}", *more])
+
+
+def write_table(folder, cases, order=1):
+    """Write a table of cases, in their order or backwards, every second one in the second fold."""
+    rows = [f"{case['case']},{case['image']},{case['label']},{place % 2}\n" for place, case in enumerate(cases)]
+    (folder / "cases.csv").write_text("case,image,label,fold\n" + "".join(rows[::order]), encoding="utf-8")
+    return folder / "cases.csv"
+
+
+def declare(folder, **more):
+    file = folder / "dataset.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | more), encoding="utf-8")
+
+
+def test_a_table_with_folds_trains_with_a_cache(folder, tmp_path):
+    """Every training from a table with a column ``fold`` or ``split`` ended by "a prepared case cannot be stored by
+    Split": the folds, from which no voxel follows, were part of a stored case's name."""
+    cases = load_task(folder).training
+    for name, order in (("first", 1), ("other folds", -1)):
+        table = write_table(tmp_path, cases, order)
+        train(config_of(table, tmp_path / name, f"data.cache={tmp_path / 'cache'}"))
+    assert len(list((tmp_path / "cache" / "cases").iterdir())) == len(cases)
+
+
+def test_regions_in_another_order_get_new_heads(folder, tmp_path):
+    """Regions are outputs in their order, and mappings are equal whatever theirs is: a fine-tuning for (back, front)
+    kept the head for front as back's."""
+    declare(folder, regions={"front": [1], "back": [2]})
+    train(config_of(folder, tmp_path / "first"))
+    declare(folder, regions={"back": [2], "front": [1]})
+    train(config_of(folder, tmp_path / "second", f"training.start_from={tmp_path / 'first'}"))
+    assert json.loads((tmp_path / "second" / "start.json").read_text(encoding="utf-8"))["new"]
+
+
+@pytest.mark.parametrize(
+    ("regions", "remedy"),
+    [
+        ({"core": [2], "whole": [1, 2]}, "'whole', the last of these, is painted over them with 1"),
+        ({"one": [1, 3], "other": [2, 3]}, "or add one of 3 alone"),
+    ],
+)
+def test_regions_that_would_be_painted_over_are_refused(folder, regions, remedy):
+    """A core that is declared before the whole was trained, painted over in every prediction, and scored 0."""
+    named = {"0": "background", "1": "a", "2": "b", "3": "c"}
+    declare(folder, labels=named, regions=regions)
+    with pytest.raises(DataError, match=remedy):
+        load_task(folder)
+    whole = {"whole": [1, 2, 3], "core": [2, 3], "middle": [3]}
+    declare(folder, labels=named, regions=whole)
+    assert load_task(folder).output_values == (1, 2, 3)
+
+
+def test_a_checkpoint_of_a_run_says_what_its_labels_and_channels_are(folder, tmp_path, caplog):
+    """Named by its file and not by its folder, a run's labels were not asked for: with the same number of them its
+    heads were kept for whatever they are called now, and its validation cases were not looked at."""
+    train(config_of(folder, tmp_path / "first"))
+    declare(folder, labels={"0": "background", "1": "Posterior", "2": "Anterior"}, modality={"0": "T2"})
+    start = f"training.start_from={tmp_path / 'first' / 'checkpoints' / 'latest.pt'}"
+    with caplog.at_level(logging.WARNING):
+        train(config_of(folder, tmp_path / "second", start, "split.fold=1"))
+    assert json.loads((tmp_path / "second" / "start.json").read_text(encoding="utf-8"))["new"]
+    assert "2 of this run's 2 validation cases" in caplog.text
+    assert "trained on the channels MRI, in this order, and this run has T2" in caplog.text
+
+
+def write(path, voxels):
+    path.parent.mkdir(exist_ok=True)
+    SimpleITK.WriteImage(SimpleITK.GetImageFromArray(voxels), str(path))
+
+
+def test_voxels_beside_a_header_are_part_of_what_was_read(tmp_path):
+    """Of a ``.mhd`` only the header was looked at: with other voxels in the ``.raw`` beside it the old fingerprint was
+    planned from, and labels were those of before."""
+    label, image = tmp_path / "labels" / "a.mhd", np.random.default_rng(0).normal(size=(8, 8, 8)).astype(np.float32)
+    structure = np.zeros((8, 8, 8), dtype=np.uint8)
+    structure[2:6, 2:6, 2:6] = 1
+    write(tmp_path / "images" / "a.mhd", image)
+    write(label, structure)
+    task = load_task(tmp_path)
+    keep_fingerprint(take_fingerprint(task), task)
+    assert load_fingerprint(task) is not None
+    header = label.stat()
+    write(label, 3 * structure)
+    os.utime(label, ns=(header.st_atime_ns, header.st_mtime_ns))
+    assert load_fingerprint(task) is None
+    assert sorted(load_task(tmp_path).labels) == [0, 3]
+
+
+def test_channels_that_are_numbered_are_taken_by_their_numbers(tmp_path):
+    """The columns of a table were channels in the order in which they stand: ``image_1`` before ``image_0`` exchanged
+    the two that ``dataset.json`` declares."""
+    for number in range(2):
+        for kind in ("image", "label"):
+            voxels = np.zeros((4, 4, 4), dtype=np.uint8)
+            nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), tmp_path / f"{kind}{number}.nii.gz")
+    declared = {"channel_names": {"0": "T1", "1": "T2"}, "labels": {"background": 0, "tumour": 1}}
+    (tmp_path / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
+    table = tmp_path / "cases.csv"
+    table.write_text("case,image_1,image_0,label\na,image1.nii.gz,image0.nii.gz,label0.nii.gz\n", encoding="utf-8")
+    (case,) = load_task(table).training
+    assert [path.name for path in case["image"]] == ["image0.nii.gz", "image1.nii.gz"]
+
+
+def test_regions_of_two_sides_are_not_mirrored_into_each_other():
+    """Only labels were looked through for a left and a right; the values of regions have no such names."""
+    case = CaseSizes(case="a", shape=(64, 64, 64), spacing=(1.0, 1.0, 1.0), voxels={0: 1, 1: 1, 2: 1})
+    values = {0: "background", 1: "label_1", 2: "label_2", 3: "label_3"}
+    regions = {"left lung": (1, 3), "right lung": (2,)}
+    planned = plan(Fingerprint(task="Lungs", channels=("CT",), labels=values, cases=(case,), regions=regions))
+    assert planned.config().augmentation.mirror.axes == (False, True, True)
+    assert planned.config().inference.mirror is False
+
+
+def key_of(folder, task, *steps):
+    """Return the name under which the first case would be stored."""
+    preprocessing = build_preprocessing([{"name": "ZScore"}])
+    preprocessing.transforms = (*preprocessing.transforms, *steps)
+    return CaseCache(folder / "cache", task, preprocessing).key_of(task.training[0])
+
+
+def test_the_package_of_a_step_is_part_of_a_stored_cases_name(folder, tmp_path, monkeypatch):
+    """Of a lab's own package only the file with the step itself counted: with another ``mean.py`` beside it, cases
+    were trained on as the old one had prepared them."""
+    package = tmp_path / "own_lab"
+    package.mkdir()
+    for name, text in {
+        "__init__": "",
+        "mean": "MEAN = 1.0\n",
+        "steps": "from own_lab.mean import MEAN\nclass Shift:\n    def __call__(self, case):\n        return case\n",
+    }.items():
+        (package / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    step, task = importlib.import_module("own_lab.steps").Shift(), load_task(folder)
+    before = key_of(tmp_path, task, step)
+    assert key_of(tmp_path, task, step) == before
+    (package / "mean.py").write_text("MEAN = 2.0\n", encoding="utf-8")
+    assert key_of(tmp_path, task, step) != before
+
+
+def test_the_reader_of_labels_is_part_of_a_stored_cases_name(folder, tmp_path, monkeypatch):
+    """Readers were looked for among the images alone: labels in a format of one's own were those of its old reader."""
+    (tmp_path / "own_reader.py").write_text("def read(path):\n    raise NotImplementedError\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = load_task(folder)
+    task = replace(task, training=tuple({**case, "label": tmp_path / "a.own"} for case in task.training))
+    (tmp_path / "a.own").write_bytes(b"voxels")
+    with as_a_new_process():
+        SUFFIXES.register(".own", importlib.import_module("own_reader").read)
+        before = key_of(tmp_path, task)
+        (tmp_path / "own_reader.py").write_text("def read(path):\n    return None\n", encoding="utf-8")
+        assert key_of(tmp_path, task) != before
+
+
+def test_a_mended_copy_of_a_table_keeps_its_folds(folder, tmp_path):
+    """The copy is a folder in MSD's layout, which says no folds: nnU-Net's were made, in which other cases validate
+    than in the table."""
+    cases = load_task(folder).training
+    (tmp_path / "table").mkdir()
+    task = load_task(write_table(tmp_path / "table", cases))
+    repaired = repair_task(check_task(task), tmp_path / "copy")
+    assert read_splits(repaired.splits, [case["case"] for case in load_task(repaired.root).training]) == list(
+        task.splits
+    )
+    assert f"the folds of the table are in {tmp_path / 'copy' / 'splits.json'}" in repaired.lines()[0]

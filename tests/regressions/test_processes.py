@@ -1,0 +1,271 @@
+"""How processes of a job ended: missed, aborted, or told to have failed with their work done."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ready_python import wait_until
+
+from volseg.launched import OWN_LAUNCHER
+from volseg.parallel.processes import supervision as module
+from volseg.parallel.processes.supervision import Supervision
+
+# A job whose work was done was told to have failed: "process 0 of 2 died silently".
+#
+# Who watches the others reads what they have put down, and then looks whether they are there. A process that said it
+# was leaving and ended between the two was taken for one that was killed, and the job was ended by it, with status 1.
+# On a busy machine the thread that watches is held there long enough: one of 37 tests of jobs that succeed.
+#
+# A store that went between the two ended the thread itself, and nobody watched any more.
+
+
+MEMBERS = [{"where": f"process {rank} of 2 (here, cpu)", "machine": "this one", "pid": rank} for rank in range(2)]
+
+
+def put_down(store, leaving):
+    store.set("life/1", json.dumps({"beat": 1, "count": 1, "at": "validate", "leaving": leaving}))
+
+
+def watch(store, seconds, members=MEMBERS):
+    """Return a supervision, what ends its process, and an event for that."""
+    ended, told = [], threading.Event()
+    watching = Supervision(store, 0, members, seconds, lambda cause, stack: (ended.append(cause), told.set()))
+    return watching, ended, told
+
+
+def test_one_that_leaves_and_ends_between_two_looks_is_not_missed(monkeypatch):
+    store, looked = dist.HashStore(), threading.Event()
+    put_down(store, leaving=False)
+
+    def is_running(pid):
+        if pid == 1:
+            put_down(store, leaving=True)
+            looked.set()
+        return pid == 0
+
+    monkeypatch.setattr(module, "is_running", is_running)
+    watching, ended, _ = watch(store, 10.0)
+    assert looked.wait(60)
+    watching.stop(60)  # the look that has begun is done
+    assert ended == []
+    assert not store.check(["cause"])
+
+
+def test_one_that_ends_without_a_word_is_missed(monkeypatch):
+    store = dist.HashStore()
+    put_down(store, leaving=False)
+    monkeypatch.setattr(module, "is_running", lambda pid: pid == 0)
+    watching, ended, told = watch(store, 10.0)
+    assert told.wait(60)
+    watching.stop(60)
+    assert "process 1 of 2 (here, cpu) died silently, last seen at validate" in ended[0].message
+
+
+def test_a_store_that_goes_between_two_looks_is_missed(monkeypatch):
+    monkeypatch.setattr(module, "SECONDS_TO_LEAVE", 0.5)
+    store = dist.HashStore()
+    put_down(store, leaving=False)
+
+    class Going:
+        """A store that fails where a cause is looked for."""
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def check(self, keys):
+            if keys == ["cause"]:
+                raise dist.DistNetworkError("Broken pipe")
+            return store.check(keys)
+
+    monkeypatch.setattr(module, "is_running", lambda pid: True)
+    watching, ended, told = watch(Going(), 2.0)
+    assert told.wait(60)
+    watching.stop(60)
+    assert "the store of this job is gone" in ended[0].message
+
+
+SERVER = """
+import sys, time
+from torch.distributed import TCPStore
+
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("ready_python")
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="holds a process as POSIX systems do")
+def test_a_store_that_gives_no_answer_ends_the_process(monkeypatch, start):
+    """The thread that watches waited for an answer without limit, and did not end the process.
+
+    A cut network closes no connection, and neither does a stopped process, as the store's is here.
+    """
+    monkeypatch.setattr(module, "LEAST_SECONDS", 2.0)
+    server = start([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, encoding="utf-8")
+    store = dist.TCPStore("localhost", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
+    put_down(store, leaving=True)
+    watching, ended, told = watch(store, 4.0, [{**member, "pid": os.getpid()} for member in MEMBERS])
+    os.kill(server.pid, signal.SIGSTOP)
+    assert told.wait(60)
+    assert ended[0].message.startswith("process 0 of 2 (here, cpu) is cut off: the store of this job has not answered")
+    assert watching.fail("disk full").message == "disk full"  # returns too
+    watching.leave()
+    os.kill(server.pid, signal.SIGCONT)
+    watching.stop(60)
+
+
+# A process of a job ended with its work done, and by SIGABRT.
+#
+# gloo's run loop drops the tensors of a message after the main thread has got it, and asks for Python's lock to do
+# so. When the interpreter was torn down meanwhile, that ended its thread in the middle of a destructor of C++, and so
+# the process: "terminate called without an active exception", exit status -6, a finished job that was told to have
+# failed. It took gloo threads that were late, on busy machines: 7 of 171 runs. Where no other thread gets Python
+# unless the main thread waits, which an interval of 1000 s means, they are always late.
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from volseg.lifetime import end_at_exit
+from volseg.parallel.processes.group import leave_processes, start_group
+
+ending = end_at_exit()
+start_group()
+dist.broadcast(torch.zeros(10), 0)
+sys.setswitchinterval(1000)
+for _ in range(20):
+    dist.broadcast(torch.zeros(10), 0)
+if sys.argv[1] == "left":
+    leave_processes()
+elif sys.argv[1] == "error":
+    raise KeyError("something of ours")
+else:
+    ending.status = int(sys.argv[1])
+    sys.exit(ending.status)
+"""
+
+
+@pytest.mark.parametrize(("way", "status"), [("left", 0), ("143", 143), ("error", 1)])
+def test_no_process_aborts_at_its_end(start, way: str, status: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    tasks = [
+        start(
+            [sys.executable, str(script), way],
+            env={**os.environ, **variables, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        for rank in "01"
+    ]
+    shown = [task.communicate(timeout=180)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [status, status], shown
+    assert not any("terminate called" in one for one in shown)
+
+
+EARLY = """
+import atexit, sys
+atexit.register(lambda: print("measured"))
+sys.argv = ["volseg", "--version"]
+from volseg.cli import run_to_end
+run_to_end()
+"""
+
+
+def test_what_others_registered_for_the_exit_before_is_run() -> None:
+    """A command ended before it: coverage and profilers that begin with Python itself wrote nothing."""
+    run = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, encoding="utf-8", check=True)
+    assert run.stdout.splitlines()[1:] == ["measured"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="asks Linux for a full disk")
+def test_what_could_not_be_written_at_the_end_is_no_success() -> None:
+    """Components of one's own print; what stood in the buffer was lost with exit status 0."""
+    code = (
+        "from volseg.lifetime import end_at_exit; ending = end_at_exit(); ending.status = 0; print('the only result')"
+    )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        assert subprocess.run([sys.executable, "-c", code], stdout=full, env=buffered, check=False).returncode == 120
+
+
+# Processes of a job ended by SIGTERM, without a word, as soon as the thread that had started them was done.
+#
+# Linux's ``prctl(PR_SET_PDEATHSIG)`` tells a process of the end of the thread that made it, not of its process. A
+# program that started a job's processes by a thread pool (``workflows/benchmarks/networks.py``, whose rows on several
+# GPUs had all been ended that way) lost them when the pool was closed. Only our own launchers' threads wait for what
+# they start.
+
+
+CHILD = """
+import os, time
+from volseg.lifetime import end_with_launcher
+
+end_with_launcher()
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+PARENT = """
+import subprocess, sys, threading, time
+
+def start():
+    global child  # which is let go with the process, not with the thread
+    child = subprocess.Popen([sys.executable, sys.argv[1]], stdout=subprocess.PIPE, encoding="utf-8")
+    print(child.stdout.readline(), end="", flush=True)
+
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+print("the thread has ended", flush=True)
+time.sleep(600)
+"""
+
+
+def is_gone(pid: int) -> bool:
+    """Say whether a process has ended, also where nobody has asked for its status yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+@pytest.fixture
+def family(start, tmp_path):
+    """A process without an own launcher, and its child, which another thread has started."""
+    (tmp_path / "child.py").write_text(CHILD, encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name != OWN_LAUNCHER}
+    parent = start(
+        [sys.executable, "-c", PARENT, str(tmp_path / "child.py")],
+        env=environment,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    child = int(parent.stdout.readline())
+    assert parent.stdout.readline() == "the thread has ended\n"
+    yield parent, child
+    if not is_gone(child):
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_a_process_outlives_the_thread_that_started_it_and_not_its_parent(family):
+    parent, child = family
+    time.sleep(1.5)
+    assert not is_gone(child)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: is_gone(child), 30)

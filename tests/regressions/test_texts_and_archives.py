@@ -1,0 +1,285 @@
+"""Texts, archives and paths that led to untyped errors, other numbers, endless reading, or late refusals."""
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+from volseg.config.loading import load_config
+from volseg.config.yaml_values import parse_yaml
+from volseg.data.fetching import unpack
+from volseg.data.json_files import parse_json, read_json
+from volseg.data.layouts.declared import read_manifest
+from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.exchange.archive import is_archive, read_archive, write_archive
+
+# Text files led to untyped errors, to other numbers than their author meant, or to endless reading.
+#
+# One reader of YAML and one of JSON build plain values within bounds of size, depth and digits, and refuse the rest.
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("network={name: UNet, channels: &a [*a]}", r"anchors and aliases \(&a\)"),
+        ("network={<<: {name: UNet}}", "merge keys"),
+        ("training.epochs=!!int abc", "tags"),
+        ("training.epochs=" + "9" * 5000, "a number has 5000 digits"),
+        ("training.epochs=1:30", "training.epochs: needed: a whole number, got '1:30'"),
+        ("training.epochs=true", "training.epochs: needed: a whole number, got True"),
+        ("training.deterministic=on", "training.deterministic: needed: true or false, got 'on'"),
+        ("augmentation.mirror.axes=[yes, no, yes]", "augmentation.mirror.axes: needed: true or false"),
+        ("training.epochs=off", "training.epochs: needed: a whole number, got 'off'"),
+        ("network.res_block=off", "network: res_block is a text; write true or false, got 'off'"),
+        ("network.filters=[1_000, 8]", "network: filters is a text; write 1000, without _"),
+        ("training.epochs=" + "[" * 10_000, "nested too deeply"),
+        (".".join(["training"] * 5000) + "=1", "--set takes key=value"),
+        ("preprocessing.\u00b2.name=x", "must be an index below"),
+        ("preprocessing." + "9" * 5000 + ".name=x", "must be an index below"),
+    ],
+)
+def test_an_ambiguous_or_unbounded_setting_is_refused(request, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(request.config.rootpath / "configs" / "quickstart.yaml", ["data.root=x", setting])
+
+
+def test_keys_with_the_same_hash_are_refused():
+    """Reading a megabyte of them took half a minute, as each collides with all others in a dictionary."""
+    text = "\n".join(f"{(2**61 - 1) * (1000 + number)}: 1" for number in range(10))
+    with pytest.raises(ConfigError, match=r"a key is the number .* more than 64 bits\n  in line 1"):
+        parse_yaml(text, "x")
+
+
+def test_the_manifest_of_many_cases_is_read(tmp_path):
+    """Manifests of more than a megabyte, or 10,000 cases, were refused."""
+    cases = "".join(f"- {{image: imagesTr/{i:060d}.nii.gz, label: labelsTr/{i:060d}.nii.gz}}\n" for i in range(12_000))
+    (tmp_path / "task.yaml").write_text(f"training:\n{cases}", encoding="utf-8")
+    found = read_manifest(tmp_path)
+    assert found is not None
+    assert len(found[1]["training"]) == 12_000
+
+
+def test_a_config_in_utf_16_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("name: x", encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"a\.yaml is text in UTF-16, as PowerShell writes it.*saved as UTF-8"):
+        load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 500 + b"]" * 500, "nested too deeply"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
+        (b"[NaN]", "NaN is not a finite number"),
+        (b"[-Infinity]", "-Infinity is not a finite number"),
+        (b"[1e999]", "1e999 is not a finite number"),
+        (b"[" + b"9" * 5000 + b"]", "needs more than 64 bits"),
+        (b"[18446744073709551616]", "needs more than 64 bits"),
+        ('{"a": 1}'.encode("utf-16"), "text in UTF-16, as PowerShell writes it"),
+        ("\u00fc".encode("latin-1"), "codec can't decode"),
+        (b"[0" + b",0" * 4_000_001 + b"]", "more than 4000000 values"),
+        (b"", "Expecting value"),
+        (b"[1] [2]", "Extra data"),
+    ],
+    ids=lambda value: repr(value[:12]) if isinstance(value, bytes) else "",
+)
+def test_json_beyond_the_bounds_is_refused(content, message, tmp_path):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError, match=rf"a\.json cannot be read as JSON: .*{message}"):
+        read_json(tmp_path / "a.json")
+
+
+def test_nan_of_nnunet_and_a_byte_order_mark_are_read(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"Dice": NaN, "n": 18446744073709551615}')
+    found = read_json(tmp_path / "a.json", has_nan=True)
+    assert found["n"] == 2**64 - 1
+    assert found["Dice"] != found["Dice"]
+
+
+def test_damaged_yaml_and_json_are_read_or_refused(request):
+    """400 damaged texts raise no other errors than those of the two readers."""
+    text = (request.config.rootpath / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
+    pieces = ["&a ", "*a", "<<: ", "!!int ", "[" * 60, "{", "]", "'", '"', "\t", "\0", "---\n", "? ", ": ",
+              "%YAML 1.1\n", "\\ud800", "9" * 400, "\r", "\x85", "| ", "> ", "NaN", "1e999", ",", "\ufeff"]  # fmt: skip
+    json_text = json.dumps({"labels": {"0": "a", "1": [1, 2.5, None, True]}, "x": [{"y": "z"}]})
+    readers = ((text, lambda damaged: parse_yaml(damaged, "x"), ConfigError), (json_text, parse_json, ValueError))
+    for seed in range(200):
+        draw = random.Random(seed)
+        for whole, parse, error in readers:
+            damaged = whole
+            for _ in range(draw.randint(1, 4)):
+                place = draw.randrange(len(damaged))
+                damaged = damaged[:place] + draw.choice(pieces) + damaged[place + draw.choice((0, 1, 5)) :]
+            try:
+                parse(damaged)
+            except error:
+                continue
+
+
+@pytest.mark.parametrize("manifest", [{"score": float("nan")}, {"score": float("inf")}])
+def test_a_manifest_with_a_number_that_is_not_finite_is_not_written(tmp_path, manifest):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_archive(tmp_path / "model.zip", manifest, {})
+    write_archive(tmp_path / "model.zip", {"score": None}, {})
+    assert read_archive(tmp_path / "model.zip")[0]["score"] is None
+
+
+# Damaged archives ended in untyped errors or an endless loop. All members are checked before the first is written.
+
+
+def member(name, content=b"x", **settings):
+    info = tarfile.TarInfo(name)
+    info.size = len(content or b"")
+    for key, value in settings.items():
+        setattr(info, key, value)
+    return info, content
+
+
+def pack(*members):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for info, content in members:
+            archive.addfile(info, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def chain_of_long_names(count):
+    header = tarfile.TarInfo("long")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 4
+    return (header.tobuf(tarfile.GNU_FORMAT) + b"abc".ljust(512, b"\0")) * count + bytes(1024)
+
+
+GOOD = member("T/a.nii.gz")
+
+TARS = {
+    "a folder inside a file": (pack(GOOD, member("T/a.nii.gz/b")), "as a file and as a folder"),
+    "a file, then its folder": (pack(GOOD, member("T/a.nii.gz", b"", type=tarfile.DIRTYPE)), "as a file and as a fold"),
+    "a folder, then its file": (pack(member("T/a/b"), member("T/a")), "'T/a' as a file and as a folder"),
+    "twice": (pack(GOOD, GOOD), "holds 'T/a.nii.gz' twice"),
+    "twice by a dot": (pack(GOOD, member("T/./a.nii.gz")), "twice"),
+    "upper case": (pack(GOOD, member("T/A.nii.gz")), "are one name on some disks"),
+    "composed": (pack(member("T/\u00e9"), member("T/e\u0301")), "are one name on some disks"),
+    "a long name": (pack(member("T/" + "n" * 300)), "a name of 302 bytes"),
+    "a deep name": (pack(member("/".join("d" * 40))), "a name of 79 bytes"),
+    "a negative size": (pack(member("T/a", pax_headers={"size": "-512"})), "is damaged"),
+    "a huge size": (pack(member("T/a", pax_headers={"size": str(10**18)})), "unexpected end of data"),
+    "a sparse file": (pack(member("T/a", pax_headers={"GNU.sparse.realsize": "1"})), "no plain file|is damaged"),
+    "a sparse map": (pack(member("T/a", pax_headers={"GNU.sparse.map": "0,x"})), "no plain file|is damaged"),
+    "a link": (pack(member("T/a", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd")), "is no plain file"),
+    "a hard link": (pack(member("T/a", b"", type=tarfile.LNKTYPE, linkname="/etc/passwd")), "is no plain file"),
+    "a pipe": (pack(member("T/a", b"", type=tarfile.FIFOTYPE)), "is no plain file"),
+    "a sparse file of GNU": (pack(member("T/a", b"", type=tarfile.GNUTYPE_SPARSE)), "no plain file|is damaged"),
+    **{
+        f"outside as {name}": (pack(member(name)), "which lies outside the archive")
+        for name in ("../outside", "T/../../outside", "/outside", "C:\\outside", "T\\..\\..\\outside")
+    },
+    "a device": (pack(member("T/a", b"", type=tarfile.BLKTYPE)), "is no plain file"),
+    "long names of long names": (chain_of_long_names(5000), "is damaged"),
+    "cut": (pack(GOOD)[:600], "unexpected end of data"),
+    "junk for a header": (pack(GOOD)[:1024] + b"\xff" * 512, "unexpected end of data"),
+    "gzip": (b"\x1f\x8b\x08" + bytes(600), "no tar archive"),
+    "empty": (b"", "no tar archive"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TARS)
+def test_a_refused_tar_archive_writes_nothing_outside(name, tmp_path):
+    content, message = TARS[name]
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        unpack(tmp_path / "a.tar", tmp_path / "new")
+    assert {path.name for path in tmp_path.iterdir()} <= {"a.tar", "new"}
+    assert not [path for path in tmp_path.rglob("*") if path.is_symlink()]
+
+
+def test_bytes_after_the_end_of_a_tar_archive_are_ignored(tmp_path):
+    (tmp_path / "a.tar").write_bytes(pack(GOOD) + b"junk")
+    unpack(tmp_path / "a.tar", tmp_path / "new")
+    assert (tmp_path / "new" / "T" / "a.nii.gz").read_bytes() == b"x"
+
+
+def test_a_damaged_byte_of_a_model_file_is_harmless_or_refused(tmp_path):
+    written = {"0/config.yaml": b"name: a", "0/weights": bytes(50)}
+    whole = write_archive(tmp_path / "model.zip", {}, written).read_bytes()
+    for place in range(len(whole)):
+        for bits in (0xFF, 0x80):
+            damaged = bytearray(whole)
+            damaged[place] ^= bits
+            (tmp_path / "model.zip").write_bytes(damaged)
+            is_archive(tmp_path / "model.zip")
+            try:
+                _, members = read_archive(tmp_path / "model.zip")
+            except CheckpointError:
+                continue
+            assert members == written
+
+
+def test_a_compressed_model_file_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "model.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("manifest.json", bytes(10**7))
+    with pytest.raises(CheckpointError, match="compressed or encrypted"):
+        read_archive(tmp_path / "model.zip")
+
+
+# A misspelt path was refused after 4 to 17 seconds: each verb imported torch before it looked for the path.
+#
+# A near name beside the path was offered for configs only, not for folders. ``--set training.epochs 5`` was an
+# "unexpected extra argument (5)".
+
+
+PROGRAM = """
+import sys
+from volseg.__main__ import main
+try:
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train my_dta", "did you mean the folder 'my_data'?"),
+        ("train task04_unett", "did you mean 'task04_unet'"),
+        ("train 4", "did you mean the folder 'Dataset004_Heart'?"),
+        ("cross-validate my.yaml", "my.yaml cannot be read: No such file"),
+        ("plan my.yaml", "my.yaml cannot be read: No such file"),
+        ("configure my_dta -o my.yaml", "my_dta does not exist; name the TaskNN_Name folder"),
+        ("data check my_dta", "did you mean 'my_data'?"),
+        ("predict runs/first scan.nii.gz", "runs/first does not exist; name a run folder"),
+        ("predict my_data scam.nii.gz", "did you mean 'scan.nii.gz'?"),
+        ("validate runs/first", "runs/first does not exist; name the folder that"),
+        ("evaluate --predictions my_data --labels nowhere", "nowhere does not exist; name a folder with a label map"),
+        ("compare runs/first runs/second", "runs/first does not exist; name runs"),
+        ("train task04_cpu --set data.root=my_dta", "did you mean 'my_data'?"),
+        ("train task04_cpu --set training.epoch=5", "did you mean 'epochs'?"),
+        ("train task04_cpu --set training.epochs 5", "training.epochs has no value: write --set training.epochs=VALUE"),
+        ("cross-validate task04_cpu --set data.root=my_dta", "did you mean 'my_data'?"),
+        ("export my_dta -o model.zip", "did you mean 'my_data'?"),
+        ("report my_dta", "did you mean 'my_data'?"),
+        ("data info ./my_dta", "did you mean 'my_data'?"),
+        ("data fetch Tsk4_Hipocampus", "did you mean 'Task04_Hippocampus'"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(tmp_path, words, message):
+    for name in ("my_data", "Dataset004_Heart"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "scan.nii.gz").touch()
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", PROGRAM, *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, "nnUNet_raw": "."},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert ran.returncode == (2 if "Usage:" in ran.stderr else 1)
+    assert message in " ".join(ran.stderr.replace("│", " ").split())
+    assert ran.stdout.strip() == "False"

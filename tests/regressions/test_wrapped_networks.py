@@ -1,0 +1,259 @@
+"""Networks in a wrapper that trained otherwise, or were no modules any more."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from traced_graphs import trace_only
+
+from volseg.device import compiler_internals
+from volseg.errors import ParallelError, UnsupportedOperatorError
+from volseg.parallel import CompiledNetwork, DataParallel, FastKernels, ModelParallel, Spatial, join_mesh
+
+# Networks that torch.compile has taken apart: each story ended in another training without a word.
+#
+# What torch.compile makes is traced, and runs by torch's kernels.
+
+
+@pytest.fixture(autouse=True)
+def _traced(monkeypatch):
+    monkeypatch.setattr(compiler_internals, "compile_graph", trace_only)
+
+
+class Heads(nn.Module):
+    """Two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv3d(1, 2, 1), nn.Conv3d(1, 2, 1), nn.Conv3d(2, 1, 1)
+
+
+class KeptOverABreak(Heads):
+    """What a list holds while Python runs between two graphs is an output of the first, used or not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [self.first(x), self.second(x)]
+        torch._dynamo.graph_break()
+        return self.last(features[0]) * len(features)
+
+
+class KeptAsAttribute(Heads):
+    """What forward() assigns is an output of the graph that no caller gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.auxiliary = self.second(x)
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("kind", [KeptOverABreak, KeptAsAttribute])
+def test_a_piece_of_which_an_output_is_left_out_is_refused(kind):
+    """The outputs of the whole were looked at alone: the second head got zeros for gradients, and decayed."""
+    image = torch.randn(1, 1, 4, 4, 4)
+    plain = kind()
+    plain(image).sum().backward()
+    assert plain.second.weight.grad is None
+    output = CompiledNetwork(kind())(image)
+    with pytest.raises(ParallelError, match=r"backward\(\) does not reach the outputs \[1\] \(from 0\) of the 2"):
+        output.sum().backward()
+
+
+class ChangedBehindABreak(Heads):
+    """Both are used, and one is changed in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first(x), self.second(x)
+        torch._dynamo.graph_break()
+        return self.last(first.relu_()) + second.sum(1, keepdim=True)
+
+
+class Views(Heads):
+    """Outputs that share memory, and one that comes twice."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = self.first(x)
+        return first[:, :1], first[:, 1:], self.last(self.second(x)), first
+
+
+@pytest.mark.parametrize("kind", [ChangedBehindABreak, Views])
+def test_what_uses_all_of_a_piece_has_the_networks_gradients(kind):
+    image = torch.randn(1, 1, 4, 4, 4, dtype=torch.float64)
+    plain = kind().double()
+    model = CompiledNetwork(kind().double())
+    model.load_state_dict(plain.state_dict())
+    for net in (plain, model):
+        outputs = net(image)
+        sum(output.square().sum() for output in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
+    found, expected = ({name: p.grad for name, p in net.named_parameters()} for net in (model, plain))
+    # float64: a chain of functions may be ordered in another way.
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+class Unregistered(nn.Module):
+    """A plain list holds a module, which nothing finds that walks over modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.others = nn.Conv3d(1, 2, 1), [nn.Conv3d(2, 2, 1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.others[0](self.first(x))
+
+
+def test_a_late_hook_of_a_module_that_is_not_registered_is_called():
+    """Hooks are refused where modules are found; this one was skipped."""
+    plain = Unregistered()
+    model = CompiledNetwork(plain)
+    image = torch.randn(1, 1, 4, 4, 4)
+    model(image)
+    plain.others[0].register_forward_hook(lambda module, given, output: output * 5)
+    # float32: a chain of functions may be rounded in another way.
+    torch.testing.assert_close(model(image), plain(image))
+
+
+# A wrapped network that was not any module: what its copies lost, and ``torch.compile`` and autograd made of it.
+
+
+CPUS = ["cpu", "cpu:1"]
+
+WRAPPERS: dict[str, Callable[[nn.Module], ModelParallel]] = {
+    "spatial": lambda net: ModelParallel(net, strategy="spatial", devices=CPUS),
+    "pipeline": lambda net: ModelParallel(net, strategy="pipeline", devices=CPUS),
+    "fast": lambda net: FastKernels(net, "cpu"),
+    "replicas": lambda net: DataParallel(net, join_mesh().replicas(1)),
+}
+
+each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+
+called: list[str] = []
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.InstanceNorm3d(2), nn.LeakyReLU())
+
+
+def note(module: nn.Module, args: object, result: object) -> None:
+    called.append(type(module).__name__)
+
+
+@each_wrapper
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_had_lost_the_hooks_of_the_wrapper(wrap, duplicate) -> None:
+    model = wrap(make_net())
+    handle = model.register_forward_hook(note)
+    twin = duplicate(model)
+    handle.remove()  # the original's alone
+    called.clear()
+    twin(torch.zeros(2, 1, 8, 8, 8))
+    assert called == [type(model).__name__]
+    model(torch.zeros(2, 1, 8, 8, 8))
+    assert called == [type(model).__name__]
+
+
+class Watched(FastKernels):
+    """Its hook is a method of its own."""
+
+    calls = 0
+
+    def count(self, *_: object) -> None:
+        self.calls += 1
+
+    def __deepcopy__(self, memo: dict) -> "Watched":
+        return self._hand_over(Watched(copy.deepcopy(self.module, memo), self.device), memo)
+
+
+def test_a_hook_that_is_a_method_is_the_copys_own() -> None:
+    model = Watched(make_net(), "cpu")
+    model.register_forward_hook(model.count)
+    twin = copy.deepcopy(model)
+    twin(torch.zeros(1, 1, 8, 8, 8))
+    assert (model.calls, twin.calls) == (0, 1)
+
+
+def compile_model(model: nn.Module, loss: Callable) -> Callable:
+    compiled = torch.compile(model, backend="eager")
+    return lambda image: loss(compiled(image))
+
+
+def compile_in_place(model: nn.Module, loss: Callable) -> Callable:
+    model.compile(backend="eager")
+    return lambda image: loss(model(image))
+
+
+def compile_step(model: nn.Module, loss: Callable) -> Callable:
+    return torch.compile(lambda image: loss(model(image)), backend="eager")
+
+
+# The compiler itself asks each tensor that it meets for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@each_wrapper
+@pytest.mark.parametrize("compiled", [compile_model, compile_in_place, compile_step])
+def test_the_compiler_had_followed_into_what_it_cannot(wrap, compiled) -> None:
+    # It ended in errors of its own: about a history of slabs, about the hooks by which a pipeline observes a network.
+    plain = make_net()
+    model = wrap(copy.deepcopy(plain))
+    image = torch.randn(2, 1, 8, 8, 8)
+
+    def loss(outputs: Tensor) -> Tensor:
+        return (outputs * outputs).mean()
+
+    expected = loss(plain(image))
+    expected.backward()
+    step = compiled(model, loss)
+    for _ in range(2):
+        model.zero_grad()
+        found = step(image)
+        found.backward()
+        torch.testing.assert_close(found, expected)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@pytest.mark.parametrize("on_unsupported", ["raise", "gather"])
+@pytest.mark.parametrize("options", [{"create_graph": True}, {"create_graph": True, "materialize_grads": True}])
+def test_second_derivatives_by_a_volume_were_looked_for_in_a_gathered_copy(on_unsupported, options) -> None:
+    # The copy is no part of the loss: torch said that, or the derivatives were zero where it was told to fill them in.
+    model = ModelParallel(make_net(), strategy=Spatial(on_unsupported=on_unsupported), devices=CPUS)
+    volume = model(torch.randn(1, 1, 8, 8, 8))
+    with pytest.raises(UnsupportedOperatorError, match=r"autograd\.grad|grad called from .*create_graph= is not"):
+        torch.autograd.grad((volume * volume).sum(), volume, **options)
+    (found,) = torch.autograd.grad((volume * volume).sum(), volume)
+    torch.testing.assert_close(found.full_tensor(), 2 * volume.full_tensor())
+
+
+# A linear layer on slabs cast all parameters under autocast; torch casts float32 weights, and a bias at each use.
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.linear(x))
+
+
+def place(net: nn.Module, on_slabs: bool) -> nn.Module:
+    return ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]) if on_slabs else net
+
+
+@pytest.mark.parametrize("on_slabs", [False, True])
+def test_float64_weights_are_refused_under_autocast_as_by_torch(on_slabs: bool) -> None:
+    net = place(nn.Linear(6, 3).double(), on_slabs)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="same dtype"):
+        net(torch.randn(1, 2, 8, 4, 6))
+
+
+def test_a_layer_used_twice_sums_its_bias_gradient_in_float32() -> None:
+    torch.manual_seed(0)
+    net = Twice()
+    image = torch.randn(1, 2, 64, 32, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = place(net, on_slabs=True)(image)
+    (output.float().square().mean()).backward()
+    found = net.linear.bias.grad
+    assert found is not None
+    assert not found.equal(found.to(torch.bfloat16).float()), "rounded to 16 bits"
