@@ -77,8 +77,7 @@ def fetch_task(
             # The unpacked files are about as large: the images in the archive are compressed.
             download(url, part, path, md5=task.md5, spare=1.0, persistence=persistence, show=show)
             _unpack_whole(path, target, show)
-    for file in (path.with_name(f"{path.name}.json"), path):  # closed before, as Windows removes no open file
-        file.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # closed before, as Windows removes no open file
     return _require_whole(target)
 
 
@@ -115,26 +114,15 @@ def _only_fetch(path: Path) -> Iterator[BinaryIO]:
     DataError
         If another process holds it.
     """
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        with open(descriptor, "r+b", buffering=0) as part:  # a write to a full disk raises
-            _lock(part, path)
-            if not _is_at(part, path):  # its last holder removed it between the opening and the lock
-                continue
-            try:
-                yield part
-                return
-            finally:
-                if part.seek(0, os.SEEK_END) == 0:
-                    with suppress(PermissionError):  # Windows removes no open file
-                        path.unlink(missing_ok=True)
-
-
-def _is_at(part: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(part.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with open(descriptor, "r+b", buffering=0) as part:  # a write to a full disk raises
+        _lock(part, path)
+        try:
+            yield part
+        finally:
+            if part.seek(0, os.SEEK_END) == 0:
+                with suppress(PermissionError):  # Windows removes no open file
+                    path.unlink(missing_ok=True)
 
 
 def _lock(part: BinaryIO, path: Path) -> None:
