@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from volseg.config.data import compile_group
 from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Task
+from volseg.data.dicom.elements import TAGS
 from volseg.data.dicom.labels import read_image_text
 from volseg.data.readers import list_files, match_suffix
 from volseg.data.splits import Split
@@ -46,7 +47,7 @@ COUNTED = "run|scan|exam|acq|study|series"
 WORDS = rf"frame|session|ses|visit|timepoint|time|tp|follow-?up|fu|baseline|bl|phase|month|week|day|year|{COUNTED}"
 """Words for one of several recordings; the rest of the name describes the recording."""
 
-TAGS = "|".join(
+MARKS = "|".join(
     [
         r"[tvmwdy]\d{1,4}|\d{1,3}[mwdy]",  # times
         "sax?|lax?|[234]ch|ax(?:ial)?|sag(?:ittal)?|cor(?:onal)?",  # views
@@ -63,13 +64,13 @@ ENDING = "|".join(
     [
         rf"{SEPARATOR}(?:{WORDS})(?![A-Za-z]).*",
         rf"{SEPARATOR}{DATE}(?:[-_.T ]?\d{{4,6}})?(?:-NA-.*)?",  # TCIA writes NA and a description
-        rf"{SEPARATOR}{{1,2}}(?:{TAGS})(?![A-Za-z\d])",
+        rf"{SEPARATOR}{{1,2}}(?:{MARKS})(?![A-Za-z\d])",
         r"(?<=\d)[lr]",
     ]
 )
 """The part of a name after the patient."""
 
-BEGINNING = rf"(?:(?:{DATE}|(?:{WORDS})[-_ ]?\d*|{TAGS}){SEPARATOR})*"
+BEGINNING = rf"(?:(?:{DATE}|(?:{WORDS})[-_ ]?\d*|{MARKS}){SEPARATOR})*"
 """The part of a name before the patient that describes the recording, and not a site."""
 
 ANY = "^(.+?)"
@@ -235,8 +236,6 @@ def _add_coarser(found: GroupProposal, names: Sequence[str]) -> GroupProposal:
 PATIENT_ID = "PatientID"
 """Value of ``split.group`` that takes the patient from the images' DICOM headers."""
 
-PATIENT_TAG = (0x0010, 0x0020)
-
 PATIENT_COLUMN = re.compile(r"(?:patients?|subject|subj|participant)(?:id|no|number|key)?|pid|mrn")
 """Names of columns that hold patients, as `_simplify` returns them."""
 
@@ -353,4 +352,4 @@ def _is_dicom(task: Task) -> bool:
 
 def _read_patient_ids(task: Task) -> dict[str, str]:
     """Return DICOM's ``PatientID`` of each case, from its first file; an empty text if it has none."""
-    return {case["case"]: read_image_text(list_files(case["image"])[0], PATIENT_TAG) for case in task.training}
+    return {case["case"]: read_image_text(list_files(case["image"])[0], TAGS["PatientID"]) for case in task.training}

@@ -96,32 +96,24 @@ def describe_stored(header: Header) -> Stored:
 def _require_grey(header: Header) -> None:
     """Raise unless a voxel is one number, and slope and intercept give its value."""
     top, path = header.top, header.path
-    if "MOSAIC" in top.format(top.value(TAGS["ImageType"])).split("\\"):
-        raise ReaderError(
-            f"{path} is a Siemens mosaic: one image, whose tiles are the slices of a volume. Convert the series to "
-            "NIfTI, for example by dcm2niix"
-        )
-    photometric = top.format(top.value(TAGS["PhotometricInterpretation"]))
+    photometric, kind = top.text(TAGS["PhotometricInterpretation"]), top.text(TAGS["SegmentationType"])
     samples = _read_count(header, "SamplesPerPixel", default=1)
-    if photometric == "MONOCHROME1":
-        raise ReaderError(
-            f"{path} is MONOCHROME1: low values are bright, and some programs invert them while others do not. Convert "
-            "the series to MONOCHROME2"
-        )
-    if not photometric:
-        raise ReaderError(f"{path} has no PhotometricInterpretation; if its values are grey, add MONOCHROME2")
-    if samples != 1 or photometric != "MONOCHROME2":
-        raise ReaderError(
-            f"{path} holds {photometric} with {samples} sample(s) per pixel; a volume needs grey values (MONOCHROME2). "
-            "Leave it out, or convert its colours to numbers"
-        )
-    if top.elements.get(TAGS["ModalityLUTSequence"]):
-        raise ReaderError(
-            f"{path} maps its stored values by a table (ModalityLUTSequence), which is not read; convert the series "
-            "by a program that applies the table"
-        )
-    if (kind := top.format(top.value(TAGS["SegmentationType"]))) in ("BINARY", "FRACTIONAL"):
-        raise ReaderError(f"{path} is a {kind} DICOM segmentation; convert it to a label map, for example in NIfTI")
+    faults = {
+        "is a Siemens mosaic: one image, whose tiles are the slices of a volume. Convert the series to NIfTI, for "
+        "example by dcm2niix": "MOSAIC" in top.text(TAGS["ImageType"]).split("\\"),
+        "is MONOCHROME1: low values are bright, and some programs invert them while others do not. Convert the series "
+        "to MONOCHROME2": photometric == "MONOCHROME1",
+        "has no PhotometricInterpretation; if its values are grey, add MONOCHROME2": not photometric,
+        f"holds {photometric} with {samples} sample(s) per pixel; a volume needs grey values (MONOCHROME2). Leave it "
+        "out, or convert its colours to numbers": samples != 1 or photometric != "MONOCHROME2",
+        "maps its stored values by a table (ModalityLUTSequence), which is not read; convert the series by a program "
+        "that applies the table": bool(top.elements.get(TAGS["ModalityLUTSequence"])),
+        f"is a {kind} DICOM segmentation; convert it to a label map, for example in NIfTI": kind
+        in ("BINARY", "FRACTIONAL"),
+    }
+    for fault, is_found in faults.items():
+        if is_found:
+            raise ReaderError(f"{path} {fault}")
 
 
 def read_stored(header: Header, stored: Stored) -> np.ndarray:
@@ -258,7 +250,7 @@ def _read_overlays(header: Header) -> int:
 
 
 def _count_frames(header: Header) -> int:
-    text = header.top.format(header.top.value(TAGS["NumberOfFrames"])) or "1"
+    text = header.top.text(TAGS["NumberOfFrames"]) or "1"
     if not re.fullmatch(r"\+?0*[1-9]\d{0,8}", text):
         raise ReaderError(f"{header.path} has the NumberOfFrames {text[:40]!r}; needed: a number from 1 on")
     return int(text)

@@ -13,27 +13,16 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from volseg.data.dicom.elements import read_elements
+from volseg.data.dicom.elements import TAGS, Item, decode_text, read_header
 from volseg.data.dicom.labels import DicomLabel
 from volseg.errors import DataError, ReaderError
 from volseg.formatting import list_duplicates, list_some
 
-TAGS = {
-    "SpecificCharacterSet": (0x0008, 0x0005),
-    "ImageType": (0x0008, 0x0008),
-    "StudyDate": (0x0008, 0x0020),
-    "Modality": (0x0008, 0x0060),
-    "SeriesDescription": (0x0008, 0x103E),
-    "PatientID": (0x0010, 0x0020),
-    "SeriesInstanceUID": (0x0020, 0x000E),
-    "SeriesNumber": (0x0020, 0x0011),
-    "ImageOrientationPatient": (0x0020, 0x0037),
-    "NumberOfFrames": (0x0028, 0x0008),
-    "Rows": (0x0028, 0x0010),
-}
-
-Header = Mapping[str, bytes]
-"""Values of the elements of `TAGS` in a file, by keyword."""
+KEYWORDS = (
+    *("SpecificCharacterSet", "ImageType", "StudyDate", "Modality", "SeriesDescription", "PatientID"),
+    *("SeriesInstanceUID", "SeriesNumber", "ImageOrientationPatient", "NumberOfFrames", "Rows"),
+)
+"""Elements that identify and describe a series."""
 
 DERIVED = {
     "SEG": "a segmentation",
@@ -117,16 +106,16 @@ def gather_series(files: Iterable[Path]) -> FoundSeries:
     DataError
         If the files of a series are in several folders.
     """
-    headers: dict[tuple[Path, str], dict[Path, Header]] = defaultdict(dict)
+    headers: dict[tuple[Path, str], dict[Path, Item]] = defaultdict(dict)
     damaged = []
+    tags = [TAGS[keyword] for keyword in KEYWORDS]
     for file in files:
         try:
-            found = read_elements(file, TAGS.values())
+            found = read_header(file, tags, to_end=False)
         except ReaderError:  # its reader reports the fault
             found = None
-        if found is not None and TAGS["SeriesInstanceUID"] in found:
-            header = {keyword: found[tag] for keyword, tag in TAGS.items() if tag in found}
-            headers[file.parent, _decode(header["SeriesInstanceUID"])][file] = header
+        if found is not None and TAGS["SeriesInstanceUID"] in found.top.elements:
+            headers[file.parent, found.top.text(TAGS["SeriesInstanceUID"])][file] = found.top
         elif found is None and file.suffix.lower() == ".dcm":
             damaged.append(file)
     if torn := list_duplicates(uid for _, uid in headers):
@@ -189,21 +178,20 @@ def _name(series: Series) -> str:
     return "_".join(part for part in plain if part) or "series"
 
 
-def _describe(uid: str, headers: Mapping[Path, Header]) -> Series:
+def _describe(uid: str, headers: Mapping[Path, Item]) -> Series:
     first = next(iter(headers.values()))
-    encoding = "utf-8" if _decode(first.get("SpecificCharacterSet", b"")) == UTF_8 else "latin-1"
-    texts = {tag: _decode(first.get(tag, b""), encoding) for tag in ("PatientID", "SeriesDescription")}
-    date, number, modality = (_decode(first.get(tag, b"")) for tag in ("StudyDate", "SeriesNumber", "Modality"))
+    encoding = "utf-8" if first.text(TAGS["SpecificCharacterSet"]) == UTF_8 else "latin-1"
+    patient, description = (decode_text(first.value(TAGS[key]), encoding) for key in ("PatientID", "SeriesDescription"))
+    modality = first.text(TAGS["Modality"])
     return Series(
         uid=uid,
         files=tuple(headers),
-        patient=texts["PatientID"],
-        date=date,
-        number=number,
-        description=texts["SeriesDescription"],
+        patient=patient,
+        date=first.text(TAGS["StudyDate"]),
+        number=first.text(TAGS["SeriesNumber"]),
+        description=description,
         modality=modality,
-        left_out=_describe_label(next(iter(headers)))
-        or _classify(list(headers.values()), modality, texts["SeriesDescription"]),
+        left_out=_describe_label(next(iter(headers))) or _classify(list(headers.values()), modality, description),
     )
 
 
@@ -214,19 +202,18 @@ def _describe_label(file: Path) -> str:
         return ""
 
 
-def _classify(headers: Sequence[Header], modality: str, description: str) -> str:
+def _classify(headers: Sequence[Item], modality: str, description: str) -> str:
     """Return the kind of a series, if it is no image to segment."""
+
+    def has(*keywords: str) -> bool:
+        return any(TAGS[keyword] in header.elements for header in headers for keyword in keywords)
+
     if modality in DERIVED:
         return DERIVED[modality]
-    if not any("Rows" in header for header in headers):
+    if not has("Rows"):
         return "no image"
-    if all("LOCALIZER" in _decode(header.get("ImageType", b"")).split("\\") for header in headers):
+    if all("LOCALIZER" in header.text(TAGS["ImageType"]).split("\\") for header in headers):
         return "a localizer"
     if SCOUT.search(description):
         return "a localizer, by its description"
-    has_place = any("ImageOrientationPatient" in header or "NumberOfFrames" in header for header in headers)
-    return "" if has_place else "an image without a place in the patient"
-
-
-def _decode(value: bytes, encoding: str = "latin-1") -> str:
-    return value.decode(encoding, errors="replace").strip("\0 ")
+    return "" if has("ImageOrientationPatient", "NumberOfFrames") else "an image without a place in the patient"

@@ -14,15 +14,13 @@ import numpy as np
 from monai.data import MetaTensor
 
 from volseg.data.content import require_memory
-from volseg.data.dicom.elements import TAGS, WANTED, Header, decode_text, read_elements, read_header
+from volseg.data.dicom.elements import TAGS, WANTED, Header, damaged, read_header
 from volseg.data.dicom.frames import Frame, list_frames
 from volseg.data.dicom.pixels import read_stored
 from volseg.data.itk import lps_to_ras
 from volseg.data.volume import as_volume
 from volseg.errors import ReaderError
 from volseg.formatting import list_some
-
-MODALITY, SERIES_UID = (0x0008, 0x0060), (0x0020, 0x000E)
 
 
 def read_dicom_series(path: Path) -> MetaTensor:
@@ -79,7 +77,7 @@ def list_slices(path: Path) -> list[Path]:
         if not slices and path not in unread:
             raise ReaderError(f"{path} names no DICOM series; name the folder that holds the slices themselves")
     if unread:  # it may belong to this series, which would silently lack a slice
-        raise ReaderError(f"{unread[0]} is no readable DICOM file; fetch it again or take it out of the series")
+        raise damaged(unread[0])
     return slices
 
 
@@ -94,15 +92,14 @@ def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], li
     for file in sorted(folder.iterdir()):
         if file.is_dir() or file.name.startswith("."):
             continue
-        found = read_elements(file, [MODALITY, SERIES_UID, TAGS["Rows"]])
+        found = read_header(file, [TAGS[key] for key in ("Modality", "SeriesInstanceUID", "Rows")], to_end=False)
         if found is None:
             unread += [file] if file.suffix.lower() == ".dcm" else []
             continue
-        uid = decode_text(found.get(SERIES_UID, b""))
+        uid = found.top.text(TAGS["SeriesInstanceUID"])
         # Elements that are out of order hide others from a read that ends early.
-        if TAGS["Rows"] in found or _require_header(file).pixels is not None:
-            is_label = decode_text(found.get(MODALITY, b"")) == "SEG"
-            (labels if is_label else series)[uid].append(file)
+        if TAGS["Rows"] in found.top.elements or _require_header(file).pixels is not None:
+            (labels if found.top.text(TAGS["Modality"]) == "SEG" else series)[uid].append(file)
         elif file.name.upper() != "DICOMDIR":
             others.append((uid, file))
     series = series if series and path.is_dir() else series | labels  # the reader reports a segmentation
@@ -112,7 +109,7 @@ def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], li
 def _require_header(file: Path) -> Header:
     header = read_header(file, WANTED)
     if header is None:  # it was DICOM when its folder was listed
-        raise ReaderError(f"{file} is no readable DICOM file; fetch it again or take it out of the series")
+        raise damaged(file)
     return header
 
 
