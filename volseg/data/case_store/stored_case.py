@@ -8,10 +8,10 @@ The description is at the end and written last, so a truncated file has none. Op
 Volumes are mapped copy-on-write: the system keeps their pages once for all processes and drops them when memory is
 short. A process that writes to such a tensor changes its own copy.
 
-`SharedTensors` do the same in memory: each tensor exists once per machine. One process writes it, the others map the
-same pages. The memory is a file without a name (``memfd_create``), which other processes open through ``/proc/PID/fd``
-while its writer lives. The memory is freed with its last mapping, after any kind of exit: there is nothing to remove.
-It is no part of ``/dev/shm``, which has 64 MB in a container.
+`SharedCases` are such files in memory: each case exists once per machine. One process writes it, the others map the
+same pages. A file without a name (``memfd_create``) is opened by other processes through ``/proc/PID/fd`` while its
+writer lives. The memory is freed with its last mapping, after any kind of exit: there is nothing to remove. It is no
+part of ``/dev/shm``, which has 64 MB in a container.
 """
 
 import copy
@@ -19,7 +19,6 @@ import errno
 import json
 import os
 import struct
-import threading
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -67,7 +66,7 @@ def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]
         content = view_bytes(values)
         file.write(bytes(-file.tell() % ALIGNMENT))
         volumes[name] = {
-            "place": place_of(values, file.tell()),
+            "place": [file.tell(), str(values.dtype).removeprefix("torch."), list(values.shape)],
             "checksum": zlib.crc32(content),
             "meta": _encode(dict(tensor.meta)) if isinstance(tensor, MetaTensor) else None,
         }
@@ -172,7 +171,9 @@ class StoredCase:
 
     def tensor(self, name: str) -> Tensor:
         """Return a volume without its metadata."""
-        return view_tensor(self._mapped, self._volumes[name]["place"])
+        begin, dtype, shape = self._volumes[name]["place"]
+        values = torch.empty(0, dtype=getattr(torch, dtype))
+        return values.set_(self._mapped, begin // values.element_size(), shape)  # type: ignore[call-overload]
 
     def volumes(self) -> Case:
         """Return all volumes, with their metadata."""
@@ -224,9 +225,6 @@ def _decode(content: dict[str, Any]) -> Any:
     return content
 
 
-Place = list[Any]
-"""Place of a tensor: its first byte, type and shape. JSON."""
-
 ALIGNMENT = 64
 """Bytes; the alignment of torch's own memory."""
 
@@ -236,64 +234,36 @@ def can_share() -> bool:
     return hasattr(os, "memfd_create") and os.path.isdir(f"/proc/{os.getpid()}/fd")
 
 
-class SharedTensors:
-    """Memory that this process fills, and the processes of its machine map.
+class SharedCases:
+    """Stored cases in the memory of this process, which the processes of its machine map.
 
-    Only one file is open for any number of tensors. It stays open until ``close``; the other processes must have mapped
-    it by then.
+    Their files stay open until ``close``; the other processes must have mapped them by then.
     """
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("volseg", os.MFD_CLOEXEC)
-        self._size = 0
-        self._lock = threading.Lock()
+        import resource  # which other systems lack
 
-    @property
-    def address(self) -> list[int]:
-        """Address of the memory for other processes: the numbers of this process and of the file."""
-        return [os.getpid(), self._file]
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a file per case
+        self._files: list[int] = []
 
-    def add(self, tensor: Tensor) -> Place:
-        """Copy a tensor's values into the memory; return their place. Thread-safe."""
-        values = tensor.detach().cpu().contiguous()
-        content = view_bytes(values)
-        with self._lock:
-            begin = self._size
-            self._size += -(-len(content) // ALIGNMENT) * ALIGNMENT
-            os.ftruncate(self._file, self._size)
-        written = 0
-        while written < len(content):  # Linux writes 2 GiB at a time
-            written += os.pwrite(self._file, content[written:], begin + written)
-        return place_of(values, begin)
+    def add(self, case: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+        """Write a case as `write_case` does; return the path for `StoredCase.open` in another process. Thread-safe."""
+        file = os.memfd_create("volseg", os.MFD_CLOEXEC)
+        self._files.append(file)
+        with open(file, "wb", closefd=False) as writer:
+            write_case(writer, case, about)
+        return f"/proc/{os.getpid()}/fd/{file}"
 
     def close(self) -> None:
-        """Close the file; mappings stay valid."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Close the files; mappings stay valid."""
+        while self._files:
+            os.close(self._files.pop())
 
 
 def view_bytes(values: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor, without a copy."""
     return memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def place_of(values: Tensor, begin: int) -> Place:
-    """Return the place of a contiguous tensor whose bytes are written from ``begin`` on."""
-    return [begin, str(values.dtype).removeprefix("torch."), list(values.shape)]
-
-
-def map_tensors(address: list[int]) -> torch.UntypedStorage | None:
-    """Map the memory that a process of this machine has filled, or return None if it is empty.
-
-    Raises
-    ------
-    OSError
-        If the process has ended, or denies access.
-    """
-    path = "/proc/{}/fd/{}".format(*address)
-    size = os.stat(path).st_size
-    return map_file(path, size) if size else None
 
 
 def map_file(path: str, size: int) -> torch.UntypedStorage:
@@ -311,10 +281,3 @@ def map_file(path: str, size: int) -> torch.UntypedStorage:
         raise OSError(errno.ENOMEM, str(fault).partition("\n")[0]) from fault
     storage: torch.UntypedStorage = mapped
     return storage
-
-
-def view_tensor(mapped: torch.UntypedStorage, place: Place) -> Tensor:
-    """Return a tensor of mapped memory."""
-    begin, dtype, shape = place
-    values = torch.empty(0, dtype=getattr(torch, dtype))
-    return values.set_(mapped, begin // values.element_size(), shape)  # type: ignore[call-overload]
