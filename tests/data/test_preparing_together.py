@@ -16,10 +16,10 @@ import torch.distributed as dist
 from digests import digest
 from in_group import in_group
 
-from volseg.data.case_store import preparing, reading_group, stored_case
+from volseg.data.case_store import preparing, preprocessed, reading_group
 from volseg.data.case_store.preparing import prepare_together
+from volseg.data.case_store.preprocessed import SharedCases, StoredCase
 from volseg.data.case_store.reading_group import meet_readers
-from volseg.data.case_store.stored_case import SharedCases, StoredCase
 from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.checks.kinds import Problem
 from volseg.data.checks.reading import check_cases
@@ -114,7 +114,7 @@ def read_and_kept(root):
     }
 
 
-@pytest.mark.skipif(not stored_case.can_share(), reason="this platform cannot share memory between processes")
+@pytest.mark.skipif(not preprocessed.can_share(), reason="this platform cannot share memory between processes")
 def test_every_file_is_read_once_and_every_voxel_kept_once(made):
     processes = 4
     task = load_task(made)
@@ -172,7 +172,7 @@ def on_two_machines(root, damaged):
     }
 
 
-@pytest.mark.skipif(not stored_case.can_share(), reason="this platform cannot share memory between processes")
+@pytest.mark.skipif(not preprocessed.can_share(), reason="this platform cannot share memory between processes")
 def test_each_machine_reads_what_trains_and_one_of_them_what_validates(made):
     task = load_task(made)
     ids = [case["case"] for case in task.training]
@@ -308,7 +308,7 @@ def be_killed(meeting, root):
     os._exit(3)
 
 
-@pytest.mark.skipif(not stored_case.can_share(), reason="this platform cannot share memory between processes")
+@pytest.mark.skipif(not preprocessed.can_share(), reason="this platform cannot share memory between processes")
 def test_nothing_is_left_of_a_process_that_is_killed(start, made, tmp_path):
     """What lay in memory stays for those who use it, and goes with the last of them."""
     folders = [Path("/dev/shm"), tmp_path]

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
+from volseg.data.cases import Split, folds, read_splits, write_splits
 from volseg.data.groups import propose_group
 from volseg.data.layouts import load_task
-from volseg.data.splits import Split, folds, read_splits, write_splits
 from volseg.errors import DataError
 
 PUBLISHED = json.loads((Path(__file__).parent / "msd_task04_folds.json").read_text(encoding="utf-8"))

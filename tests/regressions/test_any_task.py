@@ -16,10 +16,10 @@ from tiny_trainings import as_a_new_process
 from tests.experiment.conftest import CONFIG
 from volseg.data import load_task
 from volseg.data.case_store.case_cache import CaseCache
+from volseg.data.cases import read_splits
 from volseg.data.checks.repair import repair_task
 from volseg.data.checks.task import check_task
 from volseg.data.readers import SUFFIXES
-from volseg.data.splits import read_splits
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.experiment import load_config, train

@@ -17,7 +17,7 @@ from volseg.data.case_store import case_cache
 from volseg.data.case_store.cache_folder import list_entries
 from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.case_store.preparing import prepare_together
-from volseg.data.case_store.stored_case import write_case
+from volseg.data.case_store.preprocessed import write_case
 from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.checks.reading import check_case, read_case
 from volseg.data.patches import PatchBatches

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 
 from volseg.config.data import compile_group
 from volseg.config.nearest import did_you_mean
-from volseg.data.cases import Task
+from volseg.data.cases import Split, Task
 from volseg.data.dicom.elements import TAGS
 from volseg.data.dicom.labels import read_image_text
 from volseg.data.readers import list_files, match_suffix
-from volseg.data.splits import Split
 from volseg.errors import ConfigError, DataError
 from volseg.formatting import list_some
 

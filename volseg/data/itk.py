@@ -22,8 +22,15 @@ from typing import Any
 import numpy as np
 from monai.data import MetaTensor
 
-from volseg.data.content import Content, Packing, require_held, require_memory, require_packing, require_regular
-from volseg.data.volume import as_volume
+from volseg.data.volume import (
+    Content,
+    Packing,
+    as_volume,
+    require_held,
+    require_memory,
+    require_packing,
+    require_regular,
+)
 from volseg.errors import DamagedFileError, ReaderError
 
 

@@ -20,8 +20,15 @@ from monai.data import MetaTensor
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
-from volseg.data.content import Content, require_held, require_memory, require_packing, require_regular
-from volseg.data.volume import as_volume, require_numbers
+from volseg.data.volume import (
+    Content,
+    as_volume,
+    require_held,
+    require_memory,
+    require_numbers,
+    require_packing,
+    require_regular,
+)
 from volseg.errors import DamagedFileError, ReaderError
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,16 @@ import torch
 from torch import Tensor
 
 import volseg.transforms
-from volseg.data.case_store.cache_folder import GIB, SUFFIX, list_entries, make_cache_folder, remove_given_up
-from volseg.data.case_store.file_digests import FileDigests, digest_modules
-from volseg.data.case_store.stored_case import DamagedCaseError, StoredCase, write_case
+from volseg.data.case_store.cache_folder import (
+    GIB,
+    SUFFIX,
+    FileDigests,
+    digest_modules,
+    list_entries,
+    make_cache_folder,
+    remove_given_up,
+)
+from volseg.data.case_store.preprocessed import DamagedCaseError, StoredCase, write_case
 from volseg.data.case_store.volume_cache import ForegroundVoxels, list_voxels, require_fit
 from volseg.data.cases import Case, Task
 from volseg.data.readers import SUFFIXES, list_files, match_suffix

@@ -15,9 +15,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from volseg.data.case_store.case_cache import CaseCache, pack_case, take_case
-from volseg.data.case_store.preprocessed import Preprocessing, preprocess
+from volseg.data.case_store.preprocessed import Preprocessing, SharedCases, StoredCase, preprocess
 from volseg.data.case_store.reading_group import ALONE, Readers
-from volseg.data.case_store.stored_case import SharedCases, StoredCase
 from volseg.data.cases import Case, Task
 from volseg.data.checks.kinds import Problem, Remark
 from volseg.data.checks.reading import read_case, refuse_held_out, remark_on_same_images, require_sound

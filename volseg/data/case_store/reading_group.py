@@ -9,7 +9,7 @@ from secrets import token_hex
 
 import torch.distributed as dist
 
-from volseg.data.case_store.stored_case import DamagedCaseError, SharedCases, StoredCase, can_share
+from volseg.data.case_store.preprocessed import DamagedCaseError, SharedCases, StoredCase, can_share
 from volseg.parallel.processes.progress_sync import exchange
 from volseg.parallel.processes.supervision import name_machine
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from monai.data import MetaTensor
 
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Case, Split, Task
 from volseg.data.checks.kinds import KINDS, Finding
 from volseg.data.checks.volumes import (
     Fault,
@@ -26,7 +26,6 @@ from volseg.data.checks.volumes import (
     resembles_labels,
 )
 from volseg.data.readers import Files, list_case_files, list_files, name_files, read_label, read_volume
-from volseg.data.splits import Split
 from volseg.data.threads import map_in_threads
 from volseg.errors import DamagedFileError, DataError, LargeVolumeError
 from volseg.formatting import list_some

@@ -27,14 +27,13 @@ import torch
 from monai.data import MetaTensor
 from nibabel.spatialimages import HeaderDataError
 
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Case, Split, Task, write_splits
 from volseg.data.checks.kinds import KINDS, Finding
 from volseg.data.checks.reading import read_case
 from volseg.data.checks.task import TaskCheck
 from volseg.data.checks.volumes import ROUNDED_VALUE, check_grid
 from volseg.data.itk import simpleitk
 from volseg.data.readers import list_files, read_label, read_volume, stem
-from volseg.data.splits import Split, write_splits
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
 from volseg.transforms.grid import Grid

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Case, Split, Task, folds
 from volseg.data.checks.comparing import compare_cases, describe_data, report_copies
 from volseg.data.checks.facts import ComparedCase, measure
 from volseg.data.checks.kinds import Finding
@@ -27,7 +27,6 @@ from volseg.data.checks.reading import (
 )
 from volseg.data.groups import assign_patients, list_split_patients, propose_groups
 from volseg.data.readers import list_files
-from volseg.data.splits import Split, folds
 from volseg.data.threads import MOST_THREADS, map_in_threads
 from volseg.files import replacing
 from volseg.formatting import align_columns, list_some

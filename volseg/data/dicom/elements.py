@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from volseg.data.content import require_regular
+from volseg.data.volume import require_regular
 from volseg.errors import ReaderError
 
 Tag = tuple[int, int]

@@ -17,10 +17,9 @@ import numpy as np
 from monai.data import MetaTensor
 
 from volseg.data.cases import Task
-from volseg.data.content import require_memory
 from volseg.data.dicom.elements import TAGS, Tag, read_header
 from volseg.data.itk import lps_to_ras
-from volseg.data.volume import as_volume
+from volseg.data.volume import as_volume, require_memory
 from volseg.errors import ConfigError, ReaderError
 from volseg.formatting import list_some
 from volseg.transforms.grid import MISPLACED_VOXELS, Grid

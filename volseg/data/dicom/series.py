@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from volseg.data.dicom.elements import TAGS, Item, decode_text, read_header
+from volseg.data.dicom.elements import TAGS, WANTED, Header, Item, damaged, decode_text, read_header
 from volseg.data.dicom.labels import DicomLabel
 from volseg.errors import DataError, ReaderError
 from volseg.formatting import list_duplicates, list_some
@@ -107,7 +107,7 @@ def gather_series(files: Iterable[Path]) -> FoundSeries:
         If the files of a series are in several folders.
     """
     headers: dict[tuple[Path, str], dict[Path, Item]] = defaultdict(dict)
-    damaged = []
+    unread = []
     tags = [TAGS[keyword] for keyword in KEYWORDS]
     for file in files:
         try:
@@ -117,7 +117,7 @@ def gather_series(files: Iterable[Path]) -> FoundSeries:
         if found is not None and TAGS["SeriesInstanceUID"] in found.top.elements:
             headers[file.parent, found.top.text(TAGS["SeriesInstanceUID"])][file] = found.top
         elif found is None and file.suffix.lower() == ".dcm":
-            damaged.append(file)
+            unread.append(file)
     if torn := list_duplicates(uid for _, uid in headers):
         folders = [str(folder) for folder, uid in headers if uid == torn[0]]
         raise DataError(
@@ -128,7 +128,7 @@ def gather_series(files: Iterable[Path]) -> FoundSeries:
     return FoundSeries(
         images=tuple(one for one in series if not one.left_out),
         others=tuple(one for one in series if one.left_out),
-        damaged=tuple(damaged),
+        damaged=tuple(unread),
     )
 
 
@@ -217,3 +217,69 @@ def _classify(headers: Sequence[Item], modality: str, description: str) -> str:
     if SCOUT.search(description):
         return "a localizer, by its description"
     return "" if has("ImageOrientationPatient", "NumberOfFrames") else "an image without a place in the patient"
+
+
+def list_slices(path: Path) -> list[Path]:
+    """Return the files of the only series in a folder, or of the series that a file belongs to, sorted by name.
+
+    Hidden files and files without an image, such as structure sets and ``DICOMDIR``, are left out.
+
+    Raises
+    ------
+    ReaderError
+        If there is no series, there are several, or a file is no DICOM.
+    """
+    folder = path if path.is_dir() else path.parent
+    series, unread = _sort_by_series(folder, path)
+    if path.is_dir():
+        if not series:
+            raise ReaderError(
+                f"{folder} holds no readable DICOM series; name the folder that holds the slices themselves"
+            )
+        if len(series) > 1:
+            found = "; ".join(
+                f"{uid or 'no SeriesInstanceUID'} ({len(files)} files, {files[0].name} ...)"
+                for uid, files in sorted(series.items())
+            )
+            raise ReaderError(f"{folder} holds {len(series)} DICOM series: {found}; put each into a folder of its own")
+        [slices] = series.values()
+    else:
+        slices = next((files for uid, files in series.items() if uid and path in files), [])
+        if not slices and path not in unread:
+            raise ReaderError(f"{path} names no DICOM series; name the folder that holds the slices themselves")
+    if unread:  # it may belong to this series, which would silently lack a slice
+        raise damaged(unread[0])
+    return slices
+
+
+def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], list[Path]]:
+    """Return the image files of each series in a folder by UID, and the files that may belong to one.
+
+    If a folder was named, segmentations beside its images are left out.
+    """
+    series: dict[str, list[Path]] = defaultdict(list)
+    labels: dict[str, list[Path]] = defaultdict(list)
+    unread, others = [], []
+    for file in sorted(folder.iterdir()):
+        if file.is_dir() or file.name.startswith("."):
+            continue
+        found = read_header(file, [TAGS[key] for key in ("Modality", "SeriesInstanceUID", "Rows")], to_end=False)
+        if found is None:
+            unread += [file] if file.suffix.lower() == ".dcm" else []
+            continue
+        uid = found.top.text(TAGS["SeriesInstanceUID"])
+        # Elements that are out of order hide others from a read that ends early.
+        if TAGS["Rows"] in found.top.elements or require_header(file).pixels is not None:
+            (labels if found.top.text(TAGS["Modality"]) == "SEG" else series)[uid].append(file)
+        elif file.name.upper() != "DICOMDIR":
+            others.append((uid, file))
+    series = series if series and path.is_dir() else series | labels  # the reader reports a segmentation
+    return series, unread + [file for uid, file in others if not uid or uid in series]
+
+
+def require_header(file: Path) -> Header:
+    """Return the elements of a file that was DICOM when its folder was listed."""
+    header = read_header(file, WANTED)
+    if header is None:
+        raise damaged(file)
+    return header

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from volseg.data.case_store.file_digests import list_image_files
+from volseg.data.case_store.cache_folder import list_image_files
 from volseg.data.cases import Case
 from volseg.data.dicom.labels import DicomLabel
 from volseg.data.json_files import read_json
