@@ -209,16 +209,6 @@ def test_names_without_groups(kind):
     assert propose_group(NONE[kind]) is None
 
 
-def test_a_number_before_a_modality_is_reported_as_possible():
-    studies = [*((number, 1000000 + number) for number in range(40)), (7, 1000041)]
-    names = [f"{patient:05}_{study}_{kind}" for patient, study in studies for kind in ("t2w", "adc")]
-    proposed = propose_group(names)
-    assert proposed.evident
-    assert proposed.num_patients == 41
-    coarser = re.search(r"82 cases may be of 40 patients: .* \(split\.group: (.*)\)$", proposed.reason)[1]
-    assert re.search(coarser, "00007_1000041_adc")[1] == "00007"
-
-
 def test_a_case_without_a_patient_in_its_name_is_a_patient_of_its_own():
     proposed = propose_group(["patient001_frame01", "patient001_frame12", "control7", "control8"])
     found = [re.search(proposed.group, name)[1] for name in ("patient001_frame01", "control7", "control8")]

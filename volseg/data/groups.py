@@ -12,7 +12,7 @@ only reported.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from volseg.config.data import compile_group
 from volseg.config.nearest import did_you_mean
@@ -72,9 +72,6 @@ ENDING = "|".join(
 BEGINNING = rf"(?:(?:{DATE}|(?:{WORDS})[-_ ]?\d*|{MARKS}){SEPARATOR})*"
 """The part of a name before the patient that describes the recording, and not a site."""
 
-ANY = "^(.+?)"
-"""The beginning of a pattern of endings."""
-
 NUMBERED = rf"^(.*\d[A-Za-z]?)(?:{SEPARATOR}\d+|{SEPARATOR}?[a-dA-D])$"
 
 PLACES = re.compile(
@@ -114,8 +111,7 @@ def propose_group(names: Iterable[str]) -> GroupProposal | None:
     True
     """
     known = sorted(set(names))
-    found = _propose_called(known) or _propose_ended(known)
-    return _propose_numbered(known) if found is None else _add_coarser(found, known)
+    return _propose_called(known) or _propose_ended(known) or _propose_numbered(known)
 
 
 def describe_groups(
@@ -189,7 +185,7 @@ def _propose_ended(names: Sequence[str]) -> GroupProposal | None:
     counted = re.compile(rf"{SEPARATOR}+(?:{COUNTED}|[a-z]\d)", re.IGNORECASE)
     most = MOST_COUNTED if any(map(counted.match, endings)) else MOST_IN_GROUP
     spelt = "|".join(sorted(set(map(_spell_ending, endings))))
-    return _propose(f"{ANY}(?:{spelt})*$", names, max(most, len(sizes)))
+    return _propose(f"^(.+?)(?:{spelt})*$", names, max(most, len(sizes)))
 
 
 def _split_endings(name: str) -> tuple[str, list[str]]:
@@ -220,16 +216,6 @@ def _propose_numbered(names: Sequence[str]) -> GroupProposal | None:
     if len(stems) < len(names) or (len(numbers) >= num_patients and 2 * num_patients <= len(names)):
         return None
     return _propose(NUMBERED, names, min(MOST_NUMBERED, num_patients), evident=False)
-
-
-def _add_coarser(found: GroupProposal, names: Sequence[str]) -> GroupProposal:
-    """Add coarser possible groups to the reason: the number before a modality or a side may count studies."""
-    stems = sorted({match[1] for name in names if (match := re.search(found.group, name))})
-    if not found.group.startswith(ANY) or _propose_numbered(stems) is None:
-        return found
-    coarser = NUMBERED.removesuffix("$") + found.group.removeprefix(ANY)
-    more = _propose(coarser, names, len(names), evident=False)
-    return found if more is None else replace(found, reason=f"{found.reason}; {more.reason} (split.group: {coarser})")
 
 
 PATIENT_ID = "PatientID"

@@ -23,9 +23,9 @@ import numpy as np
 from monai.data import MetaTensor
 
 from volseg.data.volume import (
-    Content,
     Packing,
     as_volume,
+    read_content,
     require_held,
     require_memory,
     require_packing,
@@ -331,9 +331,7 @@ def _require_room(claim: _Claim, path: Path) -> None:
         file.seek(claim.begins)
         # The bytes that ITK decompresses: for too small a size it silently returns uninitialised memory.
         packed = file if claim.packed_bytes is None else io.BytesIO(file.read(claim.packed_bytes))
-        content = Content(packed, claim.file, claim.packing)
-        require_held(needed, content.count(needed), claim.file)
-        content.finish()
+        read_content(packed, claim.file, claim.packing, None, needed)
 
 
 def _damaged(path: Path, what: str) -> DamagedFileError:

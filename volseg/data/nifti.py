@@ -11,7 +11,7 @@ import math
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import nibabel
 import numpy as np
@@ -21,8 +21,10 @@ from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
 from volseg.data.volume import (
-    Content,
     as_volume,
+    iterate_content,
+    naming_damage,
+    read_content,
     require_held,
     require_memory,
     require_numbers,
@@ -106,7 +108,7 @@ def read_nifti_affine(path: Path) -> np.ndarray:
     require_regular(path)
     with path.open("rb") as file:
         require_packing(file, path, _packing_of(path))
-        head = Content(file, path, _packing_of(path)).peek(LONGEST_HEADER)
+        head = _read_head(file, path)
     kind = _kind_of(head, path)
     _measure(kind, head, path)
     header = kind.header_class(head[: kind.header_class.sizeof_hdr], check=False)
@@ -139,6 +141,17 @@ def _packing_of(path: Path) -> Literal["plain", "gzip"]:
     return "gzip" if path.suffix.lower() == ".gz" else "plain"
 
 
+def _read_head(file: BinaryIO, path: Path) -> bytes:
+    """Return the first bytes of a file, or fewer at its end."""
+    head = b""
+    with naming_damage(path):
+        for piece in iterate_content(file, _packing_of(path)):
+            head += piece
+            if len(head) >= LONGEST_HEADER:
+                break
+    return head[:LONGEST_HEADER]
+
+
 def _kind_of(head: bytes, path: Path) -> type[nibabel.Nifti1Image]:
     kind = next((kind for kind in KINDS if kind.header_class.may_contain_header(head)), None)
     if kind is None:
@@ -154,15 +167,14 @@ def _parse(path: Path) -> tuple[nibabel.Nifti1Image, np.ndarray]:
     packing = _packing_of(path)
     with path.open("rb") as file:
         require_packing(file, path, packing)
-        content = Content(file, path, packing)
-        head = content.peek(LONGEST_HEADER)
+        head = _read_head(file, path)
+        file.seek(0)
         kind = _kind_of(head, path)
         offset, voxel_bytes = _measure(kind, head, path)
         held = size - offset if packing == "plain" else size
         require_held(voxel_bytes, held, path, packing)
         payload = np.empty(offset + voxel_bytes, dtype=np.uint8)
-        require_held(voxel_bytes, content.fill(payload.data) - offset, path)
-        content.finish()
+        read_content(file, path, packing, payload.data, len(payload))
     try:
         return kind.from_stream(io.BytesIO(payload.data[: max(offset, len(head))])), payload
     except (OSError, ValueError, HeaderDataError, ImageFileError) as fault:

@@ -10,12 +10,13 @@ Every reader returns a MetaTensor of MONAI, so its transforms can be used and in
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
-from isal import igzip_lib, isal_zlib
+from isal import igzip, igzip_lib, isal_zlib
 from monai.data import MetaTensor
 from monai.utils import SpaceKeys
 
@@ -39,8 +40,6 @@ DAMAGED: tuple[Any, ...] = (OSError, EOFError, igzip_lib.IsalError)
 """Errors of reading; the library's type stubs mistake its error class for an instance."""
 
 Packing = Literal["plain", "gzip", "zlib"]
-WINDOW_BITS = {"gzip": 31, "zlib": 15}
-"""Window bits of the two containers of deflate, with a check of the container's checksum."""
 
 GZIP = b"\x1f\x8b"
 LFS_POINTER = b"version https://git-lfs"
@@ -90,6 +89,8 @@ def require_packing(file: BinaryIO, path: Path, packing: Packing | None = None) 
         )
     if packing == "plain" and begin.startswith(GZIP):
         raise ReaderError(f"{path} is compressed by gzip, which its name does not say; rename it to {path.name}.gz")
+    if begin.startswith(GZIP) and begin[GZIP_FLAGS] & RESERVED_FLAGS:
+        raise DamagedFileError(f"{path} is truncated or damaged (its gzip header has reserved flags); fetch it again")
     if packing == "gzip" and begin.startswith(NIFTI):
         raise ReaderError(
             f"{path} is not compressed by gzip, as its name says; rename it to {path.name.removesuffix(path.suffix)}"
@@ -115,101 +116,51 @@ def require_memory(needed: int, path: Path) -> None:
         )
 
 
-class Content:
-    """Content of a file, decompressed, from a position on; read from front to back, only as far as requested.
+@contextmanager
+def naming_damage(path: Path) -> Iterator[None]:
+    """Turn errors of reading into a `DamagedFileError` with the path."""
+    try:
+        yield
+    except DAMAGED as fault:
+        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
 
-    Parameters
-    ----------
-    file : binary file
-        Open at the beginning of the content.
-    path : Path
-        Path of the file, for messages.
-    packing : {"plain", "gzip", "zlib"}
-        Compression of the content.
+
+def iterate_content(file: BinaryIO, packing: Packing) -> Iterator[bytes]:
+    """Yield the decompressed content of a file from its position on, a piece at a time."""
+    if packing != "zlib":
+        content = igzip.IGzipFile(fileobj=file, mode="rb") if packing == "gzip" else file
+        while piece := content.read1(PIECE):
+            yield piece
+        return
+    engine = isal_zlib.decompressobj()
+    while not engine.eof:
+        if not (packed := engine.unconsumed_tail or file.read(PIECE)):
+            raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+        yield engine.decompress(packed, PIECE)
+
+
+def read_content(file: BinaryIO, path: Path, packing: Packing, room: memoryview | None, needed: int) -> None:
+    """Read the content to its end, which has the checksum; write its first ``needed`` bytes into ``room``.
+
+    Raises
+    ------
+    DamagedFileError
+        If the file is damaged, holds fewer bytes, or has more than `SURPLUS_BYTES` behind them.
     """
-
-    def __init__(self, file: BinaryIO, path: Path, packing: Packing) -> None:
-        self._path = path
-        self._pieces = _read_pieces(file) if packing == "plain" else _inflate(file, packing)
-        self._ahead = b""
-
-    def peek(self, count: int) -> bytes:
-        """Return the next ``count`` bytes, or fewer at the end, without advancing."""
-        while len(self._ahead) < count and (piece := self._next()):
-            self._ahead += piece
-        return self._ahead[:count]
-
-    def fill(self, room: memoryview) -> int:
-        """Write the next bytes into ``room`` until it is full or the content ends; return their number."""
-        piece, filled = self._ahead or self._next(), 0
-        self._ahead = b""
-        while piece:
-            end = min(len(piece), len(room) - filled)
-            room[filled : filled + end] = piece[:end]
-            filled += end
-            if filled == len(room):
-                self._ahead = piece[end:]
+    count = 0
+    with naming_damage(path):
+        for piece in iterate_content(file, packing):
+            if room is not None:
+                room[count : count + len(piece)] = piece[: max(0, needed - count)]
+            count += len(piece)
+            if count > needed + SURPLUS_BYTES:
                 break
-            piece = self._next()
-        return filled
-
-    def count(self, most: int) -> int:
-        """Read up to ``most`` bytes without keeping them; return their number."""
-        counted = len(self._ahead)
-        self._ahead = b""
-        while counted < most and (piece := self._next()):
-            counted += len(piece)
-        return counted
-
-    def finish(self) -> None:
-        """Read to the end, which has the checksum.
-
-        Raises
-        ------
-        ReaderError
-            If the file is damaged, or has more than `SURPLUS_BYTES` left.
-        """
-        if self.count(SURPLUS_BYTES + 1) > SURPLUS_BYTES:
-            raise DamagedFileError(
-                f"{self._path} holds more than its header says, or its header is damaged (over {SURPLUS_BYTES} bytes "
-                "follow the voxels); fetch it again"
-            )
-
-    def _next(self) -> bytes:
-        try:
-            return next(self._pieces, b"")
-        except DAMAGED as fault:
-            reason = "CRC check failed" if "Incorrect checksum" in str(fault) else str(fault)
-            raise DamagedFileError(f"{self._path} is truncated or damaged ({reason}); fetch it again") from fault
-
-
-def _read_pieces(file: BinaryIO) -> Iterator[bytes]:
-    while piece := file.read(PIECE):
-        yield piece
-
-
-def _inflate(file: BinaryIO, packing: Packing) -> Iterator[bytes]:
-    """Yield the content of consecutive streams, a piece at a time; zeros between gzip's members are padding."""
-    packed = file.read(PIECE)
-    while True:
-        while len(packed) <= GZIP_FLAGS and (more := file.read(PIECE)):
-            packed += more
-        if packing == "gzip" and len(packed) > GZIP_FLAGS and packed[GZIP_FLAGS] & RESERVED_FLAGS:
-            raise OSError("a gzip member sets flags that are reserved")
-        engine = isal_zlib.decompressobj(WINDOW_BITS[packing])
-        while not engine.eof:
-            piece = engine.decompress(packed, PIECE)
-            packed = engine.unconsumed_tail
-            if piece:
-                yield piece
-            elif not engine.eof and not packed and not (packed := file.read(PIECE)):
-                raise EOFError("Compressed file ended before the end-of-stream marker was reached")
-        packed = engine.unused_data
-        if packing == "zlib":
-            return
-        while not (packed := packed.lstrip(b"\0")):
-            if not (packed := file.read(PIECE)):
-                return
+    require_held(needed, count, path)
+    if count > needed + SURPLUS_BYTES:
+        raise DamagedFileError(
+            f"{path} holds more than its header says, or its header is damaged (over {SURPLUS_BYTES} bytes follow the "
+            "voxels); fetch it again"
+        )
 
 
 SCANNER_ANATOMICAL = 1
