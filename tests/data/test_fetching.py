@@ -21,14 +21,15 @@ from typer.testing import CliRunner
 from volseg.cli import app
 from volseg.config import catalogue
 from volseg.config.catalogue import PublicTask
-from volseg.data.download import Persistence, download
+from volseg.data import download as downloading
+from volseg.data.download import download
 from volseg.data.fetching import fetch_task
 from volseg.errors import DataError
 from volseg.monitoring import console
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
-QUICK = Persistence(timeout=5.0, attempts=3, first_wait=0.001)
+ATTEMPTS = 3
 CONTENT = bytes(range(256)) * 4096  # 1 MiB, in which no part is like its neighbour by chance
 
 Answer = Callable[["Handler"], None]
@@ -78,6 +79,13 @@ def refuse(status, **headers):
     return lambda handler: handler.answer(status, **headers)
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(downloading, "ATTEMPTS", ATTEMPTS)
+    monkeypatch.setattr(downloading, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(downloading, "TIMEOUT", 5.0)
+
+
 @pytest.fixture
 def serve(monkeypatch):
     """Return a function that starts a server with these answers and returns its URL and what it was asked."""
@@ -103,14 +111,14 @@ def serve(monkeypatch):
 def fetch(tmp_path):
     """Return a function that downloads a URL into a part file and returns what that holds then."""
 
-    def get(url, content=CONTENT, *, before=None, persistence=QUICK, **settings):
+    def get(url, content=CONTENT, *, before=None, **settings):
         path = tmp_path / "file.part"
         if before is not None:
             path.write_bytes(before)
         path.touch()
         with path.open("r+b") as part:
             md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
-            download(url, part, path, md5=md5, persistence=persistence, **settings)
+            download(url, part, path, md5=md5, **settings)
         return path.read_bytes()
 
     return get
@@ -135,7 +143,7 @@ def test_a_plain_download_is_told_byte_by_byte(serve, fetch):
 
 def test_attempts_that_bring_something_are_not_counted(serve, fetch):
     stops = range(100_000, len(CONTENT), 100_000)
-    assert len(stops) > QUICK.attempts
+    assert len(stops) > ATTEMPTS
     url, _ = serve(*(ranged(upto=stop) for stop in stops), ranged())
     assert fetch(url) == CONTENT
 
@@ -181,7 +189,7 @@ def test_a_length_that_is_a_lie(serve, fetch, told):
     url, requests = serve(whole(Content_Length=told))
     with pytest.raises(DataError, match=r"the connection ended after \d+ of \d+ bytes|is another file than the one"):
         fetch(url)
-    assert len(requests) <= QUICK.attempts + 1
+    assert len(requests) <= ATTEMPTS + 1
 
 
 def stalling(content, upto, released):
@@ -198,11 +206,12 @@ def stalling(content, upto, released):
     return act
 
 
-def test_a_server_that_stalls_is_asked_again(serve, fetch):
+def test_a_server_that_stalls_is_asked_again(serve, fetch, monkeypatch):
+    monkeypatch.setattr(downloading, "TIMEOUT", 0.5)
     released = threading.Event()
     url, requests = serve(stalling(CONTENT, 200_000, released), ranged())
     try:
-        assert fetch(url, persistence=Persistence(timeout=0.5, attempts=3, first_wait=0.001)) == CONTENT
+        assert fetch(url) == CONTENT
     finally:
         released.set()
     assert 0 < int(requests[1]["Range"].removeprefix("bytes=").rstrip("-")) <= 200_000
@@ -349,7 +358,7 @@ def test_a_task_is_fetched_whole(serve, tmp_path):
     content = make_archive()
     url, requests = serve(ranged(content, upto=2000), ranged(content))
     told = []
-    found = fetch_task(public(content, url), tmp_path / "new", persistence=QUICK, show=lambda *p: told.append(p[0]))
+    found = fetch_task(public(content, url), tmp_path / "new", show=lambda *p: told.append(p[0]))
     assert found == tmp_path / "new/Task77_Test"
     assert listed(tmp_path / "new") == [
         "Task77_Test/dataset.json",
@@ -365,7 +374,7 @@ def test_a_task_is_fetched_whole(serve, tmp_path):
 def test_a_mirror_has_the_same_file(serve, tmp_path):
     content = make_archive()
     url, _ = serve(whole(content))
-    assert fetch_task(public(content), tmp_path, url=url, persistence=QUICK).is_dir()
+    assert fetch_task(public(content), tmp_path, url=url).is_dir()
 
 
 @pytest.mark.parametrize(
@@ -382,7 +391,7 @@ def test_a_mirror_has_the_same_file(serve, tmp_path):
 def test_an_archive_that_holds_no_whole_task_leaves_no_folder(serve, tmp_path, content, message):
     url, _ = serve(whole(content))
     with pytest.raises(DataError, match=message):
-        fetch_task(public(content, url), tmp_path / "new", persistence=QUICK)
+        fetch_task(public(content, url), tmp_path / "new")
     assert listed(tmp_path) == ["new/Task77_Test.tar.part"]
     assert [path.name for path in (tmp_path / "new").iterdir() if path.is_dir()] == []
 
@@ -390,7 +399,7 @@ def test_an_archive_that_holds_no_whole_task_leaves_no_folder(serve, tmp_path, c
 def test_an_archive_without_a_folder_becomes_one(serve, tmp_path):
     content = make_archive(root=".")
     url, _ = serve(whole(content))
-    found = fetch_task(public(content, url), tmp_path, persistence=QUICK)
+    found = fetch_task(public(content, url), tmp_path)
     assert listed(found) == ["dataset.json", "imagesTr/a.nii.gz", "labelsTr/a.nii.gz"]
 
 
@@ -405,7 +414,7 @@ def test_a_folder_of_that_name_that_holds_something_else_stays(tmp_path):
 def test_a_refusal_leaves_nothing(serve, tmp_path):
     url, _ = serve(refuse(404))
     with pytest.raises(DataError, match="answers 404"):
-        fetch_task(public(b"", url), tmp_path / "new", persistence=QUICK)
+        fetch_task(public(b"", url), tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -414,7 +423,7 @@ def test_what_a_killed_process_left_unpacked_is_no_task(serve, tmp_path):
     (tmp_path / ".Task77_Test.partial/Task77_Test").mkdir(parents=True)
     (tmp_path / ".Task77_Test.partial/Task77_Test/half").touch()
     url, _ = serve(whole(content))
-    fetch_task(public(content, url), tmp_path, persistence=QUICK)
+    fetch_task(public(content, url), tmp_path)
     assert "half" not in " ".join(listed(tmp_path))
 
 
@@ -457,7 +466,7 @@ def test_ctrl_c_leaves_what_has_come_and_two_do_not_fetch_at_once(serve, tmp_pat
     held = part.stat().st_size
     assert held > 100_000
     assert listed(tmp_path) == ["Task77_Test.tar.part"]
-    assert fetch_task(task, tmp_path, persistence=QUICK).is_dir()
+    assert fetch_task(task, tmp_path).is_dir()
     assert requests[-1]["Range"] == f"bytes={held}-"
     assert not part.exists()
 

@@ -16,7 +16,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -38,20 +37,14 @@ PASSING = (408, 425, 429, 500, 502, 503, 504)
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-\d+/(\d{1,18})")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Persistence:
-    """How long to wait for an answer, and how often to ask again."""
+TIMEOUT = 60.0
+"""Seconds without a byte."""
 
-    timeout: float = 60.0
-    """Seconds without a byte."""
-    attempts: int = 8
-    """Attempts in a row without a new byte."""
-    first_wait: float = 1.0
-    """Seconds before the second attempt; twice as long before each further one."""
+ATTEMPTS = 8
+"""Attempts in a row without a new byte."""
 
-
-PATIENT = Persistence()
-"""Defaults for a file that is fetched once."""
+FIRST_WAIT = 1.0
+"""Seconds before the second attempt; twice as long before each further one."""
 
 
 class _Passing(Exception):  # noqa: N818  (no error: another attempt may bring more)
@@ -65,7 +58,6 @@ def download(
     *,
     md5: str,
     spare: float = 0.0,
-    persistence: Persistence = PATIENT,
     show: ShowBytes | None = None,
 ) -> None:
     """Fetch ``url`` into an open file, after the bytes that the file has.
@@ -82,8 +74,6 @@ def download(
         Checksum of the whole file.
     spare : float
         Free disk space that is needed to unpack the file, as a multiple of its size.
-    persistence : Persistence
-        How often to ask a server that fails.
     show : callable, optional
         Called with the progress.
 
@@ -96,7 +86,7 @@ def download(
     require_web(url)
     show = show or (lambda *_: None)
     for is_last in (False, True):
-        num_answers = bool(part.seek(0, os.SEEK_END)) + _complete(url, part, path, spare, persistence, show)
+        num_answers = bool(part.seek(0, os.SEEK_END)) + _complete(url, part, path, spare, show)
         if (found := _digest(part, show)) == md5:
             return
         part.truncate(0)
@@ -108,29 +98,29 @@ def download(
     )
 
 
-def _complete(url: str, part: BinaryIO, path: Path, spare: float, persistence: Persistence, show: ShowBytes) -> int:
+def _complete(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) -> int:
     """Ask until the file is complete; return the number of answers."""
     failed, longest, answers = 0, part.seek(0, os.SEEK_END), 0
     while True:
         answers += 1
         try:
-            _ask(url, part, path, spare, persistence.timeout, show)
+            _ask(url, part, path, spare, show)
             return answers
         except _Passing as reason:
             held = part.seek(0, os.SEEK_END)
             failed = 0 if held > longest else failed + 1
             longest = max(held, longest)
-            if failed >= persistence.attempts:
+            if failed >= ATTEMPTS:
                 raise DataError(
                     f"{url} cannot be fetched, the last attempt failed as {reason}; {held} bytes are kept: go on by "
                     "the same command, or name a mirror by --url"
                 ) from reason
-            wait = persistence.first_wait * 2 ** max(failed - 1, 0)
+            wait = FIRST_WAIT * 2 ** max(failed - 1, 0)
             logger.info("%s: %s; going on in %.0f s", url, reason, wait)
             time.sleep(wait)
 
 
-def _ask(url: str, part: BinaryIO, path: Path, spare: float, timeout: float, show: ShowBytes) -> None:
+def _ask(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) -> None:
     """Ask once for the missing bytes, and write the answer.
 
     Raises
@@ -144,7 +134,7 @@ def _ask(url: str, part: BinaryIO, path: Path, spare: float, timeout: float, sho
         url, headers=headers | ({"Range": f"bytes={held}-"} if held else {})
     )
     try:
-        with urllib.request.build_opener(_SafeRedirects()).open(request, timeout=timeout) as response:
+        with urllib.request.build_opener(_SafeRedirects()).open(request, timeout=TIMEOUT) as response:
             start, total = _read_lengths(url, response)
             part.truncate(start if start == held else 0)
             if start not in (0, held):

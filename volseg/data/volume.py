@@ -89,7 +89,7 @@ def require_packing(file: BinaryIO, path: Path, packing: Packing | None = None) 
         )
     if packing == "plain" and begin.startswith(GZIP):
         raise ReaderError(f"{path} is compressed by gzip, which its name does not say; rename it to {path.name}.gz")
-    if begin.startswith(GZIP) and begin[GZIP_FLAGS] & RESERVED_FLAGS:
+    if begin.startswith(GZIP) and len(begin) > GZIP_FLAGS and begin[GZIP_FLAGS] & RESERVED_FLAGS:
         raise DamagedFileError(f"{path} is truncated or damaged (its gzip header has reserved flags); fetch it again")
     if packing == "gzip" and begin.startswith(NIFTI):
         raise ReaderError(
