@@ -149,6 +149,8 @@ def _read_head(file: BinaryIO, path: Path) -> bytes:
             head += piece
             if len(head) >= LONGEST_HEADER:
                 break
+    if not head:
+        raise DamagedFileError(f"{path} is truncated or damaged (it holds nothing); fetch it again")
     return head[:LONGEST_HEADER]
 
 

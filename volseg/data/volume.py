@@ -128,7 +128,7 @@ def naming_damage(path: Path) -> Iterator[None]:
 def iterate_content(file: BinaryIO, packing: Packing) -> Iterator[bytes]:
     """Yield the decompressed content of a file from its position on, a piece at a time."""
     if packing != "zlib":
-        content = igzip.IGzipFile(fileobj=file, mode="rb") if packing == "gzip" else file
+        content: Any = igzip.IGzipFile(fileobj=file, mode="rb") if packing == "gzip" else file
         while piece := content.read1(PIECE):
             yield piece
         return
