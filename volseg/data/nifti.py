@@ -22,6 +22,7 @@ from nibabel.spatialimages import HeaderDataError
 
 from volseg.data.volume import (
     as_volume,
+    damaged,
     iterate_content,
     naming_damage,
     read_content,
@@ -31,7 +32,7 @@ from volseg.data.volume import (
     require_packing,
     require_regular,
 )
-from volseg.errors import DamagedFileError, ReaderError
+from volseg.errors import ReaderError
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ def _read_head(file: BinaryIO, path: Path) -> bytes:
             if len(head) >= LONGEST_HEADER:
                 break
     if not head:
-        raise DamagedFileError(f"{path} is truncated or damaged (it holds nothing); fetch it again")
+        raise damaged(path, "it holds nothing")
     return head[:LONGEST_HEADER]
 
 
@@ -180,7 +181,7 @@ def _parse(path: Path) -> tuple[nibabel.Nifti1Image, np.ndarray]:
     try:
         return kind.from_stream(io.BytesIO(payload.data[: max(offset, len(head))])), payload
     except (OSError, ValueError, HeaderDataError, ImageFileError) as fault:
-        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise damaged(path, fault) from fault
 
 
 def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[int, int]:
@@ -191,12 +192,12 @@ def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[
         shape = tuple(int(side) for side in header.get_data_shape())
         offset = int(header.get_data_offset())
     except (KeyError, ValueError, OverflowError, HeaderDataError) as fault:
-        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise damaged(path, fault) from fault
     require_numbers(stored, path)
     if not 3 <= len(shape) <= 5 or min(shape) < 1:
         raise ReaderError(f"{path} has the shape {shape}; needed: three spatial axes and at most one axis of channels")
     if not 0 <= offset <= FARTHEST_VOXELS:
-        raise DamagedFileError(f"{path} is truncated or damaged (its voxels begin at byte {offset}); fetch it again")
+        raise damaged(path, f"its voxels begin at byte {offset}")
     voxels = math.prod(shape)
     # The file's bytes, once more if they are scaled, and two float32 copies: scaled, and in this package's order.
     require_memory(2 * voxels * stored.itemsize + 8 * voxels, path)
@@ -212,7 +213,7 @@ def _read_voxels(image: nibabel.Nifti1Image, content: np.ndarray, path: Path) ->
             whole = type(image).from_stream(io.BytesIO(content.data))
             return whole.get_fdata(dtype=np.float32, caching="unchanged")
     except (OSError, EOFError, TypeError, ValueError, OverflowError) as fault:
-        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise damaged(path, fault) from fault
 
 
 def _put_channels_first(voxels: np.ndarray, path: Path) -> np.ndarray:

@@ -52,6 +52,11 @@ GZIP_FLAGS, RESERVED_FLAGS = 3, 0xE0
 """Index of the flags in a gzip member, and its reserved flags, which ISA-L does not check."""
 
 
+def damaged(path: Path, what: object) -> DamagedFileError:
+    """Return the error of a file whose bytes are not those that were written."""
+    return DamagedFileError(f"{path} is truncated or damaged ({what}); fetch it again")
+
+
 def require_regular(path: Path) -> int:
     """Return the size of a regular file, links followed; other kinds may block or never end.
 
@@ -90,7 +95,7 @@ def require_packing(file: BinaryIO, path: Path, packing: Packing | None = None) 
     if packing == "plain" and begin.startswith(GZIP):
         raise ReaderError(f"{path} is compressed by gzip, which its name does not say; rename it to {path.name}.gz")
     if begin.startswith(GZIP) and len(begin) > GZIP_FLAGS and begin[GZIP_FLAGS] & RESERVED_FLAGS:
-        raise DamagedFileError(f"{path} is truncated or damaged (its gzip header has reserved flags); fetch it again")
+        raise damaged(path, "its gzip header has reserved flags")
     if packing == "gzip" and begin.startswith(NIFTI):
         raise ReaderError(
             f"{path} is not compressed by gzip, as its name says; rename it to {path.name.removesuffix(path.suffix)}"
@@ -102,9 +107,7 @@ def require_held(claimed: int, held: int, path: Path, packing: Packing = "plain"
     most = max(held, 0) * (1 if packing == "plain" else DEFLATE_RATIO)
     if claimed > most:
         at_most = "" if packing == "plain" else " at most"
-        raise DamagedFileError(
-            f"{path} is truncated or damaged (Expected {claimed} bytes, got {most}{at_most}); fetch it again"
-        )
+        raise damaged(path, f"Expected {claimed} bytes, got {most}{at_most}")
 
 
 def require_memory(needed: int, path: Path) -> None:
@@ -122,7 +125,7 @@ def naming_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except DAMAGED as fault:
-        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise damaged(path, fault) from fault
 
 
 def iterate_content(file: BinaryIO, packing: Packing) -> Iterator[bytes]:
@@ -157,10 +160,7 @@ def read_content(file: BinaryIO, path: Path, packing: Packing, room: memoryview 
                 break
     require_held(needed, count, path)
     if count > needed + SURPLUS_BYTES:
-        raise DamagedFileError(
-            f"{path} holds more than its header says, or its header is damaged (over {SURPLUS_BYTES} bytes follow the "
-            "voxels); fetch it again"
-        )
+        raise damaged(path, f"it holds more than its header says: over {SURPLUS_BYTES} bytes follow the voxels")
 
 
 SCANNER_ANATOMICAL = 1
