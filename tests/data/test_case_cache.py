@@ -532,7 +532,7 @@ def test_an_epoch_does_not_begin_on_a_mapped_file_that_was_cut_off(task, folder,
     else:
         with pytest.raises(
             DataError,
-            match=rf"{mapped.name}, the prepared case of \S+, was cut off while it was used: it had {size} bytes",
+            match=rf"{mapped.name}, the prepared case of \S+, was overwritten while it was used: it had {size} bytes",
         ):
             list(batches.epoch(1))
 

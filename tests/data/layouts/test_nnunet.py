@@ -214,7 +214,10 @@ def test_files_that_nobody_declared(raw, name, message):
         ({"labelled": ["a"]}, r"'labelled' should map case ids to lists of labels, got list"),
         ({"dataset": []}, r"'dataset' should map each case to its files, got list"),
         ({"dataset": {"a": {"images": "a.nii"}}}, r"dataset\['a'\] should name image and label"),
-        ({"dataset": {"a": {"images": ["a.nii"] * 3, "label": "l.nii"}}}, r"dataset\['a'\] names 3 image files; needed"),
+        (
+            {"dataset": {"a": {"images": ["a.nii"] * 3, "label": "l.nii"}}},
+            r"dataset\['a'\] names 3 image files; needed",
+        ),
         ({"dataset": {"a/b": {"images": ["a.nii"], "label": "l.nii"}}}, r"calls a case 'a/b'; needed: a name"),
     ],
 )

@@ -202,20 +202,16 @@ class StoredCase:
             return
         if (told.st_dev, told.st_ino) != self.identity:  # another file of that name
             return
-        named = f"{self.path}, the prepared case of {self.about.get('case')},"
-        if told.st_size < self.size:  # reading a page behind its end would kill the process
-            raise DataError(
-                f"{named} was cut off while it was used: it had {self.size} bytes and has {told.st_size}; go on with "
-                "--resume, which prepares the case again"
-            )
-        if told.st_ctime_ns == self._changed["at"]:
+        if told.st_size >= self.size and told.st_ctime_ns == self._changed["at"]:
             return
         try:
+            if told.st_size < self.size:  # reading a page behind its end would kill the process
+                raise DamagedCaseError(f"it had {self.size} bytes and has {told.st_size}")
             self.require_whole()
         except DamagedCaseError as fault:
             raise DataError(
-                f"{named} was overwritten while it was used: {fault}; continue with --resume, which prepares the case "
-                "again"
+                f"{self.path}, the prepared case of {self.about.get('case')}, was overwritten while it was used: "
+                f"{fault}; continue with --resume, which prepares the case again"
             ) from None
         self._changed["at"] = told.st_ctime_ns
 

@@ -5,7 +5,7 @@ All faults of many cases are named at once, in sentences.
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -244,8 +244,7 @@ def inspect_cases(
     digests: list[tuple[Case, str]] = []
 
     def without_volumes(case: Case) -> CheckedCase:
-        checked = read_case(case, task)
-        return CheckedCase(case=case, problems=checked.problems, remarks=checked.remarks, digest=checked.digest)
+        return replace(read_case(case, task), case=case)
 
     for checked in map_in_threads(without_volumes, cases, workers):
         problems.extend(checked.problems)

@@ -222,7 +222,9 @@ class _Elements:
             )
         if offsets:
             position = tuple((position + offsets[self.index] * np.cross(right, down)).tolist())
-        spacing = self.numbers("PixelSpacing", 2, self.explain_spacing())
+        at_detector = "and the ImagerPixelSpacing of the file is measured at the detector, not in the patient"
+        why = at_detector if self.find("ImagerPixelSpacing") else "without it a voxel has no size"
+        spacing = self.numbers("PixelSpacing", 2, why)
         if min(spacing) <= 0:
             raise ReaderError(f"{self} has the PixelSpacing {list(spacing)} mm; needed: two numbers above 0")
         slope_keyword = "DoseGridScaling" if self.find("DoseGridScaling") else "RescaleSlope"
@@ -268,12 +270,6 @@ class _Elements:
     def scale(self, keyword: str, default: float) -> float:
         """Return a number by which stored values become values."""
         return self.numbers(keyword, 1, "by which stored values become values")[0] if self.find(keyword) else default
-
-    def explain_spacing(self) -> str:
-        """Return why a frame needs ``PixelSpacing``."""
-        if self.find("ImagerPixelSpacing"):
-            return "and the ImagerPixelSpacing of the file is measured at the detector, not in the patient"
-        return "without it a voxel has no size"
 
     def parse_slice_thickness(self) -> float | None:
         """Return the extent of a slice along its normal, if a positive one is given."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from volseg.config.nearest import did_you_mean
 from volseg.config.yaml_values import read_yaml
-from volseg.data.cases import Case, Task
+from volseg.data.cases import LARGEST_VALUE, Case, Task
 from volseg.data.json_files import read_json
 from volseg.errors import ConfigError, DataError
 from volseg.formatting import list_duplicates
@@ -49,9 +49,6 @@ ENTRY_FIELDS = frozenset({"case", "image", "images", "label", "labelled"})
 
 IGNORE = "ignore"
 """nnU-Net's name of the value for voxels without annotation."""
-
-LARGEST_VALUE = 1 << 24
-"""Volumes are read as float32, which holds every integer up to this value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,9 +222,9 @@ def _as_value(value: Any, name: object, source: Path) -> int:
     """Return a value of label maps; nnU-Net also takes digits for a number."""
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LARGEST_VALUE:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_VALUE:
         raise DataError(
-            f"{source}: the label {name!r} should have an integer from 0 to {LARGEST_VALUE - 1} for its value, got "
+            f"{source}: the label {name!r} should have an integer from 0 to {LARGEST_VALUE} for its value, got "
             f"{value!r}"
         )
     return value
