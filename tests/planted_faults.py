@@ -12,7 +12,7 @@ import numpy as np
 from scipy import ndimage
 
 from volseg.data import TaskCheck, check_task, load_task
-from volseg.data.splits import folds
+from volseg.data.cases import folds
 
 Edit = Callable[[np.ndarray], np.ndarray]
 

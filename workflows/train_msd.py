@@ -14,8 +14,8 @@ from volseg import Checkpoints, Named, Predictor, Progress, TensorBoard, Trainin
 from volseg.data.augmented import AugmentedBatches
 from volseg.data.case_store.preprocessed import prepare_all
 from volseg.data.case_store.volume_cache import VolumeCache
+from volseg.data.cases import folds
 from volseg.data.patches import PatchBatches
-from volseg.data.splits import folds
 from volseg.models import FitGrid, build_network
 from volseg.planning import PRESETS, plan
 from volseg.planning.facts import published_fingerprint

@@ -22,13 +22,18 @@ from digests import digest
 from in_group import in_group
 from monai.data import MetaTensor
 
-from volseg.data.case_store import case_cache, file_digests, stored_case
-from volseg.data.case_store.cache_folder import choose_cache_folder, list_entries, remove_entries, verify_entries
+from volseg.data.case_store import cache_folder, case_cache, preprocessed
+from volseg.data.case_store.cache_folder import (
+    FileDigests,
+    choose_cache_folder,
+    list_entries,
+    remove_entries,
+    verify_entries,
+)
 from volseg.data.case_store.case_cache import CaseCache
-from volseg.data.case_store.file_digests import FileDigests
 from volseg.data.case_store.preparing import prepare_together
+from volseg.data.case_store.preprocessed import DamagedCaseError, StoredCase, write_case
 from volseg.data.case_store.reading_group import meet_readers
-from volseg.data.case_store.stored_case import DamagedCaseError, StoredCase, write_case
 from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
@@ -113,7 +118,7 @@ def change_a_voxel(path):
 @pytest.mark.parametrize("settled", [False, True])
 def test_a_changed_voxel_is_seen_though_the_date_is_kept(task, folder, field, settled, monkeypatch):
     if settled:  # as if the files had lain there for long, so that their digests are remembered
-        monkeypatch.setattr(file_digests, "YOUNG_NS", -(10**18))
+        monkeypatch.setattr(cache_folder, "YOUNG_NS", -(10**18))
     before = prepared_by(task, folder)
     assert any((folder / "files").glob("*.json")) is settled
     change_a_voxel(task.training[0][field])
@@ -124,7 +129,7 @@ def test_a_changed_voxel_is_seen_though_the_date_is_kept(task, folder, field, se
 
 
 def test_a_file_of_the_same_size_and_date_is_digested_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_digests, "YOUNG_NS", -(10**18))
+    monkeypatch.setattr(cache_folder, "YOUNG_NS", -(10**18))
     file, digests = tmp_path / "image.nii", FileDigests(tmp_path / "files")
     file.write_bytes(b"voxels")
     before, found = file.stat(), digests.of(file)
@@ -141,9 +146,9 @@ def test_a_file_without_a_change_is_digested_once(tmp_path, monkeypatch):
     file, digests = tmp_path / "image.nii", FileDigests(tmp_path / "files")
     file.write_bytes(b"voxels")
     first = digests.of(file)
-    monkeypatch.setattr(file_digests, "YOUNG_NS", -(10**18))
+    monkeypatch.setattr(cache_folder, "YOUNG_NS", -(10**18))
     assert digests.of(file) == first
-    monkeypatch.setattr(file_digests, "file_digest", None)
+    monkeypatch.setattr(cache_folder, "file_digest", None)
     assert digests.of(file) == first
     (remembered,) = (tmp_path / "files").glob("*.json")
     remembered.write_text("{", encoding="utf-8")
@@ -240,7 +245,7 @@ def test_ones_own_code_and_what_it_imports_is_part_of_the_name(key_with, tmp_pat
     keys.append(key())
     module.write_text(step + "# changed\n", encoding="utf-8")
     keys.append(key())
-    monkeypatch.setattr(file_digests, "version", lambda name: "0.1")
+    monkeypatch.setattr(cache_folder, "version", lambda name: "0.1")
     keys.append(key())
     (tmp_path / "no_such_module.py").write_text("", encoding="utf-8")
     importlib.invalidate_caches()
@@ -275,7 +280,7 @@ def damage(file, how):
     if how == "flipped":
         content[len(content) // 3] ^= 16
     elif how == "description":
-        content[-stored_case.END.size - 20] ^= 1
+        content[-preprocessed.END.size - 20] ^= 1
     else:
         del content[int(how * len(content)) :]
     file.write_bytes(content)
@@ -422,7 +427,6 @@ sys.path.insert(0, sys.argv[5])
 from digests import digest
 from volseg.data.case_store import case_cache
 from volseg.data.case_store import preparing
-from volseg.data.case_store import stored_case
 from volseg.data.layouts import load_task
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -528,7 +532,7 @@ def test_an_epoch_does_not_begin_on_a_mapped_file_that_was_cut_off(task, folder,
     else:
         with pytest.raises(
             DataError,
-            match=rf"{mapped.name}, the prepared case of \S+, was cut off while it was used: it had {size} bytes",
+            match=rf"{mapped.name}, the prepared case of \S+, was overwritten while it was used: it had {size} bytes",
         ):
             list(batches.epoch(1))
 

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from volseg.data.cases import Task
+from volseg.data.checks import task as checks_of_task
 from volseg.data.checks.kinds import Problem
 from volseg.data.checks.reading import check_case, check_cases, read_case, require_sound
 from volseg.data.layouts import load_task
@@ -157,3 +158,18 @@ def test_the_synthetic_task_is_sound(tmp_path):
 def test_the_real_cases_are_sound(msd_task04):
     task = load_task(msd_task04)
     assert check_cases(task.training, task) == []
+
+
+@pytest.mark.parametrize(("free", "threads"), [(0, 1), (10**15, 3)])
+def test_no_more_cases_are_read_at_a_time_than_memory_holds(tmp_path, monkeypatch, free, threads):
+    task = load_task(make_task(tmp_path / "task", num_cases=2, num_test=0))
+    monkeypatch.setattr(checks_of_task, "available_bytes", lambda: free)
+    asked = []
+
+    def map_alone(function, items, workers):
+        asked.append(workers)
+        return map(function, items)
+
+    monkeypatch.setattr(checks_of_task, "map_in_threads", map_alone)
+    checks_of_task.check_task(task, workers=3)
+    assert asked == [threads]

@@ -2,7 +2,6 @@
 
 import shutil
 import weakref
-from threading import Barrier, Lock
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from volseg.data.case_store.preparing import prepare_together
 from volseg.data.case_store.preprocessed import prepare_all, preprocess
 from volseg.data.layouts import load_task
 from volseg.data.synthetic import make_task
-from volseg.data.threads import Allowance, map_in_threads
+from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, GridError
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -117,38 +116,3 @@ def test_what_was_read_is_forgotten_once_it_is_resampled():
     preprocess(read, {"case": "ct"}, preprocessing, keep_reference=False)
     assert alive == [True, True, False]
     assert read == {}
-
-
-def test_pieces_that_fit_run_together():
-    allowance, meeting = Allowance(10), Barrier(2, timeout=60)
-
-    def work(amount):
-        with allowance.taken(amount):
-            meeting.wait()  # breaks unless both are inside
-        return amount
-
-    assert list(map_in_threads(work, [5, 5], workers=2)) == [5, 5]
-
-
-def test_no_more_is_taken_than_there_is_but_by_one_alone():
-    allowance, lock, inside, seen = Allowance(10), Lock(), [], []
-
-    def work(amount):
-        with allowance.taken(amount):
-            with lock:
-                inside.append(amount)
-                seen.append(list(inside))
-            with lock:
-                inside.remove(amount)
-
-    list(map_in_threads(work, [6, 6, 3, 25, 0, 4, 4, 11, 1] * 20, workers=8))
-    assert all(sum(amounts) <= 10 or len([amount for amount in amounts if amount]) == 1 for amounts in seen)
-    assert len(seen) == 180
-
-
-def test_what_fails_gives_back_what_it_took():
-    allowance = Allowance(10)
-    with pytest.raises(ValueError, match="odd"), allowance.taken(10):
-        raise ValueError("odd")
-    with allowance.taken(10):
-        pass

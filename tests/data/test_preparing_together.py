@@ -14,14 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from digests import digest
-from hypothesis import given
-from hypothesis import strategies as st
 from in_group import in_group
 
-from volseg.data.case_store import preparing, reading_group, stored_case
+from volseg.data.case_store import preparing, preprocessed, reading_group
 from volseg.data.case_store.preparing import prepare_together
-from volseg.data.case_store.reading_group import deal_by_size, meet_readers
-from volseg.data.case_store.stored_case import SharedTensors, map_tensors, view_tensor
+from volseg.data.case_store.preprocessed import SharedCases, StoredCase
+from volseg.data.case_store.reading_group import meet_readers
 from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.checks.kinds import Problem
 from volseg.data.checks.reading import check_cases
@@ -116,7 +114,7 @@ def read_and_kept(root):
     }
 
 
-@pytest.mark.skipif(not stored_case.can_share(), reason="this platform cannot share memory between processes")
+@pytest.mark.skipif(not preprocessed.can_share(), reason="this platform cannot share memory between processes")
 def test_every_file_is_read_once_and_every_voxel_kept_once(made):
     processes = 4
     task = load_task(made)
@@ -134,7 +132,7 @@ def test_every_file_is_read_once_and_every_voxel_kept_once(made):
         assert found["problems"] == []
         assert found["progress"] == len(ids)
         # The same pages in every process: one mapping per reader, and no page is anybody's own.
-        assert len(found["mapped"]) == processes
+        assert len(found["mapped"]) == NUM_TRAINING
         assert {inode for inode, _ in found["mapped"]} == {inode for inode, _ in told[0]["mapped"]}
         assert all(own == 0 for _, own in found["mapped"])
 
@@ -174,7 +172,7 @@ def on_two_machines(root, damaged):
     }
 
 
-@pytest.mark.skipif(not stored_case.can_share(), reason="this platform cannot share memory between processes")
+@pytest.mark.skipif(not preprocessed.can_share(), reason="this platform cannot share memory between processes")
 def test_each_machine_reads_what_trains_and_one_of_them_what_validates(made):
     task = load_task(made)
     ids = [case["case"] for case in task.training]
@@ -283,24 +281,16 @@ def test_real_cases_are_those_of_one_process(msd_task04):
     assert sorted(case for _, validated, _ in told for case in validated) == sorted(fingerprint(alone.validation))
 
 
-@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 8))
-def test_a_deal_is_even_up_to_the_largest_item(sizes, count):
-    owners = deal_by_size(sizes, count)
-    loads = [sum(size + 1 for size, owner in zip(sizes, owners, strict=True) if owner == who) for who in range(count)]
-    assert len(owners) == len(sizes)
-    # Whoever has most had least before it got its last item.
-    assert max(loads) - min(loads) <= max(sizes, default=0) + 1
-
-
 def test_writing_to_shared_memory_changes_ones_own_copy_only():
-    store = SharedTensors()
-    places = [store.add(torch.arange(5.0)), store.add(torch.ones(2, 3, dtype=torch.uint8))]
-    first, second = (map_tensors(store.address) for _ in range(2))
+    store = SharedCases()
+    path = Path(store.add({"image": torch.arange(5.0), "label": torch.ones(2, 3, dtype=torch.uint8)}, {"case": "a"}))
+    first, second = (StoredCase.open(path) for _ in range(2))
     store.close()
-    view_tensor(first, places[0]).fill_(9)
-    assert view_tensor(first, places[0]).tolist() == [9.0] * 5
-    assert view_tensor(second, places[0]).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert view_tensor(second, places[1]).tolist() == [[1, 1, 1], [1, 1, 1]]
+    first.tensor("image").fill_(9)
+    assert first.tensor("image").tolist() == [9.0] * 5
+    assert second.tensor("image").tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert second.tensor("label").tolist() == [[1, 1, 1], [1, 1, 1]]
+    second.require_unchanged()
 
 
 def be_killed(meeting, root):
@@ -318,7 +308,7 @@ def be_killed(meeting, root):
     os._exit(3)
 
 
-@pytest.mark.skipif(not stored_case.can_share(), reason="this platform cannot share memory between processes")
+@pytest.mark.skipif(not preprocessed.can_share(), reason="this platform cannot share memory between processes")
 def test_nothing_is_left_of_a_process_that_is_killed(start, made, tmp_path):
     """What lay in memory stays for those who use it, and goes with the last of them."""
     folders = [Path("/dev/shm"), tmp_path]
@@ -332,7 +322,7 @@ def test_nothing_is_left_of_a_process_that_is_killed(start, made, tmp_path):
     ]
     assert [process.wait(timeout=180) for process in processes] == [-signal.SIGKILL, 3]
     pages = (tmp_path / "meet.pages").read_text(encoding="utf-8").split()
-    assert len(pages) == 2
+    assert len(pages) == NUM_TRAINING
     for name in ("meet", "meet.pages"):
         (tmp_path / name).unlink(missing_ok=True)
     assert [sorted(folder.iterdir()) for folder in folders] == before

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
+from volseg.data.cases import Split, folds, read_splits, write_splits
 from volseg.data.groups import propose_group
 from volseg.data.layouts import load_task
-from volseg.data.splits import Split, folds, read_splits, write_splits
 from volseg.errors import DataError
 
 PUBLISHED = json.loads((Path(__file__).parent / "msd_task04_folds.json").read_text(encoding="utf-8"))
@@ -207,16 +207,6 @@ NONE = {
 @pytest.mark.parametrize("kind", NONE)
 def test_names_without_groups(kind):
     assert propose_group(NONE[kind]) is None
-
-
-def test_a_number_before_a_modality_is_reported_as_possible():
-    studies = [*((number, 1000000 + number) for number in range(40)), (7, 1000041)]
-    names = [f"{patient:05}_{study}_{kind}" for patient, study in studies for kind in ("t2w", "adc")]
-    proposed = propose_group(names)
-    assert proposed.evident
-    assert proposed.num_patients == 41
-    coarser = re.search(r"82 cases may be of 40 patients: .* \(split\.group: (.*)\)$", proposed.reason)[1]
-    assert re.search(coarser, "00007_1000041_adc")[1] == "00007"
 
 
 def test_a_case_without_a_patient_in_its_name_is_a_patient_of_its_own():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from volseg.data.dicom.elements import read_elements
+from volseg.data.dicom.elements import read_header
 from volseg.data.dicom.series import choose_series, name_series, search_series
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, ReaderError
@@ -196,11 +196,12 @@ def test_names_do_not_depend_on_what_else_is_found(write_series, tmp_path):
 
 def test_a_header_is_read_as_far_as_it_is_needed(write_series):
     file = next(write_series("a", 1).iterdir())
-    assert read_elements(file, [(0x0010, 0x0020), (0x0008, 0x0060), (0x0009, 0x0001)]) == {
+    wanted = [(0x0010, 0x0020), (0x0008, 0x0060), (0x0009, 0x0001)]
+    assert read_header(file, wanted, to_end=False).top.elements == {
         (0x0010, 0x0020): b"P1",
         (0x0008, 0x0060): b"MR",
     }
     file.write_bytes(file.read_bytes()[:-30])  # the voxels, of which nothing is looked at
-    assert read_elements(file, [(0x0010, 0x0020)]) == {(0x0010, 0x0020): b"P1"}
+    assert read_header(file, wanted[:1], to_end=False).top.elements == {(0x0010, 0x0020): b"P1"}
     file.write_bytes(b"no DICOM at all, and long enough" * 9)
-    assert read_elements(file, [(0x0010, 0x0020)]) is None
+    assert read_header(file, wanted) is None

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import yaml
 
+from volseg.data.cases import folds
 from volseg.data.layouts import load_task
 from volseg.data.readers import read_volume
-from volseg.data.splits import folds
 from volseg.experiment import load_config, predict, train
 
 pytestmark = pytest.mark.real_data

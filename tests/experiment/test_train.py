@@ -18,9 +18,9 @@ from monai.data import MetaTensor
 from training_hooks import At, press_ctrl_c, raising
 
 from volseg import Checkpoints, Hook
+from volseg.data.cases import folds
 from volseg.data.json_files import read_json
 from volseg.data.layouts import load_task
-from volseg.data.splits import folds
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.summary import read_summary
 from volseg.experiment import RunFolder, format_outcome, load_config, predict, train, validate

@@ -4,8 +4,8 @@ from itertools import product
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from volseg.data.cases import Split, folds
 from volseg.data.groups import list_split_patients
-from volseg.data.splits import Split, folds
 
 
 @given(data=st.data(), ids=st.lists(st.text(min_size=1, max_size=4), unique=True, min_size=2, max_size=40))

@@ -36,12 +36,12 @@ from volseg.data.case_store import case_cache
 from volseg.data.case_store.cache_folder import list_entries
 from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.case_store.preparing import prepare_together
-from volseg.data.case_store.stored_case import write_case
+from volseg.data.case_store.preprocessed import write_case
 from volseg.data.case_store.volume_cache import VolumeCache
+from volseg.data.cases import read_splits
 from volseg.data.checks.reading import check_case, read_case
 from volseg.data.patches import PatchBatches
 from volseg.data.readers import SUFFIXES
-from volseg.data.splits import read_splits
 from volseg.errors import ConfigError, DataError, GridError, NonFiniteLossError, ReaderError
 from volseg.experiment import load_config, train
 from volseg.experiment.prediction.sources import load_trained

@@ -14,9 +14,8 @@ from volseg.checkpointing.state import TrainingState
 from volseg.config.loading import differences
 from volseg.config.parallel import ParallelConfig
 from volseg.config.schema import ExperimentConfig
-from volseg.data.cases import Task
+from volseg.data.cases import Split, Task
 from volseg.data.json_files import read_json
-from volseg.data.splits import Split
 from volseg.errors import ConfigError, DataError
 from volseg.formatting import list_some
 

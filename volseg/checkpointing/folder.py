@@ -40,10 +40,9 @@ from volseg.checkpointing.file import BEST, LATEST, PREVIOUS, load_checkpoint
 from volseg.checkpointing.state import TrainingState
 from volseg.config.loading import dump_config, load_config
 from volseg.config.schema import ExperimentConfig
-from volseg.data.cases import Task
+from volseg.data.cases import Split, Task, read_splits, write_splits
 from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import read_modalities, read_regions
-from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment.network_plan import NetworkPlan
 from volseg.files import remove_partials, replacing, require_text

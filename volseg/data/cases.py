@@ -1,12 +1,179 @@
-"""Definitions of a case, a batch and a task."""
+"""Definitions of a case, a batch and a task, and the split of cases into training and validation.
 
-from collections.abc import Mapping
+The folds are nnU-Net's: scikit-learn's ``KFold(5, shuffle=True, random_state=12345)`` over the sorted case ids, so that
+a Dice can be compared with published ones fold by fold. Ten lines replace scikit-learn.
+
+If several cases are of one patient, patients are dealt instead of cases: shuffled by the same generator, the patient
+with the most cases first, each to the fold with the fewest cases so far. Folds differ by no more cases than the largest
+patient has.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from volseg.data.splits import Split
+import numpy as np
+
+from volseg.config.nearest import did_you_mean
+from volseg.data.json_files import read_json
 from volseg.errors import DataError
 from volseg.fields import Batch, Case
+from volseg.files import replacing
+from volseg.formatting import list_duplicates, list_some
+
+
+@dataclass(frozen=True)
+class Split:
+    """Case ids to train on and case ids to validate on; the latter may be empty."""
+
+    training: tuple[str, ...]
+    validation: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.training:
+            raise DataError(f"a split needs cases to train on, got none ({len(self.validation)} for validation)")
+        for side, ids in (("training", self.training), ("validation", self.validation)):
+            if doubled := list_duplicates(ids):
+                raise DataError(f"{_list_ids(doubled)} stand twice among the {side} cases; keep each once")
+        if shared := sorted(set(self.training) & set(self.validation)):
+            raise DataError(f"{_list_ids(shared)} stand in training and in validation; keep each in one of them")
+
+
+def folds(
+    ids: Iterable[str], num_folds: int = 5, seed: int = 12345, *, groups: Mapping[str, str] | None = None
+) -> list[Split]:
+    """Return nnU-Net's folds; each case validates exactly once.
+
+    Parameters
+    ----------
+    ids
+        Case ids in any order: they are sorted first, as nnU-Net does.
+    groups
+        The patient of each case; all cases of a patient validate in the same fold. If each patient has one case, the
+        folds are nnU-Net's.
+
+    Raises
+    ------
+    DataError
+        For fewer cases or patients than folds, fewer than two folds, or a duplicate id.
+
+    References
+    ----------
+    .. [1] Isensee et al., nnU-Net, Nat. Methods 18 (2021), 203-211, doi:10.1038/s41592-020-01008-z.
+
+    Examples
+    --------
+    >>> folds(["c", "a", "b"], num_folds=3)[0]
+    Split(training=('b', 'c'), validation=('a',))
+    """
+    names = sorted(ids)
+    if doubled := list_duplicates(names):
+        raise DataError(f"case ids must be unique, but {_list_ids(doubled)} came twice")
+    if not 2 <= num_folds <= len(names):
+        raise DataError(
+            f"need 2 folds or more, and a case for each, got {num_folds} folds of {len(names)} cases; "
+            f"set split.num_folds to {max(2, min(num_folds, len(names)))}, or split.validation to none"
+        )
+    if groups is not None and len(patients := _gather_patients(names, groups)) < len(names):
+        validated = _deal_patients(patients, num_folds, seed)
+    else:
+        parts = np.array_split(_shuffle(len(names), seed), num_folds)
+        validated = [{names[index] for index in part} for part in parts]
+    return [
+        Split(
+            training=tuple(name for name in names if name not in chosen),
+            validation=tuple(name for name in names if name in chosen),
+        )
+        for chosen in validated
+    ]
+
+
+def _shuffle(count: int, seed: int) -> np.ndarray:
+    # The legacy generator on purpose: it defines scikit-learn's folds.
+    return np.random.RandomState(seed).permutation(count)
+
+
+def _gather_patients(names: Sequence[str], groups: Mapping[str, str]) -> list[list[str]]:
+    """Return the cases of each patient, in the order of their first cases; patients may have any names."""
+    if missing := [name for name in names if name not in groups]:
+        raise DataError(f"folds by patient need the patient of each case; {_list_ids(missing)} have none")
+    cases: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        cases[groups[name]].append(name)
+    return list(cases.values())
+
+
+def _deal_patients(patients: Sequence[Sequence[str]], num_folds: int, seed: int) -> list[set[str]]:
+    """Return the validation cases of each fold."""
+    if len(patients) < num_folds:
+        num_cases = sum(map(len, patients))
+        remedy = f"set split.num_folds to {len(patients)}" if len(patients) > 1 else "set split.validation to none"
+        raise DataError(
+            f"need a patient for each fold, got {num_folds} folds of {len(patients)} patients ({num_cases} cases, by "
+            f"split.group); {remedy}, or split.group to none if each case is of a patient of its own"
+        )
+    shuffled = [patients[index] for index in _shuffle(len(patients), seed)]
+    dealt: list[set[str]] = [set() for _ in range(num_folds)]
+    for cases in sorted(shuffled, key=len, reverse=True):  # a stable sort: the generator orders those of one size
+        min(dealt, key=len).update(cases)
+    return dealt
+
+
+def write_splits(path: str | Path, splits: Sequence[Split]) -> Path:
+    """Write splits in the shape of nnU-Net's ``splits_final.json``, all or nothing."""
+    path = Path(path)
+    text = json.dumps([{"train": split.training, "val": split.validation} for split in splits], indent=1)
+    with replacing(path) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def read_splits(path: str | Path, ids: Iterable[str] | None = None) -> list[Split]:
+    """Read splits in the shape of nnU-Net's ``splits_final.json``: ``[{"train": [...], "val": [...]}, ...]``.
+
+    Parameters
+    ----------
+    ids
+        The existing cases; other ids are refused. A split need not use all of them.
+
+    Raises
+    ------
+    DataError
+        If the file has another shape, or a split overlaps, repeats an id or names an unknown one.
+    """
+    path = Path(path)
+    content = read_json(path, "a split file")
+    if not isinstance(content, list) or not content:
+        raise DataError(f'{path} should be a list of folds, [{{"train": [...], "val": [...]}}, ...]')
+    known = None if ids is None else set(ids)
+    return [_parse_split(entry, f"{path}, fold {fold}", known) for fold, entry in enumerate(content)]
+
+
+def _parse_split(entry: object, where: str, known: set[str] | None) -> Split:
+    if not isinstance(entry, dict) or set(entry) != {"train", "val"}:
+        raise DataError(f'{where} should be {{"train": [...], "val": [...]}}, got {_describe(entry)}')
+    for side, ids in entry.items():
+        if not isinstance(ids, list) or not all(isinstance(name, str) for name in ids):
+            raise DataError(f"{where}: {side!r} should be a list of case ids (strings)")
+        if known is not None and (unknown := [name for name in ids if name not in known]):
+            raise DataError(
+                f"{where}: {side!r} names {_list_ids(unknown)}, not in the task; {did_you_mean(unknown[0], known)}"
+            )
+    try:
+        return Split(training=tuple(entry["train"]), validation=tuple(entry["val"]))
+    except DataError as fault:
+        raise DataError(f"{where}: {fault}") from None
+
+
+def _describe(entry: object) -> str:
+    return f"keys {sorted(entry)}" if isinstance(entry, dict) else type(entry).__name__
+
+
+def _list_ids(names: Sequence[str]) -> str:
+    return list_some([repr(name) for name in names])
+
 
 __all__ = ["MOST_CLASSES", "Batch", "Case", "Structure", "Task", "list_values"]
 

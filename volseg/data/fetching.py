@@ -15,7 +15,7 @@ from pathlib import Path, PureWindowsPath
 from typing import BinaryIO
 
 from volseg.config.catalogue import PublicTask
-from volseg.data.download import PATIENT, Persistence, ShowBytes, download, require_room, require_web
+from volseg.data.download import ShowBytes, download, require_room, require_web
 from volseg.data.layouts import find_task, load_task
 from volseg.errors import DataError
 from volseg.formatting import list_duplicates
@@ -33,7 +33,6 @@ def fetch_task(
     folder: str | Path = ".",
     *,
     url: str | None = None,
-    persistence: Persistence = PATIENT,
     show: ShowBytes | None = None,
 ) -> Path:
     """Fetch a task into a folder of its name; an existing folder stays.
@@ -48,8 +47,6 @@ def fetch_task(
         Folder for the task's folder.
     url : str, optional
         URL of a mirror; its file must have the same checksum.
-    persistence : Persistence
-        Retries of a server that fails.
     show : callable, optional
         Called with the progress.
 
@@ -75,10 +72,9 @@ def fetch_task(
     with _only_fetch(path) as part:
         if not target.exists():  # else another process has just fetched it
             # The unpacked files are about as large: the images in the archive are compressed.
-            download(url, part, path, md5=task.md5, spare=1.0, persistence=persistence, show=show)
+            download(url, part, path, md5=task.md5, spare=1.0, show=show)
             _unpack_whole(path, target, show)
-    for file in (path.with_name(f"{path.name}.json"), path):  # closed before, as Windows removes no open file
-        file.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # closed before, as Windows removes no open file
     return _require_whole(target)
 
 
@@ -115,26 +111,15 @@ def _only_fetch(path: Path) -> Iterator[BinaryIO]:
     DataError
         If another process holds it.
     """
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        with open(descriptor, "r+b", buffering=0) as part:  # a write to a full disk raises
-            _lock(part, path)
-            if not _is_at(part, path):  # its last holder removed it between the opening and the lock
-                continue
-            try:
-                yield part
-                return
-            finally:
-                if part.seek(0, os.SEEK_END) == 0:
-                    with suppress(PermissionError):  # Windows removes no open file
-                        path.unlink(missing_ok=True)
-
-
-def _is_at(part: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(part.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with open(descriptor, "r+b", buffering=0) as part:  # a write to a full disk raises
+        _lock(part, path)
+        try:
+            yield part
+        finally:
+            if part.seek(0, os.SEEK_END) == 0:
+                with suppress(PermissionError):  # Windows removes no open file
+                    path.unlink(missing_ok=True)
 
 
 def _lock(part: BinaryIO, path: Path) -> None:

@@ -12,14 +12,14 @@ only reported.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from volseg.config.nearest import did_you_mean
 from volseg.config.sections import compile_group
-from volseg.data.cases import Task
+from volseg.data.cases import Split, Task
+from volseg.data.dicom.elements import TAGS
 from volseg.data.dicom.labels import read_image_text
 from volseg.data.readers import list_files, match_suffix
-from volseg.data.splits import Split
 from volseg.errors import ConfigError, DataError
 from volseg.formatting import list_some
 
@@ -46,7 +46,7 @@ COUNTED = "run|scan|exam|acq|study|series"
 WORDS = rf"frame|session|ses|visit|timepoint|time|tp|follow-?up|fu|baseline|bl|phase|month|week|day|year|{COUNTED}"
 """Words for one of several recordings; the rest of the name describes the recording."""
 
-TAGS = "|".join(
+MARKS = "|".join(
     [
         r"[tvmwdy]\d{1,4}|\d{1,3}[mwdy]",  # times
         "sax?|lax?|[234]ch|ax(?:ial)?|sag(?:ittal)?|cor(?:onal)?",  # views
@@ -63,17 +63,14 @@ ENDING = "|".join(
     [
         rf"{SEPARATOR}(?:{WORDS})(?![A-Za-z]).*",
         rf"{SEPARATOR}{DATE}(?:[-_.T ]?\d{{4,6}})?(?:-NA-.*)?",  # TCIA writes NA and a description
-        rf"{SEPARATOR}{{1,2}}(?:{TAGS})(?![A-Za-z\d])",
+        rf"{SEPARATOR}{{1,2}}(?:{MARKS})(?![A-Za-z\d])",
         r"(?<=\d)[lr]",
     ]
 )
 """The part of a name after the patient."""
 
-BEGINNING = rf"(?:(?:{DATE}|(?:{WORDS})[-_ ]?\d*|{TAGS}){SEPARATOR})*"
+BEGINNING = rf"(?:(?:{DATE}|(?:{WORDS})[-_ ]?\d*|{MARKS}){SEPARATOR})*"
 """The part of a name before the patient that describes the recording, and not a site."""
-
-ANY = "^(.+?)"
-"""The beginning of a pattern of endings."""
 
 NUMBERED = rf"^(.*\d[A-Za-z]?)(?:{SEPARATOR}\d+|{SEPARATOR}?[a-dA-D])$"
 
@@ -114,8 +111,7 @@ def propose_group(names: Iterable[str]) -> GroupProposal | None:
     True
     """
     known = sorted(set(names))
-    found = _propose_called(known) or _propose_ended(known)
-    return _propose_numbered(known) if found is None else _add_coarser(found, known)
+    return _propose_called(known) or _propose_ended(known) or _propose_numbered(known)
 
 
 def describe_groups(
@@ -189,7 +185,7 @@ def _propose_ended(names: Sequence[str]) -> GroupProposal | None:
     counted = re.compile(rf"{SEPARATOR}+(?:{COUNTED}|[a-z]\d)", re.IGNORECASE)
     most = MOST_COUNTED if any(map(counted.match, endings)) else MOST_IN_GROUP
     spelt = "|".join(sorted(set(map(_spell_ending, endings))))
-    return _propose(f"{ANY}(?:{spelt})*$", names, max(most, len(sizes)))
+    return _propose(f"^(.+?)(?:{spelt})*$", names, max(most, len(sizes)))
 
 
 def _split_endings(name: str) -> tuple[str, list[str]]:
@@ -222,20 +218,8 @@ def _propose_numbered(names: Sequence[str]) -> GroupProposal | None:
     return _propose(NUMBERED, names, min(MOST_NUMBERED, num_patients), evident=False)
 
 
-def _add_coarser(found: GroupProposal, names: Sequence[str]) -> GroupProposal:
-    """Add coarser possible groups to the reason: the number before a modality or a side may count studies."""
-    stems = sorted({match[1] for name in names if (match := re.search(found.group, name))})
-    if not found.group.startswith(ANY) or _propose_numbered(stems) is None:
-        return found
-    coarser = NUMBERED.removesuffix("$") + found.group.removeprefix(ANY)
-    more = _propose(coarser, names, len(names), evident=False)
-    return found if more is None else replace(found, reason=f"{found.reason}; {more.reason} (split.group: {coarser})")
-
-
 PATIENT_ID = "PatientID"
 """Value of ``split.group`` that takes the patient from the images' DICOM headers."""
-
-PATIENT_TAG = (0x0010, 0x0020)
 
 PATIENT_COLUMN = re.compile(r"(?:patients?|subject|subj|participant)(?:id|no|number|key)?|pid|mrn")
 """Names of columns that hold patients, as `_simplify` returns them."""
@@ -353,4 +337,4 @@ def _is_dicom(task: Task) -> bool:
 
 def _read_patient_ids(task: Task) -> dict[str, str]:
     """Return DICOM's ``PatientID`` of each case, from its first file; an empty text if it has none."""
-    return {case["case"]: read_image_text(list_files(case["image"])[0], PATIENT_TAG) for case in task.training}
+    return {case["case"]: read_image_text(list_files(case["image"])[0], TAGS["PatientID"]) for case in task.training}

@@ -22,8 +22,16 @@ from typing import Any
 import numpy as np
 from monai.data import MetaTensor
 
-from volseg.data.content import Content, Packing, require_held, require_memory, require_packing, require_regular
-from volseg.data.volume import as_volume
+from volseg.data.volume import (
+    Packing,
+    as_volume,
+    damaged,
+    read_content,
+    require_held,
+    require_memory,
+    require_packing,
+    require_regular,
+)
 from volseg.errors import DamagedFileError, ReaderError
 
 
@@ -169,7 +177,7 @@ def _read_claim(path: Path) -> _Claim:
 def _read_nrrd(path: Path) -> _Claim:
     lines, ends = _read_lines(path, end=b"")
     if not lines or not re.fullmatch(r"NRRD000[1-6]", lines[0]):
-        raise _damaged(path, "it does not begin with NRRD0001 to NRRD0006")
+        raise damaged(path, "it does not begin with NRRD0001 to NRRD0006")
     fields: dict[str, str] = {}
     for line in lines[1:]:
         name, colon, value = line.partition(":")
@@ -177,7 +185,7 @@ def _read_nrrd(path: Path) -> _Claim:
             continue
         key = name.replace(" ", "").lower()
         if not colon or not NRRD_FIELD.fullmatch(key):
-            raise _damaged(path, f"its header holds the line {line[:40]!r}, which is no NRRD field")
+            raise damaged(path, f"its header holds the line {line[:40]!r}, which is no NRRD field")
         _add_field(fields, key, value.strip(), path)
     shape = _read_shape(fields, "dimension", "sizes", path)
     kind, encoding = fields.get("type", "").lower(), fields.get("encoding", "").lower()
@@ -204,10 +212,10 @@ def _read_meta(path: Path) -> _Claim:
     for line in filter(None, map(str.strip, lines)):
         name, sign, value = line.partition("=")
         if not sign or not 1 <= len(key := name.strip()) <= LONGEST_NAME:  # custom fields are allowed
-            raise _damaged(path, f"its header holds the line {line[:40]!r}, which is no field of a MetaImage")
+            raise damaged(path, f"its header holds the line {line[:40]!r}, which is no field of a MetaImage")
         _add_field(fields, key, value.strip(), path)
     if "ElementDataFile" not in fields:
-        raise _damaged(path, "its header has no ElementDataFile")
+        raise damaged(path, "its header has no ElementDataFile")
     shape = _read_shape(fields, "NDims", "DimSize", path)
     channels = _read_number(fields, "ElementNumberOfChannels", path, r"[1-9]\d{0,5}", default="1")
     kind = fields.get("ElementType", "").lower()
@@ -251,24 +259,24 @@ def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:
         if not end and not line:
             break
         if len(line) > LONGEST_LINE and not (not end and (line[:1] == b"#" or b":=" in line)):
-            raise _damaged(path, f"its header has a line of {len(line)} characters; at most {LONGEST_LINE} are read")
+            raise damaged(path, f"its header has a line of {len(line)} characters; at most {LONGEST_LINE} are read")
         if re.search(rb"[\x00-\x08\x0b-\x1f\x7f]", line):
-            raise _damaged(path, f"its header holds characters that are no text, in {line[:20]!r}")
+            raise damaged(path, f"its header holds characters that are no text, in {line[:20]!r}")
         lines.append(line.decode("latin-1"))
         if end and line.lstrip().startswith(end):
             break
     else:
         if len(head) == LONGEST_HEADER:
-            raise _damaged(path, f"its header has over {LONGEST_HEADER} bytes")
+            raise damaged(path, f"its header has over {LONGEST_HEADER} bytes")
     return lines, begin
 
 
 def _add_field(fields: dict[str, str], key: str, value: str, path: Path) -> None:
     if key in fields and key != "Comment":  # ITK's choice among them is undefined
-        raise _damaged(path, f"its header has the field {key} twice")
+        raise damaged(path, f"its header has the field {key} twice")
     longest = max(map(len, re.findall(r"[-+.\w]+", value) if re.match(r"[-+.\d(]", value) else ()), default=0)
     if longest > LONGEST_NUMBER and key not in ("datafile", "ElementDataFile", "content", "Name", "Comment"):
-        raise _damaged(path, f"its {key} holds a number of {longest} characters")
+        raise damaged(path, f"its {key} holds a number of {longest} characters")
     fields[key] = value
 
 
@@ -276,9 +284,9 @@ def _read_shape(fields: Mapping[str, str], dimension: str, sizes: str, path: Pat
     """Return the sizes; raise unless there is one per dimension."""
     count, shape = fields.get(dimension, ""), fields.get(sizes, "").split()
     if not re.fullmatch(r"\d", count) or not 1 <= int(count) <= MOST_DIMENSIONS:
-        raise _damaged(path, f"its {dimension} is {count[:40]!r}; needed: 1 to {MOST_DIMENSIONS}")
+        raise damaged(path, f"its {dimension} is {count[:40]!r}; needed: 1 to {MOST_DIMENSIONS}")
     if len(shape) != int(count) or not all(re.fullmatch(r"0*[1-9]\d{0,9}", side) for side in shape):
-        raise _damaged(path, f"its {sizes} are {' '.join(shape)[:60]!r}; needed: {count} positive numbers")
+        raise damaged(path, f"its {sizes} are {' '.join(shape)[:60]!r}; needed: {count} positive numbers")
     return tuple(map(int, shape))
 
 
@@ -287,14 +295,14 @@ def _read_number(
 ) -> int:
     value = fields.get(key, default)
     if not re.fullmatch(pattern, value):
-        raise _damaged(path, f"its {key} is {value[:40]!r}")
+        raise damaged(path, f"its {key} is {value[:40]!r}")
     return int(value)
 
 
 def _is_true(fields: Mapping[str, str], key: str, path: Path, *, default: bool = False) -> bool:
     value = fields.get(key, str(default)).lower()
     if value not in ("true", "false", "1", "0", "t", "f"):
-        raise _damaged(path, f"its {key} is {value[:40]!r}, neither True nor False")
+        raise damaged(path, f"its {key} is {value[:40]!r}, neither True nor False")
     return value in ("true", "1", "t")
 
 
@@ -311,7 +319,7 @@ def _require_room(claim: _Claim, path: Path) -> None:
     if claim.packing == "zlib":  # ITK allocates this too
         require_held(claim.packed_bytes or 0, held, claim.file)
         if claim.file == path and claim.packed_bytes is None:  # ITK would silently return uninitialised memory
-            raise _damaged(path, "its voxels are packed, but its header has no CompressedDataSize")
+            raise damaged(path, "its voxels are packed, but its header has no CompressedDataSize")
     with claim.file.open("rb") as file:
         require_packing(file, claim.file)
     needed = claim.voxels * claim.bytes_each + claim.skips
@@ -324,10 +332,4 @@ def _require_room(claim: _Claim, path: Path) -> None:
         file.seek(claim.begins)
         # The bytes that ITK decompresses: for too small a size it silently returns uninitialised memory.
         packed = file if claim.packed_bytes is None else io.BytesIO(file.read(claim.packed_bytes))
-        content = Content(packed, claim.file, claim.packing)
-        require_held(needed, content.count(needed), claim.file)
-        content.finish()
-
-
-def _damaged(path: Path, what: str) -> DamagedFileError:
-    return DamagedFileError(f"{path} is truncated or damaged ({what}); fetch it again")
+        read_content(packed, claim.file, claim.packing, None, needed)

@@ -11,7 +11,7 @@ import math
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import nibabel
 import numpy as np
@@ -20,9 +20,19 @@ from monai.data import MetaTensor
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
-from volseg.data.content import Content, require_held, require_memory, require_packing, require_regular
-from volseg.data.volume import as_volume, require_numbers
-from volseg.errors import DamagedFileError, ReaderError
+from volseg.data.volume import (
+    as_volume,
+    damaged,
+    iterate_content,
+    naming_damage,
+    read_content,
+    require_held,
+    require_memory,
+    require_numbers,
+    require_packing,
+    require_regular,
+)
+from volseg.errors import ReaderError
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +109,7 @@ def read_nifti_affine(path: Path) -> np.ndarray:
     require_regular(path)
     with path.open("rb") as file:
         require_packing(file, path, _packing_of(path))
-        head = Content(file, path, _packing_of(path)).peek(LONGEST_HEADER)
+        head = _read_head(file, path)
     kind = _kind_of(head, path)
     _measure(kind, head, path)
     header = kind.header_class(head[: kind.header_class.sizeof_hdr], check=False)
@@ -132,6 +142,19 @@ def _packing_of(path: Path) -> Literal["plain", "gzip"]:
     return "gzip" if path.suffix.lower() == ".gz" else "plain"
 
 
+def _read_head(file: BinaryIO, path: Path) -> bytes:
+    """Return the first bytes of a file, or fewer at its end."""
+    head = b""
+    with naming_damage(path):
+        for piece in iterate_content(file, _packing_of(path)):
+            head += piece
+            if len(head) >= LONGEST_HEADER:
+                break
+    if not head:
+        raise damaged(path, "it holds nothing")
+    return head[:LONGEST_HEADER]
+
+
 def _kind_of(head: bytes, path: Path) -> type[nibabel.Nifti1Image]:
     kind = next((kind for kind in KINDS if kind.header_class.may_contain_header(head)), None)
     if kind is None:
@@ -147,19 +170,18 @@ def _parse(path: Path) -> tuple[nibabel.Nifti1Image, np.ndarray]:
     packing = _packing_of(path)
     with path.open("rb") as file:
         require_packing(file, path, packing)
-        content = Content(file, path, packing)
-        head = content.peek(LONGEST_HEADER)
+        head = _read_head(file, path)
+        file.seek(0)
         kind = _kind_of(head, path)
         offset, voxel_bytes = _measure(kind, head, path)
         held = size - offset if packing == "plain" else size
         require_held(voxel_bytes, held, path, packing)
         payload = np.empty(offset + voxel_bytes, dtype=np.uint8)
-        require_held(voxel_bytes, content.fill(payload.data) - offset, path)
-        content.finish()
+        read_content(file, path, packing, payload.data, len(payload))
     try:
         return kind.from_stream(io.BytesIO(payload.data[: max(offset, len(head))])), payload
     except (OSError, ValueError, HeaderDataError, ImageFileError) as fault:
-        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise damaged(path, fault) from fault
 
 
 def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[int, int]:
@@ -170,12 +192,12 @@ def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[
         shape = tuple(int(side) for side in header.get_data_shape())
         offset = int(header.get_data_offset())
     except (KeyError, ValueError, OverflowError, HeaderDataError) as fault:
-        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise damaged(path, fault) from fault
     require_numbers(stored, path)
     if not 3 <= len(shape) <= 5 or min(shape) < 1:
         raise ReaderError(f"{path} has the shape {shape}; needed: three spatial axes and at most one axis of channels")
     if not 0 <= offset <= FARTHEST_VOXELS:
-        raise DamagedFileError(f"{path} is truncated or damaged (its voxels begin at byte {offset}); fetch it again")
+        raise damaged(path, f"its voxels begin at byte {offset}")
     voxels = math.prod(shape)
     # The file's bytes, once more if they are scaled, and two float32 copies: scaled, and in this package's order.
     require_memory(2 * voxels * stored.itemsize + 8 * voxels, path)
@@ -191,7 +213,7 @@ def _read_voxels(image: nibabel.Nifti1Image, content: np.ndarray, path: Path) ->
             whole = type(image).from_stream(io.BytesIO(content.data))
             return whole.get_fdata(dtype=np.float32, caching="unchanged")
     except (OSError, EOFError, TypeError, ValueError, OverflowError) as fault:
-        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise damaged(path, fault) from fault
 
 
 def _put_channels_first(voxels: np.ndarray, path: Path) -> np.ndarray:

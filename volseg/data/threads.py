@@ -5,7 +5,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from threading import Condition
 from typing import TypeVar
 
 import torch
@@ -13,19 +12,22 @@ import torch
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+MOST_THREADS = min(8, os.cpu_count() or 1)
+"""Default number of threads; each holds a case in memory."""
+
 
 def map_in_threads(
     function: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
 ) -> Generator[Result, None, None]:
     """Yield ``function(item)`` for every item, in order, computed by threads.
 
-    By default there is a thread per core, at most 8, since each holds a case in memory. Closing the generator early
+    By default there is a thread per core, at most 8. Closing the generator early
     cancels waiting work. Each thread computes by itself; see `compute_in_one_thread`.
     """
     own = partial(torch.set_num_threads, 1)
     with (
         compute_in_one_thread(),
-        ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1), initializer=own) as threads,
+        ThreadPoolExecutor(workers or MOST_THREADS, initializer=own) as threads,
     ):
         yield from threads.map(function, items)
 
@@ -42,31 +44,3 @@ def compute_in_one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-class Allowance:
-    """An amount that pieces of work share: a piece waits while the running ones leave too little.
-
-    Parameters
-    ----------
-    most
-        Total amount; a piece that needs more runs by itself.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._in_use = 0
-        self._changed = Condition()
-
-    @contextmanager
-    def taken(self, amount: int) -> Iterator[None]:
-        """Take an amount during the block, once enough is left or nothing else runs."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._in_use or self._in_use + amount <= self._most)
-            self._in_use += amount
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._in_use -= amount
-                self._changed.notify_all()

@@ -15,11 +15,10 @@ from volseg.data.case_store.cache_folder import choose_cache_folder
 from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.case_store.preparing import PreparedCases, prepare_together
 from volseg.data.case_store.reading_group import ALONE, Readers
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Case, Split, Task, folds, read_splits
 from volseg.data.checks.reading import summarise_remarks
 from volseg.data.groups import assign_patients, list_split_patients, propose_groups
 from volseg.data.layouts import load_task
-from volseg.data.splits import Split, folds, read_splits
 from volseg.errors import ConfigError, DataError
 from volseg.formatting import list_some
 from volseg.monitoring.progress import count_up

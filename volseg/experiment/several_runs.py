@@ -21,9 +21,8 @@ from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.commands import run_module
 from volseg.config.loading import dump_config
 from volseg.config.schema import ExperimentConfig
-from volseg.data.cases import Task
+from volseg.data.cases import Split, Task
 from volseg.data.readers import stem
-from volseg.data.splits import Split
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.evaluation.summary import Summary, read_summary
 from volseg.experiment.cases import choose_split, list_given_splits

@@ -24,7 +24,7 @@ from torch import Tensor
 from volseg.data.cases import Task
 from volseg.data.dicom.elements import is_dicom
 from volseg.data.dicom.labels import import_highdicom, trace_contours
-from volseg.data.dicom.volumes import list_slices
+from volseg.data.dicom.series import list_slices
 from volseg.data.itk import lps_to_ras
 from volseg.data.readers import Files, list_files, name_files
 from volseg.errors import DataError, GridError

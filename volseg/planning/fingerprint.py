@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from torch import Tensor
 
-from volseg.data.case_store.cache_folder import choose_cache_folder
-from volseg.data.case_store.file_digests import list_image_files
+from volseg.data.case_store.cache_folder import choose_cache_folder, list_image_files
 from volseg.data.cases import Case, Task
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.reading import read_case, require_sound

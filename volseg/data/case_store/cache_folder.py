@@ -1,15 +1,34 @@
-"""The folder of prepared cases: find, list, clear and verify it."""
+"""The folder of prepared cases: find, list, clear and verify it, and remember the SHA-256 digests of files in it.
 
+A file counts as unchanged while its size, inode, modification time and change time (``ctime``) are the same. Restoring
+a file's date sets the modification time; the change time cannot be set.
+"""
+
+import ast
+import json
+import logging
 import os
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from hashlib import file_digest, sha256
+from importlib.machinery import ModuleSpec
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from volseg.data.case_store.stored_case import DamagedCaseError, StoredCase
-from volseg.errors import ConfigError
+from volseg.config.registry import EXECUTED
+from volseg.data.case_store.preprocessed import DamagedCaseError, StoredCase
+from volseg.data.itk import resolve_voxel_file
+from volseg.data.json_files import parse_json
+from volseg.data.volume import require_regular
+from volseg.errors import ConfigError, ReaderError
+from volseg.files import replacing
 
 VARIABLE = "VOLSEG_CACHE"
 """Environment variable: the folder, or ``none``."""
@@ -146,3 +165,173 @@ def remove_given_up(folder: Path, latest: float) -> None:
         with suppress(FileNotFoundError):
             if file.stat().st_mtime <= latest:
                 file.unlink()
+
+
+logger = logging.getLogger(__name__)
+
+YOUNG_NS = 3 * 10**9
+"""A file that was changed this shortly before its digest may be changed again within one tick of its file system's
+clock (2 s on FAT), unnoticed."""
+
+DETACHED = (".mhd", ".nhdr", ".mha", ".nrrd")
+"""Suffixes of headers that may name another file."""
+
+
+def list_image_files(path: Path) -> list[Path]:
+    """Return all files that an image depends on: itself, the data file of its header, a series' files.
+
+    Raises
+    ------
+    OSError, ReaderError
+        If they cannot be found.
+    """
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.is_file())
+    if path.name.lower().endswith(DETACHED):
+        return [path, resolve_voxel_file(path)]
+    return [path]
+
+
+class FileDigests:
+    """Digests of files, remembered in a folder for all processes.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder of the remembered digests. A read-only folder only costs time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def of_images(self, paths: Sequence[Path]) -> list[list[str]]:
+        """Return name and digest of each file that the images depend on.
+
+        Raises
+        ------
+        OSError, ReaderError
+            If a file cannot be read.
+        """
+        files = [file for path in paths for file in list_image_files(path)]
+        if missing := [path for path in paths if not path.exists()]:  # an empty folder is valid here
+            raise ReaderError(f"{missing[0]} does not exist")
+        return [[file.name, self.of(file)] for file in files]
+
+    def of(self, path: Path) -> str:
+        """Return the digest of one file's bytes.
+
+        Raises
+        ------
+        OSError, ReaderError
+            If the file cannot be read; a pipe, which could block forever, is refused.
+        """
+        require_regular(path)
+        path = Path(os.path.abspath(path))
+        known = self.folder / f"{sha256(os.fsencode(path)).hexdigest()}.json"
+        with path.open("rb") as file:
+            seen = _read_state(file)  # of the open file: a network file system checks with its server at each opening
+            remembered = _recall(known)
+            if isinstance(remembered, dict) and remembered.get("seen") == seen:
+                return str(remembered["digest"])
+            begun = time.time_ns()
+            digest = file_digest(file, "sha256").hexdigest()
+            is_settled = _read_state(file) == seen and begun - max(seen[2:4]) > YOUNG_NS
+        if is_settled and os.name != "nt":  # there ctime is the time of creation
+            with suppress(OSError), replacing(known, flush=False) as partial:  # a full disk: digested again next time
+                content = {"path": os.fsdecode(path), "seen": seen, "digest": digest}
+                partial.write_text(json.dumps(content), encoding="utf-8")
+        return digest
+
+
+def _read_state(file: BinaryIO) -> list[int]:
+    found = os.fstat(file.fileno())
+    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _recall(known: Path) -> Any:
+    try:
+        return parse_json(known.read_bytes())
+    except (OSError, ValueError):  # never remembered, or damaged
+        return None
+
+
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of code from a distribution with a version; an editable installation is elsewhere."""
+
+
+def digest_modules(modules: Collection[str], libraries: Collection[str]) -> str:
+    """Return the digest of modules and of their imports, except ``libraries`` and Python's own modules.
+
+    Raises
+    ------
+    ConfigError
+        If the source of one of ``modules`` cannot be found.
+    """
+    digest, known = sha256(), {"volseg", *libraries, *sys.stdlib_module_names} - {"__main__"}
+    waiting = [name for name in sorted(modules) if name.partition(".")[0] not in known]
+    while waiting:
+        name = waiting.pop()
+        known.add(name)
+        for told, content in _list_sources(name):
+            digest.update(told.encode() + b"\0" + sha256(content).digest())
+            for other in sorted(_list_imports(content) - known):
+                known.add(other)
+                if (installed := _read_version(other)) is not None:
+                    digest.update(f"{other}=={installed}".encode())
+                elif _load_spec(other) is not None:
+                    waiting.append(other)
+                else:
+                    digest.update(f"no {other}".encode())
+    return digest.hexdigest()
+
+
+def _list_sources(name: str) -> Iterator[tuple[str, bytes]]:
+    """Yield names and contents of a module's code: its whole package, whose other modules it may call."""
+    module = sys.modules.get(name)
+    executed = getattr(module, EXECUTED, None)
+    if executed is not None:
+        yield name, executed
+        return
+    top = name.partition(".")[0]
+    spec = None if name == "__main__" else _load_spec(top)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or () if spec else ())]
+    origin = getattr(module, "__file__", None) or (spec.origin if spec else None)
+    if not folders and (origin is None or not Path(origin).is_file()):
+        raise ConfigError(
+            f"the code of {name}, which prepares cases, cannot be found, so a stored case could be out of date "
+            "without notice; put it into a file, or set data.cache to none"
+        )
+    files = [Path(origin)] if origin is not None and Path(origin).is_file() else []
+    for file in [*files, *(file for folder in folders for file in sorted(folder.rglob("*.py")))]:
+        yield file.name, file.read_bytes()
+
+
+def _list_imports(content: bytes) -> set[str]:
+    """Return the top-level packages that a source imports."""
+    try:
+        nodes = list(ast.walk(ast.parse(content)))
+    except (SyntaxError, ValueError):  # compiled code, or a file that is no valid Python
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module]
+    return {name.partition(".")[0] for name in names}
+
+
+def _read_version(package: str) -> str | None:
+    """Return the version of a package's installed distribution, or None."""
+    spec = _load_spec(package)
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    if not any(INSTALLED & set(Path(place).parts) for place in places if place is not None):
+        return None
+    found = _packages().get(package)
+    return ", ".join(f"{one} {version(one)}" for one in sorted(set(found))) if found else None
+
+
+def _load_spec(package: str) -> ModuleSpec | None:
+    try:
+        return find_spec(package)
+    except ValueError:  # it was put into sys.modules manually
+        return None
+
+
+_packages = cache(packages_distributions)

@@ -22,9 +22,16 @@ import torch
 from torch import Tensor
 
 import volseg.transforms
-from volseg.data.case_store.cache_folder import GIB, SUFFIX, list_entries, make_cache_folder, remove_given_up
-from volseg.data.case_store.file_digests import FileDigests, digest_modules
-from volseg.data.case_store.stored_case import DamagedCaseError, StoredCase, write_case
+from volseg.data.case_store.cache_folder import (
+    GIB,
+    SUFFIX,
+    FileDigests,
+    digest_modules,
+    list_entries,
+    make_cache_folder,
+    remove_given_up,
+)
+from volseg.data.case_store.preprocessed import DamagedCaseError, StoredCase, write_case
 from volseg.data.case_store.volume_cache import ForegroundVoxels, list_voxels, require_fit
 from volseg.data.cases import Case, Task
 from volseg.data.readers import SUFFIXES, list_files, match_suffix
@@ -138,23 +145,16 @@ class CaseCache:
         if not self._writes or self.key_of(case) != key:  # a file was changed while it was read
             return None
         try:
-            require_fit(str(case["case"]), prepared["image"], prepared["label"], len(prepared["image"]))
+            content = pack_case(prepared, case, self._num_classes, is_sparse=self._is_sparse)
         except DataError:  # the user of the case reports it
             return None
-        label = prepared["label"].as_subclass(Tensor)
-        found_voxels = list_voxels(label, self._num_classes, is_sparse=self._is_sparse)
-        listed = {
-            f"{name}{part}": getattr(of, part.removeprefix("."))
-            for name, of in found_voxels.items()
-            for part in VOXEL_PARTS
-        }
         source = list_files(case["image"])[0].absolute().parent
         about = {"case": str(case["case"]), "source": os.fsdecode(source), "found": found}
         path = self._path(key)
         try:
             with ExitStack() as locked, replacing(path) as partial:
                 with partial.open("wb") as file:
-                    write_case(file, {**prepared, **listed}, about)
+                    write_case(file, content, about)
                 # Held until the file has its name: another thread that lists the folder would not count it.
                 locked.enter_context(self._lock)
                 self._make_room(partial.stat().st_size)
@@ -262,6 +262,20 @@ class CaseCache:
 
     def _path(self, key: str) -> Path:
         return self.folder / "cases" / f"{key}{SUFFIX}"
+
+
+def pack_case(prepared: Case, case: Case, num_classes: int, *, is_sparse: bool) -> Case:
+    """Return a prepared case with the places of its labels, as it is stored; `take_case` is the inverse.
+
+    Raises
+    ------
+    DataError
+        If it does not fit a `VolumeCache`.
+    """
+    require_fit(str(case["case"]), prepared["image"], prepared["label"], len(prepared["image"]))
+    found = list_voxels(prepared["label"].as_subclass(Tensor), num_classes, is_sparse=is_sparse)
+    parts = [(name, part) for name in found for part in VOXEL_PARTS]
+    return {**prepared, **{name + part: getattr(found[name], part.removeprefix(".")) for name, part in parts}}
 
 
 def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:

@@ -14,17 +14,15 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from volseg.data.case_store.case_cache import CaseCache, take_case
-from volseg.data.case_store.preprocessed import Preprocessing, preprocess
-from volseg.data.case_store.reading_group import ALONE, Readers, deal_by_size
-from volseg.data.case_store.stored_case import SharedTensors, StoredCase, map_tensors, view_tensor
-from volseg.data.case_store.volume_cache import require_fit
+from volseg.data.case_store.case_cache import CaseCache, pack_case, take_case
+from volseg.data.case_store.preprocessed import Preprocessing, SharedCases, StoredCase, preprocess
+from volseg.data.case_store.reading_group import ALONE, Readers
 from volseg.data.cases import Case, Task
 from volseg.data.checks.kinds import Problem, Remark
 from volseg.data.checks.reading import read_case, refuse_held_out, remark_on_same_images, require_sound
-from volseg.data.readers import list_case_files, list_files
+from volseg.data.readers import list_case_files
 from volseg.data.threads import map_in_threads
-from volseg.parallel.processes.progress_sync import Rounds, describe_error, exchange, run_together, told_error
+from volseg.parallel.processes.progress_sync import Rounds, describe_error, run_together, told_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +52,8 @@ class _CaseReport:
     fingerprint: str = ""
     fault: Sequence[str] | None = None
     """Type and text of the error that prevented the preprocessing of a case without problems."""
-    stored: Mapping[str, Any] | None = None
-    """Storage of the case for the machine's other processes: ``places`` in shared memory, field by field, or a ``file``
-    of the cache."""
+    stored: str | None = None
+    """File of the case for the machine's other processes, in memory or of the cache."""
     reader: int = 0
     """Number in the group of the process that read the case."""
 
@@ -112,8 +109,7 @@ def prepare_together(
         See `volseg.transforms.build_preprocessing`.
     readers : Readers
         Processes that share the work; all of their group call this function. Training case i is read by reader i mod n
-        of each machine. Validation cases are read by the one reader that keeps them, and dealt by the size of their
-        files.
+        of each machine. Validation case i is read by reader i mod n of all, which keeps it.
     skip_bad : bool
         Leave bad cases out instead of raising.
     cache : CaseCache, optional
@@ -141,7 +137,7 @@ def prepare_together(
     """
     sides = [*((case, False) for case in training), *((case, True) for case in validation)]  # whether it validates
     shares = len(readers.local) > 1 and readers.number is not None
-    with closing(SharedTensors()) if shares else nullcontext() as store:
+    with closing(SharedCases()) if shares else nullcontext() as store:
         own, steps = _choose_own(sides, readers), preprocessing
         reading = _Reading(
             sides=sides, own=own, task=task, preprocessing=steps, skip_bad=skip_bad, store=store, cache=cache
@@ -181,7 +177,7 @@ class _Reading:
     task: Task
     preprocessing: Preprocessing
     skip_bad: bool
-    store: SharedTensors | None
+    store: SharedCases | None
     cache: CaseCache | None
     prepared: dict[int, Case] = field(default_factory=dict)
     """The cases that this process holds."""
@@ -200,7 +196,7 @@ class _Reading:
                 reports.append([index, REPORTS.dump_python(report, mode="json")])
                 rounds.count(int(self.sides[index][1]))
                 rounds.check()
-        return {"address": None if self.store is None else self.store.address, "cases": reports}
+        return reports
 
     def read_one(self, index: int) -> _CaseReport:
         """Read a case, or take it from the cache."""
@@ -217,7 +213,7 @@ class _Reading:
                     return self._keep(index, report, prepared)
         self.prepared[index] = take_case(stored, case, keep_reference=validates)
         is_shared = self.store is not None and not validates
-        return replace(_CaseReport.of_stored(stored, case), stored={"file": str(stored.path)} if is_shared else None)
+        return replace(_CaseReport.of_stored(stored, case), stored=str(stored.path) if is_shared else None)
 
     def _prepare(self, index: int) -> tuple[_CaseReport, Case | None]:
         """Read, check and preprocess a case."""
@@ -237,12 +233,16 @@ class _Reading:
 
     def _keep(self, index: int, report: _CaseReport, prepared: Case | None) -> _CaseReport:
         """Hold a prepared case in memory; return the report with its storage."""
-        _, validates = self.sides[index]
+        case, validates = self.sides[index]
         if prepared is not None and not validates:
             prepared = {name: value for name, value in prepared.items() if name not in ("reference", "reference_file")}
             if self.store is not None:
                 try:
-                    return replace(report, stored={"places": _put(prepared, self.store)})
+                    packed = pack_case(prepared, case, self.task.num_classes, is_sparse=self.task.ignore is not None)
+                    # The types of a `VolumeCache`.
+                    types = {"image": torch.float32, "label": torch.uint8}
+                    packed |= {name: packed[name].as_subclass(Tensor).to(dtype) for name, dtype in types.items()}
+                    return replace(report, stored=self.store.add(packed, {"case": case["case"]}))
                 except Exception as fault:  # reported like those of the steps
                     return self._note_fault(index, report, fault)
         if prepared is not None:
@@ -262,14 +262,14 @@ class _Reading:
                 raise told_error(report.fault, f"process {readers.rank_of(report.reader)}")
 
 
-def _merge_reports(messages: Sequence[Mapping[str, Any]], sides: Sequence[tuple[Case, bool]]) -> dict[int, _CaseReport]:
+def _merge_reports(messages: Sequence[Any], sides: Sequence[tuple[Case, bool]]) -> dict[int, _CaseReport]:
     """Return the report of every case, in order. If several machines read it, the first report with a fault wins.
 
     A training case whose image also validates gets a further problem.
     """
     reports: dict[int, _CaseReport] = {}
     for reader, message in enumerate(messages):
-        for index, content in message["cases"]:
+        for index, content in message:
             known = reports.get(index)
             if known is None or not (known.problems or known.fault):
                 reports[index] = replace(REPORTS.validate_python(content), reader=reader)
@@ -290,23 +290,14 @@ def _list_digests(reports: Mapping[int, _CaseReport], sides: Sequence[tuple[Case
 
 def _choose_own(sides: Sequence[tuple[Case, bool]], readers: Readers) -> list[int]:
     """Return the indices of the cases that this process reads."""
-    validation = [index for index, (_, validates) in enumerate(sides) if validates]
-    # The first process reads the files' sizes for all: machines may hold them in different forms.
-    sizes = [_file_size(sides[index][0]) for index in validation] if readers.own == 0 else None
-    owners = deal_by_size(exchange(sizes, readers.group)[0], readers.count)
     if readers.number is None:
         return []
+    num_training = sum(not validates for _, validates in sides)
     local = readers.local
-    training = range(local.index(readers.own), len(sides) - len(validation), len(local))
-    return [*training, *(index for index, owner in zip(validation, owners, strict=True) if owner == readers.number)]
-
-
-def _file_size(case: Case) -> int:
-    try:
-        paths = list_files(case["image"])
-        return sum(file.stat().st_size for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
-    except OSError:  # its reader reports the fault
-        return 0
+    return [
+        *range(local.index(readers.own), num_training, len(local)),
+        *range(num_training + readers.number, len(sides), readers.count),
+    ]
 
 
 def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[list[list[int]]], None]:
@@ -326,36 +317,16 @@ def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[
     return hear
 
 
-def _put(case: Case, store: SharedTensors) -> dict[str, Any]:
-    """Copy a case's image and label into shared memory, in the types of a `VolumeCache`."""
-    image, label = case["image"], case["label"]
-    require_fit(str(case["case"]), image, label, len(image))
-    return {
-        "image": store.add(image.as_subclass(Tensor).to(torch.float32)),
-        "label": store.add(label.as_subclass(Tensor).to(torch.uint8)),
-    }
-
-
-def _map_shared(
-    messages: Sequence[Mapping[str, Any]], sides: Sequence[tuple[Case, bool]], readers: Readers
-) -> dict[int, Case]:
+def _map_shared(messages: Sequence[Any], sides: Sequence[tuple[Case, bool]], readers: Readers) -> dict[int, Case]:
     """Return all training cases that the readers of this machine have stored, once every process has mapped them."""
     shared: dict[int, Case] = {}
 
     def map_all(rounds: Rounds) -> None:
         del rounds
         for reader in readers.local if readers.number is not None else ():
-            found = {index: report["stored"] for index, report in messages[reader]["cases"] if report["stored"]}
-            is_in_memory = any("places" in stored for stored in found.values())
-            mapped = map_tensors(messages[reader]["address"]) if is_in_memory else None
-            for index, stored in found.items():
-                case, _ = sides[index]
-                if "file" in stored:
-                    shared[index] = take_case(StoredCase.open(Path(stored["file"])), case, keep_reference=False)
-                    continue
-                assert mapped is not None
-                volumes = {field: view_tensor(mapped, place) for field, place in stored["places"].items()}
-                shared[index] = {**case, **volumes}
+            for index, report in messages[reader]:
+                if (file := report["stored"]) is not None:
+                    shared[index] = take_case(StoredCase.open(Path(file)), sides[index][0], keep_reference=False)
 
     run_together(readers.group, map_all)
     return shared

@@ -1,15 +1,15 @@
 """Find the processes that read a training's cases, and those that share a machine's memory."""
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
 
-import torch
 import torch.distributed as dist
 
-from volseg.data.case_store.stored_case import SharedTensors, can_share, map_tensors, view_tensor
+from volseg.data.case_store.preprocessed import DamagedCaseError, SharedCases, StoredCase, can_share
 from volseg.parallel.processes.progress_sync import exchange
 from volseg.parallel.processes.supervision import name_machine
 
@@ -83,10 +83,11 @@ def meet_readers(group: dist.ProcessGroup | None, *, reads: bool = True) -> Read
     if group is None:
         return ALONE
     machine = name_machine()
-    probe = SharedTensors() if reads and can_share() else None
+    probe = SharedCases() if reads and can_share() else None
     try:
-        place = probe.add(torch.tensor([os.getpid()])) if probe else None
-        told = exchange([machine, reads, probe and probe.address, place], group)
+        token = token_hex(16)
+        path = probe.add({}, {"token": token}) if probe else None
+        told = exchange([machine, reads, token, path], group)
         mine = [other for other in told if other[0] == machine and other[1]]
         shares = exchange(not reads or all(_is_reached(*other[2:]) for other in mine), group)
     finally:
@@ -106,27 +107,11 @@ def meet_readers(group: dist.ProcessGroup | None, *, reads: bool = True) -> Read
     return Readers(group=group, places=tuple(places), own=own)
 
 
-def deal_by_size(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the owner of each item among ``count``, so that sums are even: the largest first, to the smallest sum.
-
-    >>> deal_by_size([5, 3, 3, 1], 2)
-    [0, 1, 1, 0]
-    """
-    loads = [0] * count
-    owners = [0] * len(sizes)
-    # Plus one, so that items without a size are dealt in turn.
-    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        owners[item] = loads.index(min(loads))
-        loads[owners[item]] += sizes[item] + 1
-    return owners
-
-
-def _is_reached(address: list[int] | None, place: list | None) -> bool:
+def _is_reached(token: str, path: str | None) -> bool:
     """Return whether another reader's memory can be mapped, and is its own."""
-    if address is None or place is None:
+    if path is None:
         return False
     try:
-        mapped = map_tensors(address)
-    except OSError:  # another user's, or a platform that hides it
+        return StoredCase.open(Path(path)).about["token"] == token
+    except (OSError, KeyError, DamagedCaseError):  # another user's or container's, or a platform that hides it
         return False
-    return mapped is not None and view_tensor(mapped, place).item() == address[0]

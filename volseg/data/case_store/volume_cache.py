@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from volseg.data.case_store.stored_case import StoredCase
+from volseg.data.case_store.preprocessed import StoredCase
 from volseg.errors import DataError
 from volseg.transforms.augmentation.sources import PatchSources
 

@@ -5,14 +5,14 @@ All faults of many cases are named at once, in sentences.
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 from monai.data import MetaTensor
 
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Case, Split, Task
 from volseg.data.checks.kinds import KINDS, Finding
 from volseg.data.checks.volumes import (
     Fault,
@@ -26,7 +26,6 @@ from volseg.data.checks.volumes import (
     resembles_labels,
 )
 from volseg.data.readers import Files, list_case_files, list_files, name_files, read_label, read_volume
-from volseg.data.splits import Split
 from volseg.data.threads import map_in_threads
 from volseg.errors import DamagedFileError, DataError, LargeVolumeError
 from volseg.formatting import list_some
@@ -245,8 +244,7 @@ def inspect_cases(
     digests: list[tuple[Case, str]] = []
 
     def without_volumes(case: Case) -> CheckedCase:
-        checked = read_case(case, task)
-        return CheckedCase(case=case, problems=checked.problems, remarks=checked.remarks, digest=checked.digest)
+        return replace(read_case(case, task), case=case)
 
     for checked in map_in_threads(without_volumes, cases, workers):
         problems.extend(checked.problems)

@@ -27,14 +27,13 @@ import torch
 from monai.data import MetaTensor
 from nibabel.spatialimages import HeaderDataError
 
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Case, Split, Task, write_splits
 from volseg.data.checks.kinds import KINDS, Finding
 from volseg.data.checks.reading import read_case
 from volseg.data.checks.task import TaskCheck
 from volseg.data.checks.volumes import ROUNDED_VALUE, check_grid
 from volseg.data.itk import simpleitk
 from volseg.data.readers import list_files, read_label, read_volume, stem
-from volseg.data.splits import Split, write_splits
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
 from volseg.transforms.grid import Grid
@@ -287,18 +286,15 @@ def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome],
         "training": training,
         "test": test,
     }
-    bad = {
-        name: tuple(case["case"] for case, one in zip(check.cases, outcomes, strict=True) if one.is_bad and kept(one))
-        for name, kept in (("left_out", lambda one: one.case is None), ("kept_bad", lambda one: one.case is not None))
-    }
+    bad_cases = [(case["case"], one) for case, one in zip(check.cases, outcomes, strict=True) if one.is_bad]
+    left_out = tuple(name for name, one in bad_cases if one.case is None)
+    kept_bad = tuple(name for name, one in bad_cases if one.case is not None)
     rows = tuple(row for outcome in outcomes for row in outcome.done)
     splits = target / SPLITS if task.splits else None
-    repaired = RepairedTask(
-        root=target, repaired=rows, left_out=bad["left_out"], kept_bad=bad["kept_bad"], splits=splits
-    )
+    repaired = RepairedTask(root=target, repaired=rows, left_out=left_out, kept_bad=kept_bad, splits=splits)
     if task.splits:
         _write_splits(task.splits, {case["case"] for case in training}, root / SPLITS)
-    record = {"source": str(task.root), "repaired": repaired.repaired, **bad}
+    record = {"source": str(task.root), "repaired": rows, "left_out": left_out, "kept_bad": kept_bad}
     for name, content in (("dataset.json", declared), (RECORD, record)):
         (root / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return repaired

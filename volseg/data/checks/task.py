@@ -1,6 +1,6 @@
 """Check a whole data set: each file once, in parallel; a verdict per case; a table and JSON.
 
-Only the facts of a case are kept. No more cases are read at a time than memory holds, by the sizes of their files: a CT
+Only the facts of a case are kept. No more cases are read at a time than memory holds, by the size of the largest: a CT
 of 512 x 512 x 700 voxels takes 4 GiB during the read.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Case, Split, Task, folds
 from volseg.data.checks.comparing import compare_cases, describe_data, report_copies
 from volseg.data.checks.facts import ComparedCase, measure
 from volseg.data.checks.kinds import Finding
@@ -27,8 +27,7 @@ from volseg.data.checks.reading import (
 )
 from volseg.data.groups import assign_patients, list_split_patients, propose_groups
 from volseg.data.readers import list_files
-from volseg.data.splits import Split, folds
-from volseg.data.threads import Allowance, map_in_threads
+from volseg.data.threads import MOST_THREADS, map_in_threads
 from volseg.files import replacing
 from volseg.formatting import align_columns, list_some
 from volseg.memory import available_bytes
@@ -160,21 +159,21 @@ def check_task(
     ids = [case["case"] for case in task.training]
     num_patients = len(ids if groups is None else set(groups.values()))
     splits = given or (folds(ids, FOLDS, groups=groups) if num_patients >= FOLDS else [])
+    largest = max(1, *map(expect_bytes, cases))
     # Half, because a file's size is only an estimate of its memory.
-    allowance = Allowance(available_bytes() // 2)
+    fitting = max(1, available_bytes() // 2 // largest)
 
     def read(case: Case) -> tuple[CheckedCase, ComparedCase]:
-        with allowance.taken(expect_bytes(case)):
-            checked = read_case(case, task)
-            facts = measure(checked, case, task)
-            # Drop the volumes.
-            return replace(checked, case=case), facts
+        checked = read_case(case, task)
+        facts = measure(checked, case, task)
+        # Drop the volumes.
+        return replace(checked, case=case), facts
 
     findings: list[Finding] = []
     digests: list[tuple[Case, str]] = []
     labels: dict[str, str | None] = {}
     facts: list[ComparedCase] = []
-    for checked, known in map_in_threads(read, cases, workers):
+    for checked, known in map_in_threads(read, cases, min(fitting, workers or MOST_THREADS)):
         findings += [*checked.problems, *checked.remarks]
         if checked.digest is not None and known.image is not None:  # two constant images are no duplicates
             digests.append((checked.case, checked.digest))

@@ -9,13 +9,12 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from volseg.data.content import require_regular
+from volseg.data.volume import require_regular
 from volseg.errors import ReaderError
 
 Tag = tuple[int, int]
@@ -27,6 +26,7 @@ LONG_LENGTHS = (b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b
 
 KINDS = {*LONG_LENGTHS, *b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split()}
 ITEM, ITEM_END, SEQUENCE_END = (0xFFFE, 0xE000), (0xFFFE, 0xE00D), (0xFFFE, 0xE0DD)
+LAST = (0xFFFF, 0xFFFF)
 PIXELS = (0x7FE0, 0x0010)
 SYNTAX = (0x0002, 0x0010)
 IMPLICIT, BIG_ENDIAN, DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
@@ -55,6 +55,10 @@ class Item:
         found = self.elements.get(tag, [])
         return found if isinstance(found, list) else []
 
+    def text(self, tag: Tag) -> str:
+        """Return an element as text; "" if it is absent or a sequence."""
+        return decode_text(self.value(tag))
+
     def format(self, value: bytes, *, is_binary: bool = False) -> str:
         """Return a value as text; a binary one of 8 bytes is a float, one of 4 an integer."""
         if is_binary and len(value) == 8:
@@ -64,9 +68,10 @@ class Item:
         return decode_text(value)
 
 
-def decode_text(value: bytes) -> str:
+def decode_text(value: bytes, encoding: str = "latin-1") -> str:
     """Return a value as printable text: control characters become question marks."""
-    return "".join(letter if letter.isprintable() else "?" for letter in value.decode("latin-1").strip("\0 "))
+    decoded = value.decode(encoding, errors="replace").strip("\0 ")
+    return "".join(letter if letter.isprintable() else "?" for letter in decoded)
 
 
 def parse_numbers(value: bytes) -> tuple[float, ...] | None:
@@ -105,85 +110,47 @@ def is_dicom(path: Path) -> bool:
         return file.read(132)[128:] == b"DICM"
 
 
-def read_header(path: Path, tags: Set[Tag]) -> Header | None:
+def read_header(path: Path, tags: Collection[Tag], *, to_end: bool = True) -> Header | None:
     """Return the elements among ``tags``, including those inside sequences among ``tags``, or None if it is no DICOM.
 
-    Walks through every element of the file.
+    Walks through every element of the file, unless ``to_end`` is off: then up to the last of the tags.
 
     Raises
     ------
     ReaderError
-        If an element is longer than the rest of the file, or occurs twice in one place with two values.
+        If a passed element is longer than the rest of the file, or occurs twice in one place with two values.
     """
-    with _opened(path, tags) as begun:
-        if begun is None:
-            return None
-        top = Item(begun.walk.order)
-        begun.walk.pass_elements(begun.begin, len(begun.walk.content), 0, into=top)
-        return Header(path, begun.syntax, top, begun.walk.pixels[0] if begun.walk.pixels else None)
-
-
-def read_elements(path: Path, tags: Collection[Tag]) -> dict[Tag, bytes] | None:
-    """Return the file's values of ``tags`` outside sequences, or None if the file is no DICOM.
-
-    Elements behind the last of the tags are not read.
-
-    Raises
-    ------
-    ReaderError
-        If an element before it is longer than the file.
-    """
-    with _opened(path) as begun:
-        if begun is None:
-            return None
-        walk, begin, end = begun.walk, begun.begin, len(begun.walk.content)
-        found: dict[Tag, bytes] = {}
-        while begin + 8 <= end and (0, 0) < (head := walk.read_head(begin)).tag <= max(tags):
-            begin = walk.pass_element(begin, end, 0)
-            if head.tag in tags:
-                found[head.tag] = walk.content[head.value : begin]
-        return found
-
-
-class _Opened(NamedTuple):
-    """A file before its first element."""
-
-    walk: "_Walk"
-    begin: int
-    syntax: str
-
-
-@contextmanager
-def _opened(path: Path, wanted: Set[Tag] = frozenset()) -> Iterator[_Opened | None]:
-    """Yield the elements of a file behind its file information, or None if the file is no DICOM."""
     if require_regular(path) == 0:
-        yield None
-        return
+        return None
     # Mapped, so that only the elements' heads are read from the disk.
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         has_preamble = content[128:132] == b"DICM"
         if not has_preamble and content[:2] not in (b"\x02\x00", b"\x08\x00"):
-            yield None  # GDCM ignores a file without the preamble and without the beginning of a data set
-            return
+            return None  # GDCM ignores a file without the preamble and without the beginning of a data set
         information = Item("little")
         begin = 132 if has_preamble else 0
         of_information = _Walk(content, path, "little", is_implicit=False, wanted={SYNTAX})
         has_information = content[begin : begin + 2] == b"\x02\x00"
         while content[begin : begin + 2] == b"\x02\x00":
             begin = of_information.pass_element(begin, len(content), 0, information)
-        syntax = information.format(information.value(SYNTAX))
+        syntax = information.text(SYNTAX)
         if not syntax and (has_information or content[begin : begin + 2] != b"\x08\x00"):
-            raise ReaderError(
-                f"{path} is no readable DICOM file; fetch it again or take it out of the series (it has no "
-                "TransferSyntaxUID)"
-            )
+            raise damaged(path, "it has no TransferSyntaxUID")
         if syntax == DEFLATED:
             raise ReaderError(f"{path} is deflated DICOM, which is not read; convert it to another transfer syntax")
         order: Order = "big" if syntax == BIG_ENDIAN else "little"
         # Some writers declare implicit and write explicit. A bare data set has no file information: it is
         # little-endian, and each element shows whether it is implicit.
         is_implicit = syntax == IMPLICIT and content[begin + 4 : begin + 6] not in KINDS
-        yield _Opened(_Walk(content, path, order, is_implicit, wanted), begin, syntax or IMPLICIT)
+        walk, top = _Walk(content, path, order, is_implicit, frozenset(tags)), Item(order)
+        walk.pass_elements(begin, len(content), 0, into=top, last=LAST if to_end else max(tags))
+        return Header(path, syntax or IMPLICIT, top, walk.pixels[0] if walk.pixels else None)
+
+
+def damaged(path: Path, what: str = "") -> ReaderError:
+    """Return the error of a file that is no readable DICOM."""
+    reason = f" ({what})" if what else ""
+    return ReaderError(f"{path} is no readable DICOM file; fetch it again or take it out of the series{reason}")
 
 
 class _Head(NamedTuple):
@@ -213,19 +180,25 @@ class _Walk:
     """Every kept item, to count them."""
 
     def pass_elements(
-        self, begin: int, end: int, depth: int, closing: Tag | None = None, into: Item | None = None
+        self,
+        begin: int,
+        end: int,
+        depth: int,
+        closing: Tag | None = None,
+        into: Item | None = None,
+        last: Tag = LAST,
     ) -> int:
-        """Pass elements up to ``end``, or to their closing tag."""
+        """Pass elements up to ``end``, to their closing tag, or before the first one behind ``last``."""
         while begin + 8 <= end:
             tag = self._tag(begin)
             if tag == closing:
                 return begin + 8
-            if tag == (0, 0):  # padding
+            if tag == (0, 0) or tag > last:  # the first is padding
                 break
             begin = self.pass_element(begin, end, depth, into)
         return end
 
-    def read_head(self, begin: int) -> _Head:
+    def _read_head(self, begin: int) -> _Head:
         """Return tag, kind, first byte of the value, and claimed length."""
         tag, kind = self._tag(begin), self.content[begin + 4 : begin + 6]
         if self.is_implicit or kind not in KINDS:
@@ -236,7 +209,7 @@ class _Walk:
 
     def pass_element(self, begin: int, end: int, depth: int, into: Item | None = None) -> int:
         """Pass an element with its content; keep it in ``into`` if it is wanted."""
-        tag, kind, value, length = self.read_head(begin)
+        tag, kind, value, length = self._read_head(begin)
         into = into if tag in self.wanted else None
         if length == UNDEFINED:
             after = self._pass_items(tag, value, end, depth + 1, into)
@@ -248,17 +221,17 @@ class _Walk:
                 self._pass_items(tag, value, after, depth + 1, into)
             elif into is not None:
                 if length > MOST_BYTES:
-                    raise self._damaged(f"element ({tag[0]:04x},{tag[1]:04x}) has {length} bytes")
+                    raise damaged(self.path, f"element ({tag[0]:04x},{tag[1]:04x}) has {length} bytes")
                 self._keep(into, tag, self.content[value:after])
         if tag == PIXELS and depth == 0:
             if self.pixels:
-                raise self._damaged("it holds PixelData twice")
+                raise damaged(self.path, "it holds PixelData twice")
             self.pixels.append(Pixels(kind, value, after, length == UNDEFINED))
         return after
 
     def _pass_items(self, owner: Tag, begin: int, end: int, depth: int, into: Item | None = None) -> int:
         if depth > DEEPEST:
-            raise self._damaged(f"its elements are nested over {DEEPEST} deep")
+            raise damaged(self.path, f"its elements are nested over {DEEPEST} deep")
         items: list[Item] = []
         if into is not None:
             self._keep(into, owner, items)
@@ -281,12 +254,12 @@ class _Walk:
         items.append(Item(self.order))
         self.kept.append(items[-1])
         if len(self.kept) > MOST_ITEMS:
-            raise self._damaged(f"its sequences have over {MOST_ITEMS} items")
+            raise damaged(self.path, f"its sequences have over {MOST_ITEMS} items")
         return items[-1]
 
     def _keep(self, into: Item, tag: Tag, found: "bytes | list[Item]") -> None:
         if tag in into.elements and (isinstance(found, list) or into.elements[tag] != found):
-            raise self._damaged(f"element ({tag[0]:04x},{tag[1]:04x}) stands twice in one place")
+            raise damaged(self.path, f"element ({tag[0]:04x},{tag[1]:04x}) stands twice in one place")
         into.elements[tag] = found
 
     def _tag(self, begin: int) -> Tag:
@@ -298,17 +271,17 @@ class _Walk:
     def _require(self, tag: Tag, length: int, begin: int, end: int) -> None:
         if length > end - begin:
             element = f"element ({tag[0]:04x},{tag[1]:04x})"
-            raise self._damaged(f"{element} claims {length} bytes, {max(0, end - begin)} are left")
-
-    def _damaged(self, what: str) -> ReaderError:
-        return ReaderError(
-            f"{self.path} is no readable DICOM file; fetch it again or take it out of the series ({what})"
-        )
+            raise damaged(self.path, f"{element} claims {length} bytes, {max(0, end - begin)} are left")
 
 
 TAGS: Mapping[str, Tag] = {
+    "SpecificCharacterSet": (0x0008, 0x0005),
     "ImageType": (0x0008, 0x0008),
+    "StudyDate": (0x0008, 0x0020),
+    "Modality": (0x0008, 0x0060),
+    "SeriesDescription": (0x0008, 0x103E),
     "FrameType": (0x0008, 0x9007),
+    "PatientID": (0x0010, 0x0020),
     "SequenceName": (0x0018, 0x0024),
     "SliceThickness": (0x0018, 0x0050),
     "EchoTime": (0x0018, 0x0081),
@@ -319,6 +292,8 @@ TAGS: Mapping[str, Tag] = {
     "FlipAngle": (0x0018, 0x1314),
     "EffectiveEchoTime": (0x0018, 0x9082),
     "DiffusionBValue": (0x0018, 0x9087),
+    "SeriesInstanceUID": (0x0020, 0x000E),
+    "SeriesNumber": (0x0020, 0x0011),
     "AcquisitionNumber": (0x0020, 0x0012),
     "ImagePositionPatient": (0x0020, 0x0032),
     "ImageOrientationPatient": (0x0020, 0x0037),

@@ -1,19 +1,149 @@
-"""The images of a DICOM file: its only slice, or its frames.
+"""The images of a DICOM file: its only slice, or its frames, with the place and the storage of each.
 
 Position, orientation, pixel spacing and rescaling come from the tags of each slice or frame. An enhanced file keeps
 them in functional groups, per frame or shared by all frames; `volseg.data.dicom.volumes` compares the images. Frames
 without a position of their own are refused, and so are values that are no linear function of the stored ones.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from volseg.data.dicom.elements import BINARY, GROUPS, STATES, TAGS, UNITS, Header, Item, parse_numbers
-from volseg.data.dicom.pixels import Stored, describe_stored
+from volseg.data.dicom.elements import (
+    BINARY,
+    GROUPS,
+    OVERLAY_BITS,
+    STATES,
+    TAGS,
+    UNITS,
+    Header,
+    Item,
+    Pixels,
+    parse_numbers,
+)
 from volseg.errors import ReaderError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Storage of a file's voxels."""
+
+    frames: int
+    rows: int
+    columns: int
+    allocated: int
+    """Bits of a voxel: 8, 16 or 32."""
+    bits: int
+    """Number of the lowest of these bits, which hold the value."""
+    is_signed: bool
+    overlays: int
+    """Mask of the bits that hold overlays, not values."""
+    pixels: Pixels
+    """Their place in the file."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of a stored value, in the byte order of this machine."""
+        return np.dtype(f"{'i' if self.is_signed else 'u'}{self.allocated // 8}")
+
+    @property
+    def voxels(self) -> int:
+        """Voxels of all frames."""
+        return self.frames * self.rows * self.columns
+
+
+def describe_stored(header: Header) -> Stored:
+    """Return the storage of a file's voxels.
+
+    Raises
+    ------
+    ReaderError
+        If the voxels are not integer grey values.
+    """
+    if header.pixels is None:
+        raise ReaderError(
+            f"{header.path} holds no PixelData: it is no image, or one of floats, which is not read; "
+            "convert it to NIfTI"
+        )
+    _require_grey(header)
+    representation = _read_count(header, "PixelRepresentation")
+    if representation not in (0, 1):
+        raise ReaderError(f"{header.path} has the PixelRepresentation {representation}; needed: 0 or 1")
+    stored = Stored(
+        frames=_count_frames(header),
+        rows=_read_count(header, "Rows"),
+        columns=_read_count(header, "Columns"),
+        allocated=_read_count(header, "BitsAllocated"),
+        bits=_read_count(header, "BitsStored"),
+        is_signed=bool(representation),
+        overlays=_read_overlays(header),
+        pixels=header.pixels,
+    )
+    high_bit = _read_count(header, "HighBit", default=stored.bits - 1)
+    if stored.allocated not in (8, 16, 32) or not 0 < stored.bits <= stored.allocated or high_bit != stored.bits - 1:
+        raise ReaderError(
+            f"{header.path} stores {stored.bits} of {stored.allocated} bits per voxel, up to bit {high_bit}; needed: "
+            "the lowest bits of 8, 16 or 32. Convert the series to NIfTI"
+        )
+    if stored.voxels == 0:
+        raise ReaderError(
+            f"{header.path} has {stored.rows} rows of {stored.columns} voxels; it is damaged, or no image"
+        )
+    return stored
+
+
+def _require_grey(header: Header) -> None:
+    """Raise unless a voxel is one number, and slope and intercept give its value."""
+    top, path = header.top, header.path
+    photometric, kind = top.text(TAGS["PhotometricInterpretation"]), top.text(TAGS["SegmentationType"])
+    samples = _read_count(header, "SamplesPerPixel", default=1)
+    faults = {
+        "is a Siemens mosaic: one image, whose tiles are the slices of a volume. Convert the series to NIfTI, for "
+        "example by dcm2niix": "MOSAIC" in top.text(TAGS["ImageType"]).split("\\"),
+        "is MONOCHROME1: low values are bright, and some programs invert them while others do not. Convert the series "
+        "to MONOCHROME2": photometric == "MONOCHROME1",
+        "has no PhotometricInterpretation; if its values are grey, add MONOCHROME2": not photometric,
+        f"holds {photometric} with {samples} sample(s) per pixel; a volume needs grey values (MONOCHROME2). Leave it "
+        "out, or convert its colours to numbers": samples != 1 or photometric != "MONOCHROME2",
+        "maps its stored values by a table (ModalityLUTSequence), which is not read; convert the series by a program "
+        "that applies the table": bool(top.elements.get(TAGS["ModalityLUTSequence"])),
+        f"is a {kind} DICOM segmentation; convert it to a label map, for example in NIfTI": kind
+        in ("BINARY", "FRACTIONAL"),
+    }
+    for fault, is_found in faults.items():
+        if is_found:
+            raise ReaderError(f"{path} {fault}")
+
+
+def _read_count(header: Header, keyword: str, default: int | None = None) -> int:
+    """Return a number of two bytes."""
+    tag = TAGS[keyword]
+    value = header.top.value(tag)
+    if not value and default is not None:
+        return default
+    if len(value) != 2:
+        raise ReaderError(
+            f"{header.path} needs a number of two bytes in DICOM tag ({tag[0]:04x},{tag[1]:04x}), {keyword}, "
+            f"but has {value[:8]!r}; it is damaged, or no image"
+        )
+    return int.from_bytes(value, header.top.order)
+
+
+def _read_overlays(header: Header) -> int:
+    values = (header.top.value(tag) for tag in OVERLAY_BITS)
+    positions = {int.from_bytes(value, header.top.order) for value in values if len(value) == 2}
+    return sum(1 << position for position in positions if position)
+
+
+def _count_frames(header: Header) -> int:
+    text = header.top.text(TAGS["NumberOfFrames"]) or "1"
+    if not re.fullmatch(r"\+?0*[1-9]\d{0,8}", text):
+        raise ReaderError(f"{header.path} has the NumberOfFrames {text[:40]!r}; needed: a number from 1 on")
+    return int(text)
+
 
 LARGEST_SKEW = 0.01
 """Largest difference of a direction's length from 1, and of two directions' product from 0: rounded cosines."""
@@ -92,7 +222,9 @@ class _Elements:
             )
         if offsets:
             position = tuple((position + offsets[self.index] * np.cross(right, down)).tolist())
-        spacing = self.numbers("PixelSpacing", 2, self.explain_spacing())
+        at_detector = "and the ImagerPixelSpacing of the file is measured at the detector, not in the patient"
+        why = at_detector if self.find("ImagerPixelSpacing") else "without it a voxel has no size"
+        spacing = self.numbers("PixelSpacing", 2, why)
         if min(spacing) <= 0:
             raise ReaderError(f"{self} has the PixelSpacing {list(spacing)} mm; needed: two numbers above 0")
         slope_keyword = "DoseGridScaling" if self.find("DoseGridScaling") else "RescaleSlope"
@@ -138,12 +270,6 @@ class _Elements:
     def scale(self, keyword: str, default: float) -> float:
         """Return a number by which stored values become values."""
         return self.numbers(keyword, 1, "by which stored values become values")[0] if self.find(keyword) else default
-
-    def explain_spacing(self) -> str:
-        """Return why a frame needs ``PixelSpacing``."""
-        if self.find("ImagerPixelSpacing"):
-            return "and the ImagerPixelSpacing of the file is measured at the detector, not in the patient"
-        return "without it a voxel has no size"
 
     def parse_slice_thickness(self) -> float | None:
         """Return the extent of a slice along its normal, if a positive one is given."""

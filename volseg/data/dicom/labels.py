@@ -17,11 +17,9 @@ import numpy as np
 from monai.data import MetaTensor
 
 from volseg.data.cases import Task
-from volseg.data.content import require_memory
-from volseg.data.dicom.elements import decode_text, read_elements, read_header
-from volseg.data.dicom.volumes import MODALITY, SERIES_UID
+from volseg.data.dicom.elements import TAGS, Tag, read_header
 from volseg.data.itk import lps_to_ras
-from volseg.data.volume import as_volume
+from volseg.data.volume import as_volume, require_memory
 from volseg.errors import ConfigError, ReaderError
 from volseg.formatting import list_some
 from volseg.transforms.grid import MISPLACED_VOXELS, Grid
@@ -73,22 +71,23 @@ def find_dicom_label(path: Path) -> Path | None:
     if path.is_dir():
         files = [file for file in path.iterdir() if not file.name.startswith(".")]
         path = files[0] if len(files) == 1 else path
-    return path if _read_text(path, MODALITY) in KINDS else None
+    return path if _read_text(path, TAGS["Modality"]) in KINDS else None
 
 
-def read_image_text(path: Path, tag: tuple[int, int] = SERIES_UID) -> str:
+def read_image_text(path: Path, tag: Tag = TAGS["SeriesInstanceUID"]) -> str:
     """Return the UID of an image's series, or another text of its first file; "" if it is no DICOM image."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return next((text for file in files if find_dicom_label(file) is None and (text := _read_text(file, tag))), "")
 
 
-def _read_text(path: Path, tag: tuple[int, int]) -> str:
+def _read_text(path: Path, tag: Tag) -> str:
     if path.suffix.lower() in OTHERS or not path.is_file():
         return ""
     try:
-        return decode_text((read_elements(path, [tag]) or {}).get(tag, b""))
+        header = read_header(path, [tag], to_end=False)
     except ReaderError:  # its reader reports the fault
         return ""
+    return "" if header is None else header.top.text(tag)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,27 +13,16 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from volseg.data.dicom.elements import read_elements
+from volseg.data.dicom.elements import TAGS, WANTED, Header, Item, damaged, decode_text, read_header
 from volseg.data.dicom.labels import DicomLabel
 from volseg.errors import DataError, ReaderError
 from volseg.formatting import list_duplicates, list_some
 
-TAGS = {
-    "SpecificCharacterSet": (0x0008, 0x0005),
-    "ImageType": (0x0008, 0x0008),
-    "StudyDate": (0x0008, 0x0020),
-    "Modality": (0x0008, 0x0060),
-    "SeriesDescription": (0x0008, 0x103E),
-    "PatientID": (0x0010, 0x0020),
-    "SeriesInstanceUID": (0x0020, 0x000E),
-    "SeriesNumber": (0x0020, 0x0011),
-    "ImageOrientationPatient": (0x0020, 0x0037),
-    "NumberOfFrames": (0x0028, 0x0008),
-    "Rows": (0x0028, 0x0010),
-}
-
-Header = Mapping[str, bytes]
-"""Values of the elements of `TAGS` in a file, by keyword."""
+KEYWORDS = (
+    *("SpecificCharacterSet", "ImageType", "StudyDate", "Modality", "SeriesDescription", "PatientID"),
+    *("SeriesInstanceUID", "SeriesNumber", "ImageOrientationPatient", "NumberOfFrames", "Rows"),
+)
+"""Elements that identify and describe a series."""
 
 DERIVED = {
     "SEG": "a segmentation",
@@ -117,18 +106,18 @@ def gather_series(files: Iterable[Path]) -> FoundSeries:
     DataError
         If the files of a series are in several folders.
     """
-    headers: dict[tuple[Path, str], dict[Path, Header]] = defaultdict(dict)
-    damaged = []
+    headers: dict[tuple[Path, str], dict[Path, Item]] = defaultdict(dict)
+    unread = []
+    tags = [TAGS[keyword] for keyword in KEYWORDS]
     for file in files:
         try:
-            found = read_elements(file, TAGS.values())
+            found = read_header(file, tags, to_end=False)
         except ReaderError:  # its reader reports the fault
             found = None
-        if found is not None and TAGS["SeriesInstanceUID"] in found:
-            header = {keyword: found[tag] for keyword, tag in TAGS.items() if tag in found}
-            headers[file.parent, _decode(header["SeriesInstanceUID"])][file] = header
+        if found is not None and TAGS["SeriesInstanceUID"] in found.top.elements:
+            headers[file.parent, found.top.text(TAGS["SeriesInstanceUID"])][file] = found.top
         elif found is None and file.suffix.lower() == ".dcm":
-            damaged.append(file)
+            unread.append(file)
     if torn := list_duplicates(uid for _, uid in headers):
         folders = [str(folder) for folder, uid in headers if uid == torn[0]]
         raise DataError(
@@ -139,7 +128,7 @@ def gather_series(files: Iterable[Path]) -> FoundSeries:
     return FoundSeries(
         images=tuple(one for one in series if not one.left_out),
         others=tuple(one for one in series if one.left_out),
-        damaged=tuple(damaged),
+        damaged=tuple(unread),
     )
 
 
@@ -189,21 +178,20 @@ def _name(series: Series) -> str:
     return "_".join(part for part in plain if part) or "series"
 
 
-def _describe(uid: str, headers: Mapping[Path, Header]) -> Series:
+def _describe(uid: str, headers: Mapping[Path, Item]) -> Series:
     first = next(iter(headers.values()))
-    encoding = "utf-8" if _decode(first.get("SpecificCharacterSet", b"")) == UTF_8 else "latin-1"
-    texts = {tag: _decode(first.get(tag, b""), encoding) for tag in ("PatientID", "SeriesDescription")}
-    date, number, modality = (_decode(first.get(tag, b"")) for tag in ("StudyDate", "SeriesNumber", "Modality"))
+    encoding = "utf-8" if first.text(TAGS["SpecificCharacterSet"]) == UTF_8 else "latin-1"
+    patient, description = (decode_text(first.value(TAGS[key]), encoding) for key in ("PatientID", "SeriesDescription"))
+    modality = first.text(TAGS["Modality"])
     return Series(
         uid=uid,
         files=tuple(headers),
-        patient=texts["PatientID"],
-        date=date,
-        number=number,
-        description=texts["SeriesDescription"],
+        patient=patient,
+        date=first.text(TAGS["StudyDate"]),
+        number=first.text(TAGS["SeriesNumber"]),
+        description=description,
         modality=modality,
-        left_out=_describe_label(next(iter(headers)))
-        or _classify(list(headers.values()), modality, texts["SeriesDescription"]),
+        left_out=_describe_label(next(iter(headers))) or _classify(list(headers.values()), modality, description),
     )
 
 
@@ -214,19 +202,84 @@ def _describe_label(file: Path) -> str:
         return ""
 
 
-def _classify(headers: Sequence[Header], modality: str, description: str) -> str:
+def _classify(headers: Sequence[Item], modality: str, description: str) -> str:
     """Return the kind of a series, if it is no image to segment."""
+
+    def has(*keywords: str) -> bool:
+        return any(TAGS[keyword] in header.elements for header in headers for keyword in keywords)
+
     if modality in DERIVED:
         return DERIVED[modality]
-    if not any("Rows" in header for header in headers):
+    if not has("Rows"):
         return "no image"
-    if all("LOCALIZER" in _decode(header.get("ImageType", b"")).split("\\") for header in headers):
+    if all("LOCALIZER" in header.text(TAGS["ImageType"]).split("\\") for header in headers):
         return "a localizer"
     if SCOUT.search(description):
         return "a localizer, by its description"
-    has_place = any("ImageOrientationPatient" in header or "NumberOfFrames" in header for header in headers)
-    return "" if has_place else "an image without a place in the patient"
+    return "" if has("ImageOrientationPatient", "NumberOfFrames") else "an image without a place in the patient"
 
 
-def _decode(value: bytes, encoding: str = "latin-1") -> str:
-    return value.decode(encoding, errors="replace").strip("\0 ")
+def list_slices(path: Path) -> list[Path]:
+    """Return the files of the only series in a folder, or of the series that a file belongs to, sorted by name.
+
+    Hidden files and files without an image, such as structure sets and ``DICOMDIR``, are left out.
+
+    Raises
+    ------
+    ReaderError
+        If there is no series, there are several, or a file is no DICOM.
+    """
+    folder = path if path.is_dir() else path.parent
+    series, unread = _sort_by_series(folder, path)
+    if path.is_dir():
+        if not series:
+            raise ReaderError(
+                f"{folder} holds no readable DICOM series; name the folder that holds the slices themselves"
+            )
+        if len(series) > 1:
+            found = "; ".join(
+                f"{uid or 'no SeriesInstanceUID'} ({len(files)} files, {files[0].name} ...)"
+                for uid, files in sorted(series.items())
+            )
+            raise ReaderError(f"{folder} holds {len(series)} DICOM series: {found}; put each into a folder of its own")
+        [slices] = series.values()
+    else:
+        slices = next((files for uid, files in series.items() if uid and path in files), [])
+        if not slices and path not in unread:
+            raise ReaderError(f"{path} names no DICOM series; name the folder that holds the slices themselves")
+    if unread:  # it may belong to this series, which would silently lack a slice
+        raise damaged(unread[0])
+    return slices
+
+
+def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], list[Path]]:
+    """Return the image files of each series in a folder by UID, and the files that may belong to one.
+
+    If a folder was named, segmentations beside its images are left out.
+    """
+    series: dict[str, list[Path]] = defaultdict(list)
+    labels: dict[str, list[Path]] = defaultdict(list)
+    unread, others = [], []
+    for file in sorted(folder.iterdir()):
+        if file.is_dir() or file.name.startswith("."):
+            continue
+        found = read_header(file, [TAGS[key] for key in ("Modality", "SeriesInstanceUID", "Rows")], to_end=False)
+        if found is None:
+            unread += [file] if file.suffix.lower() == ".dcm" else []
+            continue
+        uid = found.top.text(TAGS["SeriesInstanceUID"])
+        # Elements that are out of order hide others from a read that ends early.
+        if TAGS["Rows"] in found.top.elements or require_header(file).pixels is not None:
+            (labels if found.top.text(TAGS["Modality"]) == "SEG" else series)[uid].append(file)
+        elif file.name.upper() != "DICOMDIR":
+            others.append((uid, file))
+    series = series if series and path.is_dir() else series | labels  # the reader reports a segmentation
+    return series, unread + [file for uid, file in others if not uid or uid in series]
+
+
+def require_header(file: Path) -> Header:
+    """Return the elements of a file that was DICOM when its folder was listed."""
+    header = read_header(file, WANTED)
+    if header is None:
+        raise damaged(file)
+    return header

@@ -1,28 +1,36 @@
 """Read a DICOM series: the only series of a folder, or the series of a file.
 
 A series of single-slice files and a file of several frames are read in the same way. Headers become frames
-(`volseg.data.dicom.frames`), frames become a stack (`stack_frames`), and only then pixels are read
-(`volseg.data.dicom.pixels`), each with the rescaling of its own frame.
+(`volseg.data.dicom.frames`), frames become a stack (`stack_frames`), and only then pixels are read, each with the
+rescaling of its own frame.
+
+Uncompressed pixels are read here. SimpleITK (GDCM) gets a compressed stream in a file of its own, without the other
+elements: from the whole file, GDCM would rescale all frames in one way, invert MONOCHROME1 and clip values to one type.
 """
 
 import math
-from collections import defaultdict
+import struct
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from monai.data import MetaTensor
 
-from volseg.data.content import require_memory
-from volseg.data.dicom.elements import TAGS, WANTED, Header, decode_text, read_elements, read_header
-from volseg.data.dicom.frames import Frame, list_frames
-from volseg.data.dicom.pixels import read_stored
-from volseg.data.itk import lps_to_ras
-from volseg.data.volume import as_volume
-from volseg.errors import ReaderError
+from volseg.data.dicom.elements import (
+    BIG_ENDIAN,
+    IMPLICIT,
+    SEQUENCE_END,
+    TAGS,
+    Header,
+    Tag,
+)
+from volseg.data.dicom.frames import Frame, Stored, list_frames
+from volseg.data.dicom.series import list_slices, require_header
+from volseg.data.itk import lps_to_ras, simpleitk
+from volseg.data.volume import as_volume, require_held, require_memory
+from volseg.errors import DamagedFileError, ReaderError
 from volseg.formatting import list_some
-
-MODALITY, SERIES_UID = (0x0008, 0x0060), (0x0020, 0x000E)
 
 
 def read_dicom_series(path: Path) -> MetaTensor:
@@ -41,79 +49,13 @@ def read_dicom_series(path: Path) -> MetaTensor:
     ReaderError
         If there is no series, there are several, a file is no DICOM, or the slices do not form an even stack.
     """
-    headers = [_require_header(file) for file in list_slices(path)]
+    headers = [require_header(file) for file in list_slices(path)]
     frames, affine = stack_frames([frame for header in headers for frame in list_frames(header)])
     voxels = _read_voxels(headers, frames)
     # The smallest type for all values.
     is_rescaled = any((frame.slope, frame.intercept) != (1, 0) for frame in frames)
     stored = np.dtype(np.float32) if is_rescaled else np.result_type(*{frame.stored.dtype for frame in frames})
     return as_volume(voxels.transpose(2, 1, 0)[None], affine, path, stored=stored)
-
-
-def list_slices(path: Path) -> list[Path]:
-    """Return the files of the only series in a folder, or of the series that a file belongs to, sorted by name.
-
-    Hidden files and files without an image, such as structure sets and ``DICOMDIR``, are left out.
-
-    Raises
-    ------
-    ReaderError
-        If there is no series, there are several, or a file is no DICOM.
-    """
-    folder = path if path.is_dir() else path.parent
-    series, unread = _sort_by_series(folder, path)
-    if path.is_dir():
-        if not series:
-            raise ReaderError(
-                f"{folder} holds no readable DICOM series; name the folder that holds the slices themselves"
-            )
-        if len(series) > 1:
-            found = "; ".join(
-                f"{uid or 'no SeriesInstanceUID'} ({len(files)} files, {files[0].name} ...)"
-                for uid, files in sorted(series.items())
-            )
-            raise ReaderError(f"{folder} holds {len(series)} DICOM series: {found}; put each into a folder of its own")
-        [slices] = series.values()
-    else:
-        slices = next((files for uid, files in series.items() if uid and path in files), [])
-        if not slices and path not in unread:
-            raise ReaderError(f"{path} names no DICOM series; name the folder that holds the slices themselves")
-    if unread:  # it may belong to this series, which would silently lack a slice
-        raise ReaderError(f"{unread[0]} is no readable DICOM file; fetch it again or take it out of the series")
-    return slices
-
-
-def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], list[Path]]:
-    """Return the image files of each series in a folder by UID, and the files that may belong to one.
-
-    If a folder was named, segmentations beside its images are left out.
-    """
-    series: dict[str, list[Path]] = defaultdict(list)
-    labels: dict[str, list[Path]] = defaultdict(list)
-    unread, others = [], []
-    for file in sorted(folder.iterdir()):
-        if file.is_dir() or file.name.startswith("."):
-            continue
-        found = read_elements(file, [MODALITY, SERIES_UID, TAGS["Rows"]])
-        if found is None:
-            unread += [file] if file.suffix.lower() == ".dcm" else []
-            continue
-        uid = decode_text(found.get(SERIES_UID, b""))
-        # Elements that are out of order hide others from a read that ends early.
-        if TAGS["Rows"] in found or _require_header(file).pixels is not None:
-            is_label = decode_text(found.get(MODALITY, b"")) == "SEG"
-            (labels if is_label else series)[uid].append(file)
-        elif file.name.upper() != "DICOMDIR":
-            others.append((uid, file))
-    series = series if series and path.is_dir() else series | labels  # the reader reports a segmentation
-    return series, unread + [file for uid, file in others if not uid or uid in series]
-
-
-def _require_header(file: Path) -> Header:
-    header = read_header(file, WANTED)
-    if header is None:  # it was DICOM when its folder was listed
-        raise ReaderError(f"{file} is no readable DICOM file; fetch it again or take it out of the series")
-    return header
 
 
 def _read_voxels(headers: Sequence[Header], frames: Sequence[Frame]) -> np.ndarray:
@@ -296,3 +238,124 @@ def _explain_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> R
         f"{folder}: {many}, a volume needs one: {one} and {other} both lie at {list(one.position)} mm, and {apart}. "
         "Put each time, b-value or echo into a folder of its own, for example by dcm2niix; take out duplicates"
     )
+
+
+PLAIN = (IMPLICIT, "1.2.840.10008.1.2.1", BIG_ENDIAN)
+"""Transfer syntaxes without compression."""
+
+SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
+UID = "1.2.826.0.1.3680043.2.1125.1"
+"""UID of the file for GDCM."""
+
+
+def read_stored(header: Header, stored: Stored) -> np.ndarray:
+    """Return the stored values ``(frames, rows, columns)``.
+
+    Raises
+    ------
+    DamagedFileError
+        If the number of pixels differs from the header, or the pixels cannot be decompressed.
+    ReaderError
+        If a value takes more bits than the header declares.
+    """
+    read = (_read_plain if header.syntax in PLAIN else _decompress)(header, stored)
+    raw = read.view(f"u{stored.allocated // 8}")
+    spare = stored.allocated - stored.bits
+    if spare == 0:
+        return raw.view(stored.dtype)
+    values = (raw << spare).view(stored.dtype) >> spare
+    others = raw.dtype.type(~stored.overlays & (1 << stored.allocated) - 1)
+    if not (((values.view(raw.dtype) ^ raw) & others == 0) | ((raw & others) >> stored.bits == 0)).all():
+        raise ReaderError(
+            f"{header.path} says that values take {stored.bits} bits (BitsStored), but uses more of the "
+            f"{stored.allocated} bits of a voxel, and no OverlayBitPosition explains them; convert the series to NIfTI"
+        )
+    return values
+
+
+def _read_plain(header: Header, stored: Stored) -> np.ndarray:
+    pixels, size = stored.pixels, stored.allocated // 8
+    needed = stored.voxels * size
+    held = 0 if pixels.is_encapsulated else pixels.end - pixels.begin
+    require_held(needed, held, header.path)
+    # Padding is shorter than a row or column, or one of these with zeros: other values are a row that the header omits.
+    shortest, longest = sorted((stored.rows * size, stored.columns * size))
+    padding = held - needed
+    with header.path.open("rb") as file:
+        file.seek(pixels.begin)
+        content = file.read(needed + min(padding, longest))
+    require_held(needed, len(content), header.path)  # the file may have been truncated since the header was read
+    if padding >= max(2, shortest) and (padding > longest or any(content[needed:])):
+        raise DamagedFileError(
+            f"{header.path} holds {held} bytes of pixels, and {stored.frames} frame(s) of {stored.rows} rows of "
+            f"{stored.columns} voxels of {stored.allocated} bits take {needed}; the header is damaged, fetch it again"
+        )
+    order = ">" if header.top.order == "big" else "<"
+    if size == 1 and order == ">" and pixels.kind == b"OW":  # two voxels make a word
+        content = np.frombuffer(content, ">u2").astype("<u2").tobytes()
+    read = np.frombuffer(content, f"{order}u{size}", stored.voxels).astype(f"u{size}", copy=False)
+    return read.reshape(stored.frames, stored.rows, stored.columns)
+
+
+def _decompress(header: Header, stored: Stored) -> np.ndarray:
+    """Decompress the pixels by GDCM."""
+    if not stored.pixels.is_encapsulated:
+        raise ReaderError(
+            f"{header.path} has the transfer syntax {header.syntax}, but no compressed pixels; convert the series to "
+            "Explicit VR Little Endian"
+        )
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "pixels.dcm")
+        file.write_bytes(_strip(header, stored))
+        itk = simpleitk()
+        try:
+            read: np.ndarray = itk.GetArrayFromImage(itk.ReadImage(str(file), imageIO="GDCMImageIO"))
+        except RuntimeError as fault:
+            raise DamagedFileError(
+                f"{header.path} is damaged, or compressed in a way that SimpleITK does not know (transfer syntax "
+                f"{header.syntax}); fetch it again, or convert the series to Explicit VR Little Endian"
+            ) from fault
+    shape = (stored.frames, stored.rows, stored.columns)
+    if read.size != stored.voxels or read.shape[-2:] != shape[1:] or read.dtype.itemsize * 8 != stored.allocated:
+        raise DamagedFileError(
+            f"{header.path} decompresses to {read.dtype} {read.shape}, and its header says {stored.dtype} {shape}; "
+            "fetch it again"
+        )
+    return read.reshape(shape)
+
+
+def _strip(header: Header, stored: Stored) -> bytes:
+    """Return a DICOM file with the compressed pixels, and only the elements for their decompression."""
+    with header.path.open("rb") as file:
+        file.seek(stored.pixels.begin)
+        stream = file.read(stored.pixels.end - stored.pixels.begin)
+    end = struct.pack("<HHI", *SEQUENCE_END, 0)
+    if not stream.endswith(end):
+        raise DamagedFileError(f"{header.path} is truncated: its compressed pixels do not end; fetch it again")
+
+    def element(tag: Tag, kind: bytes, value: bytes) -> bytes:
+        value += (b" " if kind != b"UI" else b"\0") * (len(value) % 2)
+        return struct.pack("<HH2sH", *tag, kind, len(value)) + value
+
+    capture, uid = SECONDARY_CAPTURE.encode(), UID.encode()
+    named = {0x0002: capture, 0x0003: uid, 0x0010: header.syntax.encode("latin-1")}
+    information = b"".join(element((0x0002, tag), b"UI", value) for tag, value in named.items())
+    numbers = {
+        "Rows": stored.rows,
+        "Columns": stored.columns,
+        "BitsAllocated": stored.allocated,
+        "BitsStored": stored.bits,
+        "HighBit": stored.bits - 1,
+        "PixelRepresentation": int(stored.is_signed),
+    }
+    body = (
+        element((0x0008, 0x0016), b"UI", capture)
+        + element((0x0008, 0x0018), b"UI", uid)
+        + element(TAGS["SamplesPerPixel"], b"US", struct.pack("<H", 1))
+        + element(TAGS["PhotometricInterpretation"], b"CS", b"MONOCHROME2")
+        + element(TAGS["NumberOfFrames"], b"IS", str(stored.frames).encode())
+        + b"".join(element(TAGS[keyword], b"US", struct.pack("<H", value)) for keyword, value in numbers.items())
+        + struct.pack("<HH2sHI", 0x7FE0, 0x0010, b"OB", 0, 0xFFFFFFFF)
+    )
+    length = element((0x0002, 0x0000), b"UL", struct.pack("<I", len(information)))
+    return bytes(128) + b"DICM" + length + information + body + stream

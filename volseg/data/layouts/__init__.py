@@ -11,7 +11,7 @@ from pathlib import Path
 from volseg.config.nearest import suggest_path
 from volseg.data.cases import Task
 from volseg.data.layouts.declared import MANIFESTS, read_manifest
-from volseg.data.layouts.manifests import load_msd, load_nnunet
+from volseg.data.layouts.files import load_msd, load_nnunet
 from volseg.data.layouts.pairs import IMAGE_FOLDERS, LABEL_FOLDERS, TEST_FOLDERS, detect_arrangement, load_pairs
 from volseg.data.layouts.table import TABLES, load_table
 from volseg.errors import DataError

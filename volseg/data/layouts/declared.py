@@ -14,7 +14,7 @@ from typing import Any
 
 from volseg.config.nearest import did_you_mean
 from volseg.config.yaml_values import read_yaml
-from volseg.data.cases import Case, Task
+from volseg.data.cases import LARGEST_VALUE, Case, Task
 from volseg.data.json_files import read_json
 from volseg.errors import ConfigError, DataError
 from volseg.formatting import list_duplicates
@@ -49,9 +49,6 @@ ENTRY_FIELDS = frozenset({"case", "image", "images", "label", "labelled"})
 
 IGNORE = "ignore"
 """nnU-Net's name of the value for voxels without annotation."""
-
-LARGEST_VALUE = 1 << 24
-"""Volumes are read as float32, which holds every integer up to this value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,8 +163,18 @@ def read_regions(declared: Mapping[str, Any], source: Path) -> DeclaredLabels:
             f"{source}: 'labels' should map values to names ({{'0': 'background', '1': ...}}) or names to values, got "
             f"{entries!r}"
         )
-    inside = {} if _are_values(entries) else {name.strip(): values for name, values in _list_regions(entries, source)}
-    named = _turn(entries, inside, source)
+    pairs = _list_pairs(entries, source)
+    named: dict[int, str] = {}
+    for name, (value, *others) in pairs:
+        if not others and value in named:
+            raise DataError(f"{source} gives the value {value} to {named[value]!r} and to {name!r}; keep one of them")
+        if not others:
+            named[value] = name
+    inside: dict[str, tuple[int, ...]] = {}
+    if any(len(values) > 1 for _, values in pairs):  # then every name but the background's is a region, as in nnU-Net
+        inside = {name: values for name, values in pairs if name != IGNORE and set(values) != {0}}
+    for value in sorted({value for values in inside.values() for value in values}):
+        named.setdefault(value, f"label_{value}")
     ignore = _read_ignore(declared.get(IGNORE), named, source)
     named = {value: name for value, name in named.items() if value != ignore}
     outside = declared.get("regions") or {}
@@ -190,20 +197,15 @@ def read_regions(declared: Mapping[str, Any], source: Path) -> DeclaredLabels:
     return DeclaredLabels(labels=dict(sorted(named.items())), regions=painted, ignore=ignore)
 
 
-def _are_values(entries: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping goes from values to names; the other direction has names as keys."""
-    return all(isinstance(key, int) or (isinstance(key, str) and key.strip().lstrip("-").isdigit()) for key in entries)
-
-
-def _list_regions(entries: Mapping[Any, Any], source: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """Return nnU-Net's regions: if one name has several values, every name but the background's is a region."""
-    for name in entries:
+def _list_pairs(entries: Mapping[Any, Any], source: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """Return name and values of each entry, of a mapping from values to names or from names to values."""
+    pairs = list(entries.items())
+    if all(isinstance(key, int) or (isinstance(key, str) and key.strip().lstrip("-").isdigit()) for key in entries):
+        pairs = [(name, value) for value, name in pairs]
+    for name, values in pairs:
         if not isinstance(name, str) or not name.strip():
-            raise DataError(f"{source}: 'labels' should map names to values, got the key {name!r}")
-    if not any(isinstance(values, list) and len(values) > 1 for values in entries.values()):
-        return []
-    values = {name: _as_values(value, name, source) for name, value in entries.items() if name.strip() != IGNORE}
-    return [(name, found) for name, found in values.items() if set(found) != {0}]
+            raise DataError(f"{source}: 'labels' should give {values} a name, got {name!r}; reports go by names")
+    return [(name.strip(), _as_values(values, name, source)) for name, values in pairs]
 
 
 def _as_values(value: Any, name: str, source: Path) -> tuple[int, ...]:
@@ -220,32 +222,12 @@ def _as_value(value: Any, name: object, source: Path) -> int:
     """Return a value of label maps; nnU-Net also takes digits for a number."""
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LARGEST_VALUE:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_VALUE:
         raise DataError(
-            f"{source}: the label {name!r} should have an integer from 0 to {LARGEST_VALUE - 1} for its value, got "
+            f"{source}: the label {name!r} should have an integer from 0 to {LARGEST_VALUE} for its value, got "
             f"{value!r}"
         )
     return value
-
-
-def _turn(entries: Mapping[Any, Any], regions: Mapping[str, tuple[int, ...]], source: Path) -> dict[int, str]:
-    """Return the name of each value; values that only regions hold are named after their number."""
-    named: dict[int, str] = {}
-    if _are_values(entries):
-        for value, name in entries.items():
-            if not isinstance(name, str) or not name.strip():
-                raise DataError(f"{source}: 'labels' should give {value} a name, got {name!r}; reports go by names")
-        pairs = [(_as_value(value, name, source), name.strip()) for value, name in entries.items()]
-    else:
-        values = {name: _as_values(value, name, source) for name, value in entries.items()}
-        pairs = [(found[0], name.strip()) for name, found in values.items() if len(found) == 1]
-    for value, name in pairs:
-        if value in named:
-            raise DataError(f"{source} gives the value {value} to {named[value]!r} and to {name!r}; keep one of them")
-        named[value] = name
-    for value in sorted({value for values in regions.values() for value in values}):
-        named.setdefault(value, f"label_{value}")
-    return named
 
 
 def _read_ignore(declared: Any, named: Mapping[int, str], source: Path) -> int | None:

@@ -10,23 +10,34 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 
-from volseg.data.case_store.file_digests import list_image_files
+from volseg.data.case_store.cache_folder import list_image_files
 from volseg.data.cases import Case
 from volseg.data.dicom.labels import DicomLabel
 from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import DeclaredLabels, read_channel_names, read_regions
-from volseg.data.layouts.files import log_once
 from volseg.data.readers import read_volume, stem
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
 from volseg.files import replacing
 from volseg.formatting import list_duplicates, list_some
+from volseg.launched import read_launch
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def log_once(line: str, level: int = logging.INFO) -> None:
+    """Log a line about a data set once per job: a command that plans and trains reads the data set several times."""
+    if (launch := read_launch()) is None or launch.rank == 0:
+        logger.log(level, "%s", line)
+
 
 CHANNEL_NUMBER = re.compile(r"(?P<case>.+)_(?P<channel>\d{4})")
 
@@ -137,8 +148,6 @@ def name_image(image: Path) -> str:
     """Return the id of a case that is one file, or one folder; the folder "." has a name too."""
     return stem(os.path.abspath(image))
 
-
-logger = logging.getLogger(__name__)
 
 CACHE = Path(".volseg") / "label_values.json"
 """File with the values of a folder's label maps, so that they are read only once."""

@@ -16,12 +16,13 @@ from typing import Any
 from volseg.data.cases import Case, Task
 from volseg.data.dicom.labels import DicomLabel, find_dicom_label, read_image_text
 from volseg.data.layouts.declared import make_task
-from volseg.data.layouts.files import list_images, list_labels, log_once, require_id, sort_cases
+from volseg.data.layouts.files import list_images, list_labels, require_id, sort_cases
 from volseg.data.layouts.naming import (
     SEPARATORS,
     cut_channel,
     group_channels,
     image_of,
+    log_once,
     match_channels,
     name_channels,
     name_labels,

@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from volseg.config.nearest import did_you_mean
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Case, Split, Task
 from volseg.data.layouts.declared import make_task, read_manifest
-from volseg.data.layouts.files import log_once, require_id, sort_cases, split_path
-from volseg.data.layouts.naming import image_of, match_channels, name_channels, name_labels
-from volseg.data.splits import Split
+from volseg.data.layouts.files import require_id, sort_cases, split_path
+from volseg.data.layouts.naming import image_of, log_once, match_channels, name_channels, name_labels
 from volseg.errors import DataError
 from volseg.formatting import list_duplicates
 
