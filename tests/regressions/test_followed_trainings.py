@@ -18,7 +18,7 @@ from volseg.estimate.step_memory import compute_memory_use
 from volseg.estimate.trace import KernelRun, Sent
 from volseg.experiment.network_plan import load_facts
 from volseg.experiment.placement.training_work import describe_training, estimate_reserve
-from volseg.parallel.piped import FollowedReplicas
+from volseg.parallel.replica_strategies import FollowedReplicas
 
 H200 = find_kind("h200")
 MIB = 2**20

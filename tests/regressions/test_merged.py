@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from beside_plain import RunLayers
+from beside_plain import RunLayers, compare
 from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.comparison import TOLERANCE, compare
+from volseg.parallel.verification.comparison import TOLERANCE
 
 DEVICES = ["cpu", "cpu:1", "cpu:2"]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from beside_plain import compare
 from made_up_networks import WithLayers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.comparison import compare
 
 DEVICES = [["cpu"], ["cpu", "cpu:1"]]
 TOLERANCE = 1e-9

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from beside_plain import RunLayers
+from beside_plain import RunLayers, compare
 from in_group import assert_all_well, in_group
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.comparison import TOLERANCE, compare
+from volseg.parallel.verification.comparison import TOLERANCE
 
 
 def make_net(function: Callable[[nn.Module, Tensor], Any]) -> nn.Module:

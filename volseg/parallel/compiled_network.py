@@ -45,7 +45,7 @@ from volseg.device.torch_internals import (
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import check_network
 from volseg.parallel.norms import name_batch_norm
-from volseg.parallel.pipeline.observe.run import HOOKS
+from volseg.parallel.pipeline.run import HOOKS
 from volseg.parallel.state.description import opaque
 from volseg.parallel.state.module import REGISTRIES
 

@@ -2,9 +2,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from volseg.parallel.pipeline.observe.costs import Stopwatch, measure, observe_copy
-from volseg.parallel.pipeline.observe.trace import list_segments
-from volseg.parallel.pipeline.plan.memory import KeptActivation
+from volseg.parallel.pipeline.balance import KeptActivation
+from volseg.parallel.pipeline.costs import Stopwatch, measure, observe_copy
+from volseg.parallel.pipeline.trace import list_segments
 
 CPU = torch.device("cpu")
 

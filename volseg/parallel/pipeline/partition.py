@@ -158,33 +158,11 @@ class Partition:
         lines = [
             "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
         ]
-        return "\n".join([*lines, *self._limits(), *self.notes])
-
-    def _limits(self) -> list[str]:
-        """Describe the layers that bound time and memory."""
-        if not self.total_ms:
-            return [f"costs not measured (cut by hand); {self.samples} samples per micro-batch"]
-        heavy, even = self.heaviest, self.total_ms / len(self.stages)
-        lines = [
-            f"one micro-batch of {self.samples}: {self.total_ms:.3f} ms in all, slowest stage "
-            f"{self.slowest_ms:.3f} ms; at most {self.total_ms / self.slowest_ms:.2f}x of one device for any "
-            "number of micro-batches"
-        ]
-        if heavy.ms > even:
-            lines.append(
-                f"{_name(heavy)} takes {heavy.ms / self.total_ms:.0%} of the time: layers cannot gain more than "
-                f"{self.total_ms / heavy.ms:.2f}x"
+        summary = f"costs not measured (cut by hand); {self.samples} samples per micro-batch"
+        if self.total_ms:
+            summary = (
+                f"one micro-batch of {self.samples}: {self.total_ms:.3f} ms in all, slowest stage "
+                f"{self.slowest_ms:.3f} ms; at most {self.total_ms / self.slowest_ms:.2f}x of one device for any "
+                "number of micro-batches"
             )
-        layers = [layer for stage in self.stages for layer in stage.layers]
-        fullest = max(layers, key=lambda layer: layer.activation_bytes)
-        kept = sum(layer.activation_bytes for layer in layers)
-        if fullest.activation_bytes * len(self.stages) > 1.3 * kept:
-            lines.append(
-                f"{_name(fullest)} keeps {fullest.activation_bytes / kept:.0%} of the activations: its device "
-                "holds that share for any cut"
-            )
-        return lines
-
-
-def _name(layer: LayerCost) -> str:
-    return layer.modules[0] if len(layer.modules) == 1 else f"{layer.modules[0]} to {layer.modules[-1]}"
+        return "\n".join([*lines, summary, *self.notes])
