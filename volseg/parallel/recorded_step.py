@@ -38,7 +38,7 @@ _RECORDED: "WeakSet[_RecordedStep]" = WeakSet()
 
 
 class RecordedStep(Recorder):
-    """Record a step function per input shape, and replay it.
+    """Record a step function per input shape, and replay it; the next replay overwrites the results of one.
 
     Drop or ``release`` it before ``destroy_process_group()``, which waits for existing recordings.
 
@@ -85,10 +85,6 @@ class RecordedStep(Recorder):
         super().__init__(
             self._run_on_stream, self._capture, self._all_agree, warm_up=warm_up, limit=limit, state=state, **messages
         )
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Run or replay the step; the next replay overwrites the results of this one."""
-        return super().__call__(*inputs)
 
     def foresee_refusal(self) -> str | None:
         """Return why an attempt to record will fail, as seen in the calls so far; None if unknown."""

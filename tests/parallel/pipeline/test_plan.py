@@ -15,8 +15,7 @@ GPUS = [torch.device("cuda", index) for index in range(4)]
 
 def measured(*times: float, activation_bytes: int = 0) -> Measured:
     layers = tuple(
-        LayerCost(modules=(str(n),), forward_ms=ms / 3, backward_ms=2 * ms / 3, activation_bytes=activation_bytes)
-        for n, ms in enumerate(times)
+        LayerCost(modules=(str(n),), forward_ms=ms / 3, backward_ms=2 * ms / 3) for n, ms in enumerate(times)
     )
     kept = tuple(KeptActivation(activation_bytes, made=n, kept=(n,)) for n in range(len(times)))
     return Measured(Trace(), layers, kept)

@@ -25,7 +25,7 @@ from volseg.errors import PartitionError, VolsegError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.balance import KeptActivation
 from volseg.parallel.pipeline.micro_batch import Call, copy_call
-from volseg.parallel.pipeline.observer import DIFFERENTIATE, Observer, observe
+from volseg.parallel.pipeline.observer import DIFFERENTIATE, Observer
 from volseg.parallel.pipeline.partition import LayerCost
 from volseg.parallel.pipeline.trace import Segment, Trace, list_segments
 from volseg.parallel.state.random import own_random_numbers
@@ -65,11 +65,13 @@ def observe_copy(
         probe = copy_network(net, device, with_hooks=as_user)
         own_args, own_kwargs = move_call((args, kwargs), device)
         try:
-            trace, observer = observe(probe, own_args, own_kwargs, counts=not as_user)
+            with torch.enable_grad(), Observer(probe, counts=not as_user) as observer:
+                # Arguments that forward changes in place exist from the start.
+                observer.note_arguments((own_args, own_kwargs))
+                output = probe(*own_args, **own_kwargs)
+            return probe, observer.make_trace(output), observer
         except Exception as failure:  # the first attempt has the network's own error
             first = first or failure
-            continue
-        return probe, trace, observer
     assert first is not None
     raise first
 
@@ -170,10 +172,9 @@ def list_layers(
             forward_ms=forward,
             backward_ms=backward,
             parameter_bytes=sum(sizes.get(name, 0) for name in part.states),
-            activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
             sent_bytes=sum(observer.made_bytes[operation] for operation in part.sends),
         )
-        for number, (part, (forward, backward)) in enumerate(zip(parts, times, strict=True))
+        for part, (forward, backward) in zip(parts, times, strict=True)
     ]
     return activations, layers
 

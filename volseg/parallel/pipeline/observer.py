@@ -38,7 +38,16 @@ class Block:
 
 
 class Observer(runs.Run):
-    """Record a forward."""
+    """Record a forward.
+
+    Parameters
+    ----------
+    net
+        The network, whose calls run in the context of this object.
+    counts
+        Whether tensors for backward are counted and dropped; otherwise they are kept, for networks that differentiate
+        inside.
+    """
 
     def __init__(self, net: nn.Module, counts: bool = True) -> None:
         super().__init__()
@@ -144,12 +153,11 @@ class Observer(runs.Run):
         return result
 
     def _ask(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function that only queries a tensor; record aliases of parameters and buffers."""
+        """Run a function that only queries a tensor; mark aliases of parameters and buffers."""
         result = function(*args, **kwargs)
         if isinstance(result, Tensor) and args and id(args[0]) in self._states:
             # Another tensor in the same memory: a change of it changes the parameter or buffer.
             result._volseg_alias = self._states[id(args[0])]  # type: ignore[attr-defined]
-            self.trace.aliased.add(result._volseg_alias)  # type: ignore[attr-defined]
         return result
 
     def _sign(self, result: Any) -> None:
@@ -189,17 +197,3 @@ def _read_random_state(read: list[Tensor]) -> Tensor:
     device = read[0].device if read else torch.device("cpu")
     with host_values():
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def observe(
-    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counts: bool = True
-) -> tuple[Trace, Observer]:
-    """Run a watched network once and return its trace.
-
-    If ``counts`` is False, tensors for backward are kept instead of counted: for networks that differentiate inside.
-    """
-    with torch.enable_grad(), Observer(net, counts) as observer:
-        # Arguments that forward changes in place exist from the start.
-        observer.note_arguments((args, kwargs))
-        output = net(*args, **kwargs)
-    return observer.make_trace(output), observer

@@ -12,6 +12,8 @@ from itertools import accumulate, pairwise
 
 MIB = 2**20
 
+PHASES = ("forward_ms", "backward_ms")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
@@ -22,8 +24,6 @@ class LayerCost:
     forward_ms: float
     backward_ms: float = 0.0
     parameter_bytes: int = 0
-    activation_bytes: int = 0
-    """Bytes kept from forward to backward here, and by no earlier layer."""
     sent_bytes: int = 0
     """Bytes made here and used by later layers."""
 
@@ -48,19 +48,9 @@ class StageCost:
         return tuple(path for layer in self.layers for path in layer.modules)
 
     @property
-    def forward_ms(self) -> float:
-        """Forward time of one micro-batch."""
-        return sum(layer.forward_ms for layer in self.layers)
-
-    @property
-    def backward_ms(self) -> float:
-        """Backward time of one micro-batch."""
-        return sum(layer.backward_ms for layer in self.layers)
-
-    @property
     def ms(self) -> float:
         """Forward and backward time of one micro-batch."""
-        return self.forward_ms + self.backward_ms
+        return sum(layer.ms for layer in self.layers)
 
     @property
     def parameter_bytes(self) -> int:
@@ -152,7 +142,8 @@ class Partition:
             paths = stage.modules
             span = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} calls)"
             memory = (f"{stage.parameter_bytes / MIB:.2f}", f"{stage.activation_bytes / MIB:.2f}")
-            times = (f"{stage.forward_ms:.3f}", f"{stage.backward_ms:.3f}")
+            forward, backward = (sum(getattr(layer, name) for layer in stage.layers) for name in PHASES)
+            times = (f"{forward:.3f}", f"{backward:.3f}")
             rows.append((str(number), stage.device, *times, *memory, span))
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
         lines = [

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from volseg.device.gpus import move_in_place
 from volseg.device.module_internals import get_buffers, get_parameters
-from volseg.device.torch_internals import get_version, is_transformed, without_overrides
+from volseg.device.torch_internals import find_backward_pass, get_version, is_transformed, without_overrides
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.statistics import (
@@ -61,14 +61,15 @@ class Placement:
     """These parameters and buffers, referenced so that no other tensor gets one of the identities."""
     counters: frozenset[int] = frozenset()
     """Identities of the ``num_batches_tracked`` buffers."""
-    aliased: set[int] = field(default_factory=set)
-    """Identities of parameters and buffers that forward reaches under another name, such as ``.data``."""
     written: tuple[Tensor, ...] = ()
     """Parameters and buffers that forward changed in the observed call."""
     changes_arguments: bool = False
     """Whether forward changed its arguments in place in the observed call."""
     buffered: tuple[nn.Module, ...] = ()
     """Modules with buffers."""
+    aliased: set[int] = field(default_factory=set)
+    """Identities of parameters and buffers that forward has reached under another name, such as ``.data``: a change of
+    that name does not increase the version, so copies of them are valid only once."""
     has_warned: bool = False
     """Whether the warning about batch norm on micro-batches was given."""
     devices: frozenset[torch.device] = field(init=False)
@@ -90,7 +91,8 @@ class Placement:
 
     def start_late_run(self) -> "PlacedRun":
         """Return a run for a module called by itself: by the user, or by checkpoint's recomputation in backward."""
-        return PlacedRun(self, FrozenStatistics(keeps_form=True) if runs.in_backward() else None)
+        is_recomputed = find_backward_pass() != -1
+        return PlacedRun(self, FrozenStatistics(keeps_form=True) if is_recomputed else None)
 
 
 def _unmark(tensor: Tensor) -> None:
@@ -133,10 +135,9 @@ def place(net: nn.Module, trace: Trace, lengths: Sequence[int], devices: Iterabl
         gradient, state.grad = state.grad, None
         move_in_place(state, owners[id(state)].device)
         state.grad = None if gradient is None else gradient.to(state.device)
-    aliased = {id(states[name]) for name in trace.aliased}
     written = tuple(states[name] for name in sorted(trace.written))
     buffered = tuple(module for module in net.modules() if get_buffers(module))
-    of_states = tuple(states.values()), list_batch_counters(net), aliased, written
+    of_states = tuple(states.values()), list_batch_counters(net), written
     placement = Placement(locations, dict(anchors), owners, *of_states, trace.changes_arguments, buffered)
     runs.install_hooks(net)
     weak = ref(placement)

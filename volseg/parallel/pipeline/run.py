@@ -28,7 +28,7 @@ from volseg.device.module_internals import (
     FORWARD_PRE_HOOKS_WITH_KWARGS,
     get_forward_pre_hooks,
 )
-from volseg.device.torch_internals import find_backward_pass, is_transformed, unwrap_transformed
+from volseg.device.torch_internals import is_transformed, unwrap_transformed
 from volseg.parallel.state.module import read_version
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -186,8 +186,3 @@ def set_hooks_aside(net: nn.Module) -> Iterator[None]:
         for registry, hooks in kept:
             registry.clear()
             registry.update(hooks)
-
-
-def in_backward() -> bool:
-    """Return whether this thread is inside a backward pass of autograd (checkpoint's recomputation)."""
-    return find_backward_pass() != -1

@@ -68,9 +68,6 @@ class Trace:
     operations: list[Operation] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
     """Operations that made the outputs."""
-    aliased: set[str] = field(default_factory=set)
-    """Parameters and buffers that forward reaches under another name, such as ``.data``: changing that name does not
-    increase the version, so copies of them are valid only once."""
     written: set[str] = field(default_factory=set)
     """Parameters and buffers that forward changes."""
     changes_arguments: bool = False

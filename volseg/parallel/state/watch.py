@@ -177,7 +177,8 @@ class Watch:
         named = list(_name_modules(self._net))
         self._modules = [module for _, module in named]
         self._kinds = list(map(type, self._modules))
-        self.described["", None, "a module's class"] = tuple(map(Same, self._kinds))
+        for path, module in named:
+            self.described[f"{path}." if path else "", None, "class"] = (Same(type(module)),)
         self._own = _list_own(self._optimizer)
         held = list(_list_held(named, self._optimizer))
         for each in held:
