@@ -138,9 +138,9 @@ def test_generators_of_python_and_what_tuples_hold_are_lent_and_put_back() -> No
     net.drawing, net.pair = random.Random(3), (torch.zeros(1), [1])
     known, pair = remember(net), net.pair
     first, count = net.drawing.random(), len(net.pair[1])
-    assert not known.is_written()
+    assert known.list_written() == []
     net.pair[0].data.add_(1), net.pair[1].append(2)
-    assert known.is_written()
+    assert known.list_written() == ["pair"]
     with known.lent():
         assert (net.drawing.random(), net.pair[0].item(), net.pair[1]) == (first, 0, [1])
     assert (net.pair[0].item(), net.pair[1]) == (1, [1, 2])

@@ -201,10 +201,8 @@ class BatchRecorder:
             watch = Watch(self._net)
             lanes = choose_lanes(len(placement.locations), len(batch.calls))
             recorded = RecordedBatch(self._net, placement, batch, lanes)
-            if changed := [change.name for change in watch.changes()]:
+            if changed := [*(change.name for change in watch.changes()), *attempt.network.list_written()]:
                 raise RecordRefusedError(f"forward changes {', '.join(changed[:SHOWN])}, which a replay would not")
-            if attempt.network.is_written():
-                raise RecordRefusedError("forward changes tensors that the network keeps")
             if attempt.random.foreign_moved():
                 raise RecordRefusedError("forward draws random numbers of Python or NumPy, which a replay would not")
             if self._on_gpus and attempt.random.torch_moved():

@@ -228,9 +228,10 @@ class Remembered:
                     *({name: item.restore() for name, item in kind.items()} for kind in (part.known, part.buffers))
                 )
 
-    def is_written(self) -> bool:
-        """Return whether a buffer, or a tensor in an attribute, was written to since then."""
-        return any(item.is_written() for part in self._parts for item in (*part.known.values(), *part.buffers.values()))
+    def list_written(self) -> list[str]:
+        """Return the names of buffers, and of attributes with tensors, that were written to since then."""
+        named = (item for part in self._parts for item in (*part.known.items(), *part.buffers.items()))
+        return [name for name, known in named if known.is_written()]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
