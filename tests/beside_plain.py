@@ -1,7 +1,7 @@
 """Networks on slabs beside the plain ones: the ways they run, and what tests compare of both."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +12,18 @@ from torch import Tensor, nn
 
 from volseg.device import attention
 from volseg.parallel import FastKernels, ModelParallel
-from volseg.parallel.verification.comparison import TOLERANCE, compare, compare_values, observe_call, whole
+from volseg.parallel.verification.comparison import (
+    TOLERANCE,
+    compare_values,
+    default_objective,
+    eager_step,
+    find_net,
+    list_attributes,
+    name_steps,
+    observe,
+    observe_call,
+    whole,
+)
 
 Way = Callable[[nn.Module], nn.Module]
 
@@ -59,6 +70,27 @@ class RunLayers(nn.Module):
 def assert_small(errors: dict[str, float], tolerance: float = TOLERANCE) -> None:
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}
     assert not wrong, f"largest relative errors: {wrong}"
+
+
+def compare(
+    plain: nn.Module,
+    sharded: nn.Module,
+    inputs: Sequence[Tensor],
+    objective: Callable[[Any], Tensor] = default_objective,
+    steps: int = 1,
+) -> dict[str, float]:
+    """Return the largest relative error of every value that training touches, by name.
+
+    Both networks have the same initial values, and are changed by the steps of gradient descent.
+    """
+    # Networks that were built separately may differ in attributes, such as a random filler.
+    one, other = (
+        {f"attribute {key}": held for key, held in list_attributes(find_net(model))} for model in (plain, sharded)
+    )
+    ignored = frozenset(compare_values(one, other).wrong)
+    theirs = observe(plain, inputs, eager_step(plain, objective), steps)
+    ours = observe(sharded, inputs, eager_step(sharded, objective), steps)
+    return name_steps([compare_values(a, b, ignored).errors for a, b in zip(theirs, ours, strict=True)])
 
 
 def check_beside_plain(plain: nn.Module, way: Way, *inputs: Tensor, steps: int = 2) -> None:

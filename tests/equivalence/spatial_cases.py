@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from beside_plain import assert_no_coarser, measure_rounding
+from beside_plain import assert_no_coarser, compare, measure_rounding
 from narrow_vnet import NarrowVNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from volseg.errors import DataError, ParallelError
 from volseg.models.topology import plan_vnet_topology
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.verify import compare
 from volseg.planning.geometry import turn_topology
 
 

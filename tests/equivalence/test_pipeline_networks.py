@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from volseg.errors import ParallelError
 from volseg.models.topology import plan_vnet_topology
 from volseg.parallel import ModelParallel
-from volseg.parallel.pipeline.record.choice import WARM_UP
+from volseg.parallel.pipeline.recorder import WARM_UP
 from volseg.parallel.verification.comparison import join
 
 census = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("monai_networks.py"))))

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from beside_plain import assert_small, name_cpus
+from beside_plain import assert_small, compare, name_cpus
 from in_group import in_group
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.verify import compare
 
 SCRIPT = Path(__file__).with_name("spatial_cases.py")
 spatial = SimpleNamespace(**runpy.run_path(str(SCRIPT)))

@@ -16,14 +16,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import WAYS, assert_no_coarser, assert_small, measure_rounding, on_slabs
+from beside_plain import WAYS, assert_no_coarser, assert_small, compare, measure_rounding, on_slabs
 from in_group import in_group
 from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.convolution import plan, tiles
 from volseg.parallel.spatial.lazy import tiled_addition, transposed
-from volseg.parallel.verification.verify import compare
 
 spatial = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("spatial_cases.py"))))
 

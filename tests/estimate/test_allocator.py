@@ -12,7 +12,7 @@ from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.step_memory import compute_memory_use, repeat_last_step
 from volseg.estimate.trace import Allocate, Free, Mark, StepTrace, Used
-from volseg.parallel.pipeline.flow.transfer import send
+from volseg.parallel.pipeline.transfer import send
 
 MIB = 2**20
 

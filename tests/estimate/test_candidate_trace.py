@@ -25,8 +25,8 @@ from volseg.estimate.step_time import select_step
 from volseg.estimate.trace import Allocate, Free, Mark, Sent, StepTrace
 from volseg.estimate.work import Work
 from volseg.parallel import ModelParallel, Spatial
-from volseg.parallel.piped import _fill_buckets
 from volseg.parallel.recorded_step import RecordedStep
+from volseg.parallel.replica_strategies import _fill_buckets
 from volseg.parallel.spatial.transport import halo
 
 GPU = find_kind("h200")

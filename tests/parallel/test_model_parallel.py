@@ -55,24 +55,6 @@ def test_modes_and_gradients_reach_the_network() -> None:
     assert not any(parameter.requires_grad for parameter in model.module.parameters())
 
 
-def test_a_copy_has_its_own_parameters() -> None:
-    model = parallel(net())
-    twin = copy.deepcopy(model)
-    assert twin.state_dict().keys() == model.state_dict().keys()
-    assert next(twin.parameters()) is not next(model.parameters())
-    assert twin(torch.randn(1, 1, 6, 4, 4)).shape == (1, 2, 6, 4, 4)
-
-
-def test_partition_can_be_printed() -> None:
-    assert "shard 1 on cpu" in str(parallel(net()).partition)
-
-
-def test_options_of_the_spatial_strategy_are_refused_for_a_pipeline():
-    for options in ({"checkpoint": "all"}, {"on_unsupported": "gather"}):
-        with pytest.raises(ParallelError, match="belong to strategy='spatial'; leave them out for a pipeline"):
-            ModelParallel(nn.Conv3d(1, 1, 1), split_size=2, devices=["cpu", "cpu"], **options)
-
-
 @pytest.mark.parametrize(("split_size", "chosen"), [(None, "spatial"), (2, "pipeline")])
 def test_auto_says_what_it_takes_and_why(split_size, chosen, caplog):
     with caplog.at_level("INFO", logger="volseg.parallel.model_parallel"):
@@ -168,6 +150,7 @@ def test_keywords_are_short_for_the_options_of_a_strategy(keywords, options):
         for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert one.strategy.options == options
             assert one.chosen == options.name
+            assert (one is model) == (next(one.parameters()) is next(model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -175,6 +158,8 @@ def test_keywords_are_short_for_the_options_of_a_strategy(keywords, options):
     [
         ({"strategy": "spatial", "record": True}, r"record=True: .* strategy='pipeline'.* strategy=Pipeline\(...\)"),
         ({"cuts": ["1"]}, r"cuts=\['1'\]: .* leave them out for the spatial split \(no split_size was given\)"),
+        ({"split_size": 2, "checkpoint": "all"}, "belong to strategy='spatial'; leave them out for a pipeline"),
+        ({"split_size": 2, "on_unsupported": "gather"}, "belong to strategy='spatial'; leave them out for a pipeline"),
         (
             {"split_size": 2, "axes": "D"},
             r"axes='D': options that belong to strategy='spatial'.* or pass strategy=Spatial\(...\)",

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.pipeline.observe.costs import observe_copy
-from volseg.parallel.pipeline.observe.trace import list_segments
-from volseg.parallel.pipeline.record.choice import WARM_UP
+from volseg.parallel.pipeline.costs import observe_copy
+from volseg.parallel.pipeline.recorder import WARM_UP
+from volseg.parallel.pipeline.trace import list_segments
 from volseg.parallel.verification.comparison import join
 
 

@@ -51,7 +51,7 @@ from volseg.experiment.network_plan import load_facts
 from volseg.experiment.placement.training_work import describe_training, estimate_reserve
 from volseg.lifetime import is_running
 from volseg.parallel.forking import ForkedWorkers, ask_copy
-from volseg.parallel.piped import FollowedReplicas
+from volseg.parallel.replica_strategies import FollowedReplicas
 from volseg.parallel.spatial.versions import Watched
 
 # Steps that are followed without a GPU, within a process that does other things too.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import RunLayers, assert_small
+from beside_plain import RunLayers, assert_small, compare
 from made_up_networks import Apply, WithLayers
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
@@ -19,7 +19,7 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
-from volseg.parallel.verification.comparison import compare, whole
+from volseg.parallel.verification.comparison import whole
 
 # All of them were found by an independent attack on version 0.1, and are right since every call is bound to torch's
 # own signature and rehearsed on shapes before slabs are touched.

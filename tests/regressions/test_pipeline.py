@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from volseg.errors import ParallelError, PartitionError
 from volseg.parallel import ModelParallel
-from volseg.parallel.pipeline.flow import transfer
-from volseg.parallel.pipeline.record.choice import WARM_UP
+from volseg.parallel.pipeline import transfer
+from volseg.parallel.pipeline.recorder import WARM_UP
 
 TWO = ["cpu", "cpu:1"]
 RECORDS = [False, True]

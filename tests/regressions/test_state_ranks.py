@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from beside_plain import RunLayers, assert_small
+from beside_plain import RunLayers, assert_small, compare
 from in_group import assert_all_well, in_group
 from made_up_networks import WithLayers
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
 from volseg.parallel.processes.group import _message_groups
-from volseg.parallel.verification.comparison import compare
 
 
 def convolution(inputs: int = 1, outputs: int = 1) -> nn.Conv3d:

@@ -16,7 +16,7 @@ from volseg.monitoring.progress import Progress
 from volseg.monitoring.training_log import list_scalars
 from volseg.parallel import Pipeline, Spatial
 from volseg.parallel.data_parallel import DataParallel
-from volseg.parallel.mesh import join_mesh
+from volseg.parallel.replicas import join_mesh
 from volseg.workflow.components import build_loss
 from volseg.workflow.objective import Objective
 

@@ -36,9 +36,7 @@ __all__ = [
     "NormBase",
     "apply_to_tensors",
     "get_backward_hooks",
-    "get_backward_pre_hooks",
     "get_buffers",
-    "get_forward_hooks",
     "get_forward_pre_hooks",
     "get_modules",
     "get_parameters",
@@ -64,10 +62,8 @@ POST_ACCUMULATE_GRAD_HOOKS = "_post_accumulate_grad_hooks"
 get_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
 get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
 get_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MODULES)
-get_forward_hooks: Callable[[nn.Module], dict[int, Callable]] = attrgetter(FORWARD_HOOKS)
 get_forward_pre_hooks: Callable[[nn.Module], dict[int, Callable]] = attrgetter(FORWARD_PRE_HOOKS)
 get_backward_hooks: Callable[[Any], dict[int, Callable] | None] = attrgetter(BACKWARD_HOOKS)
-get_backward_pre_hooks: Callable[[Any], dict[int, Callable] | None] = attrgetter(BACKWARD_PRE_HOOKS)
 
 HOOKS_OF_ALL_MODULES: tuple[dict[int, Callable], ...] = (
     _of_all_modules._global_forward_hooks,

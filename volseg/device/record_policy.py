@@ -1,7 +1,7 @@
 """Policy for CUDA graphs: which calls are recorded, which recordings are kept, and when they end.
 
 Two things are recorded: a whole training step on one GPU per process (``RecordedStep``), and a batch of a pipeline on
-all its GPUs (``volseg.parallel.pipeline.record``). Both answer the same questions::
+all its GPUs (``volseg.parallel.pipeline.recorder``). Both answer the same questions::
 
     which kind of call is it?     graph.signature of the inputs, graph.modes, and the network's own state
     is it time?                   Recordings.is_warm: after some eager calls, if not refused

@@ -28,10 +28,10 @@ from volseg.estimate.work import Batch, Work
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.fast_kernels import FastKernels
-from volseg.parallel.mesh import Mesh, join_mesh
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.recorded_step import RecordedStep
+from volseg.parallel.replicas import Mesh, join_mesh
 from volseg.parallel.spatial import ShardedVolume, Spatial
 
 NUM_STEPS = 2

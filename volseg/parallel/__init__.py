@@ -8,14 +8,14 @@ from volseg.parallel.compiled_network import CompiledNetwork
 from volseg.parallel.data_parallel import DataParallel, get_replicas
 from volseg.parallel.fast_kernels import FastKernels
 from volseg.parallel.fixed_order import RoundSums
-from volseg.parallel.mesh import Mesh, join_mesh
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.processes.launcher import is_worker, launch
 from volseg.parallel.recorded_step import RecordedStep
-from volseg.parallel.replicas import Replicas, Share
+from volseg.parallel.replicas import Mesh, Replicas, Share, join_mesh
 from volseg.parallel.spatial import ShardedVolume, Spatial, pointwise_function, whole
-from volseg.parallel.verification.verify import Report, verify
+from volseg.parallel.verification.report import Report
+from volseg.parallel.verification.verify import verify
 
 __all__ = [
     "CompiledNetwork",

@@ -55,7 +55,7 @@ def scatter_batch(model: ModelParallel, batch: Mapping[str, Any] | None) -> dict
         raise ParallelError(
             f"process {strategy.group_rank} of the spatial group passed a batch; only process 0 loads: pass None"
         )
-    fields = _share_header(strategy, _describe(_require_batch(batch)) if source else None)
+    fields = _share_header(strategy, _require_batch(batch) if source else None)
     return {
         name: _receive(strategy, field, batch[name] if batch is not None else None) for name, field in fields.items()
     }
@@ -108,17 +108,14 @@ def _require_batch(batch: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return batch
 
 
-def _describe(batch: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, value in batch.items():
-        if isinstance(value, Tensor):
-            fields[name] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-        else:
-            fields[name] = {"value": value}
-    return fields
-
-
-def _share_header(strategy: SpatialStrategy, fields: dict[str, Any] | None) -> dict[str, Any]:
+def _share_header(strategy: SpatialStrategy, batch: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the description of the loading process's batch: shapes and types of tensors, and other values."""
+    fields = {
+        name: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        if isinstance(value, Tensor)
+        else {"value": value}
+        for name, value in (batch or {}).items()
+    }
     try:
         shared: dict[str, Any] = exchange(fields, strategy.message_group())[0]
     except TypeError as error:

@@ -45,7 +45,7 @@ from volseg.device.torch_internals import (
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import check_network
 from volseg.parallel.norms import name_batch_norm
-from volseg.parallel.pipeline.observe.run import HOOKS
+from volseg.parallel.pipeline.run import HOOKS
 from volseg.parallel.state.description import opaque
 from volseg.parallel.state.module import REGISTRIES
 
@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 MOST_VARIANTS = 16
 """Limit of variants (shapes, layouts, modes) of one network: a network that needs more changes on every call."""
+
+
+INSTEAD = "run the plain network instead (in a config training.kernels: torch)"
 
 
 @dataclass
@@ -189,8 +192,7 @@ class CompiledNetwork(nn.Module):
         if not pieces.count:
             raise ParallelError(
                 f"torch.compile found nothing to compile in {type(self.net).__name__}, and ran it as it is (is "
-                "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE set?); run the plain network instead (in a config "
-                "training.kernels: torch)"
+                f"TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE set?); {INSTEAD}"
             )
         if pieces.count > count:
             self._tell(compiler_internals.count_breaks() - breaks)
@@ -250,25 +252,24 @@ class CompiledNetwork(nn.Module):
     def _require_ordinary(self, given: Sequence[Tensor]) -> None:
         """Raise if torch.compile would skip a hook or mode, or silently run the plain network."""
         name = type(self.net).__name__
-        instead = "run the plain network instead (in a config training.kernels: torch)"
         strange = [type(tensor).__name__ for tensor in given if type(tensor) not in (Tensor, nn.Parameter)]
         if strange or not all(has_values(tensor.device) for tensor in given):
             what = strange[0] if strange else "tensor without values"
-            raise ParallelError(f"a compiled {name} takes plain tensors, got a {what}; {instead}")
+            raise ParallelError(f"a compiled {name} takes plain tensors, got a {what}; {INSTEAD}")
         if count_dispatch_modes():
             raise ParallelError(
-                f"torch.compile compiles nothing under a TorchDispatchMode, and one is active; {instead}"
+                f"torch.compile compiles nothing under a TorchDispatchMode, and one is active; {INSTEAD}"
             )
         refuse_forward_mode(f"a compiled {name}")
         if find_transform() is not None:
-            raise ParallelError(f"a compiled {name} was called inside a transform of torch.func; {instead}")
+            raise ParallelError(f"a compiled {name} was called inside a transform of torch.func; {INSTEAD}")
         of_all = any(HOOKS_OF_ALL_MODULES)
         hooked = next((path for path, part in self.net.named_modules() if any(getattr(part, k) for k in HOOKS)), None)
         if of_all or hooked is not None:
             where = "all modules" if of_all else repr(hooked) if hooked else "the network itself"
             raise ParallelError(
                 f"{where} of {name} has a hook, which torch.compile skips if it was registered late; remove it, "
-                f"or register it on the module that wraps the network, or {instead}"
+                f"or register it on the module that wraps the network, or {INSTEAD}"
             )
 
 
@@ -330,6 +331,5 @@ def refusing(name: str) -> Iterator[None]:
         if "recompile_limit" in str(fault):
             said = f"more than {MOST_VARIANTS} variants were needed: a value that the network reads keeps changing"
         raise ParallelError(
-            f"torch.compile cannot compile {name} ({type(fault).__name__}: {said}); run the plain "
-            "network instead (in a config training.kernels: torch)"
+            f"torch.compile cannot compile {name} ({type(fault).__name__}: {said}); {INSTEAD}"
         ) from fault

@@ -27,10 +27,9 @@ from volseg.errors import ParallelError
 from volseg.parallel.gradient_sums import GradientSums
 from volseg.parallel.model_parallel import ModelParallel, check_network
 from volseg.parallel.norms import check_norms, norms_over_replicas
-from volseg.parallel.one_device import OneDevice
-from volseg.parallel.piped import Piped
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.processes.group import agree
+from volseg.parallel.replica_strategies import OneDevice, Piped
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.strategy import SpatialStrategy
@@ -39,6 +38,9 @@ from volseg.parallel.strategy import Strategy
 
 NUM_CHECKED = 2
 """Number of training passes that first compare the replicas: the first pass, and the pass after the first step."""
+
+OF_ONE_REPLICA = {"partition", "is_shared", "is_recordable", "is_replaying", "step_devices", "volumes"}
+"""Properties of `Strategy` that are those of one replica's."""
 
 
 class DataParallel(ModelParallel):
@@ -285,35 +287,10 @@ class _Replicated:
             )
         return self._pass_seeds[self._passes - 1]
 
-    @property
-    def partition(self) -> Any:
-        """Assignment of devices in this process."""
-        return self._placed.partition
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether a volume is spread over several processes."""
-        return self._placed.is_shared
-
-    @property
-    def is_recordable(self) -> bool:
-        """Whether a process runs the network on one device, so that a whole step can be one CUDA graph there."""
-        return self._placed.is_recordable
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether the strategy replays recordings of its own."""
-        return self._placed.is_replaying
-
-    @property
-    def step_devices(self) -> Sequence[torch.device]:
-        """Devices of this process that a whole step works on."""
-        return self._placed.step_devices
-
-    @property
-    def volumes(self) -> SpatialStrategy:
-        """How volumes are cut; raises a ParallelError for a strategy that does not cut them."""
-        return self._placed.volumes
+    def __getattr__(self, name: str) -> Any:
+        if name not in OF_ONE_REPLICA:
+            raise AttributeError(f"replicas have no {name}")
+        return getattr(self._placed, name)
 
     def agree(self, yes: bool) -> bool:
         """Return whether all processes that run a step together agree."""

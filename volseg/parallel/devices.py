@@ -11,36 +11,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from volseg.device.gpus import count_gpus, uses_gpus
+from volseg.device.gpus import count_gpus as count_gpus  # also for callers
+from volseg.device.gpus import uses_gpus as uses_gpus
 from volseg.errors import ParallelError
 from volseg.launched import Launch, read_launch
-
-__all__ = [
-    "computing_on",
-    "count_gpus",
-    "count_launched",
-    "count_processes",
-    "count_restarts",
-    "current_gpu_or_cpu",
-    "get_own_device",
-    "get_process_rank",
-    "has_process_group",
-    "is_distributed",
-    "is_launched",
-    "is_main_process",
-    "list_devices",
-    "list_gpus",
-    "name_devices",
-    "name_own_place",
-    "name_place",
-    "note_restarts",
-    "read_local_rank",
-    "require_devices",
-    "require_visible",
-    "stay_on_cpu",
-    "uses_gpus",
-]
-
 
 _own_device: torch.device | None = None
 
@@ -195,15 +169,17 @@ def _name_device(device: str | int | torch.device) -> torch.device:
     try:
         return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as fault:
-        known = ", ".join(map(str, [torch.device("cpu"), *list_gpus()]))
-        raise ParallelError(f"devices names {device!r}, which is no device; there are {known}") from fault
+        raise ParallelError(f"devices names {device!r}, which is no device; there are {_tell_devices()}") from fault
 
 
 def require_visible(devices: Sequence[torch.device]) -> None:
     """Raise a `ParallelError` if a device is a GPU that this process does not see."""
     if absent := [device for device in devices if device.type == "cuda" and (device.index or 0) >= count_gpus()]:
-        known = ", ".join(map(str, [torch.device("cpu"), *list_gpus()]))
-        raise ParallelError(f"devices names {absent[0]}, which is not there; there are {known}")
+        raise ParallelError(f"devices names {absent[0]}, which is not there; there are {_tell_devices()}")
+
+
+def _tell_devices() -> str:
+    return ", ".join(map(str, [torch.device("cpu"), *list_gpus()]))
 
 
 def require_devices(devices: int | Sequence[str], kind: str) -> list[str]:

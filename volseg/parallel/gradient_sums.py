@@ -34,9 +34,8 @@ from volseg.device.module_internals import get_parameters
 from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.errors import ParallelError
-from volseg.parallel.buckets import GradientRoom, check_hooks, fill_buckets
+from volseg.parallel.buckets import Differences, GradientRoom, LayoutNumbers, check_hooks, fill_buckets
 from volseg.parallel.fixed_order import add_up
-from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 
 REFUSAL = (
     "some replicas used {names} in a step, others did not, so that their gradients belong to no network; let "

@@ -40,9 +40,9 @@ from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorErro
 from volseg.parallel.devices import list_gpus, name_devices, require_visible
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
-from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.module import REGISTRIES
 from volseg.parallel.state.random import CommonSeeds, own_random_numbers
+from volseg.parallel.state.recorded import Attempt
 from volseg.parallel.strategy import Devices, Options, Strategy
 
 logger = logging.getLogger(__name__)

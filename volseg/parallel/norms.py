@@ -83,8 +83,8 @@ class _NormsOverReplicas(TorchFunctionMode):
             return func(*args, **kwargs)  # its sharded form sums over the replicas
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
-        if func is F.instance_norm:
-            return self._instance_norm(*args, **kwargs)
+        if func is F.instance_norm and name_batch_norm(func, args, kwargs):
+            self._replicas.check_norm(False, True)
         if is_opaque(func):
             result = func(*args, **kwargs)
             if reason := func.__self__.explain_replicas():  # type: ignore[attr-defined]
@@ -137,21 +137,6 @@ class _NormsOverReplicas(TorchFunctionMode):
             f"{int(count)} over {self._replicas.count} replicas, from an input of shape {tuple(value.shape)} here. "
             "Use a larger batch, or an instance or group norm"
         )
-
-    def _instance_norm(
-        self,
-        input: Tensor,  # noqa: A002 (torch's name)
-        running_mean: Tensor | None = None,
-        running_var: Tensor | None = None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        use_input_stats: bool = True,
-        *settings: Any,
-        **named: Any,
-    ) -> Tensor:
-        if use_input_stats:
-            self._replicas.check_norm(False, running_mean is not None)
-        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, *settings, **named)
 
 
 class _BatchNorm(torch.autograd.Function):

@@ -37,8 +37,8 @@ _RECORDED: "WeakSet[_RecordedStep]" = WeakSet()
 """Recordings of all steps: their gradients must stay where they are."""
 
 
-class RecordedStep:
-    """Record a step function per input shape, and replay it.
+class RecordedStep(Recorder):
+    """Record a step function per input shape, and replay it; the next replay overwrites the results of one.
 
     Drop or ``release`` it before ``destroy_process_group()``, which waits for existing recordings.
 
@@ -82,33 +82,9 @@ class RecordedStep:
         network = model.module if isinstance(model, ModelParallel) else model
         # If the attempt fails, the rates of all processes are restored: a tensor rounds to float32, a number does not.
         state = RecordedState(network, optimizer, partial(_prepare, network, optimizer, self.device))
-        self._recorder = Recorder(
-            self._run, self._record, self._all_agree, warm_up=warm_up, limit=limit, state=state, **messages
+        super().__init__(
+            self._run_on_stream, self._capture, self._all_agree, warm_up=warm_up, limit=limit, state=state, **messages
         )
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Run or replay the step; the next replay overwrites the results of this one."""
-        return self._recorder(*inputs)
-
-    @property
-    def warm_up(self) -> int:
-        """Eager calls per shape before a recording."""
-        return self._recorder.warm_up
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether there are recordings."""
-        return self._recorder.is_replaying
-
-    @property
-    def num_recorded(self) -> int:
-        """Number of recorded shapes."""
-        return self._recorder.num_recorded
-
-    @property
-    def refused(self) -> str | None:
-        """Reason why nothing is recorded any more, or None."""
-        return self._recorder.refused
 
     def foresee_refusal(self) -> str | None:
         """Return why an attempt to record will fail, as seen in the calls so far; None if unknown."""
@@ -122,9 +98,9 @@ class RecordedStep:
     def release(self) -> None:
         """Free all recordings; later calls run eagerly first, as after construction."""
         self._first = None
-        self._recorder.release()
+        super().release()
 
-    def _run(self, *inputs: Any) -> Any:
+    def _run_on_stream(self, *inputs: Any) -> Any:
         """Run the step on the recording's stream: autograd and NCCL keep the stream of their first use."""
         # Each stream waits for the other, here and at the next call, so memory that both use needs no record_stream.
         current = current_gpu_stream(self.device)
@@ -134,9 +110,9 @@ class RecordedStep:
         current.wait_stream(self._stream)
         return outputs
 
-    def _record(self, *inputs: Any) -> "_RecordedStep":
+    def _capture(self, *inputs: Any) -> "_RecordedStep":
         _get_gpu(self.model)  # strategy='auto' may have fallen back to a pipeline
-        if not self._recorder.is_replaying:  # freed, with their shared memory, to be recorded again
+        if not self.is_replaying:  # freed, with their shared memory, to be recorded again
             self._first = None
         shares = self._first or (None if self._shares is None else self._shares._first)
         recorded = _RecordedStep(self.model, self.step, inputs, self._stream, shares=shares)

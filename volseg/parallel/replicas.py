@@ -4,6 +4,9 @@ Results depend only on the number ``D`` of logical replicas: replica ``r`` gets 
 of processes decides only where they are computed. With ``fixed_order`` every sum over replicas follows one binary tree
 over the logical replicas, first over processes and then over the rounds of one process, so that 1, 2 and 4 processes
 give the same bits.
+
+A `Mesh` has ``data x spatial`` processes, ``rank = replica * spatial + shard``: processes that share a volume have
+neighbouring ranks, so they are on one machine if its number of devices is a multiple of theirs.
 """
 
 from dataclasses import dataclass
@@ -15,7 +18,9 @@ from torch import Tensor
 from volseg.device.gpus import get_host_readable_device, host_values
 from volseg.device.torch_internals import gather_into
 from volseg.errors import ParallelError
+from volseg.parallel.devices import count_launched, count_processes
 from volseg.parallel.fixed_order import add_up, fold
+from volseg.parallel.processes.group import make_groups, start_group
 from volseg.parallel.spatial.plan.shards import spans
 
 
@@ -193,3 +198,69 @@ class Replicas:
         if self.group is None:
             return values
         return add_up(values.detach().clone(), self.group, self.fixed_order)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Process mesh of a job, and this process's position.
+
+    Attributes
+    ----------
+    data, spatial
+        Processes along each dimension.
+    replica, shard
+        Position of this process.
+    data_group
+        The processes that hold the same shard of different replicas; None for one replica.
+    spatial_group
+        The processes that share a volume; None for one process per volume.
+    """
+
+    data: int
+    spatial: int
+    replica: int
+    shard: int
+    data_group: dist.ProcessGroup | None = None
+    spatial_group: dist.ProcessGroup | None = None
+
+    def replicas(self, count: int | None = None, fixed_order: bool = False) -> Replicas:
+        """Return the replicas along ``data``; ``count`` logical ones if given, otherwise one per process."""
+        everyone = dist.group.WORLD if self.data > 1 and self.spatial > 1 else None
+        return Replicas(self.data if count is None else count, self.data_group, fixed_order, everyone)
+
+
+def join_mesh(data: int = 1, spatial: int = 1) -> Mesh:
+    """Start the process group if necessary, and return this process's position in a mesh.
+
+    Every process of the job must call this.
+
+    Raises
+    ------
+    ParallelError
+        Unless ``data * spatial`` is the number of processes.
+
+    Examples
+    --------
+    >>> join_mesh(data=1, spatial=1).replica
+    0
+    """
+    processes = max(count_processes(), count_launched())
+    if data < 1 or spatial < 1 or data * spatial != processes:
+        raise ParallelError(
+            f"a mesh of data {data} x spatial {spatial} needs {data * spatial} processes, but there are "
+            f"{processes}; start as many (torchrun --nproc-per-node), or choose another mesh"
+        )
+    if processes == 1:
+        return Mesh(1, 1, 0, 0)
+    start_group()
+    replica, shard = divmod(dist.get_rank(), spatial)
+    rows = [[r * spatial + s for s in range(spatial)] for r in range(data)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    return Mesh(
+        data,
+        spatial,
+        replica,
+        shard,
+        make_groups(columns) if data > 1 else None,
+        make_groups(rows) if spatial > 1 else None,
+    )

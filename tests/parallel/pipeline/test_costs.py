@@ -2,9 +2,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from volseg.parallel.pipeline.observe.costs import Stopwatch, measure, observe_copy
-from volseg.parallel.pipeline.observe.trace import list_segments
-from volseg.parallel.pipeline.plan.memory import KeptActivation
+from volseg.parallel.pipeline.balance import KeptActivation
+from volseg.parallel.pipeline.costs import Stopwatch, measure, observe_copy
+from volseg.parallel.pipeline.trace import list_segments
 
 CPU = torch.device("cpu")
 
@@ -54,11 +54,11 @@ def test_costs_count_each_parameter_and_kept_tensor_once():
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x).exp())
 
-    layers = measure(Tied(), (torch.randn(4, 8),), {}, CPU).layers
-    assert [layer.parameter_bytes for layer in layers] == [8 * 8 * 4, 0]
+    found = measure(Tied(), (torch.randn(4, 8),), {}, CPU)
+    assert [layer.parameter_bytes for layer in found.layers] == [8 * 8 * 4, 0]
     # The input for the first weight's gradient, and the exponential, which its own gradient and the second
     # weight's share.
-    assert sum(layer.activation_bytes for layer in layers) == 2 * 4 * 8 * 4
+    assert sum(block.num_bytes for block in found.activations if block.kept) == 2 * 4 * 8 * 4
 
 
 def test_a_tensor_that_two_layers_keep_is_known_to_both():

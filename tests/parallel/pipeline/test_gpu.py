@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.pipeline.flow.transfer import list_copy_streams
-from volseg.parallel.pipeline.record.choice import WARM_UP
+from volseg.parallel.pipeline.recorder import WARM_UP
+from volseg.parallel.pipeline.transfer import list_copy_streams
 
 # float64 convolutions on CUDA choose other algorithms for other batch sizes: round-off of sums of 54 to 4096 terms.
 ROUND_OFF = {"rtol": 1e-8, "atol": 1e-8}

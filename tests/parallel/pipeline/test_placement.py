@@ -6,12 +6,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from volseg.parallel.pipeline import Pipeline, PipelineStrategy
-from volseg.parallel.pipeline.flow import transfer
-from volseg.parallel.pipeline.flow.placement import Location, PlacedRun, Placement, place
-from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
-from volseg.parallel.pipeline.observe.costs import observe_copy
-from volseg.parallel.pipeline.observe.trace import list_segments
+from volseg.parallel.pipeline import Pipeline, PipelineStrategy, transfer
+from volseg.parallel.pipeline.costs import observe_copy
+from volseg.parallel.pipeline.placement import Location, PlacedRun, Placement, place
+from volseg.parallel.pipeline.statistics import FrozenStatistics
+from volseg.parallel.pipeline.trace import list_segments
 
 
 class Net(nn.Module):
@@ -49,7 +48,7 @@ def on_fake_devices(net: nn.Module, placement: Placement, fake: FakeTensorMode) 
                 registry[name] = exchanged[id(state)]
                 owners[id(registry[name])] = locations[stage]
     anchors = {module: [locations[at.stage] for at in calls] for module, calls in placement.anchors.items()}
-    return Placement(locations, anchors, owners, tuple(exchanged.values()), quiet=placement.quiet)
+    return Placement(locations, anchors, owners, tuple(exchanged.values()))
 
 
 def test_every_function_finds_its_tensors_on_its_stage(monkeypatch):

@@ -1,12 +1,12 @@
+import random
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from volseg.parallel.pipeline import Pipeline, PipelineStrategy
-from volseg.parallel.pipeline.observe.run import has_foreign_hooks
-from volseg.parallel.pipeline.record.choice import IDLE_BATCHES, MOST_RECORDINGS, WARM_UP, identify_batch
-from volseg.parallel.state.conditions import Conditions
+from volseg.parallel.pipeline.recorder import IDLE_BATCHES, MOST_RECORDINGS, WARM_UP, Conditions, identify_batch
 
 
 class Net(nn.Module):
@@ -16,10 +16,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, mode: str = "") -> Tensor:
         return self.b(self.a(x) * self.gain)
-
-
-def is_hooked(net: nn.Module) -> bool:
-    return any(map(has_foreign_hooks, net.modules()))
 
 
 def pipeline(net: nn.Module) -> PipelineStrategy:
@@ -63,7 +59,7 @@ def test_a_call_under_a_dispatch_mode_is_never_recorded():
 def test_kind_follows_everything_plain_that_forward_could_read():
     net, x = Net(), torch.zeros(2, 2)
     pipeline(net)(x)
-    look = Conditions(net, is_hooked)
+    look = Conditions(net)
 
     def identify(*args: Tensor, **kwargs: str) -> object:
         return identify_batch(look(), (args, kwargs), torch.device("cpu"))
@@ -89,7 +85,7 @@ def test_kind_follows_everything_plain_that_forward_could_read():
 def test_hooks_and_arguments_that_are_not_plain_are_never_recorded():
     net, x, cpu = Net(), torch.zeros(2, 2), torch.device("cpu")
     pipeline(net)(x)
-    look = Conditions(net, is_hooked)
+    look = Conditions(net)
     assert identify_batch(look(), ((x, object()), {}), cpu) is None
     net.b.register_forward_hook(lambda module, args, output: None)
     assert identify_batch(look(), ((x,), {}), cpu) is None
@@ -104,3 +100,24 @@ def test_a_batch_whose_predecessor_waits_for_its_backward_runs_eagerly():
     assert type(strategy(torch.randn(2, 2)).grad_fn).__name__ == "CatBackward0"
     waiting.sum().backward()
     assert type(strategy(torch.randn(2, 2)).grad_fn).__name__ == "_ReplayedBackward"
+
+
+def test_a_condition_that_was_there_before_is_known_again() -> None:
+    net = Net()
+    conditions = Conditions(net)
+    training = conditions()
+    assert conditions() == training
+    net.eval()
+    assert conditions() != training
+    net.train()
+    assert conditions() == training
+    net.drawing = random.Random(0)
+    assert conditions() is None
+    del net.drawing
+    net.kept = torch.zeros(2)
+    conditions()
+    form = conditions.form
+    for kept, is_same in ((torch.ones(2), True), (torch.ones(2, 1), False)):
+        number, net.kept = conditions(), kept
+        assert conditions() != number  # a replay would leave the old one
+        assert (conditions.form == form) == is_same

@@ -1,16 +1,30 @@
-from volseg.parallel.pipeline.observe.trace import Call, Enter, Leave, Operation, Trace, list_segments
+from volseg.parallel.pipeline.trace import Call, Operation, Trace, list_segments
 
 
 def forward(*events, outputs=()):
-    """The events of a network's call, around ``events``."""
-    flat = [Enter(Call("", 0))]
+    """Return the trace of a network's call; operations are their callers' unless they stand in a layer."""
+    trace = Trace(outputs=outputs)
+    trace.enter(Call("", 0))
     for event in events:
-        flat += event if isinstance(event, list) else [event]
-    return Trace((*flat, Leave()), outputs)
+        add(trace, event, 0)
+    trace.leave()
+    return trace
 
 
-def layer(path, *operations, index=0, uses=(), guard=0):
-    return [Enter(Call(path, index), uses, guard), *operations, Leave()]
+def add(trace, event, guard):
+    if isinstance(event, Operation):
+        trace.add(event, guard)
+        return
+    path, inside, uses, own, inner = event
+    trace.enter(Call(path, 0), uses, own)
+    for each in inside:
+        add(trace, each, inner)
+    trace.leave()
+
+
+def layer(path, *inside, uses=(), guard=0, inner=None):
+    """A call; ``inner`` is the guard of its operations, if that is another one than its own."""
+    return path, inside, uses, guard, guard if inner is None else inner
 
 
 def paths(trace):
@@ -42,28 +56,17 @@ def test_no_cut_between_making_memory_and_changing_it():
 
 
 def test_module_that_checkpoints_inside_stays_whole():
-    block = [
-        Enter(Call("block", 0)),
-        *layer("block.a", Operation(0, guard=1), guard=1),
-        *layer("block.b", Operation(1, guard=1), guard=1),
-        Leave(),
-    ]
+    block = layer("block", layer("block.a", Operation(0), guard=1), layer("block.b", Operation(1), guard=1))
+    assert paths(forward(block, layer("c", Operation(2)))) == [["block"], ["c"]]
+    block = layer("block", Operation(0), Operation(1), inner=1)
     assert paths(forward(block, layer("c", Operation(2)))) == [["block"], ["c"]]
 
 
-def test_child_that_the_network_checkpoints_stays_whole():
-    child = [Enter(Call("child", 0), guard=1), *layer("child.a", Operation(1, guard=1), guard=1), Leave()]
-    assert paths(forward(layer("first", Operation(0)), child)) == [["first"], ["child"]]
-
-
-def test_no_cut_just_before_a_checkpointed_child_that_draws():
-    child = [
-        Enter(Call("child", 0), guard=1),
-        *layer("child.a", Operation(1, is_random=True, guard=1), guard=1),
-        Leave(),
-    ]
-    assert paths(forward(layer("first", Operation(0)), child)) == [["first", "child"]]
+def test_child_that_the_network_checkpoints_stays_whole_and_begins_no_stage_where_it_draws():
+    for is_random, expected in ((False, [["first"], ["child"]]), (True, [["first", "child"]])):
+        child = layer("child", layer("child.a", Operation(1, is_random=is_random), guard=1), guard=1)
+        assert paths(forward(layer("first", Operation(0)), child)) == expected
 
 
 def test_network_that_is_one_layer_is_one_segment():
-    assert paths(Trace((Enter(Call("", 0)), Operation(0), Leave()))) == [[""]]
+    assert paths(forward(Operation(0))) == [[""]]

@@ -1,4 +1,4 @@
-"""What an attempt changes is undone, and conditions of a network are known again."""
+"""What an attempt changes is undone."""
 
 import random
 
@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from volseg.errors import ParallelError
-from volseg.parallel.state.attempt import Attempt
-from volseg.parallel.state.conditions import Conditions
+from volseg.parallel.state.recorded import Attempt
 
 
 class Net(nn.Module):
@@ -69,22 +68,3 @@ def test_what_cannot_be_undone_is_refused_and_random_numbers_are_put_back_even_t
     given.add_(1)
     with pytest.raises(ParallelError, match=r"its input of shape \(2,\) in place, which needs a gradient"):
         attempt.put_back()
-
-
-def test_a_condition_that_was_there_before_is_known_again() -> None:
-    net, asked = Net(), []
-    number = Conditions(net, lambda asking: bool(asked.append(asking)))
-    training = number()
-    assert number() == training
-    net.eval()
-    evaluation = number()
-    assert evaluation != training
-    net.train()
-    assert (number(), number.number) == (training, training)
-    assert asked == [net] * 3  # only where something has changed
-    net.drawing = random.Random(0)
-    assert number() is None
-
-
-def test_what_only_python_does_has_no_condition_that_could_be_recorded() -> None:
-    assert Conditions(Net(), lambda net: True)() is None

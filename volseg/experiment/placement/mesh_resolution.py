@@ -27,8 +27,8 @@ from volseg.experiment.placement.placed_network import build_model, build_plain_
 from volseg.experiment.placement.training_mesh import TrainingMesh, describe_mesh
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
-from volseg.parallel.mesh import join_mesh
 from volseg.parallel.processes.group import decide_together, largest_over_processes, make_group, start_group
+from volseg.parallel.replicas import join_mesh
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.objective import require_mean_over_samples

@@ -18,8 +18,7 @@ from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment.building import build_batches, build_predictor, build_validation, preprocessing_of
 from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.parallel.devices import is_main_process
-from volseg.parallel.mesh import Mesh
-from volseg.parallel.replicas import Replicas
+from volseg.parallel.replicas import Mesh, Replicas
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation, is_cut_over_processes
 from volseg.workflow.spread_validation import SpreadValidation

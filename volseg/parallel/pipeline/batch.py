@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from volseg.device.torch_internals import get_version, pytree
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.flow.placement import BatchContext, PlacedRun, Placement, mark_return
-from volseg.parallel.pipeline.flow.statistics import FrozenStatistics, WholeBatchStatistics
-from volseg.parallel.pipeline.flow.transfer import Passage, PendingCopies, send, wait_for_copies
+from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.costs import copy_network, move_call, select
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, copy_pieces, join, with_pieces
-from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.costs import copy_network, move_call
-from volseg.parallel.state.attempt import Attempt
+from volseg.parallel.pipeline.placement import BatchContext, PlacedRun, Placement, mark_return
+from volseg.parallel.pipeline.statistics import FrozenStatistics, WholeBatchStatistics
+from volseg.parallel.pipeline.transfer import Passage, PendingCopies, send, wait_for_copies
 from volseg.parallel.state.random import own_random_numbers
+from volseg.parallel.state.recorded import Attempt
 from volseg.parallel.timeline import get_timeline
 
 logger = logging.getLogger(__name__)
@@ -114,15 +114,13 @@ def lend_untraced(
 ) -> Iterator[Callable[[Call], Any]]:
     """Yield a function that runs the network, on a copy or placed, without side effects."""
     if placement is None:
-        first = devices[0]
-        probe = copy_network(net, first, with_hooks)
+        probe = copy_network(net, devices[0], with_hooks)
 
         def run(call: Call) -> Any:
-            args, kwargs = move_call(call, first)
+            args, kwargs = move_call(call, devices[0])
             return probe(*args, **kwargs)
 
-        selected = torch.cuda.device(first) if first.type == "cuda" else contextlib.nullcontext()
-        with selected, own_random_numbers(devices):
+        with select(devices[0]), own_random_numbers(devices):
             yield run
         return
 

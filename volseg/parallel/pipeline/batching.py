@@ -9,9 +9,8 @@ These runs have no side effects: they save nothing for backward, and changed sta
 once for each structure of the call, outputs once for each condition of the network.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, TypeAlias
 
@@ -39,30 +38,27 @@ MOST_KNOWN = 64
 """Conditions of the network for which outputs are cached."""
 
 
-@dataclass(frozen=True)
-class _Returned:
-    """Outputs of a run, leaf by leaf: the number of dimensions of a tensor, or a plain value."""
+Returned: TypeAlias = tuple[Hashable, ...]
+"""Structure of a run's output, and for each leaf the number of dimensions of a tensor, or a plain value."""
 
-    structure: str
-    leaves: tuple[Hashable, ...]
 
-    @classmethod
-    def of(cls, output: Any) -> "_Returned":
-        leaves, structure = pytree.tree_flatten(output)
-        return cls(str(structure), tuple(map(_describe_leaf, leaves)))
-
-    def covers(self, other: "_Returned") -> bool:
-        """Return whether ``other`` contains only kinds of outputs seen here; NaN equals NaN."""
-        pairs = zip(self.leaves, other.leaves, strict=False)
-        return self.structure == other.structure and all(
-            mine == theirs or theirs == (type(None), None) for mine, theirs in pairs
-        )
+def _describe(values: Any) -> Returned:
+    """Describe outputs, or a call, without sizes."""
+    leaves, structure = pytree.tree_flatten(values)
+    return str(structure), *map(_describe_leaf, leaves)
 
 
 def _describe_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return Tensor, leaf.dim()
     return (type(leaf), leaf) if isinstance(leaf, PLAIN) else (type(leaf), "another object")
+
+
+def _covers(known: Returned, found: Returned) -> bool:
+    """Return whether ``found`` has only known kinds of outputs, or None in their places."""
+    return known[0] == found[0] and all(
+        mine == theirs or theirs == (type(None), None) for mine, theirs in zip(known[1:], found[1:], strict=True)
+    )
 
 
 class Batching:
@@ -77,7 +73,7 @@ class Batching:
     def __init__(self, declared: Sequence[int | str] | None = None) -> None:
         self._declared = None if declared is None else tuple(declared)
         self._arguments: dict[Hashable, list[bool]] = {}
-        self._returned: dict[Hashable, list[_Returned]] = {}
+        self._returned: dict[Hashable, list[Returned]] = {}
 
     def mark_batch_arguments(self, call: Call, runner: Runner) -> list[bool]:
         """Return which leaves of ``call`` have one row per sample.
@@ -92,7 +88,7 @@ class Batching:
         possible = mark_batch_candidates(*call)
         if sum(possible) == 1:
             return possible
-        key = _describe_form(call), tuple(possible)
+        key = _describe(call), tuple(possible)
         if key not in self._arguments:
             self._arguments[key] = self._find(call, possible, runner)
         return self._arguments[key]
@@ -144,7 +140,7 @@ class Batching:
         ParallelError
             If an output does not have one row per sample.
         """
-        key = condition, _describe_form(call), tuple(is_batch), size
+        key = condition, _describe(call), tuple(is_batch), size
         if key not in self._returned:
             if len(self._returned) >= MOST_KNOWN:
                 self._returned.clear()
@@ -168,23 +164,23 @@ class Batching:
         ParallelError
             If another number of samples gives another kind of output.
         """
-        returned = _Returned.of(output)
-        if any(known.covers(returned) for known in self._returned[key]):
+        returned = _describe(output)
+        if any(_covers(known, returned) for known in self._returned[key]):
             return
         size = key[3]  # type: ignore[index]
         again = self._look(call, is_batch, size, runner)
-        if not again.covers(returned):
+        if not _covers(again, returned):
             raise ParallelError(
-                f"the network returns {again.leaves} for another number of samples than {size}, for which it returns "
-                f"{returned.leaves}: values that depend on the size of a micro-batch would not be those of the batch"
+                f"the network returns {again[1:]} for another number of samples than {size}, for which it returns "
+                f"{returned[1:]}: values that depend on the size of a micro-batch would not be those of the batch"
             )
         self._returned[key].append(again)
 
-    def _look(self, call: Call, is_batch: Sequence[bool], size: int, runner: Runner) -> _Returned:
+    def _look(self, call: Call, is_batch: Sequence[bool], size: int, runner: Runner) -> Returned:
         samples = _choose_unusual_number(call, size)
         found, failures = _try_all(call, [list(is_batch)], samples, runner)
         if found:
-            return _Returned.of(found[0][1])
+            return _describe(found[0][1])
         raise ParallelError(
             f"to distinguish outputs with one row per sample from others, the pipeline ran {samples} samples "
             f"instead of {size}, which failed: {failures[0]}. Choose a split_size that leaves a remainder, or the "
@@ -197,11 +193,11 @@ def _try_all(
 ) -> tuple[list[tuple[list[bool], Any]], list[Exception]]:
     """Run every choice; return those that give ``samples`` rows, with their outputs, and the errors of the others.
 
-    First without gradients and hooks, then with both: a network may differentiate inside, or need a hook that changes
-    shapes.
+    First without gradients and hooks, then as the user does: a network may differentiate inside, or need a hook that
+    changes shapes.
     """
     failures: list[Exception] = []
-    for with_grad, with_hooks in _list_ways():
+    for with_grad, with_hooks in ((False, False), (torch.is_grad_enabled(), True)):
         found = []
         with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
             for choice in choices:
@@ -219,35 +215,15 @@ def _try_all(
     unlike = [failure for failure in failures if isinstance(failure, ParallelError)]
     if unlike and len(choices) == 1:
         raise unlike[0]
-    # A network that cannot run the batch itself raises its own error.
-    for with_grad, with_hooks in _list_ways():
-        with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
-            try:
-                run(copy_call(call))
-            except Exception as failure:  # raised below, if the last attempt fails too
-                last = failure
-            else:
-                return [], failures
-    raise last
-
-
-def _list_ways() -> Iterator[tuple[bool, bool]]:
-    yield False, False
-    if torch.is_grad_enabled():
-        yield True, False
-    yield torch.is_grad_enabled(), True
+    with runner(True) as run:  # a network that cannot run the batch itself raises its own error
+        run(copy_call(call))
+    return [], failures
 
 
 def _choose_unusual_number(call: Call, size: int) -> int:
     """Return a number of samples that is no length of the call's tensors, and not ``size``."""
     lengths = {size, *(n for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor) for n in leaf.shape)}
     return next(number for number in range(2, len(lengths) + 3) if number not in lengths)
-
-
-def _describe_form(call: Call) -> Hashable:
-    """Describe a call without its sizes."""
-    leaves, structure = pytree.tree_flatten(call)
-    return str(structure), tuple(map(_describe_leaf, leaves))
 
 
 def _resolve_declared(call: Call, declared: Sequence[int | str]) -> list[bool]:

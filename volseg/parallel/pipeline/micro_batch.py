@@ -76,15 +76,9 @@ def mark_batch_candidates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch for leaf in leaves]
 
 
-def split(
-    args: Sequence[Any], kwargs: Mapping[str, Any], split_size: int, is_batch: Sequence[bool] | None = None
-) -> list[Call]:
-    """Split the leaves with one row per sample into pieces of ``split_size`` samples.
-
-    ``is_batch`` marks these leaves; by default all leaves that are as long as the batch.
-    """
+def split(args: Sequence[Any], kwargs: Mapping[str, Any], split_size: int, is_batch: Sequence[bool]) -> list[Call]:
+    """Split the leaves with one row per sample, which ``is_batch`` marks, into pieces of ``split_size`` samples."""
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    is_batch = mark_batch_candidates(args, kwargs) if is_batch is None else is_batch
     batch = len(leaves[list(is_batch).index(True)])
     sizes = compute_split_sizes(batch, split_size)
     starts = range(0, batch, split_size)

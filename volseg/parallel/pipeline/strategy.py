@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, NoReturn, TypeAlias
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,10 @@ from volseg.device.gpus import host_values, is_gpu
 from volseg.device.torch_internals import accept_gradients_of_other_streams, is_compiled, pytree
 from volseg.errors import ParallelError, PartitionError
 from volseg.parallel.devices import name_devices
+from volseg.parallel.pipeline.balance import choose_quickest, compute_held_bytes, list_held
 from volseg.parallel.pipeline.batch import lend_untraced, run_batch
 from volseg.parallel.pipeline.batching import Batching, Runner
-from volseg.parallel.pipeline.flow.placement import Placement, place
+from volseg.parallel.pipeline.costs import Measured, list_layers, measure, observe_copy
 from volseg.parallel.pipeline.micro_batch import (
     Call,
     CutBatch,
@@ -25,20 +26,15 @@ from volseg.parallel.pipeline.micro_batch import (
     mark_batch_candidates,
     split,
 )
-from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.costs import list_layers, measure, observe_copy
-from volseg.parallel.pipeline.observe.trace import Trace, list_segments
-from volseg.parallel.pipeline.plan.balance import choose_quickest, list_held
-from volseg.parallel.pipeline.plan.memory import compute_held_bytes
-from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
-from volseg.parallel.pipeline.plan.stages import StagePlan, plan_stages, read_memory_limits
-from volseg.parallel.pipeline.record.choice import BatchRecorder
-from volseg.parallel.state.conditions import Conditions
+from volseg.parallel.pipeline.partition import Partition
+from volseg.parallel.pipeline.placement import Placement, place
+from volseg.parallel.pipeline.recorder import BatchRecorder
+from volseg.parallel.pipeline.stages import StagePlan, plan_stages, read_memory_limits
+from volseg.parallel.pipeline.trace import list_segments
 from volseg.parallel.state.random import own_random_numbers
+from volseg.parallel.strategy import Devices
 
 logger = logging.getLogger(__name__)
-
-Devices: TypeAlias = Sequence[str | int | torch.device] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +139,8 @@ class PipelineStrategy:
         refuse_hidden(net)
         self.net = net
         self.split_size, self.cuts = self.options.split_size, self.options.cuts
-        self.devices = choose_devices(devices)
+        # Host tensors do not keep a device number ("cpu:1").
+        self.devices = [each if is_gpu(each) else torch.device(each.type) for each in name_devices(devices)]
         if any(device.type == "cuda" for device in self.devices):
             # Gradients of a recording come from the stream of its replay; autograd waits for that stream.
             accept_gradients_of_other_streams()
@@ -152,9 +149,6 @@ class PipelineStrategy:
                 f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, and there are {len(self.devices)} devices"
             )
         self._recorder = BatchRecorder(net, self.options.record, self.devices)
-        self._conditions = Conditions(net, _is_hooked)
-        # The features that a network keeps of its last batch do not change whether outputs have one row per sample.
-        self._form = Conditions(net, _is_hooked, sees_tensors=False)
         self._batching = Batching(self.options.batched)
         self.placement: Placement | None = None
         self._partition: Partition | None = None
@@ -218,19 +212,14 @@ class PipelineStrategy:
         # Different sizes show by themselves whether outputs scale with them, and a batch that is not cut needs no test.
         is_open = len(sizes) > 1 and sizes[0] == sizes[-1]
         cut = CutBatch((args, kwargs), is_batch, calls, sizes, target)
-        if not is_open and not self._recorder.is_active:
-            return run_batch(self.net, placement, cut)
         proof = None
         if is_open:
-            self._form()
-            condition = self._form.number, self.net.training
+            self._recorder.conditions()
+            condition = self._recorder.conditions.form, self.net.training
             proof = self._batching.check(condition, (args, kwargs), is_batch, sizes[0], self._runner)
-        kind = self._recorder.find_kind(self._conditions(), cut.call, target) if self._recorder.is_active else None
-        if kind is not None:
-            replay = self._recorder.find(kind, placement, cut)
-            if replay is not None:
-                return replay(cut.call)
-            self._recorder.count(kind)
+        replay = self._recorder.find(placement, cut)
+        if replay is not None:
+            return replay(cut.call)
         output = run_batch(self.net, placement, cut)
         if proof is not None:
             self._batching.confirm(proof, output, (args, kwargs), is_batch, self._runner)
@@ -290,10 +279,11 @@ class PipelineStrategy:
             return split(*call, samples, is_batch)[0]
 
         if self.cuts is not None and self.placement is None:
-            self._place_by_hand(micro_batch, batch)
+            samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
+            self._place(self._plan_by_hand(micro_batch(samples)), samples)
         if isinstance(self.split_size, int):
             if self.placement is None:
-                self._place_planned(self._plan(micro_batch, batch, self.split_size), min(self.split_size, batch))
+                self._place(self._plan(micro_batch, batch, self.split_size), min(self.split_size, batch))
             return self.split_size
         sizes = [size for size in (2**power for power in range(batch.bit_length())) if size < batch] + [batch]
         plans = {size: self._plan(micro_batch, batch, size) for size in sizes}
@@ -301,7 +291,7 @@ class PipelineStrategy:
         chosen = choose_quickest(predicted)
         logger.info("split_size='auto': %s ms per batch of %d; taking %d", predicted, batch, chosen)
         if self.placement is None:
-            self._place_planned(plans[chosen], chosen)
+            self._place(plans[chosen], chosen)
         return chosen
 
     def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> StagePlan:
@@ -312,18 +302,11 @@ class PipelineStrategy:
         with host_values():
             return plan_stages(measured, self.devices, micro_batches, limits, self._recorder.is_active)
 
-    def _place_planned(self, plan: StagePlan, samples: int) -> None:
-        if plan.note:
-            logger.warning("%s: %s", type(self.net).__name__, plan.note)
-        notes = [note for note in (plan.note, plan.memory_note) if note]
-        self._place(plan.measured.trace, list(plan.measured.layers), list(plan.lengths), samples, plan.held, notes)
-
-    def _place_by_hand(self, micro_batch: Callable[[int], Call], batch: int) -> None:
+    def _plan_by_hand(self, call: Call) -> StagePlan:
         """Cut at the user's modules; nothing is timed."""
         assert self.cuts is not None
-        samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
         with own_random_numbers(self.devices[:1]):
-            _, trace, observer = observe_copy(self.net, *micro_batch(samples), self.devices[0])
+            _, trace, observer = observe_copy(self.net, *call, self.devices[0])
         found = list_segments(trace)
         activations, layers = list_layers(self.net, observer, found, [(0.0, 0.0)] * len(found))
         starts = [find_start(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
@@ -332,24 +315,21 @@ class PipelineStrategy:
             raise PartitionError(
                 f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}"
             )
-        lengths = [end - start for start, end in pairwise(ends)]
+        lengths = tuple(end - start for start, end in pairwise(ends))
         with host_values():
             held = list_held(compute_held_bytes(activations, len(found), self._recorder.is_active), lengths)
-        self._place(trace, layers, lengths, samples, held)
+        return StagePlan(Measured(trace, tuple(layers), tuple(activations)), lengths, {}, len(lengths), held)
 
-    def _place(
-        self,
-        trace: Trace,
-        layers: list[LayerCost],
-        lengths: list[int],
-        samples: int,
-        held: Sequence[float],
-        notes: Sequence[str] = (),
-    ) -> None:
-        """Move the layers to their devices; see ``place`` and ``Partition.from_lengths``."""
-        self.placement = place(self.net, trace, lengths, self.devices)
-        self._partition = Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, held, notes)
-        logger.info("pipeline of %d stages:\n%s", len(lengths), self._partition)
+    def _place(self, plan: StagePlan, samples: int) -> None:
+        """Move the layers to their devices."""
+        if plan.note:
+            logger.warning("%s: %s", type(self.net).__name__, plan.note)
+        self.placement = place(self.net, plan.measured.trace, plan.lengths, self.devices)
+        notes = [note for note in (plan.note, plan.memory_note) if note]
+        self._partition = Partition.from_lengths(
+            plan.measured.layers, plan.lengths, list(map(str, self.devices)), samples, plan.held, notes
+        )
+        logger.info("pipeline of %d stages:\n%s", len(plan.lengths), self._partition)
 
     def _bring_to_first_stage(self, call: Call) -> Call:
         """Copy tensors that are on none of the devices to the first one."""
@@ -363,11 +343,6 @@ class PipelineStrategy:
         """Return the device of the first tensor argument, or the first stage's if that is none of the pipeline's."""
         found = next((leaf.device for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)), None)
         return found if found is not None and found in self.devices else self.devices[0]
-
-
-def _is_hooked(net: nn.Module) -> bool:
-    """Return whether a watched network has user hooks."""
-    return any(map(runs.has_foreign_hooks, net.modules()))
 
 
 def refuse_hidden(net: nn.Module) -> None:
@@ -390,18 +365,6 @@ def refuse_hidden(net: nn.Module) -> None:
             f"the pipeline intercepts the functions of a network, and {where} ({type(module).__name__}) is "
             f"{kind}: {remedy}"
         )
-
-
-def choose_devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.device]:
-    """Return the devices of the stages; all GPUs by default.
-
-    Raises
-    ------
-    ParallelError
-        If a device is missing.
-    """
-    # Host tensors do not keep a device number ("cpu:1").
-    return [device if is_gpu(device) else torch.device(device.type) for device in name_devices(devices)]
 
 
 def find_start(cut: str, starts: Sequence[str]) -> int:

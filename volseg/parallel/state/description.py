@@ -11,8 +11,7 @@ import logging
 import random
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -45,14 +44,6 @@ MOST_INSIDE = 4096
 Description = tuple[Hashable, ...]
 
 
-class See(Enum):
-    """Properties of a tensor that count."""
-
-    VALUES = "which it is, where it lies, and on a host, where Python may have read it, its version"
-    OBJECTS = "which it is"
-    KINDS = "its number of dimensions"
-
-
 class UnknownError(Exception):
     """A value may change unnoticed."""
 
@@ -75,30 +66,20 @@ class Same:
         return repr(self.value)
 
 
-class _Identity(NamedTuple):
-    """An object whose contents are not followed."""
-
-    value: Any
-
-
-class Weak:
+class Weak(Same):
     """A tensor by its identity, as long as it exists."""
 
-    __slots__ = ("_ref",)
+    __slots__ = ("num_dims",)
 
     def __init__(self, tensor: Tensor) -> None:
-        self._ref = ref(tensor)  # one reference for all comparisons, kept here
+        super().__init__(ref(tensor))  # one reference for all comparisons, kept here
+        self.num_dims = tensor.dim()
 
     @property
     def tensor(self) -> Tensor | None:
         """The tensor, or None if it is gone."""
-        return self._ref()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Weak) and self._ref is other._ref
-
-    def __hash__(self) -> int:
-        return id(self._ref)
+        found: Tensor | None = self.value()
+        return found
 
     def __repr__(self) -> str:
         return "a tensor"
@@ -130,20 +111,17 @@ def _follow(value: Any, found: list[Any], seen: dict[int, tuple[int, Any]]) -> N
     if len(found) > MOST_INSIDE:
         raise UnknownError
     found.append(kind)
-    for part in _list_parts(value):
-        if type(part) in PLAIN:
-            found.append(part)
-        elif isinstance(part, _Identity):
-            found.append(part.value)
-        else:
-            _follow(part, found, seen)
+    parts = _list_parts(value)
+    if parts is None:
+        found.append(value)
+        parts = [_list_attributes(value)]
+    for part in parts:
+        _follow(part, found, seen)
 
 
-def _list_parts(value: Any) -> Iterable[Any]:
-    """Return the parts of an object."""
-    if type(value) is list or type(value) is tuple:
-        return [len(value), *value]
-    if _varies(value):
+def _list_parts(value: Any) -> Iterable[Any] | None:
+    """Return the parts of an object; None for an object of an unknown class, which has attributes."""
+    if type(value) is not list and type(value) is not tuple and _varies(value):
         raise UnknownError
     if isinstance(value, Mapping):
         return [len(value), *(part for item in value.items() for part in item)]
@@ -161,7 +139,7 @@ def _list_parts(value: Any) -> Iterable[Any]:
         if value.size > MOST_INSIDE:
             raise UnknownError
         return [torch.Size(value.shape), str(value.dtype), value.tobytes()]
-    return [_Identity(value), _list_attributes(value)]
+    return None
 
 
 def _varies(value: Any) -> bool:
@@ -211,45 +189,43 @@ def stays(value: Any) -> bool:
     return False
 
 
-def describe(found: Iterable[Any], see: See) -> Description:
+def describe(found: Iterable[Any], versions: bool = True) -> Description:
     """Return the tokens of leaves.
+
+    Parameters
+    ----------
+    found
+        From ``list_leaves``.
+    versions
+        Whether the version of a tensor on a host counts, as Python may have read its values.
 
     Examples
     --------
     >>> config = {"alpha": [1.0, 2.0]}
-    >>> before = describe(list_leaves(config), See.VALUES)
+    >>> before = describe(list_leaves(config))
     >>> config["alpha"][1] = 3.0
-    >>> describe(list_leaves(config), See.VALUES) == before
+    >>> describe(list_leaves(config)) == before
     False
     """
-    return tuple([_make_token(leaf, see) for leaf in found])
+    return tuple([_make_token(leaf, versions) for leaf in found])
 
 
-def _make_token(leaf: Any, see: See) -> Hashable:
+def _make_token(leaf: Any, versions: bool) -> Hashable:
     if type(leaf) in PLAIN:
         return (type(leaf), str(leaf)) if type(leaf) is slice else (type(leaf), leaf)
-    if isinstance(leaf, Tensor):
-        return _describe_tensor(leaf, see)
-    return leaf if isinstance(leaf, Same) else Same(leaf)
+    if not isinstance(leaf, Tensor):
+        return Same(leaf)
+    if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout != torch.strided:
+        return Weak(leaf)  # the tensors of a subclass have no single place
+    counts = versions and type(leaf) is Tensor and leaf.device.type == "cpu" and not leaf.is_inference()
+    place = get_address(leaf), get_version(leaf) if counts else 0, leaf.requires_grad
+    return Weak(leaf), place, leaf.shape, leaf.stride(), leaf.dtype
 
 
 def find_tensor(token: Hashable) -> Weak | None:
     """Return the tensor that a token describes, or None if it describes another value."""
     first = token[0] if isinstance(token, tuple) and token else token
     return first if isinstance(first, Weak) else None
-
-
-def _describe_tensor(tensor: Tensor, see: See) -> Hashable:
-    if see is See.KINDS:
-        return Tensor, tensor.dim()
-    # Parameters are compared where they are registered; the tensors of a subclass have no single place.
-    if see is See.OBJECTS or type(tensor) is not Tensor or tensor.layout != torch.strided:
-        return Weak(tensor)
-    version = 0 if tensor.is_inference() or tensor.device.type != "cpu" else get_version(tensor)
-    return (
-        *(Weak(tensor), get_address(tensor), version, tensor.requires_grad),
-        *(tensor.shape, tensor.stride(), tensor.dtype),
-    )
 
 
 def opaque(function: Function) -> Function:

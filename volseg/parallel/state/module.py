@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from volseg.device.module_internals import BUFFERS, PARAMETERS, get_buffers, get_parameters
 from volseg.device.torch_internals import get_version
 from volseg.errors import ParallelError
+from volseg.parallel.state.description import PLAIN
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that ``nn.Module`` itself creates: parameters, children, hooks. A forward pass does not change their
@@ -24,9 +25,6 @@ contents, except for buffers, whose values are remembered."""
 
 CHANGEABLE = frozenset({Tensor, dict, list, set, tuple, torch.Generator, random.Random})
 """Types of attributes that are remembered with their contents: a tuple may contain changeable values."""
-
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
-"""Types that are compared by value."""
 
 LEFT_OUT = REGISTRIES | {"_reversed_padding_repeated_twice"}
 """Attributes that are not inspected; the list belongs to torch's convolutions, which are numerous."""
@@ -61,79 +59,57 @@ class _Known:
         elif kind is random.Random:
             self.held = value.getstate()
 
-    def is_changed(self, now: Any) -> bool:
-        """Return whether ``now``, in the place of this value, has other content.
-
-        A number, a size or a new list of the same content is unchanged; another tensor is a change.
-        """
-        value, held, kind = self.value, self.held, type(now)
-        if kind is not type(value):
-            return True
-        if kind in (list, tuple):
-            return len(held) != len(now) or any(map(_Known.is_changed, held, now))
-        if kind is dict:
-            return held.keys() != now.keys() or any(item.is_changed(now[key]) for key, item in held.items())
-        if kind is set:
-            return bool(held != now)
-        if now is not value:
-            return kind not in PLAIN or now != value
-        if kind is Tensor:
-            return self._is_written()
-        if kind is torch.Generator:
-            return not torch.equal(now.get_state(), held)
-        return kind is random.Random and now.getstate() != held
-
-    def _is_written(self) -> bool:
-        """Return whether the tensor was written to; a write through ``data`` does not increase the version."""
+    def is_written(self) -> bool:
+        """Return whether a tensor in it was written to; a write through ``data`` does not increase the version."""
         value, held = self.value, self.held
-        return read_version(value) != self.version or (held is not None and not _is_equal(value, held))
+        if type(value) is Tensor:
+            return read_version(value) != self.version or (held is not None and not _is_equal(value, held))
+        inside = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ()
+        return any(item.is_written() for item in inside if isinstance(item, _Known))
 
     def restore(self) -> Any:
         """Return the value itself with its recorded content.
 
         A tensor with unchanged content is not written to: backward would see a change of a saved tensor.
         """
-        value, held = self.value, self.held
-        if isinstance(value, torch.Generator):
+        value, held, kind = self.value, self.held, type(self.value)
+        if kind is torch.Generator:
             value.set_state(held)
-        elif isinstance(value, random.Random):
+        elif kind is random.Random:
             value.setstate(held)
-        elif isinstance(held, Tensor):
+        elif kind is Tensor and held is not None:
             if not _fits(value, held):
                 value.data = held.clone()
-            if self._is_written():
+            if self.is_written():
                 value.copy_(held)
-        elif isinstance(held, dict):
+        elif kind is dict:
             _refill(value, {key: item.restore() for key, item in held.items()})
-        elif isinstance(held, list):
-            value[:] = [item.restore() for item in held]
-        elif isinstance(held, tuple):
-            for item in held:
-                item.restore()
-        elif isinstance(held, set):
+        elif kind is list or kind is tuple:
+            content = [item.restore() for item in held]
+            if kind is list:
+                value[:] = content
+        elif kind is set:
             _refill(value, held)
         return value
 
     def copy(self) -> Any:
         """Return a new value with the recorded content."""
-        value, held = self.value, self.held
-        if isinstance(value, torch.Generator):
+        value, held, kind = self.value, self.held, type(self.value)
+        if kind is torch.Generator:
             generator = torch.Generator(value.device)
             generator.set_state(held)
             return generator
-        if isinstance(value, random.Random):
+        if kind is random.Random:
             drawing = random.Random()  # noqa: S311 (the network's own, copied)
             drawing.setstate(held)
             return drawing
-        if isinstance(held, Tensor):
-            return held.clone()
-        if isinstance(held, dict):
+        if kind is dict:
             return {key: item.copy() for key, item in held.items()}
-        if isinstance(held, list):
-            return [item.copy() for item in held]
-        if isinstance(held, tuple):
-            return tuple([item.copy() for item in held])
-        return set(held) if isinstance(held, set) else value
+        if kind is list or kind is tuple:
+            return kind([item.copy() for item in held])
+        if kind is set:
+            return set(held)
+        return value if held is None else held.clone()
 
 
 def _is_open(value: Any) -> bool:
@@ -201,18 +177,6 @@ class _Part(NamedTuple):
             or (self.parameters and _read_trained(self.parameters) != self.trained)
         )
 
-    def changes(self) -> Iterator[str]:
-        """Yield the names of buffers and attributes that have changed."""
-        for then, known, now in (
-            (self.own, self.known, vars(self.module)),
-            ({name: item.value for name, item in self.buffers.items()}, self.buffers, get_buffers(self.module)),
-        ):
-            for name in {**then, **now}:
-                if name in REGISTRIES:
-                    continue
-                if name not in then or name not in now or known.get(name, _Known(then[name])).is_changed(now[name]):
-                    yield name
-
     def set(self, known: dict[str, Any], buffers: dict[str, Any]) -> None:
         """Restore the module's recorded attributes and parameters, with the given values and buffers instead."""
         own = vars(self.module)
@@ -231,11 +195,7 @@ class Remembered:
     """State of a network at one moment; made by ``remember``."""
 
     def __init__(self, net: nn.Module, values: Iterable[Tensor] = ()) -> None:
-        self._paths, self._parts = [], []
-        for path, module in net.named_modules():
-            if not is_scripted(module):
-                self._paths.append(path)
-                self._parts.append(_Part.of(module))
+        self._parts = [_Part.of(module) for module in net.modules() if not is_scripted(module)]
         self._values = [(tensor, tensor.detach().clone()) for tensor in values]
 
     @property
@@ -268,10 +228,10 @@ class Remembered:
                     *({name: item.restore() for name, item in kind.items()} for kind in (part.known, part.buffers))
                 )
 
-    def changes(self) -> list[str]:
-        """Return the dotted names of the buffers and attributes that have changed."""
-        found = zip(self._paths, self._parts, strict=True)
-        return [f"{path}.{name}".lstrip(".") for path, part in found for name in part.changes()]
+    def list_written(self) -> list[str]:
+        """Return the names of buffers, and of attributes with tensors, that were written to since then."""
+        named = (item for part in self._parts for item in (*part.known.items(), *part.buffers.items()))
+        return [name for name, known in named if known.is_written()]
 
     @contextmanager
     def lent(self) -> Iterator[None]:

@@ -4,16 +4,17 @@ A recording repeats kernels, not Python, so it may replace ``forward`` only whil
 unchanged: modules and their attributes with the contents of containers, configuration objects and closures, the
 functions that run (``forward`` patched on a class or an object), hooks, the set of parameters and buffers and their
 memory, and the optimizer's settings. This is checked before every replay, while GPUs may be waiting: all identities
-are compared at once, and only changed objects are inspected.
+are compared at once, and only what differs is described anew.
 
-Globals are watched if the network's own functions name them and they can be described. Other globals, and data that
-``forward`` reads from outside of Python, cannot be watched.
+Globals are watched if the network's own functions name them and they can be described: a number, a dictionary or a
+configuration object. Other globals, and data that ``forward`` reads from outside of Python, cannot be watched.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain
 from operator import call, is_, itemgetter
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -34,7 +35,6 @@ from volseg.device.module_internals import (
 from volseg.parallel.state.description import (
     Description,
     Same,
-    See,
     UnknownError,
     Weak,
     describe,
@@ -43,7 +43,6 @@ from volseg.parallel.state.description import (
     stays,
 )
 from volseg.parallel.state.module import LEFT_OUT, is_scripted
-from volseg.parallel.state.named_globals import AllBut, is_of_library, list_globals
 
 FOLLOWED = (
     *(PARAMETERS, BUFFERS, MODULES),
@@ -54,8 +53,11 @@ FOLLOWED = (
 MADE_BY_PYTHON = frozenset({"__call__", "__getattr__"})
 """Special names of a class that may change its behaviour."""
 
+LIBRARIES = frozenset(("builtins", "torch", "torchvision", "monai", "volseg"))
+"""Packages whose networks read no globals that change."""
 
-_VALUES: Callable[[Any], Iterable[Any]] = dict.values
+MOST_LEAVES = 256
+"""Leaves of one global; comparing more would take longer than a recording saves."""
 
 
 class _Token(Enum):
@@ -87,8 +89,8 @@ class Change(NamedTuple):
 
     @property
     def is_of_tensors(self) -> bool:
-        """Whether only the identity of tensors has changed, if anything."""
-        return self.old != self.new and all(
+        """Whether only the identity of tensors has changed."""
+        return all(
             _is_tensor_or_none(old) and _is_tensor_or_none(new) and find_tensor(old) != find_tensor(new)
             for old, new in self.pairs
         )
@@ -98,128 +100,50 @@ def _is_tensor_or_none(token: Any) -> bool:
     return token is ABSENT or token == (type(None), None) or find_tensor(token) is not None
 
 
-class _Content:
-    """A member that can change inside, with its content and description."""
+class _Held(NamedTuple):
+    """One dictionary of a module, a class or an optimizer."""
 
-    def __init__(self, value: Any, found: list[Any], described: Description, see: See) -> None:
-        self._value, self._described, self._see = value, described, see
-        # Tensors in it must not be kept alive.
-        keeps = see is See.OBJECTS or not any(isinstance(leaf, Tensor) for leaf in found)
-        self._leaves = found if keeps else None
-        is_flat = keeps and type(value) in (list, tuple)
-        self._items = (
-            list(value) if is_flat and all(stays(item) or isinstance(item, Tensor) for item in value) else None
-        )
+    where: str
+    """Prefix of the names."""
+    what: Any
+    """Tells dictionaries with one prefix apart."""
+    holder: Mapping[Any, Any]
+    names: Collection[Any]
+    """Names that are watched."""
+    versions: bool = False
+    """Whether the values of tensors on hosts count: not of parameters, buffers and optimizers, which a step changes."""
+
+
+class _Open(NamedTuple):
+    """A value that can change inside, and its content."""
+
+    held: _Held
+    name: Any
+    leaves: list[Any] | None
+    """None if there are tensors among them, which must not be kept alive: features of a pass may be large."""
+    described: Description
+
+    @classmethod
+    def of(cls, held: _Held, name: Any) -> "_Open":
+        """Describe a value."""
+        leaves = list_leaves(held.holder[name])
+        keeps = not held.versions or not any(isinstance(leaf, Tensor) for leaf in leaves)
+        return cls(held, name, leaves if keeps else None, describe(leaves, held.versions))
+
+    @property
+    def key(self) -> tuple[str, Any, Any]:
+        """Key of the description."""
+        return self.held.where, self.held.what, self.name
 
     def is_same(self) -> bool:
         """Return whether the content is still the same."""
-        items = self._items
-        if items is not None and len(self._value) == len(items) and all(map(is_, self._value, items)):
-            return True
         try:
-            today = list_leaves(self._value)
-        except UnknownError:
+            today = list_leaves(self.held.holder[self.name])
+        except (KeyError, UnknownError):
             return False
-        if self._leaves is not None and len(today) == len(self._leaves) and all(map(is_, today, self._leaves)):
+        if self.leaves is not None and len(today) == len(self.leaves) and all(map(is_, today, self.leaves)):
             return True
-        return describe(today, self._see) == self._described
-
-
-class _Snapshot:
-    """Descriptions by name, with a hash that is computed once."""
-
-    __slots__ = ("_hash", "_items")
-
-    def __init__(self, described: Mapping[Any, Description]) -> None:
-        self._items = tuple(described.items())
-        self._hash = hash(self._items)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Snapshot) and self._hash == other._hash and self._items == other._items
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-class _Held:
-    """One dictionary of a module, a class or an optimizer, and its recorded content.
-
-    Parameters
-    ----------
-    where
-        Prefix of the names.
-    holder
-        The dictionary itself.
-    see
-        Properties of tensors that count.
-    left_out
-        Names that are not watched.
-    """
-
-    def __init__(self, where: str, holder: Mapping[Any, Any], see: See, left_out: Container[Any] = ()) -> None:
-        self.where, self.holder, self.see, self._left_out = where, holder, see, left_out
-        self.note()
-
-    def note(self) -> None:
-        """Record the current content."""
-        self.length = len(self.holder)
-        self.names: list[Any] = []
-        self.unknown: list[str] = []
-        self.described: dict[Any, Description] = {}
-        self.contents: list[_Content] = []
-        self.loose: list[tuple[Any, Description]] = []
-        for name, value in self.holder.items():
-            if name in self._left_out:
-                continue
-            if isinstance(value, Tensor) and self.see is not See.OBJECTS:
-                # Only the description refers to the tensor: features that a module keeps may be large.
-                self.described[name] = describe((value,), self.see)
-                self.loose.append((name, self.described[name]))
-                continue
-            self.names.append(name)
-            try:
-                found = list_leaves(value)
-            except UnknownError:
-                self.described[name] = (UNKNOWN,)
-                self.unknown.append(f"{self.where}{name}")
-                continue
-            self.described[name] = describe(found, self.see)
-            if not stays(value) and not isinstance(value, Tensor):
-                self.contents.append(_Content(value, found, self.described[name], self.see))
-        self.get: Callable[[Any], Iterable[Any]] | None = None
-        if len(self.names) == self.length and isinstance(self.holder, dict):
-            self.get = _VALUES  # quicker if all names count
-        elif self.names:
-            self.get = itemgetter(*self.names, self.names[0])
-        self.values: list[Any] = [] if self.get is None else list(self.get(self.holder))
-        self.snapshot = _Snapshot(self.described)
-
-    def is_same(self) -> bool:
-        """Return whether the dictionary holds the same objects; their contents may differ."""
-        return len(self.holder) == self.length and self._has_same_objects() and self.is_same_inside()
-
-    def is_same_inside(self) -> bool:
-        """Return whether the same objects have the same contents."""
-        holder, see = self.holder, self.see
-        return all(content.is_same() for content in self.contents) and all(
-            name in holder and isinstance(holder[name], Tensor) and describe((holder[name],), see) == described
-            for name, described in self.loose
-        )
-
-    def _has_same_objects(self) -> bool:
-        try:
-            return self.get is None or all(map(is_, self.get(self.holder), self.values))
-        except KeyError:  # one name was replaced by another
-            return False
-
-    def changes(self) -> Iterator[Change]:
-        """Record the content anew; yield the changes."""
-        before = self.described
-        self.note()
-        for name in {**before, **self.described}:
-            old, new = before.get(name, (ABSENT,)), self.described.get(name, (ABSENT,))
-            if old != new:
-                yield Change(f"{self.where}{name}", old, new)
+        return describe(today, self.held.versions) == self.described
 
 
 class Watch:
@@ -229,116 +153,133 @@ class Watch:
     ----------
     net, optimizer
         The watched objects.
-    sees_tensors
-        Whether a tensor that replaces another one, or moves in memory, is a change.
+
+    Attributes
+    ----------
+    described : dict
+        Description of each watched value at the last call.
+    unknown : list of str
+        Names of values that may change unnoticed.
     """
 
-    def __init__(self, net: nn.Module, optimizer: Optimizer | None = None, sees_tensors: bool = True) -> None:
-        self._net, self._optimizer, self._sees_tensors = net, optimizer, sees_tensors
-        self._begin()
+    def __init__(self, net: nn.Module, optimizer: Optimizer | None = None) -> None:
+        self._net, self._optimizer = net, optimizer
+        self._note()
 
-    def _begin(self) -> None:
-        self._members = [module for _, module in _name_modules(self._net)]
-        self._kinds = list(map(type, self._members))
-        self._held = list(_find_held(self._net, self._optimizer, self._sees_tensors))
-        self._children = {id(get_modules(module)) for module in self._members}
+    def _note(self) -> None:
+        """Record the current state."""
+        self.described: dict[tuple[str, Any, Any], Description] = {}
+        self.unknown: list[str] = []
+        self._open: list[_Open] = []
+        self._values: list[Any] = []
+        self._gets: list[Callable[[Any], Iterable[Any]]] = []
+        self._read: list[Mapping[Any, Any]] = []
+        named = list(_name_modules(self._net))
+        self._modules = [module for _, module in named]
+        self._kinds = list(map(type, self._modules))
+        for path, module in named:
+            self.described[f"{path}." if path else "", None, "class"] = (Same(type(module)),)
         self._own = _list_own(self._optimizer)
-        self._arrange()
+        held = list(_list_held(named, self._optimizer))
+        for each in held:
+            if each.names:
+                self._note_dictionary(each)
+        self._holders = [each.holder for each in held]
+        self._sizes = list(map(len, self._holders))
+        self._tensors = [tensor for _, tensor in name_tensors(self._net)]
+        self._places = self._list_places()
 
-    def _arrange(self) -> None:
-        """Collect the values that are compared each time."""
-        self._empty = [held.holder for held in self._held if not held.length]
-        self._full = [held.holder for held in self._held if held.length]
-        self._lengths = list(map(len, self._full))
-        reading = [held for held in self._held if held.values]
-        self._gets = [held.get for held in reading if held.get is not None]
-        self._read = [held.holder for held in reading]
-        self._values = [value for held in reading for value in held.values]
-        self._open = [held for held in self._held if held.contents or held.loose]
-        self._tensors = (
-            [(name, tensor, get_address(tensor), tensor.requires_grad) for name, tensor in name_tensors(self._net)]
-            if self._sees_tensors
-            else []
-        )
-
-    @property
-    def unknown(self) -> list[str]:
-        """Names of values that may change unnoticed."""
-        return [name for held in self._held for name in held.unknown]
+    def _note_dictionary(self, held: _Held) -> None:
+        names = []
+        for name in held.names:
+            value = held.holder[name]
+            is_held_weakly = isinstance(value, Tensor) and held.versions
+            if not is_held_weakly:
+                names.append(name)
+            try:
+                found = _Open.of(held, name)
+            except UnknownError:
+                self.described[held.where, held.what, name] = (UNKNOWN,)
+                self.unknown.append(f"{held.where}{name}")
+                continue
+            self.described[found.key] = found.described
+            if is_held_weakly or not (stays(value) or isinstance(value, Tensor)):
+                self._open.append(found)
+        if names:
+            self._gets.append(itemgetter(*names, names[0]))  # of one name it would return no tuple
+            self._read.append(held.holder)
+            self._values += self._gets[-1](held.holder)
 
     @property
     def tensors(self) -> list[Weak]:
         """The tensors in modules and in their contents."""
-        tokens = (token for held in self._held for described in held.described.values() for token in described)
+        tokens = chain.from_iterable(self.described.values())
         return [weak for token in tokens if (weak := find_tensor(token)) is not None]
-
-    @property
-    def description(self) -> Description:
-        """Description of everything watched, at the last call."""
-        places = tuple([(address, requires_grad) for _, _, address, requires_grad in self._tensors])
-        return (
-            *(tuple(map(Same, self._members)), tuple(self._kinds), places),
-            *[held.snapshot for held in self._held],
-        )
 
     def changes(self) -> list[Change]:
         """Return the changes, and record the current state."""
-        same = self._has_same_objects()
-        if same:
-            suspects = [held for held in self._open if not held.is_same_inside()]
-        else:
-            suspects = [held for held in self._held if not held.is_same()]
-        names = [held.names for held in suspects]
-        found = [change for held in suspects for change in held.changes()]
-        moved = [
-            Change(name, ((address, requires_grad),), ((get_address(tensor), tensor.requires_grad),))
-            for name, tensor, address, requires_grad in self._tensors
-            if tensor.requires_grad != requires_grad or get_address(tensor) != address
+        before = self.described
+        if not (self._has_same_objects() and self._look_inside()):
+            self._note()
+        if self.described is before:
+            return []
+        return [
+            Change(f"{key[0]}{key[2]}", old, new)
+            for key in {**before, **self.described}
+            if (old := before.get(key, (ABSENT,))) != (new := self.described.get(key, (ABSENT,)))
         ]
-        others = []
-        if not all(map(is_, _list_own(self._optimizer), self._own)):
-            others.append(Change("the optimizer's state", (), ()))  # load_state_dict creates a new one
-        if list(map(type, self._members)) != self._kinds:
-            others.append(Change("a module's class", (), ()))
-        if others or any(id(held.holder) in self._children for held in suspects):
-            self._begin()
-        elif moved or not same or names != [held.names for held in suspects]:
-            self._arrange()
-        return found + moved + others
 
     def _has_same_objects(self) -> bool:
         """Compare all identities at once."""
-        if any(self._empty) or list(map(len, self._full)) != self._lengths:
+        own = _list_own(self._optimizer)
+        if list(map(len, self._holders)) != self._sizes or list(map(type, self._modules)) != self._kinds:
+            return False
+        if len(own) != len(self._own) or not all(map(is_, own, self._own)) or self._list_places() != self._places:
             return False
         try:
             return all(map(is_, chain.from_iterable(map(call, self._gets, self._read)), self._values))
         except KeyError:  # one name was replaced by another
             return False
 
+    def _look_inside(self) -> bool:
+        """Describe what has changed inside of the same objects; return whether nothing else has changed."""
+        for place, each in enumerate(self._open):
+            if each.is_same():
+                continue
+            try:
+                self._open[place] = again = _Open.of(each.held, each.name)
+            except (KeyError, UnknownError):
+                return False
+            if find_tensor(each.described[0]) is not None and find_tensor(again.described[0]) is None:
+                return False
+            self.described = {**self.described, each.key: again.described}
+        return True
 
-def _find_held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) -> Iterator[_Held]:
+    def _list_places(self) -> list[tuple[int, bool]]:
+        return [(get_address(tensor), tensor.requires_grad) for tensor in self._tensors]
+
+
+def _list_held(named: Iterable[tuple[str, nn.Module]], optimizer: Optimizer | None) -> Iterator[_Held]:
     """Yield the dictionaries that are watched."""
-    see, registered = (See.VALUES, See.OBJECTS) if sees_tensors else (See.KINDS, See.KINDS)
     kinds: dict[type, None] = {}
-    for path, module in _name_modules(net):
+    members: list[Mapping[str, Any]] = []
+    for path, module in named:
         kinds |= dict.fromkeys(type(module).__mro__)
-        where = f"{path}." if path else ""
-        yield _Held(where, vars(module), see, LEFT_OUT)
+        where, own = f"{path}." if path else "", vars(module)
+        members.append(own)
+        yield _Held(where, "", own, own.keys() - LEFT_OUT, versions=True)
         for registry in FOLLOWED:
-            yield _Held(where, getattr(module, registry), registered)
-    for hooks in HOOKS_OF_ALL_MODULES:
-        yield _Held("the hooks of all modules, ", hooks, registered)
+            yield _Held(where, registry, getattr(module, registry), getattr(module, registry))
+    for number, hooks in enumerate(HOOKS_OF_ALL_MODULES):
+        yield _Held("the hooks of all modules, ", number, hooks, hooks)
     for kind in kinds.keys() - {object, nn.Module}:
-        by_python = {name for name in vars(kind) if name.startswith("__")} - MADE_BY_PYTHON
-        yield _Held(f"{kind.__name__}.", vars(kind), see, by_python | {"_abc_impl"})
-    members = [vars(module) for _, module in _name_modules(net)]
-    for holder, names in list_globals([*members, *(vars(kind) for kind in kinds if not is_of_library(kind))]):
-        yield _Held(f"{holder.get('__name__')}.", holder, see, left_out=AllBut(names))
+        names = [name for name in vars(kind) if not name.startswith("__") or name in MADE_BY_PYTHON]
+        yield _Held(f"{kind.__name__}.", kind, vars(kind), [name for name in names if name != "_abc_impl"], True)
+    for holder, read in _list_globals([*members, *(vars(kind) for kind in kinds if not _is_of_library(kind))]):
+        yield _Held(f"{holder.get('__name__')}.", id(holder), holder, read, versions=True)
     if optimizer is not None:
-        for group in optimizer.param_groups:
-            yield _Held("the optimizer's ", group, registered)
-        for state in optimizer.state.values():
-            yield _Held("the optimizer's ", state, registered)
+        for number, group in enumerate(chain(optimizer.param_groups, optimizer.state.values())):
+            yield _Held("the optimizer's ", number, group, group)
 
 
 def _name_modules(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -358,11 +299,63 @@ def _name_modules(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             ]
 
 
-def _list_own(optimizer: Optimizer | None) -> tuple[Any, ...]:
-    return (len(optimizer.param_groups), optimizer.param_groups, optimizer.state) if optimizer is not None else ()
+def _list_own(optimizer: Optimizer | None) -> list[Any]:
+    """Return the optimizer's dictionaries: ``load_state_dict`` creates new ones."""
+    if optimizer is None:
+        return []
+    return [*optimizer.param_groups, optimizer.state, *optimizer.state.values()]
 
 
 def name_tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers with their names."""
     yield from net.named_parameters()
     yield from net.named_buffers()
+
+
+def _list_globals(members: Iterable[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any], set[str]]]:
+    """Yield the globals of functions among ``members``, with the names that are read and can be compared.
+
+    Functions that are found under such a name are followed as well.
+
+    Parameters
+    ----------
+    members
+        Attributes of modules and of classes.
+    """
+    waiting = [each for held in members for member in held.values() for each in _list_functions(member)]
+    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    seen: set[Any] = set()
+    for function in waiting:
+        key = id(function.__globals__), function.__code__  # equal code may belong to two modules
+        if key in seen:
+            continue
+        seen.add(key)
+        holder, names = found.setdefault(id(function.__globals__), (function.__globals__, set()))
+        for name in _list_names_of(function.__code__) & holder.keys():
+            if _can_be_described(holder[name]):
+                names.add(name)
+            waiting += _list_functions(holder[name])
+    yield from found.values()
+
+
+def _is_of_library(value: Any) -> bool:
+    """Return whether a class or function belongs to one of ``LIBRARIES``."""
+    return (value.__module__ or "").partition(".")[0] in LIBRARIES
+
+
+def _list_functions(value: Any) -> list[FunctionType]:
+    """Return the Python function that a member of a class or module is, if any; none of libraries."""
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return [value] if isinstance(value, FunctionType) and not _is_of_library(value) else []
+
+
+def _list_names_of(code: CodeType) -> set[str]:
+    """Return the names that a function reads from its globals, also in functions that it defines."""
+    return set(code.co_names).union(*(_list_names_of(part) for part in code.co_consts if isinstance(part, CodeType)))
+
+
+def _can_be_described(value: Any) -> bool:
+    try:
+        return len(list_leaves(value)) <= MOST_LEAVES
+    except UnknownError:
+        return False

@@ -89,7 +89,7 @@ def observe(model: nn.Module, inputs: Sequence[Any], step: Step, steps: int = 1,
     leaves
         Whether floating-point inputs require gradients.
     """
-    net = _find_net(model)
+    net = find_net(model)
     parameters = list(net.parameters())
     optimizer = torch.optim.SGD(parameters, RATE) if parameters else None
     seen = []
@@ -102,7 +102,7 @@ def observe(model: nn.Module, inputs: Sequence[Any], step: Step, steps: int = 1,
             optimizer.zero_grad()
         values |= {f"buffer {name}": _copy(buffer) for name, buffer in net.named_buffers()}
         values |= {f"step of {name}": _copy(p) for name, p in net.named_parameters()}
-        values |= {f"attribute {name}": value for name, value in _list_attributes(net)}
+        values |= {f"attribute {name}": value for name, value in list_attributes(net)}
         seen.append(values)
     return seen
 
@@ -124,7 +124,8 @@ def _note_call(outputs: Any, arguments: Sequence[Any]) -> Values:
     return values | {f"input {index} after the call": _copy(value) for index, value in tensors.items()}
 
 
-def _find_net(model: nn.Module) -> nn.Module:
+def find_net(model: nn.Module) -> nn.Module:
+    """Return the plain network inside a parallel one, or the network itself."""
     return model.module if isinstance(model, ModelParallel) else model
 
 
@@ -147,7 +148,7 @@ def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def _list_attributes(net: nn.Module) -> Iterator[tuple[str, Any]]:
+def list_attributes(net: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the plain values and tensors that modules hold outside of the registries of ``nn.Module``."""
     registered = set(net.modules())
     for path, module in net.named_modules():
@@ -270,36 +271,6 @@ def _tell(value: Any) -> str:
         return f"a tensor {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) < 60 else f"{text[:57]}..."
-
-
-def compare(
-    plain: nn.Module,
-    sharded: nn.Module,
-    inputs: Sequence[Tensor],
-    objective: Callable[[Any], Tensor] = default_objective,
-    steps: int = 1,
-) -> dict[str, float]:
-    """Return the largest relative error of every value that training touches, by name.
-
-    Parameters
-    ----------
-    plain, sharded
-        Two networks with the same initial values; both are changed.
-    inputs
-        Their arguments.
-    objective
-        Maps outputs to a loss.
-    steps
-        Number of steps of gradient descent.
-    """
-    # Networks that were built separately may differ in attributes, such as a random filler.
-    one, other = (
-        {f"attribute {key}": held for key, held in _list_attributes(_find_net(model))} for model in (plain, sharded)
-    )
-    ignored = frozenset(compare_values(one, other).wrong)
-    theirs = observe(plain, inputs, eager_step(plain, objective), steps)
-    ours = observe(sharded, inputs, eager_step(sharded, objective), steps)
-    return name_steps([compare_values(a, b, ignored).errors for a, b in zip(theirs, ours, strict=True)])
 
 
 def name_steps(steps: Sequence[Mapping[str, _T]], first: int = 1) -> dict[str, _T]:

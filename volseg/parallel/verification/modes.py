@@ -14,8 +14,8 @@ from volseg.device.torch_internals import tree_map
 from volseg.errors import ParallelError, VolsegError
 from volseg.parallel.devices import list_gpus
 from volseg.parallel.model_parallel import ModelParallel
-from volseg.parallel.pipeline.observe.costs import observe_copy
-from volseg.parallel.pipeline.observe.trace import list_segments
+from volseg.parallel.pipeline.costs import observe_copy
+from volseg.parallel.pipeline.trace import list_segments
 from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.spatial import SpatialStrategy
 from volseg.parallel.state.random import seeded
@@ -33,6 +33,9 @@ from volseg.parallel.verification.subject import MOST, Subject, cut_pieces, name
 
 STEPS = 2
 """Number of steps: the second one uses parameters, buffers and caches that the first one has changed."""
+
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+"""Ends of the names of running statistics, which a pipeline updates from the whole batch."""
 
 RECORDED_AFTER = 3
 """Number of eager steps before a recording, for both strategies."""
@@ -123,21 +126,12 @@ class Comparison:
                 f"a volume of {self.shape} is too thin to be cut over {shards} devices, so nothing would be compared; "
                 f"give a larger shape or fewer devices"
             )
-        if len(set(placed.communicator.devices)) < len(placed.communicator.devices):
-            self.notes.append(
-                f"several shards on {placed.communicator.home} share memory: stale copies do not show there"
-            )
         return shards
 
     def _count_stages(self) -> int:
         assert self.devices is not None
         if "cuts" not in self.options:
             self.options["cuts"] = _choose_even_cuts(self.subjects[True], self.split_size, len(self.devices))
-        if self.subjects[False].mixes_samples(self.split_size):
-            self.notes.append(
-                f"eval: on micro-batches of {self.split_size} the plain network gives other outputs than on the whole "
-                f"batch (it mixes samples, or counts its calls); the pipeline is compared with it on micro-batches"
-            )
         stages = len(self.options["cuts"]) + 1
         self.devices = self.devices[:stages]
         return stages
@@ -205,21 +199,23 @@ class Comparison:
         if reason := subject.trouble or self._impossible(mode):
             return replace(result, outcome="not compared", message=reason)
         steps = STEPS + (RECORDED_AFTER if mode.recorded else 0)
-        ours, remark, failed = self._attempt(lambda: self._run(mode, subject.net, steps), result)
-        if failed is not None and failed.outcome != "failed":
-            return failed
+        ran = self._attempt(lambda: self._run(mode, subject.net, steps), result)
+        if isinstance(ran, ModeResult) and ran.outcome != "failed":
+            return ran
         # After the parallel run, which may refuse before any computation; a fault of the plain network is raised.
         key = (steps, mode.gradients, mode.split_size)
         theirs = subject.reference(*key)
-        if failed is not None:
-            return failed
+        if isinstance(ran, ModeResult):
+            return ran
+        ours, remark = ran
         first = RECORDED_AFTER if mode.recorded else 0
         found = self._find_differences(mode, theirs, ours, [self.tolerance] * steps)
         wrong = [error for difference in found for error in difference.wrong.values()]
         if wrong and max(wrong, key=lambda error: (math.isnan(error), error)) <= MOST:
             allowed = [max(self.tolerance, most) for most in subject.round_off(*key)]
             found = self._find_differences(mode, theirs, ours, allowed)
-        self._tell(mode, found[0], theirs[first], ours[first])
+        if found[0].both_nan:
+            self.notes.append(f"{mode.name}: NaN in the same places on both sides: {name_few(found[0].both_nan)}")
         return replace(result, steps=found, first=first + 1, message=remark)
 
     def _find_differences(
@@ -231,18 +227,17 @@ class Comparison:
 
     def _attempt(
         self, run: Callable[[], tuple[list[Values], str]], result: ModeResult
-    ) -> tuple[list[Values], str, ModeResult | None]:
-        """Return the result of a run; the third value describes a failure, or is None."""
+    ) -> tuple[list[Values], str] | ModeResult:
+        """Return the values and the remark of a run, or a description of its failure."""
         try:
-            return *run(), None
+            return run()
         except _NothingToCompareError as reason:
-            failed = replace(result, outcome="not compared", message=str(reason))
+            return replace(result, outcome="not compared", message=str(reason))
         except VolsegError as fault:
             self.faults.append(fault)
-            failed = replace(result, outcome="refused", message=str(fault))
+            return replace(result, outcome="refused", message=str(fault))
         except Exception as fault:  # counts as a difference: unsupported networks must raise a typed error
-            failed = replace(result, outcome="failed", message=f"{type(fault).__name__}: {fault}")
-        return [], "", failed
+            return replace(result, outcome="failed", message=f"{type(fault).__name__}: {fault}")
 
     def _impossible(self, mode: Mode) -> str:
         """Return why a mode cannot be run here; empty if it can."""
@@ -296,24 +291,12 @@ class Comparison:
         if mode.recorded and self.strategy == "spatial":  # a recording reads copies of the inputs
             return frozenset(name for name in theirs if find_kind(name) in ("input", "after"))
         if mode.split_size is not None and mode.training:
-            if found := self.subjects[True].norm_buffers():
+            if found := frozenset(name for name in theirs if name.endswith(RUNNING)):
                 self.notes.append(
                     "running statistics by micro-batches are not compared: a pipeline takes those of the whole batch"
                 )
             return found
         return frozenset()
-
-    def _tell(self, mode: Mode, difference: Difference, theirs: Values, ours: Values) -> None:
-        """Note values that are equal but unusual."""
-        unused = [
-            name.removeprefix("gradient of ")
-            for name, value in theirs.items()
-            if find_kind(name) == "gradient" and value is None and ours.get(name) is None
-        ]
-        if unused and mode.training and mode.gradients:
-            self.notes.append(f"without a gradient on either side (unused): {name_few(unused)}")
-        if difference.both_nan:
-            self.notes.append(f"{mode.name}: NaN in the same places on both sides: {name_few(difference.both_nan)}")
 
     def _repeat(self, subject: Subject) -> list[ModeResult]:
         """Compare runs of the same model with each other, if the network draws random numbers."""
@@ -328,16 +311,15 @@ class Comparison:
             again = replace(plain, options=(("checkpoint", self.levels),))
             ways.append(("one seed, recomputed or not", again, 1))
         results = [ModeResult(name=f"{plain.name}, {name}", plain=False) for name, _, _ in ways]
-        one, _, failed = self._attempt(lambda: self._run(plain, subject.original, 1, seed=1), results[0])
-        if failed is not None:
-            return [failed]
+        one = self._attempt(partial(self._run, plain, subject.original, 1, 1), results[0])
+        if isinstance(one, ModeResult):
+            return [one]
         for number, (_, mode, seed) in enumerate(ways):
-            run = partial(self._run, mode, subject.original, 1, seed)
-            other, _, failed = self._attempt(run, results[number])
-            if failed is not None:
-                results[number] = failed
+            other = self._attempt(partial(self._run, mode, subject.original, 1, seed), results[number])
+            if isinstance(other, ModeResult):
+                results[number] = other
                 continue
-            found = compare_values(one[0], other[0], tolerance=self.tolerance)
+            found = compare_values(one[0][0], other[0][0], tolerance=self.tolerance)
             results[number] = replace(results[number], steps=(found if seed == 1 else _must_differ(found),))
         return results
 

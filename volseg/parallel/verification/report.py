@@ -14,9 +14,6 @@ from volseg.parallel.verification.comparison import (
     order_worst_first,
 )
 
-SINGLE = 1e-5
-"""Errors below this value may be float32 round-off."""
-
 LISTED = 10
 """Differences listed for each mode."""
 
@@ -80,8 +77,6 @@ class Report:
         """
         if any(mode.status in ("different", "failed") for mode in self.modes):
             return "different"
-        if not self.modes:
-            return "equal" if all(error <= self.tolerance for error in self.errors.values()) else "different"
         return "equal" if any(mode.plain and mode.steps for mode in self.modes) else "not compared"
 
     @property
@@ -120,8 +115,6 @@ class Report:
         lines = [
             f"{self.shards} {self.unit} and one device are {words[self.verdict]} on a volume of {self.shape} (float64):"
         ]
-        if not self.modes:
-            return "\n".join([*lines, *_list_names(self.errors, {})])
         lines += ["", *self._make_table(), "", *self._count()]
         shared: dict[tuple[str, ...], list[str]] = {}
         for mode in self.modes:
@@ -129,11 +122,6 @@ class Report:
                 shared.setdefault(tuple(_list_names(mode.wrong, mode.reasons)), []).append(mode.name)
         for listed, names in shared.items():
             lines += [f"DIFFERENT in {'; '.join(names)}:", *listed]
-        if shared and all(error < SINGLE for mode in self.modes for error in mode.wrong.values()):
-            lines.append(
-                f"All differences are below {SINGLE:.0e}, as those of float32 are: if the network casts to float32 "
-                f"inside, pass tolerance={SINGLE:.0e}."
-            )
         lines += self._collect_messages()
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 

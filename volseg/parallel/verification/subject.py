@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from volseg.device.module_internals import DropoutNd, NormBase, get_buffers
+from volseg.device.module_internals import DropoutNd
 from volseg.errors import GridError, ParallelError
 from volseg.parallel.devices import list_gpus
 from volseg.parallel.state.random import seeded
@@ -80,17 +80,17 @@ class Subject:
         self.state = "train" if training else "eval"
         self.original = _copy(net, training).to(home)
         generator = torch.Generator().manual_seed(0)
-        volumes = [torch.randn(self.shape, dtype=torch.float64, generator=generator).to(home) for _ in range(2)]
-        self.inputs = [volumes[0], *(_double(value, home) for value in more)]
+        volume = torch.randn(self.shape, dtype=torch.float64, generator=generator).to(home)
+        self.inputs = [volume, *(_double(value, home) for value in more)]
         self.notes: list[str] = []
         self._references: dict[Any, list[Values]] = {}
         self._allowed: dict[Any, list[float]] = {}
         if other := [name or "the network" for name, m in self.original.named_modules() if m.training != training]:
             self.notes.append(f"in {'eval' if training else 'train'} mode inside {self.state}: {name_few(other)}")
-        self._probe([volumes[1], *self.inputs[1:]])
+        self._probe()
 
-    def _probe(self, others: Sequence[Any]) -> None:
-        """Test the plain network with one seed twice, with another seed, and with another input."""
+    def _probe(self) -> None:
+        """Test the plain network with one seed twice, and with another seed."""
         first, again, other = (self._forward(self.original, self.inputs, seed) for seed in (0, 0, 1))
         self.repeats, self.is_random = _is_alike(first, again), not _is_alike(first, other)
         self.net, self.trouble = self.original, ""
@@ -116,13 +116,6 @@ class Subject:
                 f"{self.state}: the network changes {inputs} in place; what is left there is compared, gradients of "
                 f"inputs are not"
             )
-        if not self.trouble:
-            elsewhere = self._forward(self.net, others, 0)
-            outputs = {n: v for n, v in first.items() if find_kind(n) == "output" and isinstance(v, Tensor)}
-            if fixed := [name for name, value in outputs.items() if _is_same(value, elsewhere.get(name))]:
-                self.notes.append(f"{self.state}: {name_few(fixed)} does not depend on the input")
-            if single := [n for n, v in outputs.items() if v.is_floating_point() and v.dtype != torch.float64]:
-                self.notes.append(f"{self.state}: {name_few(single)} is not float64, so the network casts inside")
 
     def _forward(self, net: nn.Module, inputs: Sequence[Any], seed: int) -> Values:
         model = copy.deepcopy(net)
@@ -168,27 +161,6 @@ class Subject:
         with self._own_fault(), seeded(0, list_gpus()):
             return observe(model, inputs, eager_step(call, self.objective, gradients), steps, self.leaves)
 
-    def mixes_samples(self, split_size: int) -> bool:
-        """Return whether outputs by micro-batches differ from those of the whole batch."""
-        if self.trouble:
-            return False
-        whole, parts = (self.reference(1, False, size)[0] for size in (None, split_size))
-        return any(
-            error > TOLERANCE or error != error
-            for name, error in compare_values(whole, parts).errors.items()
-            if find_kind(name) == "output"
-        )
-
-    def norm_buffers(self) -> frozenset[str]:
-        """Return the names of running statistics, which a pipeline updates from the whole batch."""
-        return frozenset(
-            f"buffer {path}.{name}" if path else f"buffer {name}"
-            for path, module in self.net.named_modules()
-            if isinstance(module, NormBase) and module.training
-            for name, buffer in get_buffers(module).items()
-            if buffer is not None
-        )
-
     @contextmanager
     def _own_fault(self) -> Iterator[None]:
         """Raise an error of the block as an error of the plain network."""
@@ -233,10 +205,6 @@ def _is_alike(one: Values, other: Values) -> bool:
     """Return whether outputs and buffers agree; GPUs may add in another order."""
     errors = compare_values(one, other).errors
     return all(error <= TOLERANCE for name, error in errors.items() if find_kind(name) in ("output", "buffer"))
-
-
-def _is_same(one: Tensor, other: Any) -> bool:
-    return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
 
 
 def name_few(names: Sequence[str]) -> str:

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from volseg.errors import ParallelError
 from volseg.parallel.devices import list_gpus
 from volseg.parallel.state.random import seeded
-from volseg.parallel.verification.comparison import TOLERANCE, compare, default_objective
+from volseg.parallel.verification.comparison import TOLERANCE, default_objective
 from volseg.parallel.verification.modes import Comparison, make_copies
-from volseg.parallel.verification.report import ModeResult, Report
-
-__all__ = ["TOLERANCE", "ModeResult", "Report", "compare", "default_objective", "verify"]
+from volseg.parallel.verification.report import Report
 
 SHARDS = 4
 """Number of shards if the machine has fewer than two GPUs."""

@@ -18,9 +18,8 @@ from volseg.device.first_order import first_order
 from volseg.device.gpus import is_gpu
 from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
-from volseg.parallel.buckets import GradientRoom, check_hooks, is_large
+from volseg.parallel.buckets import Differences, GradientRoom, LayoutNumbers, check_hooks, is_large
 from volseg.parallel.fixed_order import add_up
-from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 
 REFUSAL = (
     "the shards of a volume used {names} in a step in different ways: some shards had a gradient for it and others had "

@@ -16,9 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from volseg.device.gpus import host_values
 from volseg.device.torch_internals import find_saved_tensors_hooks, pytree
-from volseg.parallel.pipeline.flow.statistics import NORMS, FrozenStatistics, list_batch_counters, run_norm
-from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.trace import Call, Enter, Event, Leave, Operation, Trace
+from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.statistics import NORMS, FrozenStatistics, list_batch_counters, run_norm
+from volseg.parallel.pipeline.trace import Call, Operation, Trace
+from volseg.parallel.state.module import read_version
 
 DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -37,12 +38,21 @@ class Block:
 
 
 class Observer(runs.Run):
-    """Record a forward."""
+    """Record a forward.
+
+    Parameters
+    ----------
+    net
+        The network, whose calls run in the context of this object.
+    counts
+        Whether tensors for backward are counted and dropped; otherwise they are kept, for networks that differentiate
+        inside.
+    """
 
     def __init__(self, net: nn.Module, counts: bool = True) -> None:
         super().__init__()
         self._counts = counts
-        self.events: list[Event] = []
+        self.trace = Trace()
         self.made_bytes: dict[int, int] = {}
         self._paths = {module: path for path, module in net.named_modules()}
         names = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
@@ -55,10 +65,7 @@ class Observer(runs.Run):
         self._counters = list_batch_counters(net)
         self._calls: dict[str, int] = defaultdict(int)
         self._guards: list[tuple[Any, bool]] = []
-        self._aliased: set[str] = set()
-        self._written: set[str] = set()
         self._arguments: list[Block] = []
-        self._changes_arguments = False
         self._number = 0
 
     def __enter__(self) -> "Observer":
@@ -105,11 +112,11 @@ class Observer(runs.Run):
         path = self._paths[module]
         call = Call(path, self._calls[path])
         self._calls[path] += 1
-        self.events.append(Enter(call, self._list_makers((args, kwargs)), self._number_guard()))
+        self.trace.enter(call, self._list_makers((args, kwargs)), self._number_guard())
 
-    def leave(self, module: nn.Module, output: Any) -> None:  # noqa: ARG002 (calls nest)
+    def leave(self, module: nn.Module) -> None:  # noqa: ARG002 (calls nest)
         """Record the end of a module call."""
-        self.events.append(Leave())
+        self.trace.leave()
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -120,7 +127,7 @@ class Observer(runs.Run):
             return self._ask(function, args, kwargs)
         # A tensor wrapped by torch.vmap has no memory of its own.
         read = [runs.unwrap(tensor) for tensor in runs.iterate_tensors((args, kwargs))]
-        versions = [(tensor, runs.read_version(tensor)) for tensor in read]
+        versions = [(tensor, read_version(tensor)) for tensor in read]
         blocks = [self._see(tensor) for tensor in read]
         for block in blocks:
             block.read.add(self._number)
@@ -132,35 +139,25 @@ class Observer(runs.Run):
         result = function(*args, **kwargs) if result is None else result
         changed = {id(tensor) for tensor in runs.list_changed_tensors(versions)} - self._counters
         rewritten = [(tensor, block) for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed]
-        self._written.update(name for tensor, _ in rewritten if (name := self._name_owner(tensor)))
-        self._changes_arguments |= any(block in self._arguments for _, block in rewritten)
+        self.trace.written.update(name for tensor, _ in rewritten if (name := self._name_owner(tensor)))
+        self.trace.changes_arguments |= any(block in self._arguments for _, block in rewritten)
         # The functions between the differentiated tensor and the derivative stay together.
         since = [block.made for block in (blocks if differentiates else [block for _, block in rewritten])]
         named = (self._states.get(id(tensor)) or getattr(tensor, "_volseg_alias", None) for tensor in read)
         states = dict.fromkeys(name for name in named if name is not None)
         with host_values():
             is_random = not torch.equal(dice, _read_random_state(read))
-        self.events.append(
-            Operation(
-                number=self._number,
-                name=getattr(function, "__name__", ""),
-                uses=self._list_makers(read),
-                states=tuple(states),
-                changed_since=min(since, default=None),
-                is_random=is_random,
-                guard=self._number_guard(),
-            )
-        )
+        uses, oldest = self._list_makers(read), min(since, default=None)
+        self.trace.add(Operation(self._number, uses, tuple(states), oldest, is_random), self._number_guard())
         self._sign(result)
         return result
 
     def _ask(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function that only queries a tensor; record aliases of parameters and buffers."""
+        """Run a function that only queries a tensor; mark aliases of parameters and buffers."""
         result = function(*args, **kwargs)
         if isinstance(result, Tensor) and args and id(args[0]) in self._states:
             # Another tensor in the same memory: a change of it changes the parameter or buffer.
             result._volseg_alias = self._states[id(args[0])]  # type: ignore[attr-defined]
-            self._aliased.add(result._volseg_alias)  # type: ignore[attr-defined]
         return result
 
     def _sign(self, result: Any) -> None:
@@ -191,9 +188,8 @@ class Observer(runs.Run):
         """Return the trace; mark the outputs as read by the caller."""
         for tensor in runs.iterate_tensors(output):
             self._see(tensor).read.add(self._number)
-        made = self._list_makers(pytree.tree_leaves(output))
-        names = frozenset(self._aliased), frozenset(self._written)
-        return Trace(tuple(self.events), made, *names, self._changes_arguments)
+        self.trace.outputs = self._list_makers(pytree.tree_leaves(output))
+        return self.trace
 
 
 def _read_random_state(read: list[Tensor]) -> Tensor:
@@ -201,17 +197,3 @@ def _read_random_state(read: list[Tensor]) -> Tensor:
     device = read[0].device if read else torch.device("cpu")
     with host_values():
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def observe(
-    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counts: bool = True
-) -> tuple[Trace, Observer]:
-    """Run a watched network once and return its trace.
-
-    If ``counts`` is False, tensors for backward are kept instead of counted: for networks that differentiate inside.
-    """
-    with torch.enable_grad(), Observer(net, counts) as observer:
-        # Arguments that forward changes in place exist from the start.
-        observer.note_arguments((args, kwargs))
-        output = net(*args, **kwargs)
-    return observer.make_trace(output), observer

@@ -7,7 +7,7 @@ micro-batches flow back the way they came.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -17,23 +17,27 @@ from torch import Tensor, nn
 
 from volseg.device.gpus import move_in_place
 from volseg.device.module_internals import get_buffers, get_parameters
-from volseg.device.torch_internals import get_version, is_transformed, without_overrides
+from volseg.device.torch_internals import find_backward_pass, get_version, is_transformed, without_overrides
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.flow.statistics import (
+from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.statistics import (
     NORMS,
     FrozenStatistics,
-    RunningStatistics,
+    WholeBatchStatistics,
     bind_arguments,
     list_batch_counters,
     run_norm,
 )
-from volseg.parallel.pipeline.flow.transfer import PendingCopies, send, wait_for_copies
-from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.trace import Trace, list_segments, list_self_contained
+from volseg.parallel.pipeline.trace import Trace, list_segments
+from volseg.parallel.pipeline.transfer import PendingCopies, send, wait_for_copies
+from volseg.parallel.state.module import read_version
 from volseg.parallel.timeline import Timeline, get_timeline
 
 MARKS = ("_volseg_location", "_volseg_copies")
 """Attributes set on tensors."""
+
+ADDITIONS = ("add_", "__iadd__")
+"""Names of ``x.add_`` and ``x += ...``, by which a norm counts its batches."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,16 +61,15 @@ class Placement:
     """These parameters and buffers, referenced so that no other tensor gets one of the identities."""
     counters: frozenset[int] = frozenset()
     """Identities of the ``num_batches_tracked`` buffers."""
-    quiet: frozenset[nn.Module] = frozenset()
-    """Leaves whose functions are not intercepted, as no function needs a tensor from another stage."""
-    aliased: set[int] = field(default_factory=set)
-    """Identities of parameters and buffers that forward reaches under another name, such as ``.data``."""
     written: tuple[Tensor, ...] = ()
     """Parameters and buffers that forward changed in the observed call."""
     changes_arguments: bool = False
     """Whether forward changed its arguments in place in the observed call."""
     buffered: tuple[nn.Module, ...] = ()
     """Modules with buffers."""
+    aliased: set[int] = field(default_factory=set)
+    """Identities of parameters and buffers that forward has reached under another name, such as ``.data``: a change of
+    that name does not increase the version, so copies of them are valid only once."""
     has_warned: bool = False
     """Whether the warning about batch norm on micro-batches was given."""
     devices: frozenset[torch.device] = field(init=False)
@@ -88,7 +91,8 @@ class Placement:
 
     def start_late_run(self) -> "PlacedRun":
         """Return a run for a module called by itself: by the user, or by checkpoint's recomputation in backward."""
-        return PlacedRun(self, FrozenStatistics(keeps_form=True) if runs.in_backward() else None)
+        is_recomputed = find_backward_pass() != -1
+        return PlacedRun(self, FrozenStatistics(keeps_form=True) if is_recomputed else None)
 
 
 def _unmark(tensor: Tensor) -> None:
@@ -98,7 +102,7 @@ def _unmark(tensor: Tensor) -> None:
             notes.pop(name, None)
 
 
-def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[torch.device]) -> Placement:
+def place(net: nn.Module, trace: Trace, lengths: Sequence[int], devices: Iterable[torch.device]) -> Placement:
     """Assign the trace's segments, ``lengths`` at a time, to ``devices``, and move parameters and buffers there.
 
     Each tensor goes to the first stage that uses it, and keeps its identity (``.data`` is replaced), so optimizers and
@@ -131,35 +135,15 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
         gradient, state.grad = state.grad, None
         move_in_place(state, owners[id(state)].device)
         state.grad = None if gradient is None else gradient.to(state.device)
-    quiet = frozenset(modules[path] for path in _list_quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
-    aliased = {id(states[name]) for name in trace.aliased}
     written = tuple(states[name] for name in sorted(trace.written))
     buffered = tuple(module for module in net.modules() if get_buffers(module))
-    of_states = tuple(states.values()), list_batch_counters(net), quiet, aliased, written
+    of_states = tuple(states.values()), list_batch_counters(net), written
     placement = Placement(locations, dict(anchors), owners, *of_states, trace.changes_arguments, buffered)
     runs.install_hooks(net)
     weak = ref(placement)
     for module in net.modules():
         runs.latecomers[module] = weak
     return placement
-
-
-def _list_quiet(net: nn.Module, trace: Trace) -> Iterator[str]:
-    """Yield the paths of self-contained leaves, without batch norms and instance norms with running statistics."""
-    buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
-    for path, operations in list_self_contained(trace).items():
-        if not any(
-            "batch_norm" in operation.name
-            or (operation.name == "instance_norm" and buffers.intersection(operation.states))
-            for operation in operations
-        ):
-            yield path
-
-
-def _is_at_home(module: nn.Module, anchors: Mapping[nn.Module, list[Location]], owners: Mapping[int, Location]) -> bool:
-    """Return whether all calls of ``module`` are on the stage that owns its parameters and buffers."""
-    owned = {owners[id(state)] for state in (*module.parameters(), *module.buffers())}
-    return len(owned.union(anchors.get(module, ()))) == 1
 
 
 @dataclass(eq=False)
@@ -174,9 +158,6 @@ class BatchContext:
 class PlacedRun(runs.Run):
     """One micro-batch's run over the stages.
 
-    Inside leaves that the trace found self-contained, functions are not intercepted: each interception costs several
-    microseconds, which the queueing of kernels cannot spare.
-
     Parameters
     ----------
     placement
@@ -187,12 +168,10 @@ class PlacedRun(runs.Run):
         Objects that the micro-batches of a batch share.
     """
 
-    skips_quiet = True
-
     def __init__(
         self,
         placement: Placement,
-        statistics: RunningStatistics | None = None,
+        statistics: FrozenStatistics | WholeBatchStatistics | None = None,
         context: "BatchContext | None" = None,
     ) -> None:
         super().__init__()
@@ -204,7 +183,6 @@ class PlacedRun(runs.Run):
         self._received: list[tuple[Tensor, int]] = []
         self._senders: list[ref[Tensor]] = []
         self._device_before: int | None = None
-        self._quiet: nn.Module | None = None
 
     def __enter__(self) -> "PlacedRun":
         super().__enter__()
@@ -234,25 +212,10 @@ class PlacedRun(runs.Run):
         self._calls[module] = index + 1
         self.turn_to(calls[min(index, len(calls) - 1)])
         # Functions called here are no part of forward, and must not be intercepted.
-        silence = without_overrides()
-        silence.__enter__()
-        try:
+        with without_overrides():
             if self._all_here(args, kwargs):
                 return None
             return runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
-        finally:
-            if self.skips_quiet and module in self.placement.quiet and not runs.has_foreign_hooks(module):
-                self._quiet, self._silence = module, silence
-            else:
-                silence.__exit__(None, None, None)
-
-    def leave(self, module: nn.Module, output: Any) -> None:
-        """Intercept functions again."""
-        if module is self._quiet:
-            self._received.clear()
-            self._settle(output)
-            self._quiet = None
-            self._silence.__exit__(None, None, None)
 
     def turn_to(self, location: Location) -> None:
         """Continue on another stage."""
@@ -284,7 +247,7 @@ class PlacedRun(runs.Run):
                 result = run_norm(self._statistics, function, (), self._without_running(function, args, kwargs))
                 if result is not None:
                     return self._settle(result)
-            elif args and id(args[0]) in self.placement.counters and runs.adds_in_place(function):
+            elif args and id(args[0]) in self.placement.counters and getattr(function, "__name__", "") in ADDITIONS:
                 # Counted on its own device, once per batch.
                 return function(*args, **kwargs) if self._statistics.counts_batch(args[0]) else args[0]
         if not self._all_here(args, kwargs):
@@ -329,7 +292,7 @@ class PlacedRun(runs.Run):
             )
         if id(tensor) in self.placement.owners:
             # A buffer that forward has changed since then is copied again.
-            number = runs.read_version(tensor)
+            number = read_version(tensor)
             copies, key = self._context.borrowed, (id(tensor), self.here, with_grad, number)
             if id(tensor) in self.placement.aliased:
                 copies.pop(key, None)
@@ -338,7 +301,7 @@ class PlacedRun(runs.Run):
             if not hasattr(tensor, "_volseg_copies"):
                 tensor._volseg_copies = {}  # type: ignore[attr-defined]
                 self._senders.append(ref(tensor))
-            copies, key = tensor._volseg_copies, (self.here, with_grad, runs.read_version(tensor))  # type: ignore[attr-defined]
+            copies, key = tensor._volseg_copies, (self.here, with_grad, read_version(tensor))  # type: ignore[attr-defined]
         if key not in copies:
             copies[key] = self.receive(tensor)
             copies[key]._volseg_location = self.here  # type: ignore[attr-defined]
@@ -357,10 +320,7 @@ class PlacedRun(runs.Run):
         return passage.wait(copied)
 
     def _settle(self, result: Any) -> Any:
-        if isinstance(result, Tensor):
-            if result.device == self.here.device:
-                result._volseg_location = self.here  # type: ignore[attr-defined]
-            return result
+        """Locate the tensors of a result here."""
         for tensor in runs.iterate_tensors(result):
             if tensor.device == self.here.device:
                 tensor._volseg_location = self.here  # type: ignore[attr-defined]

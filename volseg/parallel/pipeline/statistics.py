@@ -18,7 +18,7 @@ References
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,16 +37,6 @@ def list_batch_counters(net: nn.Module) -> frozenset[int]:
     """Return the identities of the ``num_batches_tracked`` buffers."""
     found = (m.num_batches_tracked for m in net.modules() if isinstance(m, NormBase))
     return frozenset(id(counter) for counter in found if counter is not None)
-
-
-class RunningStatistics(Protocol):
-    """Handle norms that would update their running statistics."""
-
-    def norm(self, site: "NormSite") -> Tensor:
-        """Run a norm that uses the batch's statistics."""
-
-    def counts_batch(self, counter: Tensor) -> bool:
-        """Return whether to increase ``counter``, a ``num_batches_tracked``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,38 +202,24 @@ class WholeBatchStatistics:
             _commit(calls)
 
 
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    """Signature of a norm function."""
-
-    names: tuple[str, ...]
-    """Argument names, in order."""
-    flag: str
-    """Name of the argument that requests the batch's statistics."""
-    default: bool
-    by_instance: bool
-
-
 _PYTHON = ("input", "running_mean", "running_var", "weight", "bias")
 _NATIVE = ("input", "weight", "bias", "running_mean", "running_var")
-NORMS: dict[Any, _Norm] = {
-    F.batch_norm: _Norm((*_PYTHON, "training", "momentum", "eps"), "training", False, False),
-    F.instance_norm: _Norm((*_PYTHON, "use_input_stats", "momentum", "eps"), "use_input_stats", True, True),
-    torch.batch_norm: _Norm((*_NATIVE, "training", "momentum", "eps", "cudnn_enabled"), "training", False, False),
-    torch.instance_norm: _Norm(
-        (*_NATIVE, "use_input_stats", "momentum", "eps", "cudnn_enabled"), "use_input_stats", True, True
-    ),
+NORMS: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: (*_PYTHON, "training", "momentum", "eps"),
+    F.instance_norm: (*_PYTHON, "use_input_stats", "momentum", "eps"),
+    torch.batch_norm: (*_NATIVE, "training", "momentum", "eps", "cudnn_enabled"),
+    torch.instance_norm: (*_NATIVE, "use_input_stats", "momentum", "eps", "cudnn_enabled"),
 }
-"""Functions that update running statistics."""
+"""Functions that update running statistics, with the names of their arguments."""
 
 
 def bind_arguments(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a norm's arguments by name."""
-    return {**dict(zip(NORMS[function].names, args, strict=False)), **kwargs}
+    return {**dict(zip(NORMS[function], args, strict=False)), **kwargs}
 
 
 def run_norm(
-    statistics: RunningStatistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
+    statistics: FrozenStatistics | WholeBatchStatistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
     """Run one of ``NORMS`` under ``statistics``; return ``None`` if the call updates no statistics.
 
@@ -252,17 +228,18 @@ def run_norm(
     ParallelError
         If a batch norm gets one value per channel.
     """
-    form, given = NORMS[function], bind_arguments(function, args, kwargs)
-    if not given.get(form.flag, form.default):
+    given = bind_arguments(function, args, kwargs)
+    by_instance = "use_input_stats" in NORMS[function]
+    if not (given.get("use_input_stats", True) if by_instance else given.get("training", False)):
         return None
     shape = given["input"].shape
-    if not form.by_instance and shape.numel() == shape[1]:
+    if not by_instance and shape.numel() == shape[1]:
         raise ParallelError(
             f"a batch norm in training got an input of shape {tuple(shape)}, one value per channel, and a pipeline "
             "normalises each micro-batch by itself: take a larger split_size, batches that leave no remainder of one "
             "sample, or an instance or group norm"
         )
-    if isinstance(statistics, WholeBatchStatistics) and not form.by_instance:
+    if isinstance(statistics, WholeBatchStatistics) and not by_instance:
         statistics.splits_batch_norm = statistics.micro_batches > 1
     mean, variance = given.get("running_mean"), given.get("running_var")
     if mean is None or variance is None:
@@ -272,4 +249,4 @@ def run_norm(
         return function(**{**given, "running_mean": blank_mean, "running_var": blank_variance, "momentum": momentum})
 
     momentum = given.get("momentum", 0.1)
-    return statistics.norm(NormSite((mean, variance), momentum, form.by_instance, given["input"].device, call))
+    return statistics.norm(NormSite((mean, variance), momentum, by_instance, given["input"].device, call))

@@ -22,12 +22,12 @@ from volseg.device.fake_copies import copying_by_clones
 from volseg.device.gpus import has_values, is_gpu, move_in_place, observer
 from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
 from volseg.errors import PartitionError, VolsegError
+from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.balance import KeptActivation
 from volseg.parallel.pipeline.micro_batch import Call, copy_call
-from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Observer, observe
-from volseg.parallel.pipeline.observe.trace import Segment, Trace, list_segments
-from volseg.parallel.pipeline.plan.memory import KeptActivation
-from volseg.parallel.pipeline.plan.partition import LayerCost
+from volseg.parallel.pipeline.observer import DIFFERENTIATE, Observer
+from volseg.parallel.pipeline.partition import LayerCost
+from volseg.parallel.pipeline.trace import Segment, Trace, list_segments
 from volseg.parallel.state.random import own_random_numbers
 
 REPEATS = 2
@@ -45,8 +45,11 @@ class Measured:
     trace: Trace
     layers: tuple[LayerCost, ...]
     activations: tuple[KeptActivation, ...]
-    host_ms: float
-    """Host time to queue one micro-batch's forward; 0 where functions run on the host anyway."""
+
+
+def select(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a GPU torch's current one in the block; do nothing for other devices."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def observe_copy(
@@ -58,16 +61,17 @@ def observe_copy(
     and a network may differentiate inside.
     """
     first: Exception | None = None
-    ways = ((False, True), (False, False), (True, True), (True, False))
-    for with_hooks, counts in ways if runs.is_hooked(net) else ways[:2]:
-        probe = copy_network(net, device, with_hooks)
+    for as_user in (False, True):
+        probe = copy_network(net, device, with_hooks=as_user)
         own_args, own_kwargs = move_call((args, kwargs), device)
         try:
-            trace, observer = observe(probe, own_args, own_kwargs, counts)
+            with torch.enable_grad(), Observer(probe, counts=not as_user) as observer:
+                # Arguments that forward changes in place exist from the start.
+                observer.note_arguments((own_args, own_kwargs))
+                output = probe(*own_args, **own_kwargs)
+            return probe, observer.make_trace(output), observer
         except Exception as failure:  # the first attempt has the network's own error
             first = first or failure
-            continue
-        return probe, trace, observer
     assert first is not None
     raise first
 
@@ -125,9 +129,7 @@ def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devic
     PartitionError
         If the network cannot be copied.
     """
-    on_gpu = device.type == "cuda"
-    selected = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
-    with selected, own_random_numbers([device]):
+    with select(device), own_random_numbers([device]):
         probe, trace, observer = observe_copy(net, args, kwargs, device)
         found = list_segments(trace)
         passes = []
@@ -137,11 +139,10 @@ def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devic
                 probe(*own_args, **own_kwargs)
                 watch.finish()
             passes.append(watch.times)
-        host_ms = _measure_host_ms(probe, *move_call((args, kwargs), device)) if on_gpu else 0.0
     times = np.fmin.reduce(np.stack(passes[1:] or passes))  # NaN for segments that no timed pass ran: the path varies
     np.copyto(times, np.nanmean(times, 0), where=np.isnan(times))
     activations, layers = list_layers(net, observer, found, times.tolist())
-    return Measured(trace, tuple(layers), tuple(activations), host_ms)
+    return Measured(trace, tuple(layers), tuple(activations))
 
 
 def list_layers(
@@ -171,27 +172,11 @@ def list_layers(
             forward_ms=forward,
             backward_ms=backward,
             parameter_bytes=sum(sizes.get(name, 0) for name in part.states),
-            activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
             sent_bytes=sum(observer.made_bytes[operation] for operation in part.sends),
         )
-        for number, (part, (forward, backward)) in enumerate(zip(parts, times, strict=True))
+        for part, (forward, backward) in zip(parts, times, strict=True)
     ]
     return activations, layers
-
-
-def _measure_host_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Return the host time of one forward without saved tensors."""
-
-    def drop(tensor: Any) -> Any:  # noqa: ARG001 (a hook's signature)
-        return None
-
-    torch.cuda.synchronize()
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(drop, drop):
-        start = time.perf_counter()
-        net(*args, **kwargs)
-        elapsed = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return elapsed * 1e3
 
 
 class Stopwatch(runs.Run):

@@ -26,31 +26,10 @@ from volseg.device.module_internals import (
     FORWARD_HOOKS_WITH_KWARGS,
     FORWARD_PRE_HOOKS,
     FORWARD_PRE_HOOKS_WITH_KWARGS,
-    get_backward_hooks,
-    get_backward_pre_hooks,
-    get_forward_hooks,
     get_forward_pre_hooks,
 )
-from volseg.device.torch_internals import find_backward_pass, is_transformed, unwrap_transformed
+from volseg.device.torch_internals import is_transformed, unwrap_transformed
 from volseg.parallel.state.module import read_version
-
-__all__ = [
-    "Arguments",
-    "Run",
-    "adds_in_place",
-    "has_foreign_hooks",
-    "in_backward",
-    "install_hooks",
-    "is_hooked",
-    "iterate_tensors",
-    "keeps_place",
-    "list_changed_tensors",
-    "map_tensors",
-    "read_version",
-    "remove_hooks",
-    "set_hooks_aside",
-    "unwrap",
-]
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -82,11 +61,6 @@ def keeps_place(function: Callable[..., Any]) -> bool:
     """Return whether ``function`` only queries its tensors, or reads an attribute."""
     name = getattr(function, "__name__", "")
     return name in _QUESTIONS or name in ("__get__", "__set__", "__delete__")
-
-
-def adds_in_place(function: Callable[..., Any]) -> bool:
-    """Return whether ``function`` is ``x.add_`` or ``x += ...``."""
-    return getattr(function, "__name__", "") in ("add_", "__iadd__")
 
 
 def iterate_tensors(values: Any) -> Iterator[Tensor]:
@@ -146,8 +120,8 @@ class Run(TorchFunctionMode):
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Handle the start of a call of ``module``; may return other arguments."""
 
-    def leave(self, module: nn.Module, output: Any) -> None:
-        """Handle the end of a call of ``module``, by return or, without an output, by exception."""
+    def leave(self, module: nn.Module) -> None:
+        """Handle the end of a call of ``module``, by return or by exception."""
 
 
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -163,11 +137,11 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return run.enter(module, args, kwargs)
 
 
-def _after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (a hook's signature)
+def _after(module: nn.Module, *_: Any) -> None:
     run: Run | None = getattr(_active, "run", None)
     if run is None:
         return
-    run.leave(module, output)
+    run.leave(module)
     if run.root is module:
         run.__exit__(None, None, None)
 
@@ -212,18 +186,3 @@ def set_hooks_aside(net: nn.Module) -> Iterator[None]:
         for registry, hooks in kept:
             registry.clear()
             registry.update(hooks)
-
-
-def has_foreign_hooks(module: nn.Module) -> bool:
-    """Return whether a watched module has hooks besides these."""
-    return bool(
-        len(get_forward_pre_hooks(module)) > 1
-        or len(get_forward_hooks(module)) > 1
-        or get_backward_hooks(module)
-        or get_backward_pre_hooks(module)
-    )
-
-
-def in_backward() -> bool:
-    """Return whether this thread is inside a backward pass of autograd (checkpoint's recomputation)."""
-    return find_backward_pass() != -1

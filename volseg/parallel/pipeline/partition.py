@@ -12,6 +12,8 @@ from itertools import accumulate, pairwise
 
 MIB = 2**20
 
+PHASES = ("forward_ms", "backward_ms")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
@@ -22,8 +24,6 @@ class LayerCost:
     forward_ms: float
     backward_ms: float = 0.0
     parameter_bytes: int = 0
-    activation_bytes: int = 0
-    """Bytes kept from forward to backward here, and by no earlier layer."""
     sent_bytes: int = 0
     """Bytes made here and used by later layers."""
 
@@ -48,19 +48,9 @@ class StageCost:
         return tuple(path for layer in self.layers for path in layer.modules)
 
     @property
-    def forward_ms(self) -> float:
-        """Forward time of one micro-batch."""
-        return sum(layer.forward_ms for layer in self.layers)
-
-    @property
-    def backward_ms(self) -> float:
-        """Backward time of one micro-batch."""
-        return sum(layer.backward_ms for layer in self.layers)
-
-    @property
     def ms(self) -> float:
         """Forward and backward time of one micro-batch."""
-        return self.forward_ms + self.backward_ms
+        return sum(layer.ms for layer in self.layers)
 
     @property
     def parameter_bytes(self) -> int:
@@ -152,39 +142,18 @@ class Partition:
             paths = stage.modules
             span = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} calls)"
             memory = (f"{stage.parameter_bytes / MIB:.2f}", f"{stage.activation_bytes / MIB:.2f}")
-            times = (f"{stage.forward_ms:.3f}", f"{stage.backward_ms:.3f}")
+            forward, backward = (sum(getattr(layer, name) for layer in stage.layers) for name in PHASES)
+            times = (f"{forward:.3f}", f"{backward:.3f}")
             rows.append((str(number), stage.device, *times, *memory, span))
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
         lines = [
             "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
         ]
-        return "\n".join([*lines, *self._limits(), *self.notes])
-
-    def _limits(self) -> list[str]:
-        """Describe the layers that bound time and memory."""
-        if not self.total_ms:
-            return [f"costs not measured (cut by hand); {self.samples} samples per micro-batch"]
-        heavy, even = self.heaviest, self.total_ms / len(self.stages)
-        lines = [
-            f"one micro-batch of {self.samples}: {self.total_ms:.3f} ms in all, slowest stage "
-            f"{self.slowest_ms:.3f} ms; at most {self.total_ms / self.slowest_ms:.2f}x of one device for any "
-            "number of micro-batches"
-        ]
-        if heavy.ms > even:
-            lines.append(
-                f"{_name(heavy)} takes {heavy.ms / self.total_ms:.0%} of the time: layers cannot gain more than "
-                f"{self.total_ms / heavy.ms:.2f}x"
+        summary = f"costs not measured (cut by hand); {self.samples} samples per micro-batch"
+        if self.total_ms:
+            summary = (
+                f"one micro-batch of {self.samples}: {self.total_ms:.3f} ms in all, slowest stage "
+                f"{self.slowest_ms:.3f} ms; at most {self.total_ms / self.slowest_ms:.2f}x of one device for any "
+                "number of micro-batches"
             )
-        layers = [layer for stage in self.stages for layer in stage.layers]
-        fullest = max(layers, key=lambda layer: layer.activation_bytes)
-        kept = sum(layer.activation_bytes for layer in layers)
-        if fullest.activation_bytes * len(self.stages) > 1.3 * kept:
-            lines.append(
-                f"{_name(fullest)} keeps {fullest.activation_bytes / kept:.0%} of the activations: its device "
-                "holds that share for any cut"
-            )
-        return lines
-
-
-def _name(layer: LayerCost) -> str:
-    return layer.modules[0] if len(layer.modules) == 1 else f"{layer.modules[0]} to {layer.modules[-1]}"
+        return "\n".join([*lines, summary, *self.notes])

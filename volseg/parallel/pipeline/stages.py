@@ -15,19 +15,20 @@ import torch
 
 from volseg.device.gpus import count_free_bytes, empty_cache, is_gpu
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.observe.costs import Measured
-from volseg.parallel.pipeline.plan.balance import (
+from volseg.parallel.pipeline.balance import (
     EVEN,
+    Held,
     balance,
     balance_stages,
     choose_quickest,
-    compute_price_of_evenness,
+    compute_held_bytes,
     list_held,
     measure_unevenness,
     predict_ms,
+    sum_runs,
 )
-from volseg.parallel.pipeline.plan.memory import Held, compute_held_bytes, sum_runs
-from volseg.parallel.pipeline.plan.partition import LayerCost
+from volseg.parallel.pipeline.costs import Measured
+from volseg.parallel.pipeline.partition import LayerCost
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def plan_stages(
     limits
         Bytes available on each device.
     is_recorded
-        Whether batches will be replayed, so that the host takes no time.
+        Whether batches will be replayed, which takes more memory.
     """
     layers = measured.layers
     forward, backward = [layer.forward_ms for layer in layers], [layer.backward_ms for layer in layers]
@@ -105,7 +106,6 @@ def plan_stages(
         [fixed + micro_batches * each for fixed, each in zip(*rows, strict=True)]
         for rows in zip(states, held, strict=True)
     ]
-    host_ms = 0.0 if is_recorded else measured.host_ms
     cuts: dict[int, list[int]] = {}
     predicted: dict[int, float] = {}
     failure: PartitionError | None = None
@@ -117,10 +117,10 @@ def plan_stages(
             continue
         phases = list_held(sum_runs(forward), cuts[stages]), list_held(sum_runs(backward), cuts[stages])
         copies = _predict_copies_ms(layers, cuts[stages]) if is_gpu(devices[0]) else 0.0
-        predicted[stages] = predict_ms(*phases, micro_batches, host_ms, copies)
+        predicted[stages] = predict_ms(*phases, micro_batches, copies)
     if predicted:
         lengths = tuple(cuts[choose_quickest(predicted)])
-        note = _describe_memory(memory, lengths, forward, backward)
+        note = _describe_memory(memory, lengths)
         return StagePlan(measured, lengths, predicted, len(devices), list_held(held, lengths), note)
     # An estimate must not forbid a batch that may fit: even memory out and let the device decide.
     logger.warning("%s; cutting for even memory", failure)
@@ -128,20 +128,14 @@ def plan_stages(
     return StagePlan(measured, lengths, {}, len(devices), list_held(held, lengths))
 
 
-def _describe_memory(memory: Held, lengths: Sequence[int], forward: Sequence[float], backward: Sequence[float]) -> str:
-    """Describe the unevenness of memory, and the cost of evenness."""
+def _describe_memory(memory: Held, lengths: Sequence[int]) -> str:
+    """Describe uneven memory."""
     stages, ratio = list_held(memory, lengths), measure_unevenness(memory, lengths)
     if ratio <= EVEN:
         return ""
-    price = compute_price_of_evenness(forward, backward, memory, lengths)
     return (
         f"stage {stages.index(max(stages))} holds {max(stages) / 2**30:.2f} GiB with parameters and optimizer, "
-        f"{ratio:.2f} times the mean; "
-        + (
-            f"layers allow no {EVEN} within twice the time"
-            if price is None
-            else f"{EVEN} would take {price:.0%} more time"
-        )
+        f"{ratio:.2f} times the mean"
     )
 
 

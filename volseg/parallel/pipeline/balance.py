@@ -1,4 +1,4 @@
-"""Cut a sequence of layers into stages, and predict the time of a batch: pure arithmetic, exact.
+"""Cut a sequence of layers into stages, and predict memory and time of a batch: pure arithmetic, exact.
 
 A loss comes after the last micro-batch, so all forwards end before a backward starts::
 
@@ -12,13 +12,21 @@ together, as if they interleaved, would cost MONAI's V-Net 7 % on four stages, b
 within ``TOLERANCE`` of the fastest, the one whose fullest device holds least is taken. If that device still holds more
 than ``EVEN`` times the mean, phases slower by up to ``PRICE`` are accepted to fix that. No further time is traded: if
 memory is scarce, the devices' limits decide. Nothing here touches a module or a device.
+
+The memory of layers does not add up. A tensor that several layers keep for backward is held once by a stage with all of
+them, and once by each of the stages that share them: a skip, and the result of an in-place activation for the
+convolution behind a cut. A recorded batch holds more. A tensor that crosses a cut has memory on both sides, and so has
+its gradient, since copies between graphs need fixed addresses (``recorded_batch``): a stage that only passes a tensor
+on also holds the tensor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import torch
+
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.plan.memory import Held, sum_runs
 
 TOLERANCE = 0.02
 """Accepted slowdown of each phase, relative to the fastest, to even out memory."""
@@ -32,12 +40,76 @@ PRICE = 0.1
 # Differences of float sums differ in the last bits from sums taken in order.
 SLACK = 1 + 1e-9
 
-PRICES = (0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
-"""Slowdowns at which an even cut is searched, to report its cost."""
-
 UNLIMITED = float("inf")
 
-TINY_MS = 1e-9
+Held = Sequence[Sequence[float]]
+"""``held[start][end]``: cost of a stage of the layers [start, end), for 0 <= start < end."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptActivation:
+    """A block of memory of one micro-batch, by the numbers of the layers that use it."""
+
+    num_bytes: int
+    made: int
+    read: tuple[int, ...] = ()
+    """The number of layers itself is the caller."""
+    kept: tuple[int, ...] = ()
+    """Layers that keep it for backward."""
+
+
+def compute_held_bytes(activations: Iterable[KeptActivation], layers: int, is_recorded: bool) -> list[list[float]]:
+    """Return the bytes that each run of layers holds between forward and backward.
+
+    Examples
+    --------
+    Layer 0 makes four bytes that it keeps, and layer 1 reads and keeps:
+
+    >>> shared = KeptActivation(4, made=0, read=(1,), kept=(0, 1))
+    >>> held = compute_held_bytes([shared], layers=2, is_recorded=False)
+    >>> held[0][2], held[0][1], held[1][2]
+    (4.0, 4.0, 4.0)
+    >>> compute_held_bytes([shared], layers=2, is_recorded=True)[0][1]  # its gradient as well
+    8.0
+    """
+    ends = torch.arange(layers + 1)
+    starts = ends[:, None]
+    total = torch.zeros(layers + 1, layers + 1, dtype=torch.float64)
+    for activation in activations:
+        is_kept = _compute_any_within(activation.kept, layers)
+        if is_recorded:
+            was_received = _compute_any_within(activation.read, layers) & (activation.made < starts)
+            is_read_later = max(activation.read, default=-1) >= ends
+            is_sent = (starts <= activation.made) & (activation.made < ends) & is_read_later
+            crosses = was_received | is_sent
+            copies = (is_kept | crosses).to(total) + crosses.to(total)
+        else:
+            copies = is_kept.to(total)
+        total += activation.num_bytes * copies
+    return [list(map(float, row)) for row in total.tolist()]
+
+
+def _compute_any_within(layers: Sequence[int], count: int) -> torch.Tensor:
+    """Return, for each [start, end), whether it contains one of ``layers``."""
+    has = torch.zeros(count + 2, dtype=torch.int64)
+    has[1 + torch.tensor(sorted(set(layers)), dtype=torch.int64)] = 1
+    before = has.cumsum(0)[: count + 1]
+    return before[None, :] > before[:, None]
+
+
+def sum_runs(values: Sequence[float]) -> list[list[float]]:
+    """Return the table of an additive cost.
+
+    Examples
+    --------
+    >>> sum_runs([1.0, 2.0])[0]
+    [0.0, 1.0, 3.0]
+    """
+    before = [0.0]
+    for value in values:
+        before.append(before[-1] + value)
+    return [[end - start for end in before] for start in before]
+
 
 Found = tuple[tuple[float, ...], tuple[int, ...]]
 """Largest stage of a cut in each cost, and the cut's lengths."""
@@ -150,27 +222,6 @@ def measure_unevenness(held: Held, lengths: Sequence[int]) -> float:
     return max(stages) * len(stages) / sum(stages) if sum(stages) else 1.0
 
 
-def compute_price_of_evenness(
-    forward: Sequence[float], backward: Sequence[float], held: Held, lengths: Sequence[int]
-) -> float | None:
-    """Return the slowdown of a cut whose fullest stage holds at most ``EVEN`` times the mean.
-
-    The slowdown is relative to the phases of the cut ``lengths``; ``None`` if no cut up to twice as slow exists.
-
-    Examples
-    --------
-    >>> compute_price_of_evenness([1, 1, 1, 1], [0, 0, 0, 0], sum_runs([3, 2, 1, 1]), [2, 2])
-    0.5
-    """
-    phases, free = [sum_runs(forward), sum_runs(backward)], [UNLIMITED] * len(lengths)
-    now = [max(list_held(phase, lengths)) for phase in phases]
-    for slack in PRICES:
-        slower = _compute_least_full(phases, now, held, free, slack)
-        if measure_unevenness(held, slower) <= EVEN:
-            return sum(max(list_held(phase, slower)) for phase in phases) / max(sum(now), TINY_MS) - 1
-    return None
-
-
 def balance_stages(held: Held, stages: int) -> list[int]:
     """Return the layers per stage of the cut whose fullest stage holds least."""
     ((_, lengths),) = _compute_front([held], [[UNLIMITED] * stages], minimised=1)
@@ -211,17 +262,10 @@ def _compute_front(costs: Sequence[Held], limits: Sequence[Sequence[float]], min
     return best[-1]
 
 
-def predict_ms(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    micro_batches: int,
-    host_ms: float = 0.0,
-    copy_ms: float = 0.0,
-) -> float:
+def predict_ms(forward: Sequence[float], backward: Sequence[float], micro_batches: int, copy_ms: float = 0.0) -> float:
     """Return the time of a batch over stages.
 
-    In each phase, the first micro-batch flows through all stages, and each further one adds the slowest stage, or the
-    host's time if that is longer.
+    In each phase, the first micro-batch flows through all stages, and each further one adds the slowest stage.
 
     Parameters
     ----------
@@ -229,8 +273,6 @@ def predict_ms(
         Milliseconds of each stage for one micro-batch.
     micro_batches
         Number per batch.
-    host_ms
-        Host time to queue one micro-batch.
     copy_ms
         Time of the first micro-batch's copies between all stages.
 
@@ -239,9 +281,7 @@ def predict_ms(
     >>> predict_ms([2, 3], [4, 4], micro_batches=4)
     34.0
     """
-    return float(
-        sum(sum(stage_ms) + copy_ms + (micro_batches - 1) * max(*stage_ms, host_ms) for stage_ms in (forward, backward))
-    )
+    return float(sum(sum(stages) + copy_ms + (micro_batches - 1) * max(stages) for stages in (forward, backward)))
 
 
 def choose_quickest(candidates: dict[int, float]) -> int:

@@ -17,18 +17,21 @@ import logging
 from collections.abc import Hashable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from volseg.device.gpus import has_values, is_gpu, observer
 from volseg.device.graph import describe_inputs, read_modes
-from volseg.device.module_internals import get_backward_hooks
+from volseg.device.module_internals import HOOKS_OF_ALL_MODULES, get_backward_hooks
 from volseg.device.record_policy import Kind, Recordings
 from volseg.device.torch_internals import count_dispatch_modes
-from volseg.parallel.pipeline.flow.placement import Placement
+from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.graphs import RecordRefusedError
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch
-from volseg.parallel.pipeline.record.batch import RecordedBatch
-from volseg.parallel.pipeline.record.graphs import RecordRefusedError
-from volseg.parallel.state.attempt import Attempt
+from volseg.parallel.pipeline.placement import Placement
+from volseg.parallel.pipeline.recorded_batch import RecordedBatch
+from volseg.parallel.state.description import find_tensor
+from volseg.parallel.state.recorded import Attempt
+from volseg.parallel.state.watch import Watch
 from volseg.parallel.timeline import get_timeline
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,9 @@ MOST_RECORDINGS = 3
 
 IDLE_BATCHES = 200
 """Batches after which an unused recording may be replaced."""
+
+MOST_NUMBERS = 64
+"""Conditions of a network that are remembered."""
 
 SHOWN = 3
 """Changes named in a message."""
@@ -71,6 +77,50 @@ def identify_batch(
     return None if found is None else (*found, *read_modes(), target, condition)
 
 
+class Conditions:
+    """Number the conditions of a network, and recognise earlier ones, such as training and validation.
+
+    Attributes
+    ----------
+    form : int
+        Number of the condition at the last call, where only the dimensions of tensors count: the features that a
+        network keeps of its last batch do not change whether outputs have one row per sample.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self._net = net
+        self._watch: Watch | None = None
+        self._numbers: dict[Hashable, int] = {}
+        self._given = self._number = self.form = 0
+        self._needs_python = False
+
+    def __call__(self) -> int | None:
+        """Return the number of the network's condition; ``None`` if Python has to run each time."""
+        if self._watch is None or self._watch.changes():
+            self._watch = self._watch or Watch(self._net)
+            items = self._watch.described.items()
+            self._number = self._find_number(frozenset(items))
+            self.form = self._find_number(
+                frozenset((key, tuple(map(_without_identity, described))) for key, described in items)
+            )
+            self._needs_python = bool(self._watch.unknown) or any(HOOKS_OF_ALL_MODULES) or runs.is_hooked(self._net)
+        return None if self._needs_python else self._number
+
+    def _find_number(self, description: Hashable) -> int:
+        """Give this condition its earlier number, or a new one."""
+        if description not in self._numbers:
+            if len(self._numbers) >= MOST_NUMBERS:
+                self._numbers.clear()  # the conditions change all the time; old numbers are not used again
+            self._given += 1
+            self._numbers[description] = self._given
+        return self._numbers[description]
+
+
+def _without_identity(token: Hashable) -> Hashable:
+    tensor = find_tensor(token)
+    return token if tensor is None else (Tensor, tensor.num_dims)
+
+
 class BatchRecorder:
     """Record the kinds of batches that recur, after observing them.
 
@@ -85,13 +135,20 @@ class BatchRecorder:
         False for no recordings, True for recordings wherever they are correct, ``"auto"`` for those on GPUs.
     devices
         Devices of the pipeline.
+
+    Attributes
+    ----------
+    conditions
+        Conditions of the network.
+    is_active
+        Whether batches are recorded at all.
     """
 
     def __init__(self, net: nn.Module, record: str | bool, devices: Sequence[torch.device]) -> None:
-        self._net, self._devices = net, list(devices)
+        self._net = net
         self._on_gpus = any(map(is_gpu, devices))
         self.is_active = record is True or (record == "auto" and self._on_gpus)
-        """Whether batches are recorded at all."""
+        self.conditions = Conditions(net)
         self._modes = 0 if has_values() else count_dispatch_modes()
         warm_up = WARM_UP if has_values() else TRACED_WARM_UP
         self._recordings: Recordings[Kind[RecordedBatch]] = Recordings(
@@ -106,35 +163,30 @@ class BatchRecorder:
         """Number of lanes of each recording."""
         return [kind.recording.lanes for kind in self._recordings.kept if kind.recording is not None]
 
-    def find_kind(self, condition: Hashable | None, call: Call, target: torch.device) -> Kind[RecordedBatch] | None:
-        """Return the kind of a batch, or ``None`` if nothing can be recorded; see ``identify_batch``."""
-        key = identify_batch(condition, call, target, self._modes)
-        return None if key is None else self._recordings.find_kind(key)
-
-    def count(self, kind: Kind[RecordedBatch]) -> None:
-        """Count an eager batch."""
-        self._recordings.count(kind)
-
-    def find(self, kind: Kind[RecordedBatch], placement: Placement, batch: CutBatch) -> RecordedBatch | None:
-        """Return a usable recording for batches of this kind; make one if it is due."""
-        if get_timeline() is not None and not self._on_gpus:
-            return None  # a host's recording notes no times
-        if kind.recording is None and not self._record(kind, placement, batch):
+    def find(self, placement: Placement, batch: CutBatch) -> RecordedBatch | None:
+        """Return a usable recording for batches of this kind, made if it is due; otherwise count an eager batch."""
+        if not self.is_active:
             return None
-        found: RecordedBatch | None = kind.recording
-        return self._recordings.use(kind) if found is not None and found.is_free else None
+        key = identify_batch(self.conditions(), batch.call, batch.target, self._modes)
+        if key is None:
+            return None
+        kind = self._recordings.find_kind(key)
+        # A host's recording notes no times.
+        if get_timeline() is None or self._on_gpus:
+            if kind.recording is None and self._recordings.is_warm(kind) and self._recordings.make_room():
+                self._record(kind, placement, batch)
+            if kind.recording is not None and kind.recording.is_free:
+                found: RecordedBatch = self._recordings.use(kind)
+                return found
+        self._recordings.count(kind)
+        return None
 
-    def _record(self, kind: Kind[RecordedBatch], placement: Placement, batch: CutBatch) -> bool:
-        """Record a kind of batches, if it is due; return whether a recording was made."""
-        if not self._recordings.is_warm(kind) or not self._recordings.make_room():
-            return False
+    def _record(self, kind: Kind[RecordedBatch], placement: Placement, batch: CutBatch) -> None:
         try:
             self._recordings.keep(kind, self._attempt(placement, batch))
         except Exception as failure:  # a recording that fails costs speed, not the run
             logger.warning("micro-batches run kernel by kernel, since recording them failed: %s", failure)
             self._recordings.refuse(str(failure), kind)
-            return False
-        return True
 
     def _attempt(self, placement: Placement, batch: CutBatch) -> RecordedBatch:
         """Record without side effects."""
@@ -146,10 +198,10 @@ class BatchRecorder:
         observer().on_mark("record_pipeline")
         # Recorded GPU work draws from the GPUs' generators, which a recording does not advance.
         with Attempt(self._net, written=placement.written) as attempt:
-            recorded = RecordedBatch(
-                self._net, placement, batch, choose_lanes(len(placement.locations), len(batch.calls))
-            )
-            if changed := attempt.network.changes():
+            watch = Watch(self._net)
+            lanes = choose_lanes(len(placement.locations), len(batch.calls))
+            recorded = RecordedBatch(self._net, placement, batch, lanes)
+            if changed := [*(change.name for change in watch.changes()), *attempt.network.list_written()]:
                 raise RecordRefusedError(f"forward changes {', '.join(changed[:SHOWN])}, which a replay would not")
             if attempt.random.foreign_moved():
                 raise RecordRefusedError("forward draws random numbers of Python or NumPy, which a replay would not")

@@ -31,12 +31,12 @@ from volseg.device.torch_internals import (
     pytree,
 )
 from volseg.errors import ParallelError
-from volseg.parallel.pipeline.flow.placement import BatchContext, Placement, mark_return
-from volseg.parallel.pipeline.flow.transfer import copy_between
+from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.graphs import CountedStatistics, Lanes, RecordedRun, RecordRefusedError, RefusedOperations
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join, split
-from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.record.graphs import Lanes, RecordRefusedError
-from volseg.parallel.pipeline.record.recorded_run import CountedStatistics, RecordedRun, RefusedOperations
+from volseg.parallel.pipeline.placement import BatchContext, Placement, mark_return
+from volseg.parallel.pipeline.transfer import copy_between
+from volseg.parallel.state.module import read_version
 from volseg.parallel.timeline import Timeline, get_timeline
 
 
@@ -132,7 +132,7 @@ class RecordedBatch:
     def _record_forward(self) -> tuple[Callable[[], None], list[Any]]:
         """Record every micro-batch; keep its outputs, return the replay and the joined outputs' tensors."""
         self._roots: list[_Output] = []
-        given = [(tensor, runs.read_version(tensor)) for tensor in self._inputs]
+        given = [(tensor, read_version(tensor)) for tensor in self._inputs]
         replay, homes = self._lanes.record(self._run_forward)
         if runs.list_changed_tensors(given):
             raise RecordRefusedError("forward changes its arguments in place")
@@ -299,7 +299,7 @@ class _Replayed(torch.autograd.Function):
             ctx.ticket = _Ticket()
             recorded._ticket = weakref.ref(ctx.ticket)
         ctx.set_materialize_grads(False)
-        ctx.versions = list(map(runs.read_version, recorded.parameters))
+        ctx.versions = list(map(read_version, recorded.parameters))
         outputs = recorded.replay_forward(tensors[:num_inputs])
         ctx.mark_non_differentiable(*recorded.list_non_differentiable(outputs))
         return outputs
@@ -312,7 +312,7 @@ class _Replayed(torch.autograd.Function):
                 "backward through a recorded pipeline ran a second time, and its activations are gone; for "
                 "retain_graph=True use ModelParallel(..., record=False)"
             )
-        if list(map(runs.read_version, ctx.recorded.parameters)) != ctx.versions:
+        if list(map(read_version, ctx.recorded.parameters)) != ctx.versions:
             raise ParallelError(
                 "a parameter was changed in place between forward and backward of a recorded pipeline, which would "
                 "compute gradients with its new values; change it after backward"

@@ -1,15 +1,16 @@
-"""Run replicas of a pipeline, whose gradients torch's ``DistributedDataParallel`` sums.
+"""The strategies of one replica: a plain network on one device, and a pipeline.
 
 The stages of a pipeline are recorded with the parameters themselves, so stand-ins cannot replace them (see
-``gradient_sums``); torch's hooks on the parameters work instead. DistributedDataParallel averages, which is right for
-gradients of several backward passes too; each gradient is first multiplied by the number of replicas, so that the mean
-is the sum.
+``gradient_sums``); torch's ``DistributedDataParallel`` works instead, by hooks on the parameters. It averages, which is
+right for gradients of several backward passes too; each gradient is first multiplied by the number of replicas, so that
+the mean is the sum.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,81 @@ from torch.overrides import TorchFunctionMode
 from volseg.device.compiler_internals import watching_scripts
 from volseg.device.gpus import has_values, observer
 from volseg.device.module_internals import NormBase
-from volseg.device.torch_internals import find_backward_pass, tree_map_only
+from volseg.device.torch_internals import find_backward_pass, tree_flatten, tree_map_only, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
-from volseg.parallel.norms import check_script, name_batch_norm
+from volseg.parallel.gradient_sums import GradientSums
+from volseg.parallel.norms import check_script, name_batch_norm, norms_over_replicas
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
 
 BUCKET_LIMITS = (2**20, 25 * 2**20)
 """Bytes at which a bucket is full: the first bucket of a device, and the others."""
+
+
+class OneDevice:
+    """The strategy of a plain network on one device: its own ``forward``, with torch's kernels."""
+
+    is_shared = False
+    is_recordable = True
+    is_replaying = False
+    group = None
+
+    def __init__(self, net: nn.Module, replicas: Replicas) -> None:
+        devices = {tensor.device for tensor in (*net.parameters(), *net.buffers())}
+        if len(devices) > 1:
+            raise ParallelError(
+                f"the network is on {', '.join(sorted(map(str, devices)))}; move it to one device, or place it by "
+                "ModelParallel(net, strategy='pipeline')"
+            )
+        self.net, self.replicas = net, replicas
+        self.step_devices = [next(iter(devices), torch.device("cpu"))]
+        self.sums: GradientSums | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network; the backward pass of its outputs sums the gradients."""
+        with norms_over_replicas(self.replicas) if self._shares_norms else nullcontext():
+            marked = self.sums.mark(self.net) if self.sums is not None and torch.is_grad_enabled() else None
+            if marked is None:
+                return self.net(*args, **kwargs)
+            with marked.used(self.net):
+                result = self.net(*args, **kwargs)
+        leaves, structure = tree_flatten(result)
+        marked.check_outputs(leaves)
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for place, tensor in zip(places, marked.tie([leaves[place] for place in places]), strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, structure)
+
+    @property
+    def _shares_norms(self) -> bool:
+        # A network in evaluation may contain a norm in training: by its mode, or by an argument in forward.
+        return self.replicas.count > 1 and (self.net.training or torch.is_grad_enabled())
+
+    @property
+    def partition(self) -> str:
+        """Assignment of layers to devices."""
+        return f"the network on {self.step_devices[0]}"
+
+    @property
+    def volumes(self) -> NoReturn:
+        """Raise a ParallelError: volumes are whole here.
+
+        Raises
+        ------
+        ParallelError
+            Always.
+        """
+        raise ParallelError("volumes are cut for strategy='spatial', and each replica of this network has whole ones")
+
+    def prepare_recording(self) -> list[torch.Generator]:
+        """Prepare a CUDA graph of a step: nothing to do."""
+        return []
+
+    def replaying(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
+        """Replay in this block: nothing to do."""
+        assert not generators
+        return nullcontext()
 
 
 class Piped:

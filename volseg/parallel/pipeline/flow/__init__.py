@@ -1,1 +1,0 @@
-"""Run micro-batches over the devices."""

@@ -1,1 +1,0 @@
-"""Trace a forward pass: calls, their order and their cost."""

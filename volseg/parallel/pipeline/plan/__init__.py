@@ -1,1 +1,0 @@
-"""Choose the cuts of a network: pure arithmetic over measured costs."""

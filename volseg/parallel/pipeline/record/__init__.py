@@ -1,1 +1,0 @@
-"""Capture the work of a batch on each stage, and replay it."""
