@@ -76,8 +76,6 @@ class Context:
         belong to a checkpoint in the network's own code.
     cuts_large
         Whether a large ordinary tensor was cut, such as a mask of windows: later ones wait (see ``lazy.uncut``).
-    groups
-        Number of planes that windows took of tokens ``(B, D, H, W, C)``, by cut dims and planes.
     """
 
     def __init__(
@@ -101,9 +99,8 @@ class Context:
         self.copies: Copies | None = None
         self.hooks: Any = None
         self.cuts_large = False
-        self.groups: dict[tuple[tuple[int, ...], int], int] = {}
         # Not a WeakSet: it compares its members, and comparing volumes is an operator.
-        self._waiting: list[Callable[[], Any]] = []
+        self._waiting: list[weakref.ref[Any]] = []
         self._said: set[str] = set()
         self._plans: dict[Hashable, Any] = {}
         self._alone = communicator.devices[0] if len(communicator.devices) == 1 else None
@@ -126,14 +123,7 @@ class Context:
     def forward_pass(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Run a forward pass with these parameters: each is copied, and its gradient summed, once."""
         with self.using(Copies(self.communicator, parameters)), self.own_hooks():
-            try:
-                yield
-            finally:
-                # What reads messages is written only if it is read: other processes may not have it any more.
-                for volume in [waiting() for waiting in self._waiting]:
-                    if volume is not None and volume.pending.reads_messages:
-                        volume.pending.wait_for_readers()
-                self.forget_written()
+            yield
 
     @contextmanager
     def using(self, copies: Copies) -> Iterator[None]:
@@ -221,22 +211,9 @@ class Context:
         return self._plans[key]
 
     def defer(self, volume: Any) -> None:
-        """Remember a volume whose slabs wait for the next operator.
-
-        A volume that is written from messages is kept until the forward pass ends: otherwise processes would write
-        different volumes, depending on garbage collection, and wait for each other.
-        """
-        self.forget_written()
-        self._waiting.append((lambda: volume) if volume.pending.reads_messages else weakref.ref(volume))
-
-    def forget_written(self) -> None:
-        """Drop the volumes that need not be written any more."""
-        found = [(waiting, waiting()) for waiting in self._waiting]
-        self._waiting = [
-            waiting if isinstance(waiting, weakref.ref) or volume.pending.reads_messages else weakref.ref(volume)
-            for waiting, volume in found
-            if volume is not None
-        ]
+        """Remember a volume whose slabs wait for the next operator."""
+        self._waiting = [waiting for waiting in self._waiting if waiting() is not None]
+        self._waiting.append(weakref.ref(volume))
 
     def change(self, volume: Any) -> None:
         """Count an in-place change of a volume, as torch does; write the waiting volumes before.
@@ -263,7 +240,7 @@ class Context:
     def write_waiting(self) -> None:
         """Write the waiting volumes before a tensor that they depend on loses its history."""
         for other in self._take_waiting():
-            other.pending.settle_with_history(other)
+            other.settle()
 
     def _take_waiting(self) -> list[Any]:
         waiting, self._waiting = self._waiting, []

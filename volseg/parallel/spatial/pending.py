@@ -92,11 +92,6 @@ class Pending(ABC):
     __slots__ = ()
     parts: list[list[Tensor]] | None = None
 
-    @property
-    def reads_messages(self) -> bool:
-        """Whether the slabs will be written from messages of other processes, before any in-place change."""
-        return False
-
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "Waiting | None":
         """Return the state with an activation included, or None if it cannot be included.
 
@@ -117,13 +112,6 @@ class Pending(ABC):
 
     def settle_apart(self, volume: "ShardedVolume") -> None:
         """Write waiting slabs before an in-place change of any tensor: values that torch drops must not be kept."""
-        self.settle(volume)
-
-    def wait_for_readers(self) -> None:  # noqa: B027  (most read no messages)
-        """Write slabs from messages only when they are read: after the forward pass others may not have them."""
-
-    def settle_with_history(self, volume: "ShardedVolume") -> None:
-        """Write waiting slabs before any tensor loses its history."""
         self.settle(volume)
 
     @abstractmethod

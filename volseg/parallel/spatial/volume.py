@@ -318,21 +318,6 @@ class _SameSlabs(Waiting):
         if not isinstance(self.volume.pending, Waiting):
             self.settle(volume)
 
-    def settle_with_history(self, volume: ShardedVolume) -> None:
-        """Write the other volume if it must be."""
-        self.volume.pending.settle_with_history(self.volume)
-        if not isinstance(self.volume.pending, Waiting):
-            self.settle(volume)
-
-    @property
-    def reads_messages(self) -> bool:
-        """Whether the other volume is written from messages."""
-        return self.volume.pending.reads_messages
-
-    def wait_for_readers(self) -> None:
-        """Let the other volume wait too."""
-        self.volume.pending.wait_for_readers()
-
 
 def share_later(volume: ShardedVolume) -> ShardedVolume:
     """Return a volume of the same slabs; a pending one stays pending."""

@@ -19,14 +19,13 @@ from volseg.parallel.spatial.lazy.waiting_scores import (
     AddendPlace,
     WaitingScores,
     find_cut,
-    give_both_whole,
     is_cut_once,
     list_shapes,
 )
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import PLAIN, Written
 from volseg.parallel.spatial.versions import Unchanged
-from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.spatial.volume import ShardedVolume, give_whole
 
 
 def attend(weights: Any, values: Any) -> ShardedVolume | None:
@@ -51,21 +50,20 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
     # The weights must have the shape and the cut of the product of queries and keys.
     if values.context is not context or not cut_alike or weights.shape[:-2] != steps.sizes:
         return None
-    if values.dtype != steps.key.dtype or (waiting.autocast is None and weights.dtype != values.dtype):
+    if values.dtype != steps.keys[0].dtype or (waiting.autocast is None and weights.dtype != values.dtype):
         return None
     cut = find_cut(weights, values, tokens, tokens)
-    if cut is None or values.shape[:-1] != (*steps.sizes, steps.key.shape[-2]):
+    if cut is None or values.shape[:-1] != (*steps.sizes, weights.shape[-1]):
         return None
-    features, last = steps.key.shape[-1], values.shape[-1]
+    features, last = steps.keys[0].shape[-1], values.shape[-1]
     for *outer, rows, columns in list_shapes(weights):
         if not attention.fits((*outer, rows, features), (*outer, columns, features), (*outer, columns, last)):
             return None
     waiting.check()
-    plain = ShardedVolume(given, values.dims, values.shape, context, values.merged)
-    keys, given = give_both_whole(steps.key, plain) if cut.gathers else (steps.key.slabs, given)
+    given = give_whole(values) if cut.gathers else given
     places, terms = ([*zip(*columns, strict=True)] or [()] * len(given) for columns in (steps.places, steps.terms))
     results = []
-    for *row, own_places, own_terms in zip(steps.queries, keys, given, places, terms, strict=True):
+    for *row, own_places, own_terms in zip(steps.queries, steps.keys, given, places, terms, strict=True):
         lines = [tensor if tensor.ndim == 4 else tensor.unsqueeze(1) for tensor in row]
         result = _Attend.apply(*lines, steps.factor, own_places, *own_terms)
         results.append(result if row[0].ndim == 4 else result.squeeze(1))
@@ -76,7 +74,6 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
         own.is_taken = True
         step.is_bypassed = step.is_bypassed or torch.is_grad_enabled()
         step = own.before
-    context.forget_written()
     attended = ShardedVolume(results, (cut.dim,), (*weights.shape[:-1], values.shape[-1]), context, cut.merged)
     if any(result.requires_grad for result in results):
         attended.pending = KeptResult(None, Unchanged(()))

@@ -31,7 +31,6 @@ from volseg.parallel.spatial.lazy.waiting_scores import (
     find_cut,
     is_cut_once,
     list_shapes,
-    transpose_last,
 )
 from volseg.parallel.spatial.recipe import outline_slab
 from volseg.parallel.spatial.versions import Unchanged
@@ -79,22 +78,22 @@ def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, 
     queries, given = query.slabs, key.slabs
     if not all(map(_has_kernel, queries)) or any(slab.is_inference() for slab in (*queries, *given)):
         return None  # torch does not count their in-place changes
-    lying = ShardedVolume(given, key.dims, key.shape, key.context, key.merged)
-    turning = lying if turned else transpose_last(lying)
-    shapes = [(*size[:-1], turning.shape[-2]) for size in list_shapes(query)]
-    sides = list_shapes(query), list_shapes(turning, gathered=cut.gathers)
-    if query.shape[-1] != key.shape[inner] or not all(map(attention.fits, *sides)):
+    shapes = [(*size[:-1], key.shape[tokens]) for size in list_shapes(query)]
+    lines = [(*size[:-2], size[tokens], size[inner]) for size in list_shapes(key, gathered=cut.gathers)]
+    if query.shape[-1] != key.shape[inner] or not all(map(attention.fits, list_shapes(query), lines)):
         return None
     if active_autocast_dtype(queries[0]) not in (None, query.dtype):
         return None
+    gathered = give_whole(key) if cut.gathers else given
 
     def compute_all(slabs: Sequence[Tensor]) -> list[Tensor]:
-        return list(map(compute, slabs, give_whole(lying) if cut.gathers else given))
+        return list(map(compute, slabs, gathered))
 
     own = [shapes[number] for number in query.context.communicator.indices]
     stand_ins = [outline_slab(size, slab.dtype, slab.device) for size, slab in zip(own, queries, strict=True)]
-    shape = (*query.shape[:-1], turning.shape[-2])
-    steps = Steps(tuple(queries), turning, tuple(shape[:-2]), cut)
+    shape = (*query.shape[:-1], key.shape[tokens])
+    keys = tuple(own if turned else own.transpose(-2, -1) for own in gathered)
+    steps = Steps(tuple(queries), keys, tuple(shape[:-2]), cut)
     waiting = WaitingScores(steps, None, compute_all, stand_ins, Unchanged((*queries, *given)))
     return defer(waiting, (cut.dim,), shape, query.context, cut.merged)
 

@@ -20,7 +20,7 @@ from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.recipe import Recipe
 from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.versions import Unchanged
-from volseg.parallel.spatial.volume import ShardedVolume, give_whole
+from volseg.parallel.spatial.volume import ShardedVolume
 
 
 def is_cut_once(volume: Any) -> bool:
@@ -73,26 +73,6 @@ def list_shapes(volume: ShardedVolume, *, gathered: bool = False) -> list[tuple[
     return [(*volume.shape[:dim], extent, *volume.shape[dim + 1 :]) for extent in extents]
 
 
-def transpose_last(volume: ShardedVolume) -> ShardedVolume:
-    """Return a written volume with its last two dims swapped."""
-    order = [*range(volume.ndim - 2), volume.ndim - 1, volume.ndim - 2]
-    slabs = [slab.transpose(-2, -1) for slab in volume.slabs]
-    dims, shape = [order[dim] for dim in volume.dims], [volume.shape[dim] for dim in order]
-    return ShardedVolume(slabs, dims, shape, volume.context, volume.merged)
-
-
-def give_both_whole(first: ShardedVolume, second: ShardedVolume) -> tuple[list[Tensor], list[Tensor]]:
-    """Give each shard two whole volumes, in one message if they have the same form."""
-    same_form = (first.dims, first.merged, first.shape) == (second.dims, second.merged, second.shape)
-    if not same_form or first.dtype != second.dtype:
-        return give_whole(first), give_whole(second)
-    slabs = [torch.stack(pair) for pair in zip(first.slabs, second.slabs, strict=True)]
-    dims = [dim + 1 for dim in first.dims]
-    both = ShardedVolume(slabs, dims, (2, *first.shape), first.context, first.merged)
-    pairs = [slab.unbind(0) for slab in give_whole(both)]
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-
 Compute = Callable[[Sequence[Tensor]], list[Tensor]]
 """Computes a step from the slabs of the previous step."""
 
@@ -114,8 +94,8 @@ class Steps:
     ----------
     queries
         ``(..., N, F)`` of each slab.
-    key
-        ``(..., M, F)``, not gathered yet.
+    keys
+        ``(..., M, F)`` for each slab: its own, or all if the tokens are cut.
     sizes, cut
         Sizes of the whole product in front of its last two dims, and its cut.
     factor
@@ -127,7 +107,7 @@ class Steps:
     """
 
     queries: tuple[Tensor, ...]
-    key: ShardedVolume
+    keys: tuple[Tensor, ...]
     sizes: tuple[int, ...]
     cut: Cut
     factor: float = 1.0
@@ -161,10 +141,6 @@ class WaitingScores(Waiting):
     ----------
     is_taken
         Whether a product with values was computed together with it.
-    is_alone
-        Whether it is written only when it is read, because its forward pass is over.
-    is_stale
-        Whether a tensor, perhaps a source of this step, has lost its history since.
     written
         The written slabs, if any: an in-place change of them changes the input of later steps.
     """
@@ -187,7 +163,7 @@ class WaitingScores(Waiting):
         self.earlier = None if before is None else before.pending
         self.moment = Moment([term for term in chain(*steps.terms) if term.is_leaf])
         self.autocast = active_autocast_dtype(self.stand_ins[0])
-        self.is_taken = self.is_alone = self.is_stale = False
+        self.is_taken = False
         self.written: Unchanged | None = None
 
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
@@ -200,11 +176,6 @@ class WaitingScores(Waiting):
     def check(self) -> None:
         """Refuse to write from changed tensors, including scores that were read and changed in the meantime."""
         super().check()
-        if self.is_stale:
-            raise UnsupportedOperatorError(
-                "scores of attention are read after a tensor was detached in place, which they may be computed from; "
-                "use detach(), or read them before"
-            )
         step = self.earlier
         while isinstance(step, WaitingScores):
             if step.written is not None and not step.written.holds():
@@ -222,23 +193,7 @@ class WaitingScores(Waiting):
 
     def settle_apart(self, volume: ShardedVolume) -> None:
         """Write, unless a product included the step: it is rarely read again, and invalid reads are refused."""
-        if not self.is_taken and not self.is_alone:
-            self.settle(volume)
-
-    @property
-    def reads_messages(self) -> bool:
-        """Whether this step gathers keys before any in-place change."""
-        return self.steps.cut.gathers and not self.is_taken and not self.is_alone
-
-    def wait_for_readers(self) -> None:
-        """Write the step only when it is read: other processes may not have it any more."""
-        self.is_alone = True
-
-    def settle_with_history(self, volume: ShardedVolume) -> None:
-        """Write the step, unless only a reader may gather its keys: other processes may not have it any more."""
-        if self.steps.cut.gathers and not self.reads_messages:
-            self.is_stale = True
-        else:
+        if not self.is_taken:
             self.settle(volume)
 
     def is_now(self) -> bool:

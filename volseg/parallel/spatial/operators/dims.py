@@ -189,8 +189,6 @@ def _merged_or_split(
             return None
         if not can_split(extent, shards):
             return volume.full_tensor().reshape(target)
-        if cut == 1:
-            context.groups[volume.dims, planes] = group
         slabs = context.communicator.fetch(volume.slabs, Fetch(0, cut, planes, spans(planes, shards, group)))
         shape = (*volume.shape[:cut], extent, group, *volume.shape[cut + 1 :])
         slabs = [slab.unflatten(cut, (slab.shape[cut] // group, group)) for slab in slabs]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from volseg.device.gpus import host_values
 from volseg.device.torch_internals import get_storage_key
-from volseg.parallel.spatial.context import saved_tensors_hooks
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -21,9 +20,6 @@ from volseg.parallel.spatial.plan.shards import Fetch, spans
 from volseg.parallel.spatial.plan.windows import ChosenPlanes, Strided, Window
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
-
-KEEPS_BITS_ON_CPU = True
-"""Whether passes on CPUs are bit-identical whatever ran before, as a resumed training promises."""
 
 
 @handles("Padding and mirroring", "F.pad", "nn.pad", merged=True)
@@ -79,9 +75,8 @@ def _pad_cut(
             numbers = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
             planes = F.pad(numbers, (before, after), mode=mode).flatten().tolist()
             window = ChosenPlanes(tuple(map(int, planes)))
-    unit = _find_group(volume, outputs) if mode == "constant" else 1
     plans = [
-        AxisPlan(window, outputs, value, tuple(inside), unit) if cut == dim else AxisPlan(Strided(), planes)
+        AxisPlan(window, outputs, value, tuple(inside)) if cut == dim else AxisPlan(Strided(), planes)
         for cut, planes in zip(volume.dims, volume.sizes, strict=True)
     ]
     axis = volume.dims.index(dim)
@@ -98,19 +93,6 @@ def _pad_cut(
         return F.pad(tensor, widths, mode=mode, value=value) if mode == "constant" else F.pad(tensor, widths, mode=mode)
 
     return sharded_windows(volume, plans, local, whole)
-
-
-def _find_group(volume: ShardedVolume, outputs: int) -> int:
-    """Return how many padded planes stay together: those of a window, if windows were taken of as many planes before.
-
-    It is 1 in a recomputed block, which must repeat a run that did not know the windows yet. It is also 1 if passes
-    must be bit-identical whatever ran before: random numbers and the order of sums depend on the layout.
-    """
-    context = volume.context
-    is_repeated = context.frugal or saved_tensors_hooks() is not context.hooks
-    keeps_bits = context.communicator.fixed_order or torch.are_deterministic_algorithms_enabled()
-    keeps_bits = keeps_bits or (KEEPS_BITS_ON_CPU and context.communicator.home.type == "cpu")
-    return 1 if is_repeated or keeps_bits else context.groups.get((volume.dims, outputs), 1)
 
 
 @handles("Padding and mirroring", "fliplr", "flipud", merged=True)

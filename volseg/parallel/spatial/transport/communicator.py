@@ -27,7 +27,6 @@ from torch import Tensor
 from volseg.device.norm.choice import compute_shares
 from volseg.device.peer.values import ValueExchange
 from volseg.parallel.spatial.plan.shards import Fetch, Span, spans
-from volseg.parallel.spatial.transport.pieces import pad_slabs
 
 
 class Communicator(ABC):
@@ -110,22 +109,6 @@ class Communicator(ABC):
 
         An unchanged slab is returned itself: the gradient of a view of it would be copied.
         """
-
-    def fetch_padded(
-        self, slabs: Sequence[Tensor], plan: Fetch, widths: Sequence[Sequence[int]], fill: float
-    ) -> list[Tensor]:
-        """Give each shard its wanted planes, in the middle of a margin: one copy, if planes move.
-
-        Parameters
-        ----------
-        slabs, plan
-            See ``fetch``.
-        widths
-            Widths of each slab's margin, in the order of ``F.pad``.
-        fill
-            Value in the margin.
-        """
-        return pad_slabs(self.fetch(slabs, plan), widths, fill)
 
     def take_own(
         self, slabs: Sequence[Tensor], plan: Fetch, take: Callable[..., Tensor] = Tensor.narrow

@@ -21,8 +21,8 @@ from volseg.device.triton_tiles import takes
 from volseg.parallel.fixed_order import add_up
 from volseg.parallel.spatial.plan.shards import Fetch
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
-from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages, NearPlanes, is_near
-from volseg.parallel.spatial.transport.pieces import allocate_whole, join_pieces, start_total, view_inside
+from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
+from volseg.parallel.spatial.transport.pieces import join_pieces, start_total
 from volseg.parallel.spatial.transport.shared_parameters import SharedParameters
 
 
@@ -94,55 +94,32 @@ class ProcessGroupShards(Communicator):
 
     def fetch(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
         """Exchange planes with their owners; see ``Communicator``."""
-        return self.take_own(slabs, plan) if plan.stays else [self._fetch(slabs[0], plan, (), 0.0)]
+        return self.take_own(slabs, plan) if plan.stays else [self._fetch(slabs[0], plan)]
 
-    def fetch_padded(
-        self, slabs: Sequence[Tensor], plan: Fetch, widths: Sequence[Sequence[int]], fill: float
-    ) -> list[Tensor]:
-        """Write the planes into the middle of their margin; see ``Communicator``."""
-        if plan.stays:
-            return super().fetch_padded(slabs, plan, widths, fill)
-        return [self._fetch(slabs[0], plan, tuple(widths[0]), fill)]
-
-    def _fetch(self, slab: Tensor, plan: Fetch, widths: tuple[int, ...], fill: float) -> Tensor:
-        def give_back(gradient: Tensor) -> Tensor:
-            return self.give_back(view_inside(gradient, widths), plan)
-
-        fetched: Tensor = LinearMap.apply(slab, lambda own: self.exchange(own, plan, widths, fill), give_back)
+    def _fetch(self, slab: Tensor, plan: Fetch) -> Tensor:
+        fetched: Tensor = LinearMap.apply(
+            slab, lambda own: self.exchange(own, plan), lambda gradient: self.give_back(gradient, plan)
+        )
         return fetched
 
-    def exchange(self, slab: Tensor, plan: Fetch, widths: Sequence[int] = (), fill: float = 0.0) -> Tensor:
-        """Return the wanted planes, and a margin around them, outside autograd; see ``Communicator.fetch_padded``."""
+    def exchange(self, slab: Tensor, plan: Fetch) -> Tensor:
+        """Return the wanted planes, outside autograd; see ``Communicator.fetch``."""
         here, dim = self.coordinates[0][plan.axis], plan.dim
         shape = list(slab.shape)
-        box = self._find_box(plan, slab)
-        messages = self.begin_messages(plan.axis) if box is None else NearPlanes(box, here, self.home)
-        shape[dim] = sum(move.stop - move.start for move in plan.moves if move.target == here)
-        inside: Tensor | None = None
-        if box is not None:  # planes arrive where they are read
-            whole, inside = allocate_whole(shape, slab, widths, fill)
+        messages = self.begin_messages(plan.axis)
         pieces = []
         for move in plan.moves:
-            count = move.stop - move.start
+            shape[dim] = move.stop - move.start
             if move.source == here:
-                planes = slab.narrow(dim, move.start - plan.owned[here][0], count)
+                planes = slab.narrow(dim, move.start - plan.owned[here][0], shape[dim])
                 if move.target == here:
-                    pieces.append((move.place, planes))
+                    pieces.append(planes)
                 else:
                     messages.send(planes, move.target)
-            elif move.target == here and inside is not None:
-                messages.receive(inside.narrow(dim, move.place, count), move.source)
             elif move.target == here:
-                shape[dim] = count
-                pieces.append((move.place, messages.receive(messages.make_room(shape, slab.dtype), move.source)))
-        wait = messages.start()
-        if inside is not None:
-            for place, planes in pieces:
-                inside.narrow(dim, place, planes.shape[dim]).copy_(planes)
-            wait()
-            return whole
-        wait()
-        whole = join_pieces([planes for _, planes in pieces] or [slab.narrow(dim, 0, 0)], dim, slab, widths, fill)
+                pieces.append(messages.receive(messages.make_room(shape, slab.dtype), move.source))
+        messages.start()()
+        whole = join_pieces(pieces or [slab.narrow(dim, 0, 0)], dim, slab)
         messages.end()
         return whole
 
@@ -151,8 +128,7 @@ class ProcessGroupShards(Communicator):
         here, dim = self.coordinates[0][plan.axis], plan.dim
         shape = list(planes.shape)
         first, last = plan.owned[here]
-        box = self._find_box(plan, planes)
-        messages = self.begin_messages(plan.axis) if box is None else NearPlanes(box, here, self.home)
+        messages = self.begin_messages(plan.axis)
         kept: list[tuple[int, Tensor]] = []
         arrivals = []
         for move in plan.moves:
@@ -174,13 +150,6 @@ class ProcessGroupShards(Communicator):
             total.narrow(dim, start, piece.shape[dim]).add_(piece)
         messages.end()
         return total
-
-    def _find_box(self, plan: Fetch, slab: Tensor) -> PlaneMailbox | None:
-        """Return the mailbox if planes move by it; it has the order of one line of shards."""
-        if len(self.grid) > 1 or plan.stays:
-            return None
-        box = self.plane_mailbox  # connected at the first exchange, however large, which is not recorded
-        return box if box is not None and is_near(plan.moves, slab, plan.dim) else None
 
     def stack(self, partial: Tensor) -> Tensor:
         """Return every process's tensor, ``(num_shards, ...)``, outside autograd."""
