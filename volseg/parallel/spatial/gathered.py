@@ -56,6 +56,20 @@ def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str
     return run_gathered(func, args, kwargs)
 
 
+SMALL = 2**22
+"""Number of elements up to which a volume is gathered without a warning: coarse levels are too thin to cut."""
+
+
+def say_gathered(volume: ShardedVolume, what: str) -> None:
+    """Warn once that a large volume is gathered for an operation that slabs cannot do."""
+    if volume.shape.numel() > SMALL:
+        context = volume.context
+        context.say_once(
+            f"{context.module_path()} {what} a volume of shape {tuple(volume.shape)} cut along dim "
+            f"{', '.join(map(str, volume.dims))}: it is gathered for that"
+        )
+
+
 def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a function on whole tensors, and cut results on the volume's grid again.
 

@@ -142,45 +142,25 @@ class Uncut(Tensor):
         return self._own[2]
 
     def _compute(self, take: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Return the tensor for the rows that ``take`` selects; free each step as early as torch would.
+        """Return the tensor for the rows that ``take`` selects; each step is computed once.
 
         Tensors that other code has received are not read: they may have changed, and not every change is counted.
         """
-        steps = self._list_steps()
-        last = {id(given): step for step in steps for given in step._waiting()}
         found: dict[int, list[Tensor]] = {}
+
+        def compute(step: Uncut) -> list[Tensor]:
+            if id(step) not in found:
+                columns = [read(given) for given in step.arguments]
+                found[id(step)] = [step.func(*row) for row in zip(*columns)]  # noqa: B905 (numbers have no end)
+            return found[id(step)]
 
         def read(given: Any) -> Iterable[Any]:
             if type(given) is Uncut:
-                return found[id(given)]
+                return compute(given)
             return take(given) if isinstance(given, Tensor) else repeat(given)
 
-        for step in steps:
-            columns = [read(given) for given in step.arguments]
-            with without_overrides(), torch.no_grad():  # what is computed here does not wait
-                found[id(step)] = [step.func(*row) for row in zip(*columns)]  # noqa: B905 (numbers have no end)
-            del columns
-            for given in step._waiting():
-                if last[id(given)] is step:
-                    found.pop(id(given), None)
-        return found[id(self)]
-
-    def _list_steps(self) -> "list[Uncut]":
-        """Return this tensor and the waiting tensors that it depends on, in the order of computation."""
-        steps: dict[int, Uncut] = {}
-
-        def visit(step: Uncut) -> None:
-            if id(step) in steps:
-                return
-            for given in step._waiting():
-                visit(given)
-            steps[id(step)] = step
-
-        visit(self)
-        return list(steps.values())
-
-    def _waiting(self) -> "list[Uncut]":
-        return [given for given in self.arguments if type(given) is Uncut]
+        with without_overrides(), torch.no_grad():  # what is computed here does not wait
+            return compute(self)
 
 
 def written(value: Any) -> Any:

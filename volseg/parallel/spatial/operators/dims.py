@@ -11,6 +11,7 @@ from torch import Tensor
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
 from volseg.parallel.spatial.dispatch import in_planes
+from volseg.parallel.spatial.gathered import say_gathered
 from volseg.parallel.spatial.lazy.recipes import repeat_later
 from volseg.parallel.spatial.lazy.scores import reshape_scores, waits
 from volseg.parallel.spatial.operators.operands import cut_like, wrap_reduced
@@ -144,20 +145,6 @@ def _reshaped(volume: ShardedVolume, target: Sequence[int], *, moves: bool) -> S
         return None
     say_gathered(volume, f"gives the shape {tuple(target)} to")
     return volume.full_tensor().reshape(target)
-
-
-SMALL = 2**22
-"""Number of elements up to which a volume is gathered without a warning: coarse levels are too thin to cut."""
-
-
-def say_gathered(volume: ShardedVolume, what: str) -> None:
-    """Warn once that a large volume is gathered for an operation that slabs cannot do."""
-    if volume.shape.numel() > SMALL:
-        context = volume.context
-        context.say_once(
-            f"{context.module_path()} {what} a volume of shape {tuple(volume.shape)} cut along dim "
-            f"{', '.join(map(str, volume.dims))}: it is gathered for that"
-        )
 
 
 def _with_slabs(

@@ -4,6 +4,7 @@ Basic indices apply first, as in torch. Lists, tensors and masks then pick on ea
 from the gathered volume if they index a cut dim.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,9 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.spatial.dispatch import Copied
-from volseg.parallel.spatial.gathered import run_gathered
-from volseg.parallel.spatial.operators.dims import say_gathered
-from volseg.parallel.spatial.operators.operands import aligned, each_slab, elementwise, rewrap, run_local
-from volseg.parallel.spatial.operators.slices import assign_across, cat, expanded, is_basic, sliced, take_planes
+from volseg.parallel.spatial.gathered import run_gathered, say_gathered
+from volseg.parallel.spatial.operators.operands import aligned, each_slab
+from volseg.parallel.spatial.operators.slices import assign_across, expanded, is_basic, sliced
 from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
@@ -125,8 +125,8 @@ def _picked(source: ShardedVolume | Tensor, picks: Sequence[Picks]) -> ShardedVo
     return wrap(source, slabs, [dim + inserted * (dim >= first) for dim in dims])
 
 
-def _whole(index: Tensor) -> Tensor:
-    return index.full_tensor() if isinstance(index, ShardedVolume) else index
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, ShardedVolume) else value
 
 
 def _looked_up(table: Tensor, index: tuple) -> ShardedVolume | Tensor:
@@ -155,15 +155,10 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     elif not any(isinstance(entry, Tensor) for entry in entries):
         assign_across(volume, entries, value)
     else:
-        say_gathered(volume, "assigns to voxels of")
-        whole = volume.full_tensor().clone()
         # Index tensors may be on another device: move them to the volume's home device.
-        home = whole.device
+        home = volume.context.communicator.home
         local = tuple(_whole(i).to(home) if isinstance(i, Tensor) else i for i in entries)
-        whole[local] = _whole(value) if isinstance(value, Tensor) else value
-        cut = from_whole(whole, volume.dims, volume.context, volume.merged)
-        for slab, changed in zip(volume.slabs, cut.slabs, strict=True):
-            slab.copy_(changed)
+        _change_gathered(volume, lambda whole: operator.setitem(whole, local, _whole(value)))
 
 
 def _is_masked(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> bool:
@@ -222,40 +217,24 @@ def index_select(func: Callable, input: Any, dim: int, index: Tensor) -> Any:
     return _picked(input, [Picks(dim % input.ndim, index.reshape(-1))])
 
 
-@handles(
-    "Slices and joins", "index_fill", "index_copy", "index_add", "Tensor.index_fill_", "Tensor.index_copy_", merged=True
-)
-@handles("Slices and joins", "Tensor.index_add_", merged=True)
-def index_changed(
-    func: Callable, input: Any, dim: int, index: Tensor, value: Any = None, source: Any = None, alpha: float = 1
-) -> Any:
-    """Fill, copy to or add to entries along an uncut dim."""
-    if not isinstance(input, ShardedVolume) or isinstance(index, ShardedVolume) or dim % input.ndim in input.dims:
-        refuse("the index must be an ordinary tensor along a dim that is not cut, and the input a volume")
-    given = value if source is None else source
-    written = func.__name__.endswith("_")
-    if written:
-        input.context.change(input)
-    settings = {} if alpha == 1 else {"alpha": alpha}
-    like, results = run_local(func, (input, dim, index, given), settings, like=input)
-    return input if written else rewrap(like, results)
+@handles("Slices and joins", "Tensor.index_add_", "Tensor.index_copy_", "Tensor.index_fill_", merged=True)
+def index_changed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Add to entries along a dim, copy to them or fill them: in the gathered volume."""
+    volume = args[0]
+    refuse_if(not isinstance(volume, ShardedVolume), "a volume would be written to an ordinary tensor")
+    volume.context.change(volume)
+    _change_gathered(volume, lambda whole: func(whole, *map(_whole, args[1:]), **kwargs))
+    return volume
 
 
-@handles("Slices and joins", "diff", merged=True)
-def diff(func: Callable, input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    """Subtract neighbouring planes, along the cut too."""
-    parts = [part for part in (prepend, input, append) if part is not None]
-    volume = cat(torch.cat, parts, dim) if len(parts) > 1 else input
-    if n == 0:
-        return wrap(volume, [slab.clone() for slab in volume.slabs])
-    for _ in range(min(n, volume.shape[dim])):
-        if not isinstance(volume, ShardedVolume):  # now too thin to be cut
-            volume = torch.diff(volume, dim=dim)
-            continue
-        count = volume.shape[dim] - 1
-        pair = take_planes(volume, dim, 1, count), take_planes(volume, dim, 0, count)
-        volume = elementwise(torch.ne if volume.dtype == torch.bool else torch.sub, *pair)
-    return wrap(volume, [slab.clone() for slab in volume.slabs]) if volume is input else volume
+def _change_gathered(volume: ShardedVolume, change: Callable[[Tensor], object]) -> None:
+    """Change a gathered copy of a volume, and copy its planes back."""
+    say_gathered(volume, "assigns to voxels of")
+    whole = volume.full_tensor().clone()
+    change(whole)
+    cut = from_whole(whole, volume.dims, volume.context, volume.merged)
+    for slab, changed in zip(volume.slabs, cut.slabs, strict=True):
+        slab.copy_(changed)
 
 
 @handles("Slices and joins", "F.embedding", merged=True)
