@@ -21,8 +21,8 @@ from volseg.parallel import ModelParallel, launch
 from volseg.parallel.processes.group import start_group
 from volseg.parallel.spatial.transport.halo import Halo, copy_halo, put_halo_back, return_gradients, start_filling
 from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.transport.pieces import allocate_with_room, extend, own_planes
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
-from volseg.parallel.spatial.transport.room import allocate_with_room, extend, own_planes
 
 
 def test_which_way_depends_on_what_all_shards_know() -> None:

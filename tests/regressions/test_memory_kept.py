@@ -14,7 +14,7 @@ from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.network_plan import describe_network
 from volseg.estimate.step_memory import compute_memory_use
 from volseg.estimate.trace import Allocate, Free, Mark, StepTrace
-from volseg.parallel.spatial.versions import Watched
+from volseg.parallel.spatial.sources import Watched
 
 
 def trace(net: nn.Module, shape: Sequence[int], candidate: Candidate) -> Sequence[StepTrace]:

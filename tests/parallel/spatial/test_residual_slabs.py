@@ -16,8 +16,7 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.convolution import around
 from volseg.parallel.spatial.convolution import slab as slab_convolution
 from volseg.parallel.spatial.operators import planes
-from volseg.parallel.spatial.transport.pieces import join_pieces, start_total
-from volseg.parallel.spatial.transport.room import get_halo_room
+from volseg.parallel.spatial.transport.pieces import get_halo_room, join_pieces, start_total
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]
 

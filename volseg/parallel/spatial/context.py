@@ -1,24 +1,30 @@
-"""State that the operators of one network share: communicator, settings, and parameters on their devices."""
+"""State that the operators of one network share: communicator, settings, and parameters on their devices.
+
+Volumes that passed through custom autograd functions are refused here. Such functions leave a mark on the volume's
+shell: it claims to need a gradient, so that a ``torch.autograd.Function`` gives its result a history. Autograd does not
+see the slabs inside, whose gradient would be lost.
+"""
 
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from volseg.device.torch_internals import find_backward_pass, find_saved_tensors_hooks
+from volseg.device.torch_internals import find_backward_pass, find_saved_tensors_hooks, without_subclass_overrides
 from volseg.errors import ParallelError, UnsupportedOperatorError
-from volseg.parallel.spatial.parameters import Copies, copy_plain
-from volseg.parallel.spatial.transport.communicator import Communicator
-from volseg.parallel.spatial.transport.over_replicas import SlabsOfReplicas
+from volseg.parallel.spatial.transport.communicator import Communicator, SlabsOfReplicas
+from volseg.parallel.spatial.transport.shared_parameters import Copies, copy_plain
 
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
+    from volseg.parallel.spatial.volume import ShardedVolume
+
 
 MOST_PLANS = 4096
 """Number of cached plans: enough for a network with some hundred sizes of volumes."""
@@ -269,3 +275,30 @@ class Context:
                 return f"{names[id(caller)]} ({type(caller).__name__})"
             frame = frame.f_back  # type: ignore[assignment]
         return "the calling code"
+
+
+HISTORY: Any = Tensor.grad_fn
+"""The property itself, for the shell: ``volume.grad_fn`` would go through the table."""
+
+
+def check_history(volume: "ShardedVolume") -> None:
+    """Refuse a volume from a custom function, before its slabs are read without the table."""
+    with without_subclass_overrides():
+        if HISTORY.__get__(volume) is not None:
+            refuse_custom(volume)
+
+
+def refuse_custom(volume: "ShardedVolume") -> NoReturn:
+    """Raise for a volume that a custom autograd function has marked."""
+    node = HISTORY.__get__(volume)
+    if node.name() == "BackwardHookFunctionBackward":
+        raise UnsupportedOperatorError(
+            f"{volume.context.module_path()} got a volume through a module with a full backward hook, which is a "
+            f"custom autograd.Function and would not see the slabs; use a forward hook that calls "
+            f"output.register_hook(...)"
+        )
+    raise UnsupportedOperatorError(
+        f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function ({node}), whose "
+        f"backward would not see the slabs; if it is pointwise, say so by volseg.parallel.pointwise_function(...), "
+        f"else write it with torch functions; of torch.utils.checkpoint take use_reentrant=False"
+    )

@@ -14,10 +14,10 @@ from torch import Tensor
 from volseg.device.torch_internals import as_plain, get_storage_key, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.gradient_sums import Marked
+from volseg.parallel.spatial.context import check_history
 from volseg.parallel.spatial.copied_view import Origin, plain
 from volseg.parallel.spatial.gathered import volumes
-from volseg.parallel.spatial.history import check_history
-from volseg.parallel.spatial.versions import Unchanged
+from volseg.parallel.spatial.sources import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 

@@ -25,9 +25,8 @@ from volseg.parallel.spatial.outputs import CutInput, finish_result
 from volseg.parallel.spatial.plan.shards import check_axes, choose_dims
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.transport.communicator import Communicator
-from volseg.parallel.spatial.transport.mesh import join
 from volseg.parallel.spatial.transport.one_process import LocalDevices
-from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards, join
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 from volseg.parallel.state.random import CommonSeeds, mix, seeded
 

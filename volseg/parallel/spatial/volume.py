@@ -13,13 +13,11 @@ from torch import Tensor
 
 from volseg.device.torch_internals import make_wrapper_subclass, to_copy
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.context import Context
-from volseg.parallel.spatial.history import check_history
+from volseg.parallel.spatial.context import Context, check_history
 from volseg.parallel.spatial.pending import PLAIN, Pending, Waiting
 from volseg.parallel.spatial.plan.shards import Fetch, Merged, Span, spans
-from volseg.parallel.spatial.recipe import Recipe
+from volseg.parallel.spatial.sources import Recipe, Unchanged
 from volseg.parallel.spatial.transport.halo import Halo, Wait
-from volseg.parallel.spatial.versions import Unchanged
 
 if TYPE_CHECKING:
     from volseg.parallel.spatial.copied_view import Origin

@@ -29,9 +29,9 @@ from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, sum_vanishing, vanishes
 from volseg.parallel.spatial.lazy.recipes import Join
-from volseg.parallel.spatial.recipe import Asked, Recipe, Write, mask_asked, split_rows
+from volseg.parallel.spatial.sources import Asked, Recipe, Write, mask_asked, split_rows
 from volseg.parallel.spatial.transport.halo import Wait, copy_halo, put_halo_back, return_gradients, start_filling
-from volseg.parallel.spatial.transport.room import extend, get_halo_room, own_planes
+from volseg.parallel.spatial.transport.pieces import extend, get_halo_room, own_planes
 from volseg.parallel.spatial.volume import ShardedVolume
 
 Gradients: TypeAlias = Sequence[Tensor | None]

@@ -22,9 +22,8 @@ from volseg.parallel.spatial.lazy.waiting_scores import (
     is_cut_once,
     list_shapes,
 )
-from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import PLAIN, Written
-from volseg.parallel.spatial.versions import Unchanged
+from volseg.parallel.spatial.sources import Moment, Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, give_whole
 
 

@@ -32,8 +32,7 @@ from volseg.parallel.spatial.lazy.waiting_scores import (
     is_cut_once,
     list_shapes,
 )
-from volseg.parallel.spatial.recipe import outline_slab
-from volseg.parallel.spatial.versions import Unchanged
+from volseg.parallel.spatial.sources import Unchanged, outline_slab
 from volseg.parallel.spatial.volume import ShardedVolume, defer, give_whole
 
 Reshaped = Callable[[ShardedVolume], Any]

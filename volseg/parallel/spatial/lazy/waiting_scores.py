@@ -14,12 +14,10 @@ from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import active_autocast_dtype
-from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.plan.shards import Merged
-from volseg.parallel.spatial.recipe import Recipe
+from volseg.parallel.spatial.sources import Moment, Recipe, Unchanged
 from volseg.parallel.spatial.transport.halo import Halo, Wait
-from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
 

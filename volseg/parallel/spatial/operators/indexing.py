@@ -4,7 +4,6 @@ Basic indices apply first, as in torch. Lists, tensors and masks then pick on ea
 from the gathered volume if they index a cut dim.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,7 +157,7 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         # Index tensors may be on another device: move them to the volume's home device.
         home = volume.context.communicator.home
         local = tuple(_whole(i).to(home) if isinstance(i, Tensor) else i for i in entries)
-        _change_gathered(volume, lambda whole: operator.setitem(whole, local, _whole(value)))
+        _change_gathered(volume, lambda whole: whole.__setitem__(local, _whole(value)))
 
 
 def _is_masked(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> bool:

@@ -1,9 +1,9 @@
 """Exchange the halo of a slab, the neighbours' planes around it, during other work.
 
-A convolution's halo is received around its slab (see ``room``). The gradient of the halo travels back, and is added to
-the neighbours' own planes. Both are one exchange with the shards before and behind: by mailbox for small planes if GPUs
-see each other's memory, otherwise by messages of the process group. Between slabs of one process planes are copied. In
-each case the planes and their places are the same, and they are added in one order.
+A convolution's halo is received around its slab (see ``pieces``). The gradient of the halo travels back, and is added
+to the neighbours' own planes. Both are one exchange with the shards before and behind: by mailbox for small planes if
+GPUs see each other's memory, otherwise by messages of the process group. Between slabs of one process planes are
+copied. In each case the planes and their places are the same, and they are added in one order.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from volseg.device.gpus import is_gpu, is_recording
 from volseg.device.layout import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
 from volseg.parallel.spatial.transport.communicator import Communicator
+from volseg.parallel.spatial.transport.pieces import extend, own_planes
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
-from volseg.parallel.spatial.transport.room import extend, own_planes
 
 Wait = Callable[[], None]
 """Waits for planes."""
