@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from volseg.device import attention, fusions
 from volseg.device.torch_internals import PLAIN_TENSORS
 from volseg.parallel.spatial.context import active_autocast_dtype
-from volseg.parallel.spatial.lazy.uncut import Uncut, written
-from volseg.parallel.spatial.lazy.waiting_scores import (
+from volseg.parallel.spatial.lazy.attention import (
     AddendPlace,
     Compute,
     Steps,
@@ -31,7 +30,9 @@ from volseg.parallel.spatial.lazy.waiting_scores import (
     find_cut,
     is_cut_once,
     list_shapes,
+    take_up,
 )
+from volseg.parallel.spatial.lazy.uncut import Uncut, written
 from volseg.parallel.spatial.sources import Unchanged, outline_slab
 from volseg.parallel.spatial.volume import ShardedVolume, defer, give_whole
 
@@ -43,11 +44,6 @@ MOST_TERMS = 2
 ORDINARY = (*PLAIN_TENSORS, nn.Parameter, Uncut)
 
 WIDTHS = frozenset({torch.float32, torch.float16, torch.bfloat16})
-
-
-def waits(volume: Any) -> bool:
-    """Return whether a value is a waiting step of attention."""
-    return isinstance(volume, ShardedVolume) and isinstance(volume.pending, WaitingScores)
 
 
 def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, turned: bool) -> ShardedVolume | None:
@@ -229,19 +225,6 @@ def cast(volume: ShardedVolume, dtype: torch.dtype) -> ShardedVolume | None:
 
 def _has_kernel(slab: Tensor) -> bool:
     return attention.takes(slab)
-
-
-def take_up(volume: ShardedVolume) -> WaitingScores | None:
-    """Return a step that another can follow; None if the modes have changed, or a previous step was written."""
-    waiting = volume.pending
-    if not isinstance(waiting, WaitingScores) or not waiting.is_now():
-        return None
-    step = waiting.before
-    while step is not None:
-        if not isinstance(step.pending, WaitingScores):
-            return None
-        step = step.pending.before
-    return waiting
 
 
 def _go_on(

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.parallel.spatial.lazy.scores import soften, waits
+from volseg.parallel.spatial.lazy.attention import waits
+from volseg.parallel.spatial.lazy.scores import soften
 from volseg.parallel.spatial.operators.operands import elementwise, rewrap, run_local, wrap_reduced
 from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.operators.reductions import HALF, extremes, over_dims

@@ -12,8 +12,9 @@ from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
 from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.gathered import say_gathered
+from volseg.parallel.spatial.lazy.attention import waits
 from volseg.parallel.spatial.lazy.recipes import repeat_later
-from volseg.parallel.spatial.lazy.scores import reshape_scores, waits
+from volseg.parallel.spatial.lazy.scores import reshape_scores
 from volseg.parallel.spatial.operators.operands import cut_like, wrap_reduced
 from volseg.parallel.spatial.plan.shards import Fetch, Merged, can_split, spans
 from volseg.parallel.spatial.signatures import bind

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.spatial.dispatch import Copied
-from volseg.parallel.spatial.gathered import run_gathered, say_gathered
+from volseg.parallel.spatial.gathered import cut_if_thick, run_gathered, say_gathered, whole_of
 from volseg.parallel.spatial.operators.operands import aligned, each_slab
 from volseg.parallel.spatial.operators.slices import assign_across, expanded, is_basic, sliced
-from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 
@@ -96,7 +95,7 @@ def _full_index(picks: Sequence[Picks], ndim: int, tensors: Sequence[Tensor]) ->
 
 
 def _picked(source: ShardedVolume | Tensor, picks: Sequence[Picks]) -> ShardedVolume | Tensor:
-    indices = [_whole(pick.index) for pick in picks]
+    indices = [whole_of(pick.index) for pick in picks]
     if not isinstance(source, ShardedVolume):
         return source[_full_index(picks, source.ndim, [index.to(source.device) for index in indices])]
     taken = [dim for pick in picks for dim in pick.dims]
@@ -107,10 +106,7 @@ def _picked(source: ShardedVolume | Tensor, picks: Sequence[Picks]) -> ShardedVo
         whole = whole[_full_index(picks, source.ndim, [index.to(whole.device) for index in indices])]
         # Planes in another order are a volume again; single voxels are not.
         planes = len(picks) == 1 and indices[0].ndim == 1 and indices[0].dtype != torch.bool
-        grid = zip(source.dims, context.communicator.grid, strict=True)
-        if planes and all(can_split(whole.shape[dim], shards) for dim, shards in grid):
-            return from_whole(whole, source.dims, context)
-        return whole
+        return cut_if_thick(whole, source) if planes else whole
     columns = [context.spread(index) for index in indices]
     slabs = [
         slab[_full_index(picks, source.ndim, row)]
@@ -124,16 +120,12 @@ def _picked(source: ShardedVolume | Tensor, picks: Sequence[Picks]) -> ShardedVo
     return wrap(source, slabs, [dim + inserted * (dim >= first) for dim in dims])
 
 
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, ShardedVolume) else value
-
-
 def _looked_up(table: Tensor, index: tuple) -> ShardedVolume | Tensor:
     """Index an ordinary tensor: look up each voxel's entry, or select by the gathered index."""
     if len(index) == 1 and isinstance(index[0], ShardedVolume) and index[0].dtype in INTEGERS:
         return each_slab(lambda slab, own: own[slab], index[0], table)
     home = table.device
-    return table[tuple(_whole(i).to(home) if isinstance(i, ShardedVolume) else i for i in index)]
+    return table[tuple(whole_of(i).to(home) if isinstance(i, ShardedVolume) else i for i in index)]
 
 
 @handles("Slices and joins", "Tensor.__setitem__", merged=True)
@@ -147,17 +139,18 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     refuse_if(any(entry is None for entry in index), "None is not supported as an index of an assignment")
     volume.context.change(volume)
     entries = expanded(_tensors(index, volume), volume.ndim)
+    picks = any(isinstance(entry, Tensor) for entry in entries)
     if _is_masked(volume, entries, value):
         _assign_masked(volume, entries[0], value)
-    elif _is_local(volume, entries):
-        _assign_within(volume, entries, value)
-    elif not any(isinstance(entry, Tensor) for entry in entries):
-        assign_across(volume, entries, value)
-    else:
+    elif picks:
         # Index tensors may be on another device: move them to the volume's home device.
         home = volume.context.communicator.home
-        local = tuple(_whole(i).to(home) if isinstance(i, Tensor) else i for i in entries)
-        _change_gathered(volume, lambda whole: whole.__setitem__(local, _whole(value)))
+        local = tuple(whole_of(i).to(home) if isinstance(i, Tensor) else i for i in entries)
+        _change_gathered(volume, lambda whole: whole.__setitem__(local, whole_of(value)))
+    elif all(entries[dim] == slice(None) for dim in volume.dims):
+        _assign_within(volume, tuple(entries), value)
+    else:
+        assign_across(volume, entries, value)
 
 
 def _is_masked(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> bool:
@@ -172,40 +165,22 @@ def _assign_masked(volume: ShardedVolume, mask: Tensor, value: Any) -> None:
     if isinstance(mask, ShardedVolume) and mask.dims == volume.dims:
         masks = relaid(mask, volume.merged).slabs
     else:
-        masks = from_whole(_whole(mask), volume.dims, volume.context, volume.merged).slabs
+        masks = from_whole(whole_of(mask), volume.dims, volume.context, volume.merged).slabs
     values = volume.context.spread(value) if isinstance(value, Tensor) else [value] * len(masks)
     for slab, own, constant in zip(volume.slabs, masks, values, strict=True):
         slab[own] = constant
 
 
-def _is_local(volume: ShardedVolume, entries: Sequence[Any]) -> bool:
-    """Return whether the index takes all planes along the cut."""
-    if any(isinstance(entry, ShardedVolume) for entry in entries):
-        return False
-    dim, free = 0, []
-    for entry in entries:
-        if isinstance(entry, slice) and entry == slice(None):
-            free.append(dim)
-        dim += entry.ndim if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
-    return set(volume.dims) <= set(free)
-
-
-def _assign_within(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> None:
+def _assign_within(volume: ShardedVolume, index: tuple, value: Any) -> None:
     """Assign on each slab."""
-    context = volume.context
+    values = [value] * len(volume.slabs)
     if isinstance(value, Tensor):
         with torch.no_grad():  # to find the cut dim of the assigned part
-            bare = wrap(volume, [slab.detach() for slab in volume.slabs])
-            part = sliced(bare, [slice(None) if isinstance(entry, Tensor) else entry for entry in entries])
-            picks = _picks(entries)
-            like = _picked(part, picks) if picks else part
-        assert isinstance(like, ShardedVolume)
-        values = aligned(value, like)
-    else:
-        values = [value] * len(volume.slabs)
-    columns = [context.spread(entry) if isinstance(entry, Tensor) else [entry] * len(values) for entry in entries]
-    for slab, own, *local in zip(volume.slabs, values, *columns, strict=True):
-        slab[tuple(local)] = own
+            part = sliced(wrap(volume, [slab.detach() for slab in volume.slabs]), index)
+        assert isinstance(part, ShardedVolume)
+        values = aligned(value, part)
+    for slab, own in zip(volume.slabs, values, strict=True):
+        slab[index] = own
 
 
 @handles("Slices and joins", "index_select", merged=True)
@@ -222,7 +197,7 @@ def index_changed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     volume = args[0]
     refuse_if(not isinstance(volume, ShardedVolume), "a volume would be written to an ordinary tensor")
     volume.context.change(volume)
-    _change_gathered(volume, lambda whole: func(whole, *map(_whole, args[1:]), **kwargs))
+    _change_gathered(volume, lambda whole: func(whole, *map(whole_of, args[1:]), **kwargs))
     return volume
 
 

@@ -39,15 +39,11 @@ def pad(
     for place, pair in enumerate(zip(widths[::2], widths[1::2], strict=True)):
         if volume.ndim - 1 - place not in volume.dims:
             inside[2 * place : 2 * place + 2] = pair
-    cut = [dim for dim in volume.dims if pairs[dim] != (0, 0)]
-    at_once = bool(cut) and mode == "constant" and min(inside) >= 0
-    if any(inside) and not at_once:
+    if any(inside):
         # Modes other than constant need a width for each of the last dims: it is zero for cut dims.
         volume = wrap(volume, [F.pad(slab, inside, mode=mode, value=value) for slab in volume.slabs])
-        inside = []
-    for dim in cut:
-        volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0, len(widths), inside)
-        inside = []  # padded with the first cut dim
+    for dim in (dim for dim in volume.dims if pairs[dim] != (0, 0)):
+        volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0, len(widths))
         refuse_if(not isinstance(volume, ShardedVolume), "the padded volume is thinner than the number of shards")
     return _apart(volume, source)
 
@@ -62,9 +58,9 @@ def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
 
 
 def _pad_cut(
-    volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float, length: int, inside: Sequence[int]
+    volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float, length: int
 ) -> ShardedVolume | Tensor:
-    """Pad along a cut dim; in constant mode, pad within the slabs in the same pass."""
+    """Pad along a cut dim; a mode may need as many widths as ``length``."""
     before, after = pair
     size = volume.shape[dim]
     outputs = size + before + after
@@ -76,7 +72,7 @@ def _pad_cut(
             planes = F.pad(numbers, (before, after), mode=mode).flatten().tolist()
             window = ChosenPlanes(tuple(map(int, planes)))
     plans = [
-        AxisPlan(window, outputs, value, tuple(inside)) if cut == dim else AxisPlan(Strided(), planes)
+        AxisPlan(window, outputs, value) if cut == dim else AxisPlan(Strided(), planes)
         for cut, planes in zip(volume.dims, volume.sizes, strict=True)
     ]
     axis = volume.dims.index(dim)
@@ -88,7 +84,7 @@ def _pad_cut(
         return select_planes(slab, dim, [plane - own.span[0] for plane in window.planes[slice(*own.output)]])
 
     def whole(tensor: Tensor) -> Tensor:
-        widths, place = [*inside, *([0] * (length - len(inside)))], 2 * (tensor.ndim - 1 - dim)
+        widths, place = [0] * length, 2 * (tensor.ndim - 1 - dim)
         widths[place : place + 2] = [before, after]
         return F.pad(tensor, widths, mode=mode, value=value) if mode == "constant" else F.pad(tensor, widths, mode=mode)
 

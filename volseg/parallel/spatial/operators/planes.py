@@ -20,15 +20,11 @@ from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 @dataclass(frozen=True, slots=True)
 class AxisPlan:
-    """An operator along one cut dim: its window, its number of output planes and its padding value.
-
-    ``inside`` are widths for ``F.pad`` along other dims, with the same value and in the same pass.
-    """
+    """An operator along one cut dim: its window, its number of output planes and its padding value."""
 
     window: Window
     outputs: int
     fill: float = 0.0
-    inside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ def _fetch_windows(
             start, stop = needs[here]
             before = min(max(-start, 0), stop - start)
             after = min(max(stop - size, 0), stop - start)
-            widths.append(_widen(plan.inside, volume.ndim - 1 - dim, before, after))
+            widths.append([*[0, 0] * (volume.ndim - 1 - dim), before, after])
         fetch = Fetch(axis, dim, size, wanted, unit)
         fetched = communicator.take_own(slabs, fetch, take) if reads_only and fetch.stays else None
         rows = zip(communicator.fetch(slabs, fetch) if fetched is None else fetched, widths, strict=True)
@@ -111,13 +107,6 @@ def clip(span: Span, size: int) -> Span:
     """Return the part of a span that lies inside the volume."""
     start = min(max(span[0], 0), size)
     return start, max(start, min(span[1], size))
-
-
-def _widen(inside: Sequence[int], place: int, before: int, after: int) -> list[int]:
-    """Return widths for ``F.pad``: ``inside``, with ``before`` and ``after`` for the dim at ``place`` from the last."""
-    widths = [*inside, *([0] * (2 * place + 2 - len(inside)))]
-    widths[2 * place : 2 * place + 2] = before, after
-    return widths
 
 
 def take(slab: Tensor, dim: int, start: int, count: int, *, apart: bool = False) -> Tensor:
