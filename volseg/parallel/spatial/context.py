@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from volseg.device.torch_internals import find_backward_pass, find_saved_tensors_hooks, without_subclass_overrides
 from volseg.errors import ParallelError, UnsupportedOperatorError
+from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.transport.communicator import Communicator, SlabsOfReplicas
 from volseg.parallel.spatial.transport.shared_parameters import Copies, copy_plain
 
@@ -80,8 +81,9 @@ class Context:
     hooks
         The saved-tensor hooks around the pass, or around a block that is recomputed for ``checkpoint=``. Other hooks
         belong to a checkpoint in the network's own code.
-    cuts_large
-        Whether a large ordinary tensor was cut, such as a mask of windows: later ones wait (see ``lazy.uncut``).
+    large_rows
+        Layout of large ordinary tensors that were cut along a dim of so many entries, such as masks of windows: later
+        ones are computed by the shards that own the entries (see ``operators.operands``).
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Context:
         self._norms: Callable[[Replicas], AbstractContextManager[Any]] = nullcontext
         self.copies: Copies | None = None
         self.hooks: Any = None
-        self.cuts_large = False
+        self.large_rows: dict[int, Merged | None] = {}
         # Not a WeakSet: it compares its members, and comparing volumes is an operator.
         self._waiting: list[weakref.ref[Any]] = []
         self._said: set[str] = set()

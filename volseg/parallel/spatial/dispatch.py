@@ -29,7 +29,6 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import HISTORY, refuse_custom
 from volseg.parallel.spatial.copied_view import Origin, mark_copies
 from volseg.parallel.spatial.gathered import name_of, nested, unsupported, volumes
-from volseg.parallel.spatial.lazy.uncut import SUMS, Uncut, shown, written
 from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of, writes
 from volseg.parallel.spatial.table import BY_SAMPLE, TABLE, Entry, Refusal, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid
@@ -123,8 +122,7 @@ SCRIPTED = "TorchScript does not see the slabs; take the module as it is without
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterable[type]) -> Any:
     """Run a torch function on a sharded volume; ``kinds`` are the classes of its tensors besides torch's own."""
-    if Uncut in kinds:
-        args, kwargs = (shown if func in SUMS else written)((args, kwargs))
+    del kinds
     entry = TABLE.get(func)
     if entry is not None and entry.composed:
         try:

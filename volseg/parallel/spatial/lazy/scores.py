@@ -32,7 +32,6 @@ from volseg.parallel.spatial.lazy.attention import (
     list_shapes,
     take_up,
 )
-from volseg.parallel.spatial.lazy.uncut import Uncut, written
 from volseg.parallel.spatial.sources import Unchanged, outline_slab
 from volseg.parallel.spatial.volume import ShardedVolume, defer, give_whole
 
@@ -41,7 +40,7 @@ Reshaped = Callable[[ShardedVolume], Any]
 MOST_TERMS = 2
 """Number of terms that the kernels take."""
 
-ORDINARY = (*PLAIN_TENSORS, nn.Parameter, Uncut)
+TERMS = (*PLAIN_TENSORS, nn.Parameter, ShardedVolume)
 
 WIDTHS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -116,7 +115,7 @@ def scale(func: Callable, volume: ShardedVolume, factor: Any, *, divides: bool) 
 def add_term(
     func: Callable, volume: ShardedVolume, term: Any, given: Callable[[Tensor, ShardedVolume], list[Tensor]]
 ) -> ShardedVolume | None:
-    """Return waiting scores plus an ordinary tensor; None if the kernels cannot add this tensor.
+    """Return waiting scores plus a tensor; None if the kernels cannot add this tensor.
 
     Parameters
     ----------
@@ -128,7 +127,7 @@ def add_term(
         Returns the part of a tensor for each slab of a volume.
     """
     waiting = take_up(volume)
-    if waiting is None or type(term) not in ORDINARY or term.dtype not in WIDTHS or term.ndim == 0:
+    if waiting is None or type(term) not in TERMS or term.dtype not in WIDTHS or term.ndim == 0:
         return None
     if _find_place(volume.shape, term.shape) is None:
         return None
@@ -136,8 +135,10 @@ def add_term(
         return None
     if term.device != volume.device or term.is_inference():
         return None
-    alone = volume.context.communicator.num_shards == 1
-    own = tuple(volume.context.spread(written(term)) if alone else given(term, volume))
+    if isinstance(term, ShardedVolume) and (term.requires_grad or term.context is not volume.context):
+        return None
+    alone = volume.context.communicator.num_shards == 1 and not isinstance(term, ShardedVolume)
+    own = tuple(volume.context.spread(term) if alone else given(term, volume))
     places = [_find_place(slab.shape, part.shape) for slab, part in zip(volume._slabs, own, strict=True)]
     found = tuple(place for place in places if place is not None)
     assert len(found) == len(own)  # a slab's matrices of scores are cut as the term is

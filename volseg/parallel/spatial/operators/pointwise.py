@@ -19,7 +19,6 @@ from volseg.parallel.spatial.lazy import scores
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting, add_with_room
 from volseg.parallel.spatial.lazy.attention import waits
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
-from volseg.parallel.spatial.lazy.uncut import SUMS
 from volseg.parallel.spatial.operators.operands import aligned, each_slab, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
@@ -70,6 +69,7 @@ METHODS_IN_PLACE = [f"Tensor.{name}" for name in (*AUGMENTED, *AUGMENTED_QUOTIEN
 PRODUCTS = frozenset({torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__})
 QUOTIENTS = frozenset({torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide})
 QUOTIENTS |= {Tensor.__truediv__}
+SUMS: frozenset[Any] = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
 SUMS_IN_PLACE: frozenset[Any] = frozenset({Tensor.add_, Tensor.__iadd__})
 
 HOOKED = "a hook waits for the gradient of what would be changed: work out of place, or hook the result"
