@@ -161,7 +161,7 @@ HEADS: dict[str, tuple[Heads, int, int]] = {
     "softmax of rows": (lambda net, q, k, v: (q @ k.mT).softmax(-2) @ v, 0, 0),
     "scaled behind": (lambda net, q, k, v: ((q @ k.mT + net.bias) * 0.5).softmax(-1) @ v, 0, 0),
     "three terms": (lambda net, q, k, v: (q @ k.mT + net.bias + net.each + net.mask[0]).softmax(-1) @ v, 0, 0),
-    "term of a volume": (lambda net, q, k, v: (q @ k.mT + q.sum(-1, keepdim=True)).softmax(-1) @ v, 0, 0),
+    "term of a volume": (lambda net, q, k, v: (q @ k.mT + q.sum(-1, keepdim=True)).softmax(-1) @ v, 0, 1),
     "dropout": (lambda net, q, k, v: F.dropout((q @ k.mT).softmax(-1), 1.0) @ v, 0, 0),
     "hidden": (hidden_row, 0, 0),
     "transposed behind": (lambda net, q, k, v: (q @ k.mT).softmax(-1).mT @ v, 0, 0),

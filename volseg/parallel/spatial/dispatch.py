@@ -7,7 +7,7 @@ dtype than torch's is detected before its result is used. Each form of a call is
 """
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -120,9 +120,8 @@ SEVERAL_RANGES = (
 SCRIPTED = "TorchScript does not see the slabs; take the module as it is without torch.jit"
 
 
-def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterable[type]) -> Any:
-    """Run a torch function on a sharded volume; ``kinds`` are the classes of its tensors besides torch's own."""
-    del kinds
+def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a torch function on a sharded volume."""
     entry = TABLE.get(func)
     if entry is not None and entry.composed:
         try:

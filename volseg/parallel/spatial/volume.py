@@ -59,7 +59,7 @@ class ShardedVolume(Tensor):
         Returns the volume in float32; set if torch would have float32 and these slabs have fewer digits.
     """
 
-    run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any], Iterable[type]], Any]]
+    run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any]], Any]]
     """Runs a torch function on the slabs; ``dispatch``, which knows the operators, sets it."""
     dims: tuple[int, ...]
     context: Context
@@ -103,7 +103,7 @@ class ShardedVolume(Tensor):
     def __torch_function__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return cls.run_function(func, args, kwargs or {}, types)
+        return cls.run_function(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

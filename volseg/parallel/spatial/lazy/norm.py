@@ -109,10 +109,7 @@ class WaitingTerms(Waiting):
             assert first is not None
             addition.add(first, second, self.outer, outs[number].narrow(DIM, start, count))
 
-        def ends(number: int, front: int, back: int) -> None:
-            addition.add(*rows[number], self.outer, outs[number], (front, back))
-
-        return outs, write_outer_first(outs, room, halos, planes, ends if len(self.columns) == 1 else None)
+        return outs, write_outer_first(outs, room, halos, planes)
 
 
 class WaitingNorm(WaitingTerms):

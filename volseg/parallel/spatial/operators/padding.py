@@ -91,16 +91,11 @@ def _pad_cut(
     return sharded_windows(volume, plans, local, whole)
 
 
-@handles("Padding and mirroring", "fliplr", "flipud", merged=True)
-def flip_matrix(func: Callable, input: Any) -> Any:
-    """Mirror along the second or the first dim."""
-    return flip(torch.flip, input, [1 if func.__name__ == "fliplr" else 0])
-
-
-@handles("Padding and mirroring", "flip", merged=True)
-def flip(func: Callable, input: Any, dims: int | Sequence[int]) -> Any:
+@handles("Padding and mirroring", "flip", "fliplr", "flipud", merged=True)
+def flip(func: Callable, input: Any, dims: int | Sequence[int] | None = None) -> Any:
     """Mirror; along the cut the planes change shards."""
     volume = input
+    dims = int(func.__name__ == "fliplr") if dims is None else dims
     dims = [dim % volume.ndim for dim in ([dims] if isinstance(dims, int) else dims)]
     if not set(dims) & set(volume.dims):
         return wrap(volume, [slab.flip(dims) for slab in volume.slabs])

@@ -120,9 +120,7 @@ def start_receiving(slabs: Sequence[Tensor], halos: Sequence[Halo], receives: Se
 WritePlanes = Callable[[int, int, int], None]
 
 
-def write_outer_first(
-    outs: Sequence[Tensor], room: int, halos: Sequence[Halo], write: WritePlanes, write_ends: WritePlanes | None = None
-) -> Wait | None:
+def write_outer_first(outs: Sequence[Tensor], room: int, halos: Sequence[Halo], write: WritePlanes) -> Wait | None:
     """Write the slabs of this process; planes for other processes are written first, and sent.
 
     Parameters
@@ -135,8 +133,6 @@ def write_outer_first(
         Halos of the neighbours; empty if they need no planes.
     write
         ``write(number, first, count)`` writes ``count`` planes of a slab from ``first`` on.
-    write_ends
-        ``write_ends(number, front, back)`` writes the first and the last planes in one pass, if this is possible.
     """
 
     def start() -> Wait:
@@ -149,13 +145,10 @@ def write_outer_first(
         for number, out in enumerate(outs):
             write(number, 0, out.shape[DIM])
         return start() if halos else None
-    if front and back and write_ends is not None:
-        write_ends(0, front, back)
-    else:
-        if front:
-            write(0, 0, front)
-        if back:
-            write(0, planes - back, back)
+    if front:
+        write(0, 0, front)
+    if back:
+        write(0, planes - back, back)
     wait = start()
     write(0, front, planes - front - back)
     return wait
