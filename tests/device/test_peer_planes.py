@@ -7,7 +7,6 @@ The kernels run on a GPU, or anywhere by Triton's interpreter.
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,14 @@ import torch.distributed as dist
 from kernels import DEVICE, INTERPRETED, with_kernels
 from torch import Tensor, nn
 
-from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, PlaneMailbox, small_enough
+from volseg.device.peer.planes import LIMIT, PlaneMailbox, small_enough
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
 from volseg.parallel.processes.group import start_group
-from volseg.parallel.spatial.plan.shards import Fetch, spans
-from volseg.parallel.spatial.transport.halo import Halo, put_halo_back, return_gradients, start_filling
+from volseg.parallel.spatial.transport.halo import Halo, copy_halo, put_halo_back, return_gradients, start_filling
 from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.transport.pieces import allocate_with_room, extend, own_planes
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
-from volseg.parallel.spatial.transport.room import allocate_with_room, extend, own_planes
 
 
 def test_which_way_depends_on_what_all_shards_know() -> None:
@@ -217,7 +215,7 @@ def test_recordings_that_fail_or_begin_half_way() -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("what", ["exchange", "compare", "fetch"])
+@pytest.mark.parametrize("what", ["exchange", "compare"])
 def test_processes(what: str, tmp_path: Path) -> None:
     """Planes arrive, eagerly and from graphs; networks compute the same as through NCCL; planes are given back."""
     launch([__file__, what, str(tmp_path)], processes=torch.cuda.device_count())
@@ -251,11 +249,11 @@ class Rounds:
             slab = allocate_with_room(like, 2)
             slab.copy_((self.base + number).expand_as(slab))
             buffer = extend(slab, 2, halo.own)
-            kept = start_filling([buffer], [halo], keep=True)()
-            assert kept is not None
+            start_filling([buffer], [halo])()
+            kept = copy_halo(buffer, halo.own)
             restored = torch.full_like(buffer, 99)
             own_planes(restored, halo.own).copy_(own_planes(buffer, halo.own))
-            put_halo_back(restored, halo.own, *kept)
+            put_halo_back(restored, halo.own, kept)
             results.append(restored)
             results += return_gradients([buffer.clone()], [halo])()
         return results
@@ -350,53 +348,5 @@ def compare(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def fetch(folder: Path) -> None:
-    """Fetch planes of neighbours, and give them back: by mailbox as by message, eagerly and from a graph."""
-    group, rank, shards = _group()
-    box = group.plane_mailbox
-    assert box is not None
-    size = 4 * shards
-    owned = spans(size, shards)
-    near = [(max(0, start - 1), min(size, stop + 2)) for start, stop in owned]
-    shifted = [(start, min(size, stop + 3)) for start, stop in owned]
-    wholes = [(0, size)] * shards if shards == 2 else near
-    for dtype, shape, layout in product(
-        (torch.bfloat16, torch.float32, torch.float64),
-        ((1, 8, 4, 6, 10), (2, 6, 4, 16, 24), (1, 32, 4, 64, 60)),
-        (torch.contiguous_format, torch.channels_last_3d),
-    ):
-        slab = torch.empty(shape, dtype=dtype, device=group.home).contiguous(memory_format=layout)
-        for wanted, widths in product((near, shifted, wholes), ((), (1, 2, 0, 1))):
-            plan = Fetch(0, 2, size, wanted)
-
-            def run(plan: Fetch = plan, widths: tuple = widths, slab: Tensor = slab) -> list[Tensor]:
-                fetched = group.exchange(slab, plan, widths, 3.0)
-                inside = group.exchange(slab, plan)
-                return [fetched, group.give_back(inside.square(), plan)]
-
-            for repeat in range(2):
-                slab.normal_()
-                group.plane_mailbox = None
-                expected = [result.clone() for result in run()]
-                group.plane_mailbox = box
-                before = int(box.calls[0])
-                if repeat:
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph):
-                        found = run()
-                    graph.replay()
-                else:
-                    found = run()
-                apart = [move for move in plan.moves if move.source != move.target]
-                most = max(move.stop - move.start for move in apart) * slab[:, :, 0].nbytes
-                by_box = repeat or most <= EAGER_LIMIT
-                assert int(box.calls[0]) - before == 3 * by_box
-                for one, other in zip(found, expected, strict=True):
-                    assert torch.equal(one, other)
-                    assert one.stride() == other.stride()
-    (folder / str(rank)).write_text("equal", encoding="utf-8")
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    {"exchange": exchange, "compare": compare, "fetch": fetch}[sys.argv[1]](Path(sys.argv[2]))
+    {"exchange": exchange, "compare": compare}[sys.argv[1]](Path(sys.argv[2]))

@@ -277,7 +277,7 @@ def test_attention_over_slabs_has_the_kernels_and_no_more_memory_than_on_one_gpu
     keys = 0 if window else 2 * 4096 * 32 * 2
     assert find_peak(slab) <= 1.1 * find_peak(one) + 8 * keys
     assert len([event for event in pick(select_step(slab.events), Sent) if event.kind == "halo"]) == (
-        0 if window else 2 * 2
+        0 if window else 2 * 4
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import WAYS, RunLayers, assert_small, attention_by_plain_forms
+from beside_plain import WAYS, RunLayers, assert_small, attention_by_plain_forms, compare
 from in_group import in_group
 from kernels import DEVICE, INTERPRETED, with_kernels
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from volseg.device import attention, layer_norm
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import FastKernels, ModelParallel
-from volseg.parallel.verification import comparison as verification
 
 Heads = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -48,7 +47,7 @@ def calls() -> Iterator[list[str]]:
 def compare(plain: nn.Module, x: Tensor, tolerance: float = 1e-11, shards: int = 1) -> None:
     """Compare outputs, gradients and parameters of two steps."""
     model = WAYS["fast" if shards == 1 else "two"](copy.deepcopy(plain))
-    assert_small(verification.compare(plain, model, [x], steps=2), tolerance)
+    assert_small(compare(plain, model, [x], steps=2), tolerance)
 
 
 def make(heads: Heads) -> tuple[Net, Tensor]:
@@ -264,7 +263,7 @@ def throw_away(then: str) -> str:
     try:
         with attention_by_plain_forms():
             model = ModelParallel(copy.deepcopy(plain), strategy="spatial")
-            errors = verification.compare(plain, model, [x], steps=2)
+            errors = compare(plain, model, [x], steps=2)
             if then == "behind the pass" and torch.distributed.get_rank():
                 gc.collect()
             model.strategy.context.write_waiting()

@@ -52,7 +52,7 @@ from volseg.experiment.placement.training_work import describe_training, estimat
 from volseg.lifetime import is_running
 from volseg.parallel.forking import ForkedWorkers, ask_copy
 from volseg.parallel.replica_strategies import FollowedReplicas
-from volseg.parallel.spatial.versions import Watched
+from volseg.parallel.spatial.sources import Watched
 
 # Steps that are followed without a GPU, within a process that does other things too.
 

@@ -3,26 +3,16 @@
 import pytest
 import torch
 
-from volseg.parallel.spatial.transport.halo import allocate_halo, copy_halo, put_halo_back
+from volseg.parallel.spatial.transport.halo import copy_halo, put_halo_back
 
 
 @pytest.mark.parametrize("own", [(0, 0), (1, 1), (2, 2), (1, 0), (0, 2), (2, 1)])
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("dense", [False, True])
-def test_edges_come_back(own: tuple[int, int], last: bool, dense: bool) -> None:
+def test_edges_come_back(own: tuple[int, int], last: bool) -> None:
     layout = torch.channels_last_3d if last else torch.contiguous_format
     buffer = torch.randn(2, 3, 6, 4, 5).contiguous(memory_format=layout)
     before, behind = own
-    if dense:
-        order = (0, 2, 3, 4, 1) if last else (0, 1, 2, 3, 4)
-        kept, parts = allocate_halo(buffer, own, order)
-        for part, planes in zip(parts, (buffer[:, :, :before], buffer[:, :, 6 - behind :]), strict=True):
-            assert (part is None) == (planes.numel() == 0)
-            if part is not None:
-                assert part.is_contiguous()
-                part.copy_(planes.permute(order))
-    else:
-        kept = copy_halo(buffer, own)
+    kept = copy_halo(buffer, own)
     assert len(kept) == len({planes for planes in own if planes})
     changed = buffer.clone()
     changed[:, :, :before] = changed[:, :, 6 - behind :] = 0

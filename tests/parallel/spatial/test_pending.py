@@ -17,9 +17,8 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.recipes import RecomputedInput
 from volseg.parallel.spatial.pending import PLAIN, PLAIN_SHOWN, Released, Shown, Waiting, Written
-from volseg.parallel.spatial.recipe import Recipe
+from volseg.parallel.spatial.sources import Recipe, Unchanged
 from volseg.parallel.spatial.transport.one_process import LocalDevices
-from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 
 LEAKY = Activation("leaky", 0.1)

@@ -13,7 +13,6 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.spatial import SpatialStrategy
 from volseg.parallel.spatial.plan.shards import bounds, overlap, spans, transfers
 from volseg.parallel.spatial.plan.windows import (
-    AdaptivePool,
     Convolution,
     Resize,
     TransposedConvolution,
@@ -126,16 +125,6 @@ def test_a_halo_is_the_planes_of_direct_neighbours_that_are_read(
         simple = min(before, behind) >= 0 and near <= min(read) and max(read) < far
         expected.append((before, behind) if simple else None)
     assert found == (None if None in expected else tuple(expected))
-
-
-@given(size=st.integers(1, 30), outputs=st.integers(1, 30))
-def test_adaptive_pool_reads_its_intervals(size: int, outputs: int) -> None:
-    x = torch.zeros(1, 1, size, dtype=torch.float64, requires_grad=True)
-    y = F.adaptive_avg_pool1d(x, outputs)
-    for plane in range(outputs):
-        (gradient,) = torch.autograd.grad(y[0, 0, plane], x, retain_graph=True)
-        used = gradient[0, 0].nonzero().flatten().tolist()
-        assert AdaptivePool(size, outputs).need(plane, plane + 1) == (used[0], used[-1] + 1)
 
 
 @given(size=st.integers(1, 20), outputs=st.integers(1, 40), corners=st.booleans())

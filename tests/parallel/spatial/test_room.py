@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from volseg.parallel.spatial.transport.room import allocate_with_room, extend, get_halo_room, own_planes
+from volseg.parallel.spatial.transport.pieces import allocate_with_room, extend, get_halo_room, own_planes
 
 
 def roomy(values: Tensor, room: int = 2) -> Tensor:

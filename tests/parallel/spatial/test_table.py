@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from volseg.parallel.spatial.operators.composites import each_sample
 from volseg.parallel.spatial.operators.random import dropout
-from volseg.parallel.spatial.operators.samples import each_sample
 from volseg.parallel.spatial.table import (
     BY_SAMPLE,
     TABLE,

@@ -17,12 +17,12 @@ The parts, from plan to effect:
 - ``transport``: the movements of planes with their gradients, between devices of one process or the processes of a
   group. The gradient of a *slab* belongs to one shard. A *whole* value is equal on every shard, and its gradient is
   the full one everywhere. The halo of a slab is received around the slab, while other work continues.
-- ``volume``, ``context``, ``parameters``: the sharded volume, and the state that a network's volumes share.
-- ``pending``: slabs that wait to be written, or that are written again instead of being kept. ``lazy``: norms that
-  wait for their activation, joins that wait for their convolution, inputs of recomputed blocks.
+- ``volume``, ``context``: the sharded volume, and the state that a network's volumes share.
+- ``pending``, ``sources``: slabs that wait to be written, or that are written again instead of being kept. ``lazy``:
+  norms that wait for their activation, joins that wait for their convolution, inputs of recomputed blocks.
 - ``convolution``: a process's slab, with the halo received in place; several slabs if sums have a fixed order.
 - ``table``, ``operators``: the functions that run on slabs, and their handlers; ``dispatch`` takes a call there by
-  ``signatures`` (torch's names of its arguments), ``contract`` (torch's shapes of its results) and ``copied_view``
+  ``signatures`` (torch's names of its arguments), a rehearsal (torch's shapes of its results) and ``copied_view``
   (copies where torch has views); ``gathered``: functions on the whole volume.
 - ``memory``: activations that are recomputed, or wait in host memory.
 - ``strategy``: the interface for users.

@@ -1,24 +1,31 @@
-"""State that the operators of one network share: communicator, settings, and parameters on their devices."""
+"""State that the operators of one network share: communicator, settings, and parameters on their devices.
+
+Volumes that passed through custom autograd functions are refused here. Such functions leave a mark on the volume's
+shell: it claims to need a gradient, so that a ``torch.autograd.Function`` gives its result a history. Autograd does not
+see the slabs inside, whose gradient would be lost.
+"""
 
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from volseg.device.torch_internals import find_backward_pass, find_saved_tensors_hooks
+from volseg.device.torch_internals import find_backward_pass, find_saved_tensors_hooks, without_subclass_overrides
 from volseg.errors import ParallelError, UnsupportedOperatorError
-from volseg.parallel.spatial.parameters import Copies, copy_plain
-from volseg.parallel.spatial.transport.communicator import Communicator
-from volseg.parallel.spatial.transport.over_replicas import SlabsOfReplicas
+from volseg.parallel.spatial.plan.shards import Merged
+from volseg.parallel.spatial.transport.communicator import Communicator, SlabsOfReplicas
+from volseg.parallel.spatial.transport.shared_parameters import Copies, copy_plain
 
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
+    from volseg.parallel.spatial.volume import ShardedVolume
+
 
 MOST_PLANS = 4096
 """Number of cached plans: enough for a network with some hundred sizes of volumes."""
@@ -74,10 +81,9 @@ class Context:
     hooks
         The saved-tensor hooks around the pass, or around a block that is recomputed for ``checkpoint=``. Other hooks
         belong to a checkpoint in the network's own code.
-    cuts_large
-        Whether a large ordinary tensor was cut, such as a mask of windows: later ones wait (see ``lazy.uncut``).
-    groups
-        Number of planes that windows took of tokens ``(B, D, H, W, C)``, by cut dims and planes.
+    large_rows
+        Layout of large ordinary tensors that were cut along a dim of so many entries, such as masks of windows: later
+        ones are computed by the shards that own the entries (see ``operators.operands``).
     """
 
     def __init__(
@@ -100,10 +106,9 @@ class Context:
         self._norms: Callable[[Replicas], AbstractContextManager[Any]] = nullcontext
         self.copies: Copies | None = None
         self.hooks: Any = None
-        self.cuts_large = False
-        self.groups: dict[tuple[tuple[int, ...], int], int] = {}
+        self.large_rows: dict[int, Merged | None] = {}
         # Not a WeakSet: it compares its members, and comparing volumes is an operator.
-        self._waiting: list[Callable[[], Any]] = []
+        self._waiting: list[weakref.ref[Any]] = []
         self._said: set[str] = set()
         self._plans: dict[Hashable, Any] = {}
         self._alone = communicator.devices[0] if len(communicator.devices) == 1 else None
@@ -126,14 +131,7 @@ class Context:
     def forward_pass(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Run a forward pass with these parameters: each is copied, and its gradient summed, once."""
         with self.using(Copies(self.communicator, parameters)), self.own_hooks():
-            try:
-                yield
-            finally:
-                # What reads messages is written only if it is read: other processes may not have it any more.
-                for volume in [waiting() for waiting in self._waiting]:
-                    if volume is not None and volume.pending.reads_messages:
-                        volume.pending.wait_for_readers()
-                self.forget_written()
+            yield
 
     @contextmanager
     def using(self, copies: Copies) -> Iterator[None]:
@@ -221,22 +219,9 @@ class Context:
         return self._plans[key]
 
     def defer(self, volume: Any) -> None:
-        """Remember a volume whose slabs wait for the next operator.
-
-        A volume that is written from messages is kept until the forward pass ends: otherwise processes would write
-        different volumes, depending on garbage collection, and wait for each other.
-        """
-        self.forget_written()
-        self._waiting.append((lambda: volume) if volume.pending.reads_messages else weakref.ref(volume))
-
-    def forget_written(self) -> None:
-        """Drop the volumes that need not be written any more."""
-        found = [(waiting, waiting()) for waiting in self._waiting]
-        self._waiting = [
-            waiting if isinstance(waiting, weakref.ref) or volume.pending.reads_messages else weakref.ref(volume)
-            for waiting, volume in found
-            if volume is not None
-        ]
+        """Remember a volume whose slabs wait for the next operator."""
+        self._waiting = [waiting for waiting in self._waiting if waiting() is not None]
+        self._waiting.append(weakref.ref(volume))
 
     def change(self, volume: Any) -> None:
         """Count an in-place change of a volume, as torch does; write the waiting volumes before.
@@ -263,7 +248,7 @@ class Context:
     def write_waiting(self) -> None:
         """Write the waiting volumes before a tensor that they depend on loses its history."""
         for other in self._take_waiting():
-            other.pending.settle_with_history(other)
+            other.settle()
 
     def _take_waiting(self) -> list[Any]:
         waiting, self._waiting = self._waiting, []
@@ -292,3 +277,30 @@ class Context:
                 return f"{names[id(caller)]} ({type(caller).__name__})"
             frame = frame.f_back  # type: ignore[assignment]
         return "the calling code"
+
+
+HISTORY: Any = Tensor.grad_fn
+"""The property itself, for the shell: ``volume.grad_fn`` would go through the table."""
+
+
+def check_history(volume: "ShardedVolume") -> None:
+    """Refuse a volume from a custom function, before its slabs are read without the table."""
+    with without_subclass_overrides():
+        if HISTORY.__get__(volume) is not None:
+            refuse_custom(volume)
+
+
+def refuse_custom(volume: "ShardedVolume") -> NoReturn:
+    """Raise for a volume that a custom autograd function has marked."""
+    node = HISTORY.__get__(volume)
+    if node.name() == "BackwardHookFunctionBackward":
+        raise UnsupportedOperatorError(
+            f"{volume.context.module_path()} got a volume through a module with a full backward hook, which is a "
+            f"custom autograd.Function and would not see the slabs; use a forward hook that calls "
+            f"output.register_hook(...)"
+        )
+    raise UnsupportedOperatorError(
+        f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function ({node}), whose "
+        f"backward would not see the slabs; if it is pointwise, say so by volseg.parallel.pointwise_function(...), "
+        f"else write it with torch functions; of torch.utils.checkpoint take use_reentrant=False"
+    )

@@ -20,7 +20,7 @@ from volseg.device.torch_internals import (
 )
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.signatures import writes
-from volseg.parallel.spatial.versions import Unchanged
+from volseg.parallel.spatial.sources import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
 

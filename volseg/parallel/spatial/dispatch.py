@@ -1,10 +1,13 @@
 """Dispatch a torch function on a sharded volume to its handler, and turn the handler's result into torch's.
 
-The steps are described in ``table``; each refuses what it does not know.
+The steps are described in ``table``; each refuses what it does not know. A call is rehearsed before any slab is
+touched, on the meta device, where tensors have shapes and no values. A call that torch refuses (sizes that do not fit,
+a dim that does not exist, an unknown reduction) raises torch's error, and a handler whose result has another shape or
+dtype than torch's is detected before its result is used. Each form of a call is rehearsed once.
 """
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,22 +16,96 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device.compiler_internals import ScriptMethod
+from volseg.device.gpus import host_values
 from volseg.device.torch_internals import (
     hand_backward_over,
     left_out_of_compilation,
+    tree_leaves,
     tree_map,
     tree_map_only,
     without_subclass_overrides,
 )
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.contract import Outline, check, rehearsed
+from volseg.parallel.spatial.context import HISTORY, refuse_custom
 from volseg.parallel.spatial.copied_view import Origin, mark_copies
 from volseg.parallel.spatial.gathered import name_of, nested, unsupported, volumes
-from volseg.parallel.spatial.history import HISTORY, refuse_custom
-from volseg.parallel.spatial.lazy.uncut import SUMS, Uncut, shown, written
 from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of, writes
 from volseg.parallel.spatial.table import BY_SAMPLE, TABLE, Entry, Refusal, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid
+
+Outline = tuple[tuple[int, ...], torch.dtype | None]
+"""Shape and dtype of a tensor; no dtype under autocast, which the meta device does not follow."""
+
+
+def rehearsed(func: Callable, args: tuple, kwargs: dict[str, Any], like: ShardedVolume) -> list[Outline] | None:
+    """Return the outlines of the tensors that the call returns, or None if they depend on values.
+
+    Raises
+    ------
+    Exception
+        torch's error for such a call.
+    """
+    autocast = torch.is_autocast_enabled(like.device.type)
+    # The default dtype is the dtype of ``integers / 2`` and ``where(mask, 1.0, 0.0)``.
+    key = (func, autocast, torch.get_default_dtype(), _described(args), _described(kwargs) if kwargs else None)
+    try:
+        found: list[Outline] | None = like.context.planned(key, lambda: _on_meta(func, args, kwargs, autocast))
+    except TypeError as fault:
+        if "unhashable" not in str(fault):
+            raise
+        return _on_meta(func, args, kwargs, autocast)
+    return found
+
+
+def _check_outlines(func: Callable, result: Any, expected: list[Outline]) -> None:
+    """Refuse a result with another outline than torch's: an error in a handler must not become a result."""
+    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    if len(found) == len(expected) and all(
+        leaf.shape == shape and dtype in (None, leaf.dtype)
+        for leaf, (shape, dtype) in zip(found, expected, strict=True)
+    ):
+        return
+    got = [(tuple(leaf.shape), leaf.dtype) for leaf in found]
+    raise UnsupportedOperatorError(
+        f"the sharded form of {getattr(func, '__name__', func)} returned {got}, where torch returns {expected}: a "
+        f"mistake in volseg; please report it, and use on_unsupported='gather' or strategy='pipeline' for now"
+    )
+
+
+def _described(value: Any) -> Any:
+    """Return a key of every property on which the shape of a result can depend."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if kind is tuple or kind is list:
+        return kind, *map(_described, value)
+    if kind is dict:
+        return kind, *((name, _described(own)) for name, own in value.items())
+    if kind is slice:
+        return kind, value.start, value.stop, value.step
+    return kind, value  # 1, 1.0 and True are equal, but give different dtypes
+
+
+def _on_meta(func: Callable, args: tuple, kwargs: dict[str, Any], autocast: bool) -> list[Outline] | None:
+    def outline(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            dtype = torch.float32 if autocast and leaf.dtype.is_floating_point else leaf.dtype
+            return torch.empty(leaf.shape, dtype=dtype, device="meta")
+        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+    named = {name: "meta" if name == "device" and value is not None else value for name, value in kwargs.items()}
+    try:
+        with host_values(), torch.no_grad():
+            result = func(*tree_map(outline, args), **tree_map(outline, named))
+    except NotImplementedError:  # no kernel for the meta device, or a result that depends on values
+        return None
+    except RuntimeError as fault:  # numbers read from a tensor: an index, or the places of a split
+        if "on meta" in str(fault) or "meta tensor" in str(fault):
+            return None
+        raise
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return [(tuple(leaf.shape), None if autocast else leaf.dtype) for leaf in leaves]
+
 
 PLAIN = frozenset({int, float, bool, str, type(None), Tensor, nn.Parameter, torch.dtype, torch.device})
 """Types of most arguments of most functions, recognised by one look-up."""
@@ -43,10 +120,8 @@ SEVERAL_RANGES = (
 SCRIPTED = "TorchScript does not see the slabs; take the module as it is without torch.jit"
 
 
-def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterable[type]) -> Any:
-    """Run a torch function on a sharded volume; ``kinds`` are the classes of its tensors besides torch's own."""
-    if Uncut in kinds:
-        args, kwargs = (shown if func in SUMS else written)((args, kwargs))
+def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a torch function on a sharded volume."""
     entry = TABLE.get(func)
     if entry is not None and entry.composed:
         try:
@@ -206,7 +281,7 @@ def _checked(
         The volumes among its arguments.
     """
     if expected is not None:
-        check(func, result.value if type(result) is Copied else result, expected)
+        _check_outlines(func, result.value if type(result) is Copied else result, expected)
     if type(result) is Copied:
         result = result.value
     elif entry.views:

@@ -9,6 +9,7 @@ from torch import Tensor
 from volseg.device.torch_internals import SUPPORTED_NODES, get_storage_key, get_version, tree_flatten, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.copied_view import mark_copies
+from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 
 OF_HISTORY = frozenset({torch.autograd.backward, torch.autograd.grad, Tensor.backward})
@@ -54,6 +55,32 @@ def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str
         f"{name_of(func)} called from {where} has no sharded form ({reason}) and runs on the gathered volume"
     )
     return run_gathered(func, args, kwargs)
+
+
+SMALL = 2**22
+"""Number of elements up to which a volume is gathered without a warning: coarse levels are too thin to cut."""
+
+
+def say_gathered(volume: ShardedVolume, what: str) -> None:
+    """Warn once that a large volume is gathered for an operation that slabs cannot do."""
+    if volume.shape.numel() > SMALL:
+        context = volume.context
+        context.say_once(
+            f"{context.module_path()} {what} a volume of shape {tuple(volume.shape)} cut along dim "
+            f"{', '.join(map(str, volume.dims))}: it is gathered for that"
+        )
+
+
+def whole_of(value: Any) -> Any:
+    """Return a volume as an ordinary tensor; leave other values unchanged."""
+    return value.full_tensor() if isinstance(value, ShardedVolume) else value
+
+
+def cut_if_thick(whole: Tensor, like: ShardedVolume) -> ShardedVolume | Tensor:
+    """Cut an ordinary tensor along the dims of a volume if every shard gets a plane; otherwise leave it whole."""
+    grid = zip(like.dims, like.context.communicator.grid, strict=True)
+    fits = all(can_split(whole.shape[dim], shards) for dim, shards in grid)
+    return from_whole(whole, like.dims, like.context) if fits else whole
 
 
 def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

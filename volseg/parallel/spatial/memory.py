@@ -33,8 +33,8 @@ from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.lazy.recipes import RecomputedInput
 from volseg.parallel.spatial.pending import build_meta_slabs
-from volseg.parallel.spatial.transport.room import get_halo_room
-from volseg.parallel.spatial.versions import Kept, Unchanged, Watched, keep, take
+from volseg.parallel.spatial.sources import Kept, Unchanged, Watched, keep, take
+from volseg.parallel.spatial.transport.pieces import get_halo_room
 from volseg.parallel.spatial.volume import ShardedVolume, share_later
 from volseg.parallel.state.module import Remembered, remember
 from volseg.parallel.state.random import RandomState

@@ -41,7 +41,7 @@ narrow        the slabs' history       the slabs' history          as Written   
 What is changed in place
     An in-place operator first writes all waiting slabs (``Context.change``), except a bias whose slabs were never read,
     and then has its slabs shown: it changes the values at the time of its call. Other changes show in the tensors'
-    versions (see ``versions``). If the sources of a *waiting* slab have changed, this and every later read is refused.
+    versions (see ``sources``). If the sources of a *waiting* slab have changed, this and every later read is refused.
     If the sources of a *written* or *shown* slab have changed, or the slab itself, the slab is right, and its recipe is
     no longer valid. If the sources of a *released* slab have changed, the slab is lost, and reads of it are refused.
 
@@ -62,9 +62,8 @@ from torch import Tensor
 from volseg.device.gpus import resize_memory
 from volseg.device.norm.activation import Activation
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.recipe import Outline, Recipe
+from volseg.parallel.spatial.sources import Outline, Recipe, Unchanged
 from volseg.parallel.spatial.transport.halo import Halo, Wait
-from volseg.parallel.spatial.versions import Unchanged
 
 if TYPE_CHECKING:
     from volseg.parallel.spatial.volume import ShardedVolume
@@ -92,11 +91,6 @@ class Pending(ABC):
     __slots__ = ()
     parts: list[list[Tensor]] | None = None
 
-    @property
-    def reads_messages(self) -> bool:
-        """Whether the slabs will be written from messages of other processes, before any in-place change."""
-        return False
-
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "Waiting | None":
         """Return the state with an activation included, or None if it cannot be included.
 
@@ -117,13 +111,6 @@ class Pending(ABC):
 
     def settle_apart(self, volume: "ShardedVolume") -> None:
         """Write waiting slabs before an in-place change of any tensor: values that torch drops must not be kept."""
-        self.settle(volume)
-
-    def wait_for_readers(self) -> None:  # noqa: B027  (most read no messages)
-        """Write slabs from messages only when they are read: after the forward pass others may not have them."""
-
-    def settle_with_history(self, volume: "ShardedVolume") -> None:
-        """Write waiting slabs before any tensor loses its history."""
         self.settle(volume)
 
     @abstractmethod
@@ -179,7 +166,7 @@ class Waiting(Pending):
     stand_ins
         Tensors in the volume in place of its slabs, of their element type and on their devices.
     room
-        Planes of room to leave around each slab (see ``transport.room``), or more if a wider halo follows.
+        Planes of room to leave around each slab (see ``transport.pieces``), or more if a wider halo follows.
     unchanged
         Sources of the slabs.
     """

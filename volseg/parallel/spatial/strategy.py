@@ -19,15 +19,14 @@ from volseg.parallel.gradient_sums import GradientSums, is_trained
 from volseg.parallel.processes.group import agree, get_message_group
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.custom_function import no_script
-from volseg.parallel.spatial.lazy.uncut import cut_later, written
 from volseg.parallel.spatial.memory import Recomputation, offloaded
+from volseg.parallel.spatial.operators.operands import OwnRows
 from volseg.parallel.spatial.outputs import CutInput, finish_result
 from volseg.parallel.spatial.plan.shards import check_axes, choose_dims
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.transport.communicator import Communicator
-from volseg.parallel.spatial.transport.mesh import join
 from volseg.parallel.spatial.transport.one_process import LocalDevices
-from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards, join
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 from volseg.parallel.state.random import CommonSeeds, mix, seeded
 
@@ -173,9 +172,10 @@ class SpatialStrategy:
         finest = max((leaf.shape[2:].numel() for leaf in cut if isinstance(leaf, ShardedVolume)), default=0)
         away = offloaded() if self.options.offload and torch.is_grad_enabled() else nullcontext()
         copies = self.context.forward_pass(trained)
-        again, later = self.recomputation.active(finest), cut_later(self.context)
-        with self.same_randomness(), away, copies, stand_ins, again, no_script(), later:
-            result = written(self.net(*args, **kwargs))
+        again = self.recomputation.active(finest)
+        own_rows: AbstractContextManager[Any] = OwnRows(self.context) if self.context.large_rows else nullcontext()
+        with self.same_randomness(), away, copies, stand_ins, again, no_script(), own_rows:
+            result = self.net(*args, **kwargs)
         for given in inputs:
             given.write_back()
         return finish_result(result, marked, contiguous=self.context.channels_last)

@@ -7,7 +7,7 @@ calls that it does not know:
 2. Its arguments are bound to torch's own signature (see ``signatures``). The handler's parameters say which of them
    it treats: any other one must have torch's default. A handler with the parameters ``(func, args, kwargs)`` hands
    them all to the function itself, slab by slab.
-3. The call is rehearsed on shapes alone (see ``contract``): what torch refuses is refused, and the result must have
+3. The call is rehearsed on shapes alone (see ``dispatch``): what torch refuses is refused, and the result must have
    torch's shapes and dtypes.
 4. Where torch returns a view and slabs had to be copied, the result may not be changed in place (see ``copied_view``).
 
@@ -178,12 +178,11 @@ def handles_samples(*names: str) -> Callable[[Handler], Handler]:
     """Register handlers for volumes that are cut along dim 0; they take the entry's arguments by name."""
 
     def register(handler: Handler) -> Handler:
-        forms = {function: handler for name in names for _, function in _find(name) if function in TABLE}
-        twice = forms.keys() & BY_SAMPLE.keys()
-        if twice:
-            labels = ", ".join(sorted(TABLE[function].name for function in twice))
-            raise ValueError(f"{labels} has a form for cut samples already; register it once")
-        BY_SAMPLE.update(forms)
+        forms = {function: label for name in names for label, function in _find(name)}
+        for function, label in forms.items():
+            if function in BY_SAMPLE:
+                raise ValueError(f"{label} has a form for cut samples already; register it once")
+            BY_SAMPLE[function] = handler
         return handler
 
     return register

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from volseg.device.torch_internals import make_wrapper_subclass, to_copy
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.context import Context
-from volseg.parallel.spatial.history import check_history
+from volseg.parallel.spatial.context import Context, check_history
 from volseg.parallel.spatial.pending import PLAIN, Pending, Waiting
 from volseg.parallel.spatial.plan.shards import Fetch, Merged, Span, spans
-from volseg.parallel.spatial.recipe import Recipe
+from volseg.parallel.spatial.sources import Recipe, Unchanged
 from volseg.parallel.spatial.transport.halo import Halo, Wait
-from volseg.parallel.spatial.versions import Unchanged
 
 if TYPE_CHECKING:
     from volseg.parallel.spatial.copied_view import Origin
@@ -61,7 +59,7 @@ class ShardedVolume(Tensor):
         Returns the volume in float32; set if torch would have float32 and these slabs have fewer digits.
     """
 
-    run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any], Iterable[type]], Any]]
+    run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any]], Any]]
     """Runs a torch function on the slabs; ``dispatch``, which knows the operators, sets it."""
     dims: tuple[int, ...]
     context: Context
@@ -105,7 +103,7 @@ class ShardedVolume(Tensor):
     def __torch_function__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return cls.run_function(func, args, kwargs or {}, types)
+        return cls.run_function(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -317,21 +315,6 @@ class _SameSlabs(Waiting):
         self.volume.pending.settle_apart(self.volume)
         if not isinstance(self.volume.pending, Waiting):
             self.settle(volume)
-
-    def settle_with_history(self, volume: ShardedVolume) -> None:
-        """Write the other volume if it must be."""
-        self.volume.pending.settle_with_history(self.volume)
-        if not isinstance(self.volume.pending, Waiting):
-            self.settle(volume)
-
-    @property
-    def reads_messages(self) -> bool:
-        """Whether the other volume is written from messages."""
-        return self.volume.pending.reads_messages
-
-    def wait_for_readers(self) -> None:
-        """Let the other volume wait too."""
-        self.volume.pending.wait_for_readers()
 
 
 def share_later(volume: ShardedVolume) -> ShardedVolume:

@@ -16,7 +16,7 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.convolution.plan import AroundPlan
 from volseg.parallel.spatial.transport.halo import Halo, Wait, start_filling, start_receiving
-from volseg.parallel.spatial.transport.room import extend, get_halo_room
+from volseg.parallel.spatial.transport.pieces import extend, get_halo_room
 
 LARGE = 2**26
 """Bytes of a slab whose copy takes longer (33 us on an H200) than the few kernels for the outermost planes."""

@@ -29,9 +29,9 @@ from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, sum_vanishing, vanishes
 from volseg.parallel.spatial.lazy.recipes import Join
-from volseg.parallel.spatial.recipe import Asked, Recipe, Write, mask_asked, split_rows
+from volseg.parallel.spatial.sources import Asked, Recipe, Write, mask_asked, split_rows
 from volseg.parallel.spatial.transport.halo import Wait, copy_halo, put_halo_back, return_gradients, start_filling
-from volseg.parallel.spatial.transport.room import extend, get_halo_room, own_planes
+from volseg.parallel.spatial.transport.pieces import extend, get_halo_room, own_planes
 from volseg.parallel.spatial.volume import ShardedVolume
 
 Gradients: TypeAlias = Sequence[Tensor | None]
@@ -93,12 +93,13 @@ class _Input:
     num_biases: int
     leaves_biases: bool
 
-    def surround(self, slabs: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]] | None]:
-        """Return the slabs between the planes of their halos, once these have arrived, and copies of them if any."""
+    def surround(self, slabs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the slabs between the planes of their halos, once these have arrived."""
         halos = self.plan.halos
         buffers = [extend(slab, self.room, halo.own) for slab, halo in zip(slabs, halos, strict=True)]
-        wait = start_filling(buffers, halos, keep=self.recipe is not None) if self.wait is None else self.wait
-        return buffers, wait()
+        wait = start_filling(buffers, halos) if self.wait is None else self.wait
+        wait()
+        return buffers
 
     def choose_added(self, biases: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return the bias that is added to each slab's result, or None."""
@@ -115,9 +116,7 @@ class _Convolve(torch.autograd.Function):
         parts = tensors[count + given.num_biases :]
         # The inputs themselves if they are kept: autograd must know the tensors that it saves.
         slabs = given.slabs if recipe is not None else list(parts)
-        buffers, borders = slabs, None
-        if halos:
-            buffers, borders = given.surround(slabs)
+        buffers = given.surround(slabs) if halos else slabs
         rows = zip(buffers, weights, given.choose_added(biases), strict=True)
         results = tuple(choice.convolve(*row, plan.settings, plan.channels_last) for row in rows)
         # Not the recipe's tensors: autograd keeps these, or saved-tensor hooks do.
@@ -131,9 +130,8 @@ class _Convolve(torch.autograd.Function):
             ctx.save_for_backward(*weights, *buffers, *shared)
         else:
             ctx.likes = [(buffer.shape, buffer.dtype, layout_of(buffer)) for buffer in buffers]
-            if borders is None:
-                sizes = [halo.own for halo in halos] or [(0, 0)] * count  # planes before and behind each slab
-                borders = [copy_halo(*pair) for pair in zip(buffers, sizes, strict=True)]
+            sizes = [halo.own for halo in halos] or [(0, 0)] * count  # planes before and behind each slab
+            borders = [copy_halo(*pair) for pair in zip(buffers, sizes, strict=True)]
             # For each slab: copies of its halo, then the recipe's tensors.
             kept = list(chain.from_iterable(zip(borders, recipe.rows, strict=True)))
             ctx.sizes = [len(own) for own in kept]
@@ -182,7 +180,7 @@ class _ConvolveTransposed(torch.autograd.Function):
         weights, biases, slabs = tensors[:count], tensors[count:first], tensors[first:]
         ctx.num_biases = len(biases)
         ctx.save_for_backward(*weights, *slabs)
-        plan, (buffers, _) = given.plan, given.surround(slabs)
+        plan, buffers = given.plan, given.surround(slabs)
         rows = zip(buffers, weights, given.choose_added(biases), strict=True)
         results = [choice.convolve(*row, plan.settings, plan.channels_last) for row in rows]
         # Autograd refuses in-place changes of a function's output that is a view.

@@ -30,7 +30,7 @@ from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.lazy.recipes import Copy
 from volseg.parallel.spatial.plan.shards import Span, spans
-from volseg.parallel.spatial.recipe import Asked, Write, add_in_float32, mask_asked, split_rows
+from volseg.parallel.spatial.sources import Asked, Write, add_in_float32, mask_asked, split_rows
 from volseg.parallel.spatial.transport.halo import Halo, start_filling
 from volseg.parallel.spatial.volume import ShardedVolume
 

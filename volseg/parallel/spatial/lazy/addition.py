@@ -17,9 +17,8 @@ from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, WaitingTerms, find_norm
 from volseg.parallel.spatial.lazy.recipes import WaitingRepeat
 from volseg.parallel.spatial.pending import PLAIN
-from volseg.parallel.spatial.recipe import outline_slab
-from volseg.parallel.spatial.transport.room import allocate_with_room
-from volseg.parallel.spatial.versions import Unchanged
+from volseg.parallel.spatial.sources import Unchanged, outline_slab
+from volseg.parallel.spatial.transport.pieces import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
 WIDTHS = {torch.float16, torch.bfloat16, torch.float32}

@@ -19,11 +19,9 @@ from volseg.device import fusions
 from volseg.device.first_order import LinearMap, first_order
 from volseg.device.gpus import on_gpu
 from volseg.device.torch_internals import get_version
-from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
-from volseg.parallel.spatial.recipe import Recipe
+from volseg.parallel.spatial.sources import Moment, Recipe, Unchanged
 from volseg.parallel.spatial.transport.halo import Halo, Wait
-from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 

@@ -24,12 +24,10 @@ from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.recipes import Normalize
 from volseg.parallel.spatial.lazy.statistics import Affine, NormPlan, NormStatistics, Pooled
-from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
-from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab
+from volseg.parallel.spatial.sources import Moment, Outline, Recipe, Unchanged, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait, compute_halo_room, write_outer_first
-from volseg.parallel.spatial.transport.room import allocate_with_room
-from volseg.parallel.spatial.versions import Unchanged
+from volseg.parallel.spatial.transport.pieces import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume
 
 Terms = tuple[Term, Term | None]
@@ -111,10 +109,7 @@ class WaitingTerms(Waiting):
             assert first is not None
             addition.add(first, second, self.outer, outs[number].narrow(DIM, start, count))
 
-        def ends(number: int, front: int, back: int) -> None:
-            addition.add(*rows[number], self.outer, outs[number], (front, back))
-
-        return outs, write_outer_first(outs, room, halos, planes, ends if len(self.columns) == 1 else None)
+        return outs, write_outer_first(outs, room, halos, planes)
 
 
 class WaitingNorm(WaitingTerms):

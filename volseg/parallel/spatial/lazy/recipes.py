@@ -21,12 +21,10 @@ from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import choice
 from volseg.device.norm.activation import Activation
-from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting, build_meta_slabs
-from volseg.parallel.spatial.recipe import Outline, Recipe, Write, outline_slab
+from volseg.parallel.spatial.sources import Moment, Outline, Recipe, Unchanged, Write, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait, compute_halo_room, write_outer_first
-from volseg.parallel.spatial.transport.room import allocate_with_room
-from volseg.parallel.spatial.versions import Unchanged
+from volseg.parallel.spatial.transport.pieces import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from volseg.device import attention, fusions
 from volseg.device.torch_internals import PLAIN_TENSORS
 from volseg.parallel.spatial.context import active_autocast_dtype
-from volseg.parallel.spatial.lazy.uncut import Uncut, written
-from volseg.parallel.spatial.lazy.waiting_scores import (
+from volseg.parallel.spatial.lazy.attention import (
     AddendPlace,
     Compute,
     Steps,
@@ -31,10 +30,9 @@ from volseg.parallel.spatial.lazy.waiting_scores import (
     find_cut,
     is_cut_once,
     list_shapes,
-    transpose_last,
+    take_up,
 )
-from volseg.parallel.spatial.recipe import outline_slab
-from volseg.parallel.spatial.versions import Unchanged
+from volseg.parallel.spatial.sources import Unchanged, outline_slab
 from volseg.parallel.spatial.volume import ShardedVolume, defer, give_whole
 
 Reshaped = Callable[[ShardedVolume], Any]
@@ -42,14 +40,9 @@ Reshaped = Callable[[ShardedVolume], Any]
 MOST_TERMS = 2
 """Number of terms that the kernels take."""
 
-ORDINARY = (*PLAIN_TENSORS, nn.Parameter, Uncut)
+TERMS = (*PLAIN_TENSORS, nn.Parameter, ShardedVolume)
 
 WIDTHS = frozenset({torch.float32, torch.float16, torch.bfloat16})
-
-
-def waits(volume: Any) -> bool:
-    """Return whether a value is a waiting step of attention."""
-    return isinstance(volume, ShardedVolume) and isinstance(volume.pending, WaitingScores)
 
 
 def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, turned: bool) -> ShardedVolume | None:
@@ -79,22 +72,22 @@ def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, 
     queries, given = query.slabs, key.slabs
     if not all(map(_has_kernel, queries)) or any(slab.is_inference() for slab in (*queries, *given)):
         return None  # torch does not count their in-place changes
-    lying = ShardedVolume(given, key.dims, key.shape, key.context, key.merged)
-    turning = lying if turned else transpose_last(lying)
-    shapes = [(*size[:-1], turning.shape[-2]) for size in list_shapes(query)]
-    sides = list_shapes(query), list_shapes(turning, gathered=cut.gathers)
-    if query.shape[-1] != key.shape[inner] or not all(map(attention.fits, *sides)):
+    shapes = [(*size[:-1], key.shape[tokens]) for size in list_shapes(query)]
+    lines = [(*size[:-2], size[tokens], size[inner]) for size in list_shapes(key, gathered=cut.gathers)]
+    if query.shape[-1] != key.shape[inner] or not all(map(attention.fits, list_shapes(query), lines)):
         return None
     if active_autocast_dtype(queries[0]) not in (None, query.dtype):
         return None
+    gathered = give_whole(key) if cut.gathers else given
 
     def compute_all(slabs: Sequence[Tensor]) -> list[Tensor]:
-        return list(map(compute, slabs, give_whole(lying) if cut.gathers else given))
+        return list(map(compute, slabs, gathered))
 
     own = [shapes[number] for number in query.context.communicator.indices]
     stand_ins = [outline_slab(size, slab.dtype, slab.device) for size, slab in zip(own, queries, strict=True)]
-    shape = (*query.shape[:-1], turning.shape[-2])
-    steps = Steps(tuple(queries), turning, tuple(shape[:-2]), cut)
+    shape = (*query.shape[:-1], key.shape[tokens])
+    keys = tuple(own if turned else own.transpose(-2, -1) for own in gathered)
+    steps = Steps(tuple(queries), keys, tuple(shape[:-2]), cut)
     waiting = WaitingScores(steps, None, compute_all, stand_ins, Unchanged((*queries, *given)))
     return defer(waiting, (cut.dim,), shape, query.context, cut.merged)
 
@@ -122,7 +115,7 @@ def scale(func: Callable, volume: ShardedVolume, factor: Any, *, divides: bool) 
 def add_term(
     func: Callable, volume: ShardedVolume, term: Any, given: Callable[[Tensor, ShardedVolume], list[Tensor]]
 ) -> ShardedVolume | None:
-    """Return waiting scores plus an ordinary tensor; None if the kernels cannot add this tensor.
+    """Return waiting scores plus a tensor; None if the kernels cannot add this tensor.
 
     Parameters
     ----------
@@ -134,7 +127,7 @@ def add_term(
         Returns the part of a tensor for each slab of a volume.
     """
     waiting = take_up(volume)
-    if waiting is None or type(term) not in ORDINARY or term.dtype not in WIDTHS or term.ndim == 0:
+    if waiting is None or type(term) not in TERMS or term.dtype not in WIDTHS or term.ndim == 0:
         return None
     if _find_place(volume.shape, term.shape) is None:
         return None
@@ -142,8 +135,10 @@ def add_term(
         return None
     if term.device != volume.device or term.is_inference():
         return None
-    alone = volume.context.communicator.num_shards == 1
-    own = tuple(volume.context.spread(written(term)) if alone else given(term, volume))
+    if isinstance(term, ShardedVolume) and (term.requires_grad or term.context is not volume.context):
+        return None
+    alone = volume.context.communicator.num_shards == 1 and not isinstance(term, ShardedVolume)
+    own = tuple(volume.context.spread(term) if alone else given(term, volume))
     places = [_find_place(slab.shape, part.shape) for slab, part in zip(volume._slabs, own, strict=True)]
     found = tuple(place for place in places if place is not None)
     assert len(found) == len(own)  # a slab's matrices of scores are cut as the term is
@@ -231,19 +226,6 @@ def cast(volume: ShardedVolume, dtype: torch.dtype) -> ShardedVolume | None:
 
 def _has_kernel(slab: Tensor) -> bool:
     return attention.takes(slab)
-
-
-def take_up(volume: ShardedVolume) -> WaitingScores | None:
-    """Return a step that another can follow; None if the modes have changed, or a previous step was written."""
-    waiting = volume.pending
-    if not isinstance(waiting, WaitingScores) or not waiting.is_now():
-        return None
-    step = waiting.before
-    while step is not None:
-        if not isinstance(step.pending, WaitingScores):
-            return None
-        step = step.pending.before
-    return waiting
 
 
 def _go_on(

@@ -23,7 +23,7 @@ from volseg.parallel.spatial.lazy.norm import WaitingNorm, find_norm, sum_to_slo
 from volseg.parallel.spatial.lazy.recipes import WaitingRecipe
 from volseg.parallel.spatial.lazy.statistics import NormPlan
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.recipe import Recipe, Write, outline_slab, split_rows
+from volseg.parallel.spatial.sources import Recipe, Write, outline_slab, split_rows
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 

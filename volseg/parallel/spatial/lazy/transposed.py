@@ -16,10 +16,8 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into
 from volseg.parallel.spatial.lazy.recipes import WaitingRecipe, recipe_of_kept
-from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.recipe import Asked, Recipe, Write, add_in_float32, split_rows
-from volseg.parallel.spatial.versions import Unchanged
+from volseg.parallel.spatial.sources import Asked, Moment, Recipe, Unchanged, Write, add_in_float32, split_rows
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 

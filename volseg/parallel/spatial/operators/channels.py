@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.parallel.spatial.lazy.scores import soften, waits
-from volseg.parallel.spatial.operators.operands import each_slab, elementwise, rewrap, run_local, wrap_reduced
+from volseg.parallel.spatial.lazy.attention import waits
+from volseg.parallel.spatial.lazy.scores import soften
+from volseg.parallel.spatial.operators.operands import elementwise, rewrap, run_local, wrap_reduced
 from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.operators.reductions import HALF, extremes, over_dims
 from volseg.parallel.spatial.signatures import bind
@@ -100,18 +101,6 @@ def _per_slab(volume: ShardedVolume, dim: int, results: Sequence[Any]) -> Any:
     if isinstance(results[0], Tensor):
         return wrap_reduced(volume, results, [dim % volume.ndim], keepdim=results[0].ndim == volume.ndim)
     return type(results[0])([_per_slab(volume, dim, column) for column in zip(*results, strict=True)])
-
-
-@handles("Along channels", "quantile", "nanquantile", merged=True)
-def quantile(
-    func: Callable, input: Any, q: Any, dim: int | None = None, keepdim: bool = False, interpolation: str = "linear"
-) -> Any:
-    """Return quantiles along an uncut dim; several quantiles get a new first dim."""
-    if not isinstance(input, ShardedVolume) or dim is None or dim % input.ndim in input.dims:
-        refuse(f"it needs whole lines along dim={dim}")
-    several = isinstance(q, Tensor) and q.ndim == 1
-    dims = [cut - (not keepdim and dim % input.ndim < cut) + several for cut in input.dims]
-    return each_slab(func, input, q, dim, keepdim, dims=dims, interpolation=interpolation)
 
 
 @handles("Along channels", "gather", "take_along_dim", merged=True)

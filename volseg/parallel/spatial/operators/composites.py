@@ -1,71 +1,28 @@
-"""Functions composed of other torch functions, each of which the operator table handles by itself.
+"""Functions whose sharded form is made of other functions, and functions of batches of slices.
 
-For some functions ``as_written`` runs torch's own Python code. The others are written out here, as handlers that get
-the torch function's arguments: volumes and ordinary tensors.
+Composed functions consist of torch functions, each of which the operator table handles by itself. For some of them
+``as_written`` runs torch's own Python code. The others are written out here, as handlers that get the torch function's
+arguments: volumes and ordinary tensors.
+
+Volumes cut along dim 0 are slices of one volume as samples of a batch, for networks of 2D convolutions:
+``x.transpose(1, 2).reshape(B * D, C, H, W)`` makes a batch of the slices, cut between them. Functions that treat
+each sample by itself run on each shard unchanged; batch norm combines the shards' statistics.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from math import sqrt
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.torch_internals import with_overrides
+from volseg.parallel.spatial.operators import normalize
+from volseg.parallel.spatial.operators.operands import call_each, rewrap
 from volseg.parallel.spatial.signatures import fill
-from volseg.parallel.spatial.table import composes, handles, refuse
-
-
-@composes("Products", "F.multi_head_attention_forward")
-def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Attend with several heads; sequences are ``(L, N, E)``."""
-    given = fill(F.multi_head_attention_forward, args, kwargs)
-    query, num_heads = given.query, given.num_heads
-    extras = given.bias_k, given.bias_v, given.static_k, given.static_v
-    if any(extra is not None for extra in extras) or given.add_zero_attn:
-        refuse("keys and values that are added to the sequence are not supported")
-    if (given.dropout_p and given.training) or given.is_causal or query.ndim != 3:
-        refuse("dropout of attention weights, is_causal and sequences without a batch are not supported")
-    wanted = given.embed_dim_to_check
-    if query.shape[-1] != wanted:  # torch's rule
-        raise AssertionError(f"was expecting embedding dimension of {wanted}, but got {query.shape[-1]}")
-    weights: Any = (given.q_proj_weight, given.k_proj_weight, given.v_proj_weight)
-    if not given.use_separate_proj_weight:
-        assert given.in_proj_weight is not None
-        weights = given.in_proj_weight.chunk(3)
-    biases: Any = (None, None, None) if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
-    queries, keys, values = (
-        F.linear(tokens, weight, bias).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
-        for tokens, weight, bias in zip((query, given.key, given.value), weights, biases, strict=True)
-    )
-    mask = _mask(given.attn_mask, given.key_padding_mask, query.shape[1], num_heads, query.dtype)
-    scores: Tensor | None = None
-    if given.need_weights:
-        scores = (queries / sqrt(queries.shape[-1])) @ keys.transpose(-2, -1)
-        scores = (scores if mask is None else scores + mask).softmax(-1)
-        found = scores @ values
-        scores = scores.mean(1) if given.average_attn_weights else scores
-    else:
-        found = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-    return F.linear(found.permute(2, 0, 1, 3).flatten(2), given.out_proj_weight, given.out_proj_bias), scores
-
-
-def _mask(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the term to add to the scores ``(N, heads, L, S)``, or None without masks."""
-    added = [
-        torch.zeros(one.shape, dtype=dtype, device=one.device).masked_fill(one, float("-inf"))
-        if one.dtype == torch.bool
-        else one.to(dtype)
-        for one in (
-            None if mask is None else mask.unflatten(0, (batch, heads)) if mask.ndim == 3 else mask,
-            None if padding is None else padding[:, None, None, :],
-        )
-        if one is not None
-    ]
-    return None if not added else added[0] if len(added) == 1 else added[0] + added[1]
+from volseg.parallel.spatial.table import composes, handles, handles_samples, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 
 @composes("Dims", "torch.broadcast_tensors")
@@ -105,6 +62,7 @@ def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
     merged=True,
 )
 @handles("Along channels", "F.normalize", "F.softmin", rehearse=False, merged=True)
+@handles("Products", "F.multi_head_attention_forward", rehearse=False, merged=True)
 @handles("Pooling", "F.lp_pool1d", "F.lp_pool2d", "F.lp_pool3d", rehearse=False, merged=True)
 def as_written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run torch's own Python code on volumes."""
@@ -120,3 +78,52 @@ def _without_overrides(func: Any) -> Callable:
     own = FunctionType(func.__code__, inside, func.__name__, func.__defaults__, func.__closure__)
     own.__kwdefaults__ = func.__kwdefaults__
     return own
+
+
+@handles_samples("F.adaptive_avg_pool1d", "F.adaptive_avg_pool2d", "F.adaptive_avg_pool3d")
+@handles_samples("F.adaptive_max_pool1d", "F.adaptive_max_pool2d", "F.adaptive_max_pool3d")
+@handles_samples("F.max_pool1d", "F.max_pool2d", "F.max_pool3d")
+@handles_samples("torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d")
+@handles_samples("torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d")
+@handles_samples("F.interpolate", "F.group_norm", "torch.group_norm", "prelu", "F.prelu")
+def each_sample(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
+    """Run on each slab."""
+    return rewrap(input, call_each(func, input, **settings))
+
+
+@handles_samples("torch.conv1d", "torch.conv2d", "torch.conv3d")
+@handles_samples("torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d")
+def convolution(func: Callable, input: ShardedVolume, weight: Tensor, **settings: Any) -> Any:
+    """Convolve each sample."""
+    if input.ndim != weight.ndim or isinstance(weight, ShardedVolume):
+        refuse("dim 0 are its channels, which are cut, or its weight is sharded")
+    return each_sample(func, input, weight=weight, **settings)
+
+
+@handles_samples("F.instance_norm")
+def instance_norm(
+    func: Callable, input: ShardedVolume, running_mean: Any = None, use_input_stats: bool = True, **settings: Any
+) -> Any:
+    """Normalise each sample by itself."""
+    if running_mean is not None and use_input_stats:
+        refuse("running statistics of samples on several shards are not supported")
+    return each_sample(func, input, running_mean=running_mean, use_input_stats=use_input_stats, **settings)
+
+
+@handles_samples("F.batch_norm", "torch.batch_norm")
+def batch_norm(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
+    """Normalise each channel over all samples, as a volume whose planes are the samples."""
+    outer, unit = input.merged or (1, 1)
+    channels, rest = input.shape[1], input.shape[2:].numel()
+
+    def as_planes(slab: Tensor) -> Tensor:
+        return slab.reshape(outer, slab.shape[0] // (outer * unit), unit, channels, rest).permute(0, 3, 1, 2, 4)
+
+    def as_samples(slab: Tensor, like: Tensor) -> Tensor:
+        return slab.permute(0, 2, 3, 1, 4).reshape(like.shape)
+
+    shape = (outer, channels, input.shape[0] // (outer * unit), unit, rest)
+    planes = ShardedVolume([as_planes(slab) for slab in input.slabs], (2,), shape, input.context)
+    result = normalize.batch_or_instance_norm(func, fill(func, (planes,), settings))
+    slabs: Sequence[Tensor] = result.slabs
+    return wrap(input, [as_samples(slab, own) for slab, own in zip(slabs, input.slabs, strict=True)])

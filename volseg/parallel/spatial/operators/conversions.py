@@ -9,7 +9,8 @@ from torch import Tensor
 from volseg.device.torch_internals import get_base
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.copied_view import mark_copies
-from volseg.parallel.spatial.lazy.scores import cast, waits
+from volseg.parallel.spatial.lazy.attention import waits
+from volseg.parallel.spatial.lazy.scores import cast
 from volseg.parallel.spatial.operators.operands import rewrap, run_local
 from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.table import handles, refuse

@@ -14,9 +14,9 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM
 from volseg.parallel.spatial.context import Context, active_autocast_dtype
-from volseg.parallel.spatial.contract import rehearsed
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan, count_tiles, plan_convolution, plan_transposed
 from volseg.parallel.spatial.convolution.slab import convolve
+from volseg.parallel.spatial.dispatch import rehearsed
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, sum_vanishing, vanishes, with_gradient
 from volseg.parallel.spatial.lazy.transposed import TransposedSettings, convolve_later
 from volseg.parallel.spatial.operators.operands import per_dim, spatial_only

@@ -11,8 +11,10 @@ from torch import Tensor
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
 from volseg.parallel.spatial.dispatch import in_planes
+from volseg.parallel.spatial.gathered import say_gathered
+from volseg.parallel.spatial.lazy.attention import waits
 from volseg.parallel.spatial.lazy.recipes import repeat_later
-from volseg.parallel.spatial.lazy.scores import reshape_scores, waits
+from volseg.parallel.spatial.lazy.scores import reshape_scores
 from volseg.parallel.spatial.operators.operands import cut_like, wrap_reduced
 from volseg.parallel.spatial.plan.shards import Fetch, Merged, can_split, spans
 from volseg.parallel.spatial.signatures import bind
@@ -146,20 +148,6 @@ def _reshaped(volume: ShardedVolume, target: Sequence[int], *, moves: bool) -> S
     return volume.full_tensor().reshape(target)
 
 
-SMALL = 2**22
-"""Number of elements up to which a volume is gathered without a warning: coarse levels are too thin to cut."""
-
-
-def say_gathered(volume: ShardedVolume, what: str) -> None:
-    """Warn once that a large volume is gathered for an operation that slabs cannot do."""
-    if volume.shape.numel() > SMALL:
-        context = volume.context
-        context.say_once(
-            f"{context.module_path()} {what} a volume of shape {tuple(volume.shape)} cut along dim "
-            f"{', '.join(map(str, volume.dims))}: it is gathered for that"
-        )
-
-
 def _with_slabs(
     volume: ShardedVolume, target: Sequence[int], dims: Sequence[int], old: Sequence[int], merged: Merged | None = None
 ) -> ShardedVolume:
@@ -189,8 +177,6 @@ def _merged_or_split(
             return None
         if not can_split(extent, shards):
             return volume.full_tensor().reshape(target)
-        if cut == 1:
-            context.groups[volume.dims, planes] = group
         slabs = context.communicator.fetch(volume.slabs, Fetch(0, cut, planes, spans(planes, shards, group)))
         shape = (*volume.shape[:cut], extent, group, *volume.shape[cut + 1 :])
         slabs = [slab.unflatten(cut, (slab.shape[cut] // group, group)) for slab in slabs]

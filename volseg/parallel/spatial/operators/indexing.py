@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.spatial.dispatch import Copied
-from volseg.parallel.spatial.gathered import run_gathered
-from volseg.parallel.spatial.operators.dims import say_gathered
-from volseg.parallel.spatial.operators.operands import aligned, each_slab, elementwise, rewrap, run_local
-from volseg.parallel.spatial.operators.slices import assign_across, cat, expanded, is_basic, sliced, take_planes
-from volseg.parallel.spatial.plan.shards import can_split
+from volseg.parallel.spatial.gathered import cut_if_thick, run_gathered, say_gathered, whole_of
+from volseg.parallel.spatial.operators.operands import aligned, each_slab
+from volseg.parallel.spatial.operators.slices import assign_across, expanded, is_basic, sliced
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 
@@ -97,7 +95,7 @@ def _full_index(picks: Sequence[Picks], ndim: int, tensors: Sequence[Tensor]) ->
 
 
 def _picked(source: ShardedVolume | Tensor, picks: Sequence[Picks]) -> ShardedVolume | Tensor:
-    indices = [_whole(pick.index) for pick in picks]
+    indices = [whole_of(pick.index) for pick in picks]
     if not isinstance(source, ShardedVolume):
         return source[_full_index(picks, source.ndim, [index.to(source.device) for index in indices])]
     taken = [dim for pick in picks for dim in pick.dims]
@@ -108,10 +106,7 @@ def _picked(source: ShardedVolume | Tensor, picks: Sequence[Picks]) -> ShardedVo
         whole = whole[_full_index(picks, source.ndim, [index.to(whole.device) for index in indices])]
         # Planes in another order are a volume again; single voxels are not.
         planes = len(picks) == 1 and indices[0].ndim == 1 and indices[0].dtype != torch.bool
-        grid = zip(source.dims, context.communicator.grid, strict=True)
-        if planes and all(can_split(whole.shape[dim], shards) for dim, shards in grid):
-            return from_whole(whole, source.dims, context)
-        return whole
+        return cut_if_thick(whole, source) if planes else whole
     columns = [context.spread(index) for index in indices]
     slabs = [
         slab[_full_index(picks, source.ndim, row)]
@@ -125,16 +120,12 @@ def _picked(source: ShardedVolume | Tensor, picks: Sequence[Picks]) -> ShardedVo
     return wrap(source, slabs, [dim + inserted * (dim >= first) for dim in dims])
 
 
-def _whole(index: Tensor) -> Tensor:
-    return index.full_tensor() if isinstance(index, ShardedVolume) else index
-
-
 def _looked_up(table: Tensor, index: tuple) -> ShardedVolume | Tensor:
     """Index an ordinary tensor: look up each voxel's entry, or select by the gathered index."""
     if len(index) == 1 and isinstance(index[0], ShardedVolume) and index[0].dtype in INTEGERS:
         return each_slab(lambda slab, own: own[slab], index[0], table)
     home = table.device
-    return table[tuple(_whole(i).to(home) if isinstance(i, ShardedVolume) else i for i in index)]
+    return table[tuple(whole_of(i).to(home) if isinstance(i, ShardedVolume) else i for i in index)]
 
 
 @handles("Slices and joins", "Tensor.__setitem__", merged=True)
@@ -148,22 +139,18 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     refuse_if(any(entry is None for entry in index), "None is not supported as an index of an assignment")
     volume.context.change(volume)
     entries = expanded(_tensors(index, volume), volume.ndim)
+    picks = any(isinstance(entry, Tensor) for entry in entries)
     if _is_masked(volume, entries, value):
         _assign_masked(volume, entries[0], value)
-    elif _is_local(volume, entries):
-        _assign_within(volume, entries, value)
-    elif not any(isinstance(entry, Tensor) for entry in entries):
-        assign_across(volume, entries, value)
-    else:
-        say_gathered(volume, "assigns to voxels of")
-        whole = volume.full_tensor().clone()
+    elif picks:
         # Index tensors may be on another device: move them to the volume's home device.
-        home = whole.device
-        local = tuple(_whole(i).to(home) if isinstance(i, Tensor) else i for i in entries)
-        whole[local] = _whole(value) if isinstance(value, Tensor) else value
-        cut = from_whole(whole, volume.dims, volume.context, volume.merged)
-        for slab, changed in zip(volume.slabs, cut.slabs, strict=True):
-            slab.copy_(changed)
+        home = volume.context.communicator.home
+        local = tuple(whole_of(i).to(home) if isinstance(i, Tensor) else i for i in entries)
+        _change_gathered(volume, lambda whole: whole.__setitem__(local, whole_of(value)))
+    elif all(entries[dim] == slice(None) for dim in volume.dims):
+        _assign_within(volume, tuple(entries), value)
+    else:
+        assign_across(volume, entries, value)
 
 
 def _is_masked(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> bool:
@@ -178,40 +165,22 @@ def _assign_masked(volume: ShardedVolume, mask: Tensor, value: Any) -> None:
     if isinstance(mask, ShardedVolume) and mask.dims == volume.dims:
         masks = relaid(mask, volume.merged).slabs
     else:
-        masks = from_whole(_whole(mask), volume.dims, volume.context, volume.merged).slabs
+        masks = from_whole(whole_of(mask), volume.dims, volume.context, volume.merged).slabs
     values = volume.context.spread(value) if isinstance(value, Tensor) else [value] * len(masks)
     for slab, own, constant in zip(volume.slabs, masks, values, strict=True):
         slab[own] = constant
 
 
-def _is_local(volume: ShardedVolume, entries: Sequence[Any]) -> bool:
-    """Return whether the index takes all planes along the cut."""
-    if any(isinstance(entry, ShardedVolume) for entry in entries):
-        return False
-    dim, free = 0, []
-    for entry in entries:
-        if isinstance(entry, slice) and entry == slice(None):
-            free.append(dim)
-        dim += entry.ndim if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
-    return set(volume.dims) <= set(free)
-
-
-def _assign_within(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> None:
+def _assign_within(volume: ShardedVolume, index: tuple, value: Any) -> None:
     """Assign on each slab."""
-    context = volume.context
+    values = [value] * len(volume.slabs)
     if isinstance(value, Tensor):
         with torch.no_grad():  # to find the cut dim of the assigned part
-            bare = wrap(volume, [slab.detach() for slab in volume.slabs])
-            part = sliced(bare, [slice(None) if isinstance(entry, Tensor) else entry for entry in entries])
-            picks = _picks(entries)
-            like = _picked(part, picks) if picks else part
-        assert isinstance(like, ShardedVolume)
-        values = aligned(value, like)
-    else:
-        values = [value] * len(volume.slabs)
-    columns = [context.spread(entry) if isinstance(entry, Tensor) else [entry] * len(values) for entry in entries]
-    for slab, own, *local in zip(volume.slabs, values, *columns, strict=True):
-        slab[tuple(local)] = own
+            part = sliced(wrap(volume, [slab.detach() for slab in volume.slabs]), index)
+        assert isinstance(part, ShardedVolume)
+        values = aligned(value, part)
+    for slab, own in zip(volume.slabs, values, strict=True):
+        slab[index] = own
 
 
 @handles("Slices and joins", "index_select", merged=True)
@@ -222,40 +191,24 @@ def index_select(func: Callable, input: Any, dim: int, index: Tensor) -> Any:
     return _picked(input, [Picks(dim % input.ndim, index.reshape(-1))])
 
 
-@handles(
-    "Slices and joins", "index_fill", "index_copy", "index_add", "Tensor.index_fill_", "Tensor.index_copy_", merged=True
-)
-@handles("Slices and joins", "Tensor.index_add_", merged=True)
-def index_changed(
-    func: Callable, input: Any, dim: int, index: Tensor, value: Any = None, source: Any = None, alpha: float = 1
-) -> Any:
-    """Fill, copy to or add to entries along an uncut dim."""
-    if not isinstance(input, ShardedVolume) or isinstance(index, ShardedVolume) or dim % input.ndim in input.dims:
-        refuse("the index must be an ordinary tensor along a dim that is not cut, and the input a volume")
-    given = value if source is None else source
-    written = func.__name__.endswith("_")
-    if written:
-        input.context.change(input)
-    settings = {} if alpha == 1 else {"alpha": alpha}
-    like, results = run_local(func, (input, dim, index, given), settings, like=input)
-    return input if written else rewrap(like, results)
+@handles("Slices and joins", "Tensor.index_add_", "Tensor.index_copy_", "Tensor.index_fill_", merged=True)
+def index_changed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Add to entries along a dim, copy to them or fill them: in the gathered volume."""
+    volume = args[0]
+    refuse_if(not isinstance(volume, ShardedVolume), "a volume would be written to an ordinary tensor")
+    volume.context.change(volume)
+    _change_gathered(volume, lambda whole: func(whole, *map(whole_of, args[1:]), **kwargs))
+    return volume
 
 
-@handles("Slices and joins", "diff", merged=True)
-def diff(func: Callable, input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    """Subtract neighbouring planes, along the cut too."""
-    parts = [part for part in (prepend, input, append) if part is not None]
-    volume = cat(torch.cat, parts, dim) if len(parts) > 1 else input
-    if n == 0:
-        return wrap(volume, [slab.clone() for slab in volume.slabs])
-    for _ in range(min(n, volume.shape[dim])):
-        if not isinstance(volume, ShardedVolume):  # now too thin to be cut
-            volume = torch.diff(volume, dim=dim)
-            continue
-        count = volume.shape[dim] - 1
-        pair = take_planes(volume, dim, 1, count), take_planes(volume, dim, 0, count)
-        volume = elementwise(torch.ne if volume.dtype == torch.bool else torch.sub, *pair)
-    return wrap(volume, [slab.clone() for slab in volume.slabs]) if volume is input else volume
+def _change_gathered(volume: ShardedVolume, change: Callable[[Tensor], object]) -> None:
+    """Change a gathered copy of a volume, and copy its planes back."""
+    say_gathered(volume, "assigns to voxels of")
+    whole = volume.full_tensor().clone()
+    change(whole)
+    cut = from_whole(whole, volume.dims, volume.context, volume.merged)
+    for slab, changed in zip(volume.slabs, cut.slabs, strict=True):
+        slab.copy_(changed)
 
 
 @handles("Slices and joins", "F.embedding", merged=True)

@@ -167,25 +167,3 @@ def pairwise_distance(
     """Return the norm of the difference along the last dim."""
     with with_overrides():
         return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
-
-
-@handles("Reductions", "dist", merged=True)
-def distance(func: Callable, input: Any, other: Any, p: float = 2.0) -> Any:
-    """Return the norm of the difference."""
-    with with_overrides():
-        return torch.linalg.vector_norm(input - other, p)
-
-
-TRIPLET = "anchor positive negative margin p eps swap reduction size_average reduce"
-
-
-@handles("Losses", "F.triplet_margin_loss", merged=True, treats=TRIPLET)
-def triplet_margin_loss(func: Callable, given: Any) -> Any:
-    """Compute the triplet margin loss of vectors in the last dim."""
-    order = given.p, given.eps
-    near = pairwise_distance(func, given.anchor, given.positive, *order)
-    far = pairwise_distance(func, given.anchor, given.negative, *order)
-    if given.swap:
-        far = elementwise(torch.minimum, far, pairwise_distance(func, given.positive, given.negative, *order))
-    losses = elementwise(torch.clamp_min, elementwise(torch.sub, elementwise(torch.add, near, given.margin), far), 0)
-    return reduced(losses, legacy_reduction(given.size_average, given.reduce, given.reduction))

@@ -3,18 +3,70 @@
 All operands are brought to one cut, the function runs on each slab's row of operands, and its results are wrapped.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from volseg.device.torch_internals import tree_flatten, tree_unflatten
-from volseg.parallel.spatial.context import Context
+from volseg.device.torch_internals import find_transform, is_forward_mode, tree_flatten, tree_unflatten
+from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.gathered import nested, volumes
-from volseg.parallel.spatial.lazy.uncut import Uncut, note_cut
 from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.table import refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
+
+LARGE = 2**22
+"""Smallest number of elements of a difference whose rows are computed by the shards that own them."""
+
+GROWTH = 16
+"""Smallest ratio of the elements of such a difference to those of each operand."""
+
+DIFFERENCES = frozenset({torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__})
+
+
+class OwnRows(TorchFunctionMode):
+    """Computes large differences of small ordinary tensors as volumes that are cut along their rows.
+
+    A network computes the masks of its shifted windows in this way, ``(windows, 1, N)`` minus ``(windows, N, 1)``, and
+    each shard adds the masks of its own windows. As ordinary tensors, every shard would compute all masks, in tensors
+    as large as the attention scores. A difference becomes a volume if the network has cut a large tensor of as many
+    rows before, and no block is being recorded that the network itself checkpoints: it is recomputed outside of this
+    mode, and must not change.
+    """
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self._context = context
+
+    def __torch_function__(
+        self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        context = self._context
+        if func in DIFFERENCES and context.large_rows and not kwargs and _are_small_operands(args, context):
+            outline = func(*(torch.empty_like(given, device="meta") for given in args))
+            if outline.numel() >= max(LARGE, GROWTH * max(given.numel() for given in args)):
+                merged = context.large_rows[args[0].shape[0]]
+                rows = zip(*(from_whole(given, [0], context, merged).slabs for given in args), strict=True)
+                return ShardedVolume([func(*row) for row in rows], [0], outline.shape, context, merged)
+        return func(*args, **(kwargs or {}))
+
+
+def _are_small_operands(args: tuple, context: Context) -> bool:
+    """Return whether both arguments are ordinary tensors with known rows, and nothing observes the computation."""
+    if torch.is_inference_mode_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return False
+    if find_transform() is not None or is_forward_mode() or saved_tensors_hooks() is not context.hooks:
+        return False
+    if len(args) != 2 or any(type(given) is not Tensor or given.layout != torch.strided for given in args):
+        return False
+    first, second = args
+    rows = first.shape[0] if first.ndim == second.ndim >= 2 else None
+    if rows not in context.large_rows or second.shape[0] != rows:
+        return False
+    home = context.communicator.home
+    return not any(given.requires_grad or given.is_inference() or given.device != home for given in args)
 
 
 def per_dim(value: int | float | Sequence, count: int) -> list:
@@ -48,13 +100,6 @@ def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
         if dims == wanted and operand.sizes == like.sizes:
             return list((operand if operand.merged == like.merged else relaid(operand, like.merged)).slabs)
         operand = operand.full_tensor()
-    if type(operand) is Uncut:
-        rows = operand.ndim + wanted[0]
-        fits = len(wanted) == 1 and rows >= 0 and operand.shape[rows] == like.sizes[0]
-        own = operand.cut(rows, like.context, like.merged) if fits else None
-        if own is not None:
-            return own
-        operand = operand.whole()
     return _cut_or_spread(operand, wanted, like.sizes, like.context, like.merged)
 
 
@@ -72,7 +117,9 @@ def _cut_or_spread(
         for dim, size in zip(wanted, sizes, strict=True):
             shape[dim] = size
         operand = operand.expand(shape)
-    note_cut(operand, context)
+    several = len(wanted) == 1 and context.communicator.num_shards > 1
+    if several and operand.numel() >= LARGE and not operand.requires_grad:
+        context.large_rows[sizes[0]] = merged
     return from_whole(operand, [dim + operand.ndim for dim in wanted], context, merged).slabs
 
 

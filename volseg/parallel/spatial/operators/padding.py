@@ -9,7 +9,6 @@ from torch import Tensor
 
 from volseg.device.gpus import host_values
 from volseg.device.torch_internals import get_storage_key
-from volseg.parallel.spatial.context import saved_tensors_hooks
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -21,9 +20,6 @@ from volseg.parallel.spatial.plan.shards import Fetch, spans
 from volseg.parallel.spatial.plan.windows import ChosenPlanes, Strided, Window
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
-
-KEEPS_BITS_ON_CPU = True
-"""Whether passes on CPUs are bit-identical whatever ran before, as a resumed training promises."""
 
 
 @handles("Padding and mirroring", "F.pad", "nn.pad", merged=True)
@@ -43,15 +39,11 @@ def pad(
     for place, pair in enumerate(zip(widths[::2], widths[1::2], strict=True)):
         if volume.ndim - 1 - place not in volume.dims:
             inside[2 * place : 2 * place + 2] = pair
-    cut = [dim for dim in volume.dims if pairs[dim] != (0, 0)]
-    at_once = bool(cut) and mode == "constant" and min(inside) >= 0
-    if any(inside) and not at_once:
+    if any(inside):
         # Modes other than constant need a width for each of the last dims: it is zero for cut dims.
         volume = wrap(volume, [F.pad(slab, inside, mode=mode, value=value) for slab in volume.slabs])
-        inside = []
-    for dim in cut:
-        volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0, len(widths), inside)
-        inside = []  # padded with the first cut dim
+    for dim in (dim for dim in volume.dims if pairs[dim] != (0, 0)):
+        volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0, len(widths))
         refuse_if(not isinstance(volume, ShardedVolume), "the padded volume is thinner than the number of shards")
     return _apart(volume, source)
 
@@ -66,9 +58,9 @@ def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
 
 
 def _pad_cut(
-    volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float, length: int, inside: Sequence[int]
+    volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float, length: int
 ) -> ShardedVolume | Tensor:
-    """Pad along a cut dim; in constant mode, pad within the slabs in the same pass."""
+    """Pad along a cut dim; a mode may need as many widths as ``length``."""
     before, after = pair
     size = volume.shape[dim]
     outputs = size + before + after
@@ -79,9 +71,8 @@ def _pad_cut(
             numbers = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
             planes = F.pad(numbers, (before, after), mode=mode).flatten().tolist()
             window = ChosenPlanes(tuple(map(int, planes)))
-    unit = _find_group(volume, outputs) if mode == "constant" else 1
     plans = [
-        AxisPlan(window, outputs, value, tuple(inside), unit) if cut == dim else AxisPlan(Strided(), planes)
+        AxisPlan(window, outputs, value) if cut == dim else AxisPlan(Strided(), planes)
         for cut, planes in zip(volume.dims, volume.sizes, strict=True)
     ]
     axis = volume.dims.index(dim)
@@ -93,36 +84,18 @@ def _pad_cut(
         return select_planes(slab, dim, [plane - own.span[0] for plane in window.planes[slice(*own.output)]])
 
     def whole(tensor: Tensor) -> Tensor:
-        widths, place = [*inside, *([0] * (length - len(inside)))], 2 * (tensor.ndim - 1 - dim)
+        widths, place = [0] * length, 2 * (tensor.ndim - 1 - dim)
         widths[place : place + 2] = [before, after]
         return F.pad(tensor, widths, mode=mode, value=value) if mode == "constant" else F.pad(tensor, widths, mode=mode)
 
     return sharded_windows(volume, plans, local, whole)
 
 
-def _find_group(volume: ShardedVolume, outputs: int) -> int:
-    """Return how many padded planes stay together: those of a window, if windows were taken of as many planes before.
-
-    It is 1 in a recomputed block, which must repeat a run that did not know the windows yet. It is also 1 if passes
-    must be bit-identical whatever ran before: random numbers and the order of sums depend on the layout.
-    """
-    context = volume.context
-    is_repeated = context.frugal or saved_tensors_hooks() is not context.hooks
-    keeps_bits = context.communicator.fixed_order or torch.are_deterministic_algorithms_enabled()
-    keeps_bits = keeps_bits or (KEEPS_BITS_ON_CPU and context.communicator.home.type == "cpu")
-    return 1 if is_repeated or keeps_bits else context.groups.get((volume.dims, outputs), 1)
-
-
-@handles("Padding and mirroring", "fliplr", "flipud", merged=True)
-def flip_matrix(func: Callable, input: Any) -> Any:
-    """Mirror along the second or the first dim."""
-    return flip(torch.flip, input, [1 if func.__name__ == "fliplr" else 0])
-
-
-@handles("Padding and mirroring", "flip", merged=True)
-def flip(func: Callable, input: Any, dims: int | Sequence[int]) -> Any:
+@handles("Padding and mirroring", "flip", "fliplr", "flipud", merged=True)
+def flip(func: Callable, input: Any, dims: int | Sequence[int] | None = None) -> Any:
     """Mirror; along the cut the planes change shards."""
     volume = input
+    dims = int(func.__name__ == "fliplr") if dims is None else dims
     dims = [dim % volume.ndim for dim in ([dims] if isinstance(dims, int) else dims)]
     if not set(dims) & set(volume.dims):
         return wrap(volume, [slab.flip(dims) for slab in volume.slabs])

@@ -5,31 +5,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.first_order import LinearMap
 from volseg.device.gpus import keeping
 from volseg.parallel.spatial.dispatch import SEVERAL_RANGES
-from volseg.parallel.spatial.plan.shards import Fetch, Merged, Span, can_split, spans
+from volseg.parallel.spatial.plan.shards import Fetch, Span, can_split, spans
 from volseg.parallel.spatial.plan.windows import Convolution, Window
 from volseg.parallel.spatial.table import refuse
-from volseg.parallel.spatial.transport.pieces import pad_slabs, start_total
+from volseg.parallel.spatial.transport.pieces import start_total
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 
 @dataclass(frozen=True, slots=True)
 class AxisPlan:
-    """An operator along one cut dim: its window, its number of output planes and its padding value.
-
-    ``inside`` are widths for ``F.pad`` along other dims, with the same value and in the same pass. Groups of ``unit``
-    output planes stay together (see ``spans``).
-    """
+    """An operator along one cut dim: its window, its number of output planes and its padding value."""
 
     window: Window
     outputs: int
     fill: float = 0.0
-    inside: tuple[int, ...] = ()
-    unit: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +75,7 @@ def _fetch_windows(
     slabs, unit = volume.slabs, get_plane_unit(volume)
     windows: list[list[LocalWindow]] = [[] for _ in slabs]
     for axis, (dim, size, plan) in enumerate(zip(volume.dims, volume.sizes, plans, strict=True)):
-        outputs = spans(plan.outputs, communicator.grid[axis], plan.unit)
+        outputs = spans(plan.outputs, communicator.grid[axis])
         needs = [plan.window.need(*output) for output in outputs]
         wanted = [clip(need, size) for need in needs]
         widths = []
@@ -91,12 +86,11 @@ def _fetch_windows(
             start, stop = needs[here]
             before = min(max(-start, 0), stop - start)
             after = min(max(stop - size, 0), stop - start)
-            widths.append(_widen(plan.inside, volume.ndim - 1 - dim, before, after))
+            widths.append([*[0, 0] * (volume.ndim - 1 - dim), before, after])
         fetch = Fetch(axis, dim, size, wanted, unit)
-        if reads_only and fetch.stays:
-            slabs = pad_slabs(communicator.take_own(slabs, fetch, take), widths, plan.fill)
-        else:
-            slabs = communicator.fetch_padded(slabs, fetch, widths, plan.fill)
+        fetched = communicator.take_own(slabs, fetch, take) if reads_only and fetch.stays else None
+        rows = zip(communicator.fetch(slabs, fetch) if fetched is None else fetched, widths, strict=True)
+        slabs = [F.pad(slab, own, value=plan.fill) if any(own) else slab for slab, own in rows]
     return slabs, windows
 
 
@@ -113,13 +107,6 @@ def clip(span: Span, size: int) -> Span:
     """Return the part of a span that lies inside the volume."""
     start = min(max(span[0], 0), size)
     return start, max(start, min(span[1], size))
-
-
-def _widen(inside: Sequence[int], place: int, before: int, after: int) -> list[int]:
-    """Return widths for ``F.pad``: ``inside``, with ``before`` and ``after`` for the dim at ``place`` from the last."""
-    widths = [*inside, *([0] * (2 * place + 2 - len(inside)))]
-    widths[2 * place : 2 * place + 2] = before, after
-    return widths
 
 
 def take(slab: Tensor, dim: int, start: int, count: int, *, apart: bool = False) -> Tensor:
@@ -186,8 +173,7 @@ def sharded_windows(
     shape = list(results[0].shape)
     for dim, plan in zip(volume.dims, plans, strict=True):
         shape[dim] = plan.outputs
-    unit = max(plan.unit for plan in plans)  # 1 on grids of several axes
-    return ShardedVolume(results, volume.dims, shape, context, Merged(1, unit) if unit > 1 else None)
+    return ShardedVolume(results, volume.dims, shape, context)
 
 
 def select_planes(slab: Tensor, dim: int, indices: Sequence[int]) -> Tensor:

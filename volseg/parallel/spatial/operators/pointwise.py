@@ -17,8 +17,8 @@ from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.lazy import scores
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting, add_with_room
+from volseg.parallel.spatial.lazy.attention import waits
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
-from volseg.parallel.spatial.lazy.uncut import SUMS
 from volseg.parallel.spatial.operators.operands import aligned, each_slab, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
@@ -69,6 +69,7 @@ METHODS_IN_PLACE = [f"Tensor.{name}" for name in (*AUGMENTED, *AUGMENTED_QUOTIEN
 PRODUCTS = frozenset({torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__})
 QUOTIENTS = frozenset({torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide})
 QUOTIENTS |= {Tensor.__truediv__}
+SUMS: frozenset[Any] = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
 SUMS_IN_PLACE: frozenset[Any] = frozenset({Tensor.add_, Tensor.__iadd__})
 
 HOOKED = "a hook waits for the gradient of what would be changed: work out of place, or hook the result"
@@ -83,7 +84,7 @@ CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 @handles("Pointwise arithmetic", *METHODS, broadcasts=True, merged=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab; a sum waits with the norms in front of it, and a kernel multiplies by a one-channel volume."""
-    if len(args) == 2 and not kwargs and any(map(scores.waits, args)):
+    if len(args) == 2 and not kwargs and any(map(waits, args)):
         later = _go_on_waiting(func, *args)
         if later is not None:
             return later
@@ -102,8 +103,8 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _go_on_waiting(func: Callable, first: Any, second: Any) -> ShardedVolume | None:
     """Return attention scores times a number or plus a bias, still pending; None if they must be written."""
     swaps = func in SUMS or func in PRODUCTS
-    volume, operand = (second, first) if swaps and not scores.waits(first) else (first, second)
-    if not scores.waits(volume):  # a number divided by scores, or a tensor minus scores
+    volume, operand = (second, first) if swaps and not waits(first) else (first, second)
+    if not waits(volume):  # a number divided by scores, or a tensor minus scores
         return None
     if func in SUMS:
         return scores.add_term(func, volume, operand, aligned)

@@ -138,40 +138,10 @@ def matmul(func: Callable, input: Any, other: Any) -> Any:
     return contract(func, [input, other], [first, second], [*batch, *rows, *columns])
 
 
-OF_VECTORS = {"dot": ("k", "k", ""), "outer": ("m", "n", "mn"), "ger": ("m", "n", "mn")}
-"""Letters of both vectors, and of their product."""
-
-
-@handles("Products", *OF_VECTORS, merged=True)
-def product_of_vectors(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the inner or the outer product of two vectors."""
-    *letters, output = OF_VECTORS[func.__name__]
-    return contract(func, [*args, *kwargs.values()], letters, output)
-
-
-@handles("Products", "inner", merged=True)
-def inner(func: Callable, input: Any, other: Any) -> Any:
-    """Multiply, and sum over the last dims."""
-    if not (input.ndim and other.ndim):
-        return elementwise(torch.mul, input, other)
-    return tensordot(torch.tensordot, input, other, [[-1], [-1]])
-
-
-@handles("Products", "torch.tensordot", merged=True)
-def tensordot(func: Callable, a: Any, b: Any, dims: Any = 2) -> Any:
-    """Multiply, and sum over pairs of dims."""
-    if isinstance(dims, int):
-        pairs = [(a.ndim - dims + i, i) for i in range(dims)]
-    elif isinstance(dims, Tensor):
-        refuse("it needs numbers of dims, not a tensor")
-    else:
-        lines = [[d] if isinstance(d, int) else list(d) for d in dims]
-        pairs = [(i % a.ndim, j % b.ndim) for i, j in zip(*lines, strict=True)]
-    summed = [dict(pairs), {j: i for i, j in pairs}]
-    first = [f"k{i}" if i in summed[0] else f"m{i}" for i in range(a.ndim)]
-    second = [f"k{summed[1][j]}" if j in summed[1] else f"n{j}" for j in range(b.ndim)]
-    output = [letter for letter in (*first, *second) if letter[0] != "k"]
-    return contract(lambda *local: func(*local, dims=dims), [a, b], [first, second], output)
+@handles("Products", "dot", merged=True)
+def dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the inner product of two vectors."""
+    return contract(func, [*args, *kwargs.values()], ["k", "k"], "")
 
 
 @handles("Products", "addmm", "baddbmm", "addmv", merged=True)

@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from volseg.device.first_order import first_order
-from volseg.parallel.spatial.gathered import run_gathered
+from volseg.parallel.spatial.gathered import name_of, run_gathered, say_gathered, volumes
 from volseg.parallel.spatial.operators.operands import (
     aligned,
-    call_each,
     dims_of,
-    each_slab,
     elementwise,
-    run_local,
     wrap_reduced,
 )
 from volseg.parallel.spatial.operators.pointwise import pointwise
@@ -101,28 +98,6 @@ def reduce(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, d
     refuse_if(kind == "nansum" and input.dtype in HALF, "nansum of 16-bit volumes would be rounded once per shard")
     result = over_dims(kind, input, dims, keepdim, **({} if dtype is None else {"dtype": dtype}))
     return result if back is None else elementwise(Tensor.to, result, back)
-
-
-@handles("Reductions", "nanmean", merged=True)
-def nanmean(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    """Return the mean of the voxels that are not NaN."""
-    dims = dims_of(dim, input.ndim)
-    total = reduce(torch.nansum, input, dims, keepdim, dtype)
-    count = over_dims("sum", wrap(input, [~slab.isnan() for slab in input.slabs]), dims, keepdim)
-    return elementwise(torch.div, total, count)
-
-
-@handles("Reductions", "trapezoid", "trapz", merged=True)
-def trapezoid(func: Callable, y: Any, x: Any = None, dx: float = 1, dim: int = -1) -> Any:
-    """Integrate along an uncut dim."""
-    volume = y if isinstance(y, ShardedVolume) else x
-    refuse_if(dim % volume.ndim in volume.dims, "it integrates along the cut: write it as a sum over slices")
-    if isinstance(x, Tensor) and x.ndim != 1:
-        like, results = run_local(func, (y, x), {"dim": dim})
-        return wrap_reduced(like, results, [dim % like.ndim])
-    given: tuple[Any, ...] = () if x is None else (x,)
-    settings = {"dim": dim} | ({"dx": dx} if x is None else {})
-    return wrap_reduced(y, call_each(func, y, *given, **settings), [dim % y.ndim])
 
 
 @handles("Reductions", "count_nonzero", merged=True)
@@ -249,28 +224,19 @@ def norm(func: Callable, input: Any, p: Any = "fro", dim: Any = None, keepdim: b
 
     if set(dims) & set(input.dims):
         if order == 0:
-            return _counted(input, dims, keepdim)
+            return run_gathered(torch.linalg.vector_norm, (input, order, dims, keepdim), {})
         if order in (inf, -inf):
             magnitudes = wrap(input, [slab.abs() for slab in input.slabs])
             return extremes("amax" if order == inf else "amin", magnitudes, dims, keepdim)
     return reduce_slabs(input, dims, keepdim, function)
 
 
-def _counted(volume: ShardedVolume, dims: Sequence[int], keepdim: bool) -> ShardedVolume | Tensor:
-    """Count the non-zero entries, as torch's norm of order zero does; the gradient is zero."""
-    partials = [torch.linalg.vector_norm(slab, 0, list(dims), True) for slab in volume.slabs]
-    counts = stacked(volume, partials, dims).sum([dim for dim in volume.dims if dim in dims], keepdim=True)
-    return counts if keepdim else _squeeze(counts, dims)
-
-
 @handles("Reductions", "linalg.norm", merged=True)
 def matrix_or_vector_norm(func: Callable, input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False) -> Any:
-    """Return a vector norm, or a matrix norm within each slab."""
+    """Return a vector norm, or a matrix norm of the gathered volume."""
     if ord is None or (isinstance(dim, int) or (dim is not None and len(dim) == 1)):
         return norm(torch.linalg.vector_norm, input, 2 if ord is None else ord, dim, keepdim)
-    dims = dims_of(dim, input.ndim)
-    refuse_if(dim is None or set(dims) & set(input.dims), "a matrix norm needs whole matrices")
-    return wrap_reduced(input, [func(slab, ord, tuple(dims), keepdim) for slab in input.slabs], dims, keepdim)
+    return gathered(func, (input, ord, dim, keepdim), {})
 
 
 @handles("Reductions", "equal", rehearse=False, merged=True)
@@ -292,37 +258,20 @@ def allclose(
     return bool(over_dims("all", same, list(range(same.ndim))))
 
 
-@handles("Reductions", "masked_select", rehearse=False, merged=True)
-@handles(
-    "Counts", "argwhere", "bincount", "histc", "nonzero", "unique", "unique_consecutive", rehearse=False, merged=True
-)
+COUNTS = ["argwhere", "bincount", "bucketize", "histc", "isin", "nonzero", "searchsorted"]
+COUNTS += ["unique", "unique_consecutive"]
+RARE_REDUCTIONS = ["dist", "masked_select", "nanmean", "trapezoid", "trapz"]
+RARE_PRODUCTS = ["ger", "inner", "outer", "torch.tensordot"]
+
+
+@handles("Counts", *COUNTS, rehearse=False, merged=True)
+@handles("Reductions", *RARE_REDUCTIONS, rehearse=False, merged=True)
+@handles("Along channels", "nanquantile", "quantile", rehearse=False, merged=True)
+@handles("Losses", "F.triplet_margin_loss", rehearse=False, merged=True)
+@handles("Products", *RARE_PRODUCTS, rehearse=False, merged=True)
+@handles("Slices and joins", "diff", "index_add", "index_copy", "index_fill", rehearse=False, merged=True)
 def gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return positions, counts or selected values of the gathered volume's voxels, as an ordinary tensor."""
+    """Run rare functions, and those whose result has another number of voxels, on the gathered volume."""
+    for volume in volumes((args, kwargs)):
+        say_gathered(volume, f"calls {name_of(func)} with")
     return run_gathered(func, args, kwargs)
-
-
-@handles("Counts", "bucketize", merged=True)
-def bucketize(func: Callable, input: Any, boundaries: Any, out_int32: bool = False, right: bool = False) -> Any:
-    """Return the index of each voxel's interval between ``boundaries``, an ordinary tensor."""
-    refuse_if(isinstance(boundaries, ShardedVolume), "the boundaries must be an ordinary tensor")
-    settings = {"out_int32": out_int32, "right": right}
-    return each_slab(lambda slab, own: func(slab.contiguous(), own, **settings), input, boundaries)
-
-
-@handles("Counts", "searchsorted", merged=True, treats="sorted_sequence input out_int32 right side")
-def search_sorted(func: Callable, given: Any) -> Any:
-    """Return the index of each voxel's interval in a sorted sequence that all voxels share."""
-    if isinstance(given.sorted_sequence, ShardedVolume) or given.sorted_sequence.ndim != 1:
-        refuse("it needs one ordinary sequence for all voxels")
-    settings = {"out_int32": given.out_int32, "right": given.right, "side": given.side}
-    return each_slab(lambda slab, own: func(own, slab.contiguous(), **settings), given.input, given.sorted_sequence)
-
-
-@handles("Counts", "isin", merged=True)
-def is_in(func: Callable, elements: Any, test_elements: Any, assume_unique: bool = False, invert: bool = False) -> Any:
-    """Return for each voxel whether it is one of some numbers, or for each number whether a voxel has it."""
-    settings: dict[str, Any] = {"assume_unique": assume_unique, "invert": invert}
-    voxels, numbers = elements, test_elements
-    if isinstance(numbers, ShardedVolume):
-        return run_gathered(func, (voxels, numbers), settings)
-    return each_slab(func, voxels, numbers, **settings)

@@ -11,14 +11,13 @@ from volseg.device import fusions, upsample2x
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM
 from volseg.parallel.spatial.gathered import run_gathered
-from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.operators.operands import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.spatial.operators.pooling import adaptive_pool
 from volseg.parallel.spatial.pending import PLAIN
 from volseg.parallel.spatial.plan.windows import ChosenPlanes, Resize, nearest_planes
+from volseg.parallel.spatial.sources import Moment, Unchanged
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
-from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
 
 NEAREST = ("nearest", "nearest-exact")

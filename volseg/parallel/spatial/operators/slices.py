@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
-from volseg.parallel.spatial.dispatch import in_planes
-from volseg.parallel.spatial.gathered import volumes
+from volseg.parallel.spatial.gathered import say_gathered, volumes, whole_of
 from volseg.parallel.spatial.lazy.recipes import join_channels
 from volseg.parallel.spatial.operators.dims import permute
 from volseg.parallel.spatial.operators.operands import cut_like, wrap_reduced
-from volseg.parallel.spatial.operators.planes import AxisPlan, clip, sharded_windows
-from volseg.parallel.spatial.plan.shards import Fetch, spans
+from volseg.parallel.spatial.operators.planes import AxisPlan, sharded_windows
 from volseg.parallel.spatial.plan.windows import Strided
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
 
 
 def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: int = 1) -> ShardedVolume | Tensor:
@@ -168,7 +166,7 @@ def assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> None
     slices = [slice(e, e + 1 or None) if isinstance(e, int) else e for e in entries]
     ranges = [range(*entry.indices(size)) for entry, size in zip(slices, volume.shape, strict=True)]
     if isinstance(value, Tensor):
-        whole = value.full_tensor() if isinstance(value, ShardedVolume) else value.to(context.communicator.home)
+        whole = whole_of(value).to(context.communicator.home)
         target = [len(r) for r, e in zip(ranges, entries, strict=True) if not isinstance(e, int)]
         while whole.ndim > len(target):  # torch drops leading dims of extent one
             whole = whole.squeeze(0)
@@ -194,14 +192,14 @@ def assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> None
 
 @handles("Slices and joins", "cat", "concat", "concatenate", merged=True, rounded=True)
 def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Join along channels slab by slab, or along the cut into rebalanced slabs."""
+    """Join along uncut dims slab by slab; along the cut, join the gathered volumes."""
     # torch ignores an empty tensor of one dim, whatever dims the others have.
     parts = [part for part in tensors if part.shape != (0,)]
     like = volumes(parts)[0]
     dim %= like.ndim
     if dim in like.dims:
-        parts = [in_planes(part) if isinstance(part, ShardedVolume) else part for part in parts]
-        return _cat_along_cut(parts, volumes(parts)[0], dim)
+        say_gathered(like, "joins planes to")
+        return from_whole(torch.cat(list(map(whole_of, parts)), dim), like.dims, like.context)
     joined = [cut_like(part, like) for part in parts]
     if dim == 1 and like.ndim == 5 and like.merged is None and like.context.communicator.is_direct:
         itemsize = max(part.dtype.itemsize for part in joined)
@@ -209,46 +207,6 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return join_channels(joined, later=tiles > 1)
     slabs = [torch.cat(column, dim) for column in zip(*(part.slabs for part in joined), strict=True)]
     return wrap(like, slabs)
-
-
-def _cat_along_cut(parts: Sequence[Tensor], like: ShardedVolume, dim: int) -> ShardedVolume:
-    """Join along the cut: fetch each part's planes for each shard of the result."""
-    communicator = like.context.communicator
-    axis = like.dims.index(dim)
-    total = sum(part.shape[dim] for part in parts)
-    outputs = spans(total, communicator.grid[axis])
-    columns, offset = [], 0
-    for part in parts:
-        size = part.shape[dim]
-        wanted = [clip((start - offset, stop - offset), size) for start, stop in outputs]
-        if isinstance(part, ShardedVolume) and part.dims != like.dims:
-            part = part.full_tensor()
-        if isinstance(part, ShardedVolume):
-            columns.append(communicator.fetch(part.slabs, Fetch(axis, dim, size, wanted)))
-        else:
-            columns.append(_spans_of_whole(part, like, axis, dim, wanted))
-        offset += size
-    slabs = [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)]
-    shape = list(like.shape)
-    shape[dim] = total
-    return ShardedVolume(slabs, like.dims, shape, like.context)
-
-
-def _spans_of_whole(
-    part: Tensor, like: ShardedVolume, axis: int, dim: int, wanted: Sequence[tuple[int, int]]
-) -> list[Tensor]:
-    """Return each shard's planes of an ordinary tensor that is too thin to be cut."""
-    communicator = like.context.communicator
-    slabs = []
-    for index, (coordinates, copy) in enumerate(zip(communicator.coordinates, communicator.spread(part), strict=True)):
-        start, stop = wanted[coordinates[axis]]
-        piece = copy.narrow(dim, start if stop > start else 0, stop - start)
-        for other, cut in enumerate(like.dims):
-            if other != axis:
-                own = communicator.owned(like.sizes)[index][other]
-                piece = piece.narrow(cut, own[0], own[1] - own[0])
-        slabs.append(piece)
-    return slabs
 
 
 @handles("Slices and joins", "stack", merged=True)

@@ -20,14 +20,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from volseg.device.norm.choice import compute_shares
-from volseg.device.peer.values import ValueExchange
+from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
+from volseg.device.triton_tiles import takes
 from volseg.parallel.spatial.plan.shards import Fetch, Span, spans
-from volseg.parallel.spatial.transport.pieces import pad_slabs
+
+if TYPE_CHECKING:
+    from volseg.parallel.replicas import Replicas
 
 
 class Communicator(ABC):
@@ -111,22 +115,6 @@ class Communicator(ABC):
         An unchanged slab is returned itself: the gradient of a view of it would be copied.
         """
 
-    def fetch_padded(
-        self, slabs: Sequence[Tensor], plan: Fetch, widths: Sequence[Sequence[int]], fill: float
-    ) -> list[Tensor]:
-        """Give each shard its wanted planes, in the middle of a margin: one copy, if planes move.
-
-        Parameters
-        ----------
-        slabs, plan
-            See ``fetch``.
-        widths
-            Widths of each slab's margin, in the order of ``F.pad``.
-        fill
-            Value in the margin.
-        """
-        return pad_slabs(self.fetch(slabs, plan), widths, fill)
-
     def take_own(
         self, slabs: Sequence[Tensor], plan: Fetch, take: Callable[..., Tensor] = Tensor.narrow
     ) -> list[Tensor]:
@@ -168,3 +156,32 @@ def narrow_to(whole: Tensor, dims: Sequence[int], owned: Sequence[Span]) -> Tens
     for dim, (start, stop) in zip(dims, owned, strict=True):
         whole = whole.narrow(dim, start, stop - start)
     return whole
+
+
+class SlabsOfReplicas:
+    """All slabs of all replicas; the numbers of those of one replica are neighbours.
+
+    Parameters
+    ----------
+    communicator
+        The slabs of this replica.
+    replicas
+        All replicas; each process computes one.
+    """
+
+    def __init__(self, communicator: Communicator, replicas: "Replicas") -> None:
+        self.communicator, self.replicas = communicator, replicas
+
+    @cached_property
+    def values(self) -> ValueExchange | None:
+        """Exchange of values in kernels, or None; made at the first use, which all processes reach together.
+
+        With either exchange, the same kernels add in the order of the slabs, and so get the same bits.
+        """
+        communicator = self.communicator
+        here = len(communicator.devices)
+        group = self.replicas.group if here == communicator.num_shards else self.replicas.everyone
+        if group is None or not takes(torch.empty(0, device=communicator.home)):
+            return None
+        mailbox = ValueMailbox.connect(group, communicator.home) if here == 1 else None
+        return mailbox or RelayedValues(group, communicator.home, here)

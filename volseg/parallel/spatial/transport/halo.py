@@ -1,9 +1,9 @@
 """Exchange the halo of a slab, the neighbours' planes around it, during other work.
 
-A convolution's halo is received around its slab (see ``room``). The gradient of the halo travels back, and is added to
-the neighbours' own planes. Both are one exchange with the shards before and behind: by mailbox for small planes if GPUs
-see each other's memory, otherwise by messages of the process group. Between slabs of one process planes are copied. In
-each case the planes and their places are the same, and they are added in one order.
+A convolution's halo is received around its slab (see ``pieces``). The gradient of the halo travels back, and is added
+to the neighbours' own planes. Both are one exchange with the shards before and behind: by mailbox for small planes if
+GPUs see each other's memory, otherwise by messages of the process group. Between slabs of one process planes are
+copied. In each case the planes and their places are the same, and they are added in one order.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,11 @@ from volseg.device.gpus import is_gpu, is_recording
 from volseg.device.layout import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
 from volseg.parallel.spatial.transport.communicator import Communicator
+from volseg.parallel.spatial.transport.pieces import extend, own_planes
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
-from volseg.parallel.spatial.transport.room import extend, own_planes
 
-Wait = Callable[[], "list[list[Tensor]] | None"]
-"""Waits for planes; returns a copy of each slab's planes if requested and made."""
-
+Wait = Callable[[], None]
+"""Waits for planes."""
 
 Planes = tuple[tuple[int, int], ...]
 """Numbers of planes before and behind each shard's slab."""
@@ -94,15 +93,14 @@ def compute_halo_room(room: int, halos: Sequence[Halo]) -> int:
     return max(room, halos[0].width) if room and halos else room
 
 
-def start_filling(buffers: Sequence[Tensor], halos: Sequence[Halo], keep: bool = False) -> Wait:
+def start_filling(buffers: Sequence[Tensor], halos: Sequence[Halo]) -> Wait:
     """Start to fetch the halos of this process's slabs from the neighbours; the returned function waits for them.
 
-    The slabs' outermost planes must have been written. With ``keep``, the function returns a copy of the planes in the
-    form of ``copy_halo`` if this costs nothing more, otherwise None.
+    The slabs' outermost planes must have been written.
     """
     sends = [halo.view_owed(own_planes(buffer, halo.own)) for buffer, halo in zip(buffers, halos, strict=True)]
     receives = [halo.view_around(buffer) for buffer, halo in zip(buffers, halos, strict=True)]
-    return _start_exchange(halos, sends, receives, buffers[0] if keep else None)
+    return _start_exchange(halos, sends, receives)
 
 
 def start_receiving(slabs: Sequence[Tensor], halos: Sequence[Halo], receives: Sequence["Sides"]) -> Wait:
@@ -122,9 +120,7 @@ def start_receiving(slabs: Sequence[Tensor], halos: Sequence[Halo], receives: Se
 WritePlanes = Callable[[int, int, int], None]
 
 
-def write_outer_first(
-    outs: Sequence[Tensor], room: int, halos: Sequence[Halo], write: WritePlanes, write_ends: WritePlanes | None = None
-) -> Wait | None:
+def write_outer_first(outs: Sequence[Tensor], room: int, halos: Sequence[Halo], write: WritePlanes) -> Wait | None:
     """Write the slabs of this process; planes for other processes are written first, and sent.
 
     Parameters
@@ -137,13 +133,11 @@ def write_outer_first(
         Halos of the neighbours; empty if they need no planes.
     write
         ``write(number, first, count)`` writes ``count`` planes of a slab from ``first`` on.
-    write_ends
-        ``write_ends(number, front, back)`` writes the first and the last planes in one pass, if this is possible.
     """
 
     def start() -> Wait:
         buffers = [extend(out, room, halo.own) for out, halo in zip(outs, halos, strict=True)]
-        return start_filling(buffers, halos, keep=True)
+        return start_filling(buffers, halos)
 
     planes = outs[0].shape[DIM]
     front, back = halos[0].owed if halos else (0, 0)
@@ -151,13 +145,10 @@ def write_outer_first(
         for number, out in enumerate(outs):
             write(number, 0, out.shape[DIM])
         return start() if halos else None
-    if front and back and write_ends is not None:
-        write_ends(0, front, back)
-    else:
-        if front:
-            write(0, 0, front)
-        if back:
-            write(0, planes - back, back)
+    if front:
+        write(0, 0, front)
+    if back:
+        write(0, planes - back, back)
     wait = start()
     write(0, front, planes - front - back)
     return wait
@@ -192,16 +183,13 @@ Sides = Sequence[Tensor | None]
 """Planes to or from the shard before and the shard behind; None without such a shard."""
 
 
-def _start_exchange(
-    halos: Sequence[Halo], sends: Sequence[Sides], receives: Sequence[Sides], keep: Tensor | None = None
-) -> Wait:
+def _start_exchange(halos: Sequence[Halo], sends: Sequence[Sides], receives: Sequence[Sides]) -> Wait:
     """Start to send planes of each slab to the shards before and behind, and to receive theirs.
 
-    Without such a shard no planes are sent, and zeros are received. ``keep`` is the buffer of the received halo, if a
-    copy is requested.
+    Without such a shard no planes are sent, and zeros are received.
     """
     if isinstance(halos[0].communicator, ProcessGroupShards):
-        return _start_between_processes(halos[0], halos[0].communicator, sends[0], receives[0], keep)
+        return _start_between_processes(halos[0], halos[0].communicator, sends[0], receives[0])
     for halo, arriving in zip(halos, receives, strict=True):
         for side, (planes, number) in enumerate(zip(arriving, halo.neighbours, strict=True)):
             if planes is None or not planes.numel():
@@ -214,9 +202,7 @@ def _start_exchange(
     return lambda: None
 
 
-def _start_between_processes(
-    halo: Halo, communicator: ProcessGroupShards, sends: Sides, receives: Sides, keep: Tensor | None
-) -> Wait:
+def _start_between_processes(halo: Halo, communicator: ProcessGroupShards, sends: Sides, receives: Sides) -> Wait:
     """Exchange planes of the one slab of this process.
 
     The route depends on sizes that all shards have in common, never on a slab's memory layout.
@@ -227,16 +213,7 @@ def _start_between_processes(
     ordered_receives = [None if planes is None else planes.permute(order) for planes in receives]
     box = communicator.plane_mailbox
     if box is not None and _fits_mailbox(halo, [*sends, *receives]):
-        if keep is None:
-            return box.start(ordered_sends, ordered_receives)
-        kept, parts = allocate_halo(keep, halo.own, order)
-        wait = box.start(ordered_sends, ordered_receives, parts)
-
-        def wait_and_keep() -> list[list[Tensor]]:
-            wait()
-            return [kept]
-
-        return wait_and_keep
+        return box.start(ordered_sends, ordered_receives)
     return _start_messages(halo, communicator, ordered_sends, ordered_receives)
 
 
@@ -305,26 +282,3 @@ def put_halo_back(buffer: Tensor, own: tuple[int, int], kept: Sequence[Tensor]) 
     """Write copies of the halo's planes back to their places."""
     for planes, copy in zip(_view_planes(buffer, own), kept, strict=True):
         planes.copy_(copy)
-
-
-def allocate_halo(
-    buffer: Tensor, own: tuple[int, int], order: Sequence[int]
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return memory for copies of the halo's planes, and each side's part: dense once permuted to ``order``."""
-    before, behind = own
-    shape = [buffer.shape[dim] for dim in order]
-    back = sorted(range(len(order)), key=lambda dim: order[dim])
-    at = list(order).index(DIM)
-
-    def dense(planes: int, *sides: int) -> Tensor:
-        shape[at] = planes
-        return torch.empty((*sides, *shape), dtype=buffer.dtype, device=buffer.device)
-
-    if before != behind:
-        parts = [dense(planes) if planes else None for planes in own]
-        return [part.permute(back) for part in parts if part is not None], list(parts)
-    if not before:
-        return [], [None, None]
-    both = dense(before, 2)
-    dims = [1 + dim for dim in back]
-    return [both.permute([*dims[:DIM], 0, *dims[DIM:]])], list(both.unbind(0))

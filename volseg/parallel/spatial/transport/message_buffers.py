@@ -1,14 +1,9 @@
-"""Exchange planes between processes, by messages with reused memory or by mailbox.
+"""Exchange planes between processes, by messages with reused memory.
 
 NCCL marks the memory of a message as used on its stream. Freed memory of this kind is reused only after the host has
 seen NCCL's end. Python runs steps ahead of the GPU, so copies would accumulate and fragment the memory around them: a
 step took up to a third more than its tensors needed, and never twice the same amount. So this memory is not freed: a
 reader lets its stream wait for NCCL, and the next message of that stream reuses the memory.
-
-Where GPUs see each other's memory and little is sent, planes go to direct neighbours by mailbox. What a message of NCCL
-needs beside its way (a stream of its own, copies on both sides) takes longer than small planes travel. Here they go out
-from their own memory and arrive where they are read. Which way they travel follows from sizes that all shards have in
-common, never from a slab's layout in memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.gpu_memory import MemoryPool
-from volseg.device.gpus import is_gpu, is_recording
-from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, PlaneMailbox, small_enough
+from volseg.device.gpus import is_gpu
 from volseg.device.streams import current_gpu_stream
-from volseg.parallel.spatial.plan.shards import Transfer
 
 FEWEST_BYTES = 512
 
@@ -138,59 +131,3 @@ def _round_up(size: int) -> int:
     """Return one of four sizes between a power of two and the next: messages of many shapes share a few sizes."""
     step = max(FEWEST_BYTES, 1 << max(0, size.bit_length() - 3))
     return -(-size // step) * step
-
-
-def is_near(moves: Sequence[Transfer], slab: Tensor, dim: int) -> bool:
-    """Say whether planes move between direct neighbours only, and few enough for the mailbox; all shards say the same.
-
-    Parameters
-    ----------
-    moves
-        Moves of all shards.
-    slab, dim
-        A slab of the volume, and the cut dim.
-    """
-    apart = [move for move in moves if move.source != move.target]
-    pairs = {(move.source, move.target) for move in apart}
-    if len(pairs) < len(apart) or any(abs(source - target) > 1 for source, target in pairs):
-        return False
-    widest = max((move.stop - move.start for move in apart), default=0)
-    values = slab.shape[:dim].numel() * slab.shape[dim + 1 :].numel()
-    return widest > 0 and small_enough(widest, values, slab.dtype, LIMIT if is_recording(slab.device) else EAGER_LIMIT)
-
-
-class NearPlanes:
-    """Planes of one exchange by mailbox, with the interface of `Messages`.
-
-    Parameters
-    ----------
-    box
-        The mailbox of the shards.
-    here, device
-        Number of the shard, and its device.
-    """
-
-    def __init__(self, box: PlaneMailbox, here: int, device: torch.device) -> None:
-        self._box, self._here, self._device = box, here, device
-        self._sends: list[Tensor | None] = [None, None]
-        self._receives: list[Tensor | None] = [None, None]
-
-    def make_room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return dense memory for received planes."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
-
-    def send(self, planes: Tensor, position: int) -> None:
-        """Note planes that go to a neighbour, from their own memory."""
-        self._sends[position > self._here] = planes
-
-    def receive(self, planes: Tensor, position: int) -> Tensor:
-        """Add memory for planes of a neighbour, and return it."""
-        self._receives[position > self._here] = planes
-        return planes
-
-    def start(self) -> Callable[[], object]:
-        """Start the exchange; return the function that waits."""
-        return self._box.start(self._sends, self._receives)
-
-    def end(self) -> None:
-        """Do nothing: no memory is lent."""

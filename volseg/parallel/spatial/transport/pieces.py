@@ -1,71 +1,34 @@
-"""Join planes of several shards, and return their gradients, in the layout of the slab that they join.
+"""Memory of slabs and of planes that join them, in the layout of the slab that they join.
 
 Messages bring planes in torch's default layout. With a slab in channels-last layout, ``torch.cat`` would give all of
 them the layout of the messages, and every later operator would keep it.
+
+A slab cut along D that a norm or a join writes gets ``room`` planes in front and behind. A convolution's halo is
+received straight into them: nothing is concatenated, and in channels-last layout nothing is packed either. ::
+
+    buffer   | room |        slab        | room |
+                 ^-- from the shard before    ^-- from the shard behind; zeros at the volume's border
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.device.layout import layout_of
+from volseg.device.layout import DIM, layout_of
 
 
-def join_pieces(
-    pieces: Sequence[Tensor], dim: int, like: Tensor, widths: Sequence[int] = (), fill: float = 0.0
-) -> Tensor:
-    """Return the pieces one after the other along ``dim``, with a margin around them.
-
-    Parameters
-    ----------
-    pieces
-        At least one.
-    dim
-        Dim along which they are joined.
-    like
-        The slab whose layout the result has.
-    widths, fill
-        Margin, in the order of ``F.pad``, and its value.
-    """
-    if layout_of(like) is torch.contiguous_format and not any(widths):
+def join_pieces(pieces: Sequence[Tensor], dim: int, like: Tensor) -> Tensor:
+    """Return the pieces, at least one, one after the other along ``dim``, in the layout of the slab ``like``."""
+    if layout_of(like) is torch.contiguous_format:
         return torch.cat(list(pieces), dim)
     shape = list(pieces[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in pieces)
-    whole, inside = allocate_whole(shape, like, widths, fill)
+    whole = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout_of(like))
     start = 0
     for piece in pieces:
-        inside.narrow(dim, start, piece.shape[dim]).copy_(piece)
+        whole.narrow(dim, start, piece.shape[dim]).copy_(piece)
         start += piece.shape[dim]
-    return whole
-
-
-def allocate_whole(
-    shape: Sequence[int], like: Tensor, widths: Sequence[int] = (), fill: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Return memory of a shape in the layout of ``like``, with a filled margin; and a view of its inside."""
-    margins, size = list(_list_margins(len(shape), widths)), list(shape)
-    for place, before, after in margins:
-        size[place] += before + after
-    whole = inside = torch.empty(size, dtype=like.dtype, device=like.device, memory_format=layout_of(like))
-    for place, before, after in margins:
-        planes = inside.shape[place]
-        inside.narrow(place, 0, before).fill_(fill)
-        inside.narrow(place, planes - after, after).fill_(fill)
-        inside = inside.narrow(place, before, planes - before - after)
-    return whole, inside
-
-
-def pad_slabs(slabs: Sequence[Tensor], widths: Sequence[Sequence[int]], fill: float) -> list[Tensor]:
-    """Return each slab with a margin; the slab itself if the margin is empty."""
-    return [F.pad(slab, list(own), value=fill) if any(own) else slab for slab, own in zip(slabs, widths, strict=True)]
-
-
-def view_inside(whole: Tensor, widths: Sequence[int]) -> Tensor:
-    """Return a view inside a margin."""
-    for place, before, after in _list_margins(whole.ndim, widths):
-        whole = whole.narrow(place, before, whole.shape[place] - before - after)
     return whole
 
 
@@ -93,8 +56,46 @@ def start_total(planes: Tensor, dim: int, size: int, first: int, own: Tensor | N
     return total
 
 
-def _list_margins(ndim: int, widths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield each dim that has a margin, and its planes before and behind."""
-    for place, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True)):
-        if before or after:
-            yield ndim - 1 - place, before, after
+def allocate_with_room(like: Tensor, room: int, device: torch.device | None = None) -> Tensor:
+    """Return an uninitialised slab like ``like`` with ``room`` planes around it."""
+    planes = like.shape[DIM]
+    slab = _alias(_allocate(like, planes + 2 * room, device), room, planes)
+    # An attribute of the tensor itself, which autograd passes on unchanged; a view or a copy of it has none.
+    slab._volseg_room = room  # type: ignore[attr-defined]
+    return slab
+
+
+def get_halo_room(slab: Tensor) -> int:
+    """Return the planes of room around a slab: zero unless it was allocated with room, and for views."""
+    return getattr(slab, "_volseg_room", 0)
+
+
+def extend(slab: Tensor, room: int, own: tuple[int, int]) -> Tensor:
+    """Return the slab and the planes around it: in its own memory if there is room, otherwise in a copy."""
+    before, behind = own
+    planes = before + slab.shape[DIM] + behind
+    if room >= max(own):
+        return _alias(slab, -before, planes)
+    buffer = _allocate(slab, planes)
+    own_planes(buffer, own).copy_(slab)
+    return buffer
+
+
+def own_planes(buffer: Tensor, own: tuple[int, int]) -> Tensor:
+    """Return the slab's own planes, without its halo."""
+    return buffer.narrow(DIM, own[0], buffer.shape[DIM] - sum(own))
+
+
+def _alias(tensor: Tensor, offset: int, planes: int) -> Tensor:
+    """Return planes around ``tensor`` in its own memory; autograd, which must not see the room, sees no view."""
+    shape = list(tensor.shape)
+    shape[DIM] = planes
+    start = tensor.storage_offset() + offset * tensor.stride(DIM)
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), start, shape, tensor.stride())
+
+
+def _allocate(like: Tensor, planes: int, device: torch.device | None = None) -> Tensor:
+    shape = list(like.shape)
+    shape[DIM] = planes
+    return torch.empty(shape, dtype=like.dtype, device=device or like.device, memory_format=layout_of(like))

@@ -3,26 +3,36 @@
 Every process runs the same operators in the same order. The backward pass keeps that order: autograd runs the nodes
 of one device in the reverse order of their creation. So each function below is called by all processes or by none,
 also by a process that has nothing to send.
+
+``join`` finds the processes that share a volume, from a device mesh or from ``torchrun``'s environment. A mesh
+dimension named ``"data"`` holds replicas: processes that train on different volumes. Every other dimension cuts one
+axis of the volume. Without a mesh all processes share each volume.
 """
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from volseg.device.first_order import LinearMap
 from volseg.device.gpus import is_gpu, is_recording
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
-from volseg.device.torch_internals import gather_into
+from volseg.device.torch_internals import gather_into, get_default_group
 from volseg.device.triton_tiles import takes
+from volseg.errors import ParallelError
+from volseg.parallel.devices import get_own_device
 from volseg.parallel.fixed_order import add_up
+from volseg.parallel.processes.group import make_groups, start_group
 from volseg.parallel.spatial.plan.shards import Fetch
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
-from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages, NearPlanes, is_near
-from volseg.parallel.spatial.transport.pieces import allocate_whole, join_pieces, start_total, view_inside
+from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
+from volseg.parallel.spatial.transport.pieces import join_pieces, start_total
 from volseg.parallel.spatial.transport.shared_parameters import SharedParameters
 
 
@@ -94,55 +104,32 @@ class ProcessGroupShards(Communicator):
 
     def fetch(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
         """Exchange planes with their owners; see ``Communicator``."""
-        return self.take_own(slabs, plan) if plan.stays else [self._fetch(slabs[0], plan, (), 0.0)]
+        return self.take_own(slabs, plan) if plan.stays else [self._fetch(slabs[0], plan)]
 
-    def fetch_padded(
-        self, slabs: Sequence[Tensor], plan: Fetch, widths: Sequence[Sequence[int]], fill: float
-    ) -> list[Tensor]:
-        """Write the planes into the middle of their margin; see ``Communicator``."""
-        if plan.stays:
-            return super().fetch_padded(slabs, plan, widths, fill)
-        return [self._fetch(slabs[0], plan, tuple(widths[0]), fill)]
-
-    def _fetch(self, slab: Tensor, plan: Fetch, widths: tuple[int, ...], fill: float) -> Tensor:
-        def give_back(gradient: Tensor) -> Tensor:
-            return self.give_back(view_inside(gradient, widths), plan)
-
-        fetched: Tensor = LinearMap.apply(slab, lambda own: self.exchange(own, plan, widths, fill), give_back)
+    def _fetch(self, slab: Tensor, plan: Fetch) -> Tensor:
+        fetched: Tensor = LinearMap.apply(
+            slab, lambda own: self.exchange(own, plan), lambda gradient: self.give_back(gradient, plan)
+        )
         return fetched
 
-    def exchange(self, slab: Tensor, plan: Fetch, widths: Sequence[int] = (), fill: float = 0.0) -> Tensor:
-        """Return the wanted planes, and a margin around them, outside autograd; see ``Communicator.fetch_padded``."""
+    def exchange(self, slab: Tensor, plan: Fetch) -> Tensor:
+        """Return the wanted planes, outside autograd; see ``Communicator.fetch``."""
         here, dim = self.coordinates[0][plan.axis], plan.dim
         shape = list(slab.shape)
-        box = self._find_box(plan, slab)
-        messages = self.begin_messages(plan.axis) if box is None else NearPlanes(box, here, self.home)
-        shape[dim] = sum(move.stop - move.start for move in plan.moves if move.target == here)
-        inside: Tensor | None = None
-        if box is not None:  # planes arrive where they are read
-            whole, inside = allocate_whole(shape, slab, widths, fill)
+        messages = self.begin_messages(plan.axis)
         pieces = []
         for move in plan.moves:
-            count = move.stop - move.start
+            shape[dim] = move.stop - move.start
             if move.source == here:
-                planes = slab.narrow(dim, move.start - plan.owned[here][0], count)
+                planes = slab.narrow(dim, move.start - plan.owned[here][0], shape[dim])
                 if move.target == here:
-                    pieces.append((move.place, planes))
+                    pieces.append(planes)
                 else:
                     messages.send(planes, move.target)
-            elif move.target == here and inside is not None:
-                messages.receive(inside.narrow(dim, move.place, count), move.source)
             elif move.target == here:
-                shape[dim] = count
-                pieces.append((move.place, messages.receive(messages.make_room(shape, slab.dtype), move.source)))
-        wait = messages.start()
-        if inside is not None:
-            for place, planes in pieces:
-                inside.narrow(dim, place, planes.shape[dim]).copy_(planes)
-            wait()
-            return whole
-        wait()
-        whole = join_pieces([planes for _, planes in pieces] or [slab.narrow(dim, 0, 0)], dim, slab, widths, fill)
+                pieces.append(messages.receive(messages.make_room(shape, slab.dtype), move.source))
+        messages.start()()
+        whole = join_pieces(pieces or [slab.narrow(dim, 0, 0)], dim, slab)
         messages.end()
         return whole
 
@@ -151,8 +138,7 @@ class ProcessGroupShards(Communicator):
         here, dim = self.coordinates[0][plan.axis], plan.dim
         shape = list(planes.shape)
         first, last = plan.owned[here]
-        box = self._find_box(plan, planes)
-        messages = self.begin_messages(plan.axis) if box is None else NearPlanes(box, here, self.home)
+        messages = self.begin_messages(plan.axis)
         kept: list[tuple[int, Tensor]] = []
         arrivals = []
         for move in plan.moves:
@@ -174,13 +160,6 @@ class ProcessGroupShards(Communicator):
             total.narrow(dim, start, piece.shape[dim]).add_(piece)
         messages.end()
         return total
-
-    def _find_box(self, plan: Fetch, slab: Tensor) -> PlaneMailbox | None:
-        """Return the mailbox if planes move by it; it has the order of one line of shards."""
-        if len(self.grid) > 1 or plan.stays:
-            return None
-        box = self.plane_mailbox  # connected at the first exchange, however large, which is not recorded
-        return box if box is not None and is_near(plan.moves, slab, plan.dim) else None
 
     def stack(self, partial: Tensor) -> Tensor:
         """Return every process's tensor, ``(num_shards, ...)``, outside autograd."""
@@ -245,3 +224,56 @@ class ProcessGroupShards(Communicator):
     def convert(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a parameter in another dtype; its gradient goes to the bucket's sum as soon as it is computed."""
         return self.shared.convert(copy, dtype)
+
+
+DATA = "data"
+
+
+def join(
+    mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False
+) -> tuple[ProcessGroupShards, dist.ProcessGroup | None]:
+    """Return the communicator of this process, and the replicas that it averages with, or None.
+
+    Parameters
+    ----------
+    mesh
+        A ``DeviceMesh``, the group of the processes that share a volume, or None for all processes.
+    grid
+        Shards along each mesh axis; by default as in the mesh.
+    fixed_order
+        See ``Communicator``.
+
+    Raises
+    ------
+    ParallelError
+        If the mesh has no dimension to cut volumes with, or ``grid`` has another number of shards.
+    """
+    if mesh is not None and not isinstance(mesh, DeviceMesh | dist.ProcessGroup):
+        raise ParallelError(
+            f"mesh must be a torch.distributed.device_mesh.DeviceMesh, or a group, got {type(mesh).__name__}"
+        )
+    start_group()
+    device = get_own_device()
+    if not isinstance(mesh, DeviceMesh):
+        group = get_default_group() if mesh is None else mesh
+        shape = _grid(grid, [dist.get_world_size(group)])
+        return ProcessGroupShards(group, shape, device, fixed_order), None
+    names = mesh.mesh_dim_names or tuple(f"spatial{index}" for index in range(mesh.ndim))
+    cutting = [name for name in names if name != DATA]
+    if not cutting:
+        raise ParallelError(f"mesh has the dimensions {names}; one besides {DATA!r} is needed to cut the volume")
+    sizes = [mesh.mesh.shape[names.index(name)] for name in cutting]
+    # Row-major over the cutting dimensions, one group per replica; every process makes every group, as torch requires.
+    replica_dim = names.index(DATA) if DATA in names else None
+    ranks = mesh.mesh if replica_dim is None else mesh.mesh.movedim(replica_dim, 0)
+    rows = ranks.reshape(-1, prod(sizes)).tolist()
+    group = make_groups(rows)
+    replicas = make_groups([list(column) for column in zip(*rows, strict=True)]) if len(rows) > 1 else None
+    return ProcessGroupShards(group, _grid(grid, sizes), device, fixed_order), replicas
+
+
+def _grid(grid: Sequence[int] | None, sizes: Sequence[int]) -> tuple[int, ...]:
+    chosen = tuple(grid) if grid is not None else tuple(sizes)
+    if prod(chosen) != prod(sizes):
+        raise ParallelError(f"a grid of {chosen} needs {prod(chosen)} processes, the mesh has {prod(sizes)}")
+    return chosen

@@ -12,13 +12,12 @@ import pytest
 import torch
 from beside_plain import WAYS, attention_by_plain_forms, check_beside_plain
 from in_group import in_group
-from monai.data import MetaTensor
 from monai.networks.nets.swin_unetr import BasicLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from volseg.parallel.spatial.lazy import uncut
-from volseg.parallel.spatial.lazy.uncut import Uncut
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.operators import operands
 from volseg.parallel.verification.comparison import whole
 
 SIZES = {"even": (8, 4, 4), "uneven": (9, 5, 4)}
@@ -84,20 +83,6 @@ class Halved(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (given,) = ctx.saved_tensors
         return gradient * given
-
-
-class Scaled(torch.autograd.Function):
-    """A custom function, which keeps what it scales by."""
-
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(scale)
-        return given * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (scale,) = ctx.saved_tensors
-        return gradient * scale, None
 
 
 def in_a_list(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
@@ -172,11 +157,6 @@ def transformed(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
     return windows(volume) + found.var() + tangents.sum() + traced(places)
 
 
-def of_other_classes(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
-    meta = MetaTensor(difference)
-    return windows(volume) + (meta * difference).as_tensor() + (difference + meta).as_tensor()
-
-
 def differences_checkpointed(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
     def run(given: Tensor) -> Tensor:
         return given * mask(places.unsqueeze(1) - places.unsqueeze(2))
@@ -188,73 +168,68 @@ def differences_checkpointed(volume: Tensor, difference: Tensor, places: Tensor)
     return windows(volume) + given.grad
 
 
-USES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
-    "mask": (lambda v, d, p: windows(v) + mask(d), True),
-    "mask first": (lambda v, d, p: mask(d) + windows(v), True),
-    "difference": (lambda v, d, p: windows(v) + d, True),
-    "twice": (lambda v, d, p: (windows(v) + mask(d)) * 2.0 + d, True),
-    "view": (lambda v, d, p: windows(v).unsqueeze(1) + mask(d).unsqueeze(1), True),
-    "view behind": (lambda v, d, p: windows(v).unsqueeze(1) + mask(d.unsqueeze(-3)), True),
-    "view in front": (lambda v, d, p: windows(v).unsqueeze(0) + mask(d.unsqueeze(0)), True),
-    "by keyword": (lambda v, d, p: windows(v) + d.unsqueeze(dim=0).squeeze(0), False),
-    "product": (lambda v, d, p: windows(v) * d, False),
-    "join": (lambda v, d, p: torch.cat([windows(v), d], 1), False),
-    "other operators": (lambda v, d, p: windows(v) + d.abs().cumsum(0), False),
-    "whole": (lambda v, d, p: v * mask(d).mean() + d.size(0) + len(d) + d.dim() + d.shape[1], False),
-    "other dim": (lambda v, d, p: windows(v).transpose(0, 1) + d.transpose(0, 1), False),
-    "changed": (change_whole, False),
-    "unused": (lambda v, d, p: v * 2.0, False),
-    "read first": (lambda v, d, p: windows(v) + mask(d) * float(d.sum() == d.sum()), False),
-    "read between": (read_between, True),
-    "read between, written": (lambda v, d, p: v * d.sum() + mask(d).sum(), False),
-    "custom function": (lambda v, d, p: windows(v) + Halved.apply(d), False),
-    "in a list": (in_a_list, False),
-    "chosen": (lambda v, d, p: windows(v) + torch.where(d != 0, d.new_tensor(-1.0), 0.0) + (d == 0).any(), False),
-    "checkpointed": (lambda v, d, p: windows(v) + checkpoint(mask, d, use_reentrant=False), True),
-    "returned": (lambda v, d, p: mask(d), False),
-    "changed before": (change_before, True),
-    "source changed": (change_source, True),
-    "changed uncounted": (change_uncounted, True),
-    "changed shape": (change_shape, True),
-    "gradients": (ask_for_gradients, False),
-    "inference mode": (without_versions, False),
-    "transforms": (transformed, False),
-    "other classes": (of_other_classes, False),
-    "differences checkpointed": (differences_checkpointed, False),
+USES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "mask": lambda v, d, p: windows(v) + mask(d),
+    "mask first": lambda v, d, p: mask(d) + windows(v),
+    "difference": lambda v, d, p: windows(v) + d,
+    "twice": lambda v, d, p: (windows(v) + mask(d)) * 2.0 + d,
+    "view": lambda v, d, p: windows(v).unsqueeze(1) + mask(d).unsqueeze(1),
+    "view behind": lambda v, d, p: windows(v).unsqueeze(1) + mask(d.unsqueeze(-3)),
+    "view in front": lambda v, d, p: windows(v).unsqueeze(0) + mask(d.unsqueeze(0)),
+    "by keyword": lambda v, d, p: windows(v) + d.unsqueeze(dim=0).squeeze(0),
+    "product": lambda v, d, p: windows(v) * d,
+    "join": lambda v, d, p: torch.cat([windows(v), d], 1),
+    "other operators": lambda v, d, p: windows(v) + d.abs().cumsum(0),
+    "whole": lambda v, d, p: v * mask(d).mean() + d.size(0) + len(d) + d.dim() + d.shape[1],
+    "other dim": lambda v, d, p: windows(v).transpose(0, 1) + d.transpose(0, 1),
+    "changed": change_whole,
+    "unused": lambda v, d, p: v * 2.0,
+    "read first": lambda v, d, p: windows(v) + mask(d) * float(d.sum() == d.sum()),
+    "read between": read_between,
+    "read between, written": lambda v, d, p: v * d.sum() + mask(d).sum(),
+    "custom function": lambda v, d, p: windows(v) + Halved.apply(d),
+    "in a list": in_a_list,
+    "chosen": lambda v, d, p: windows(v) + torch.where(d != 0, d.new_tensor(-1.0), 0.0) + (d == 0).any(),
+    "checkpointed": lambda v, d, p: windows(v) + checkpoint(mask, d, use_reentrant=False),
+    "returned": lambda v, d, p: mask(d),
+    "changed before": change_before,
+    "source changed": change_source,
+    "changed uncounted": change_uncounted,
+    "changed shape": change_shape,
+    "gradients": ask_for_gradients,
+    "inference mode": without_versions,
+    "transforms": transformed,
+    "differences checkpointed": differences_checkpointed,
 }
-"""And whether each shard computes its own rows."""
+
+REFUSED = {"custom function", "in a list", "other operators", "changed shape", "changed uncounted"}
+"""What a volume refuses, and an ordinary tensor does not."""
 
 LOCAL = ("fast", "two", "three", "fixed order", "two, recomputed")
 
 
 @contextmanager
-def small_ones_wait() -> Iterator[list[str]]:
-    """Let small tensors wait; say which were cut, and which were written whole."""
+def small_ones_count() -> Iterator[list[str]]:
+    """Take small differences for large ones; note each that the shards compute by their own rows."""
     found: list[str] = []
-    cut, write = Uncut.cut, Uncut.whole
+    fits = operands._are_small_operands
 
-    def note_cut(self: Uncut, *given: Any) -> Any:
-        slabs = cut(self, *given)
-        found.extend(["cut"] * (slabs is not None))
-        return slabs
-
-    def note_whole(self: Uncut) -> Tensor:
-        found.append("whole")
-        return write(self)
+    def note(*given: Any) -> bool:
+        found.extend(["own rows"] * fits(*given))
+        return fits(*given)
 
     with (
-        patch.object(uncut, "LARGE", 64),
-        patch.object(uncut, "GROWTH", 2),
-        patch.object(Uncut, "cut", note_cut),
-        patch.object(Uncut, "whole", note_whole),
+        patch.object(operands, "LARGE", 64),
+        patch.object(operands, "GROWTH", 2),
+        patch.object(operands, "_are_small_operands", note),
     ):
         yield found
 
 
 @pytest.fixture
 def found() -> Iterator[list[str]]:
-    """Let small tensors wait; say which were cut, and which were written whole."""
-    with small_ones_wait() as noted:
+    """Take small differences for large ones; note each that the shards compute by their own rows."""
+    with small_ones_count() as noted:
         yield noted
 
 
@@ -272,12 +247,12 @@ def test_shifted_windows_are_exact(way: str, size: str, checkpoints: bool, found
         found.clear()
         with context:
             check_beside_plain(plain, WAYS[way], make_image(size), steps=3)
-        assert not found if way == "fast" else "cut" in found and "whole" not in found
+        assert bool(found) == (way != "fast")
 
 
 def compare_in_process(size: str) -> list[str]:
     torch.manual_seed(0)
-    with small_ones_wait() as noted:
+    with small_ones_count() as noted:
         for context in (nullcontext(), attention_by_plain_forms()):
             with context:
                 check_beside_plain(Shifted().double(), WAYS["processes"], make_image(size), steps=3)
@@ -288,57 +263,24 @@ def compare_in_process(size: str) -> list[str]:
 @pytest.mark.parametrize("processes", [2, 3])
 def test_processes_are_exact(processes: int, size: str) -> None:
     for noted in in_group(processes, compare_in_process, size):
-        assert "cut" in noted
-        assert "whole" not in noted
+        assert noted
 
 
 @pytest.mark.parametrize("way", ["two", "three", "fixed order"])
 @pytest.mark.parametrize("name", USES)
-def test_whoever_reads_it_gets_what_torch_computes(name: str, way: str, found: list[str]) -> None:
-    use, is_cut = USES[name]
-    net = Used(use)
+def test_whoever_reads_it_gets_what_torch_computes_or_is_refused(name: str, way: str, found: list[str]) -> None:
+    net = Used(USES[name])
     model = WAYS[way](copy.deepcopy(net))
-    model.strategy.context.cuts_large = True
+    model.strategy.context.large_rows[4] = None
     for step in range(2):
         image = torch.rand(1, 4, 4, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        torch.testing.assert_close(whole(model(image)), net(image), rtol=0, atol=0)
-    assert ("cut" in found) == is_cut
-
-
-def test_what_was_saved_and_changed_then_is_refused(found: list[str]) -> None:
-    def use(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
-        given = torch.ones_like(difference).requires_grad_()
-        result = Scaled.apply(given, difference)
-        difference.add_(1.0)
-        result.sum().backward()
-        return windows(volume)
-
-    model = WAYS["two"](Used(use))
-    model.strategy.context.cuts_large = True
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        model(torch.rand(1, 4, 4, 3, 3, dtype=torch.float64))
-
-
-def test_own_masks_are_computed_once(found: list[str]) -> None:
-    torch.manual_seed(0)
-    model = WAYS["two"](Shifted(blocks=6).double())
-    computed: list[Any] = []
-    compute = Uncut._compute
-
-    def note(self: Uncut, *given: Any) -> Any:
-        computed.append(tuple(self.size()))
-        return compute(self, *given)
-
-    image = torch.rand(1, 1, 8, 4, 4, dtype=torch.float64)
-    model(image)
-    with patch.object(Uncut, "_compute", note):
-        model(image)
-    assert len(computed) == 1  # for three blocks
-    assert found.count("cut") == 9  # each by way of two views
+        with pytest.raises(UnsupportedOperatorError) if name in REFUSED else nullcontext():
+            torch.testing.assert_close(whole(model(image)), net(image), rtol=0, atol=1e-12)
+    assert found
 
 
 def test_no_network_is_looked_at_that_cuts_nothing_large(found: list[str]) -> None:
     model = WAYS["two"](nn.Conv3d(1, 2, 3, padding=1))
     model(torch.rand(1, 1, 4, 4, 4))
-    assert not model.strategy.context.cuts_large
+    assert not model.strategy.context.large_rows
     assert not found
