@@ -15,7 +15,7 @@ from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
-from volseg.inference.sampling import Aligned, AxisTable, Box, Held, split_box
+from volseg.inference.sampling import AxisTable, Box, Held, Place, Sampling, split_box
 
 BLOCK = 256
 """Voxels per program, two per thread."""
@@ -101,7 +101,7 @@ def _decide_kernel(
 
 
 def decide(
-    sampling: Aligned,
+    sampling: Sampling,
     held: Held,
     cells: Box,
     table: Tensor | None,
@@ -109,13 +109,13 @@ def decide(
     *,
     regions: bool = False,
     entropy: bool = False,
-) -> Iterator[tuple[tuple[slice, slice, slice], Tensor, Tensor | None]]:
+) -> Iterator[tuple[Place, Tensor, Tensor | None]]:
     """Yield boxes of the target whose cells are in a box, their labels, and their entropy if requested.
 
     Parameters
     ----------
     sampling, held, cells
-        As for `Aligned.read`.
+        As for `Sampling.read`.
     table : Tensor, optional
         Label value of each of the K, as ``dtype``; needed for regions.
     dtype : torch.dtype
