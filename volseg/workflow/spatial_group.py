@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from volseg.data.augmented import EpochBatches
 from volseg.data.cases import Batch
-from volseg.inference.predictor import full_logits
+from volseg.inference.window_step import full_logits
 from volseg.parallel import ModelParallel
 from volseg.parallel.batches import scatter_batch
 from volseg.parallel.processes.progress_sync import describe_error, told_error

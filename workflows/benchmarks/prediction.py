@@ -14,7 +14,7 @@ float16), windows of 128^3 that overlap by half, on a synthetic CT from a ``.nii
 to 0.82 x 0.82 x 1.02 mm and back, which leaves the 441 windows of 512 x 512 x 600 (``--spacing file`` leaves the grid
 as it is). A small volume goes first, so that libraries are loaded, kernels compiled and recorded: ``warm_up``.
 
-- ``ours``: what ``volseg predict`` does: `overlapped` around `Predictor.stream`, fast kernels, recorded; the image is
+- ``ours``: what ``volseg predict`` does: `overlapped` around `Predictor.predict`, fast kernels, recorded; the image is
   prepared on the GPU. ``of_read_the_file`` is the part of ``read`` for file and checks.
 - ``ours_torch``: the same with torch's kernels, recorded; ``ours_eager``: these launched one by one.
 - ``monai``: ``SlidingWindowInferer``, blended on the device, ``SpatialResample`` back and arg-max there.
@@ -350,7 +350,7 @@ def ours(network: nn.Module, classes: int, device: torch.device, chosen: argpars
 
         with timed_decisions(device) as spans:
             given = [{"case": "ct", "image": image}]
-            (outcome,) = overlapped(given, read, predictor.stream, save, finish=finish if on_device else None)
+            (outcome,) = overlapped(given, read, predictor.predict, save, finish=finish if on_device else None)
         if outcome.fault is not None:
             raise outcome.fault
         resample = sum(spans())

@@ -101,7 +101,7 @@ class LoadedModel:
         on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with self._lock, on_device, explaining_memory(config):
             prepared = prepare_on(device, case, preprocessing)
-            ((_, predicted),) = self._predictor.stream([prepared], also=["probabilities"] if probabilities else [])
+            (predicted,) = self._predictor.predict([prepared], also=["probabilities"] if probabilities else [])
             labels = predicted.labels.cpu()
         if self._postprocessing is not None:
             labels = self._postprocessing(labels)

@@ -38,6 +38,7 @@ from volseg.inference.in_memory import prepare_on, suits
 from volseg.inference.original_grid import Prediction
 from volseg.inference.predictor import Predictor, SharedPredictor
 from volseg.inference.prefetching import CaseOutcome, overlapped
+from volseg.inference.streaming import pad_shape
 from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Worker, WorkerPool
 from volseg.workflow.interrupts import StopRequested
@@ -256,12 +257,21 @@ class PredictionQueue:
             if len(self._devices) > 1
             else self._trained.build_predictor()
         )
-        stream = partial(predictor.stream, batch_size=config.inference.batch, also=self._files.also)
+        predict = partial(predictor.predict, also=self._files.also)
         device = torch.device(predictor.device or "cpu")
         on_device = suits(self._trained.preprocessing, device)
         prepare, finish = (self._read, partial(self._finish, device)) if on_device else (self._prepare, None)
         with self._digesting:
-            outcomes = overlapped(self._noted(cases), prepare, stream, self._write, finish=finish, ends=ENDS)
+            outcomes = overlapped(
+                self._noted(cases),
+                prepare,
+                predict,
+                self._write,
+                finish=finish,
+                batch_size=1 if isinstance(predictor, SharedPredictor) else config.inference.batch,
+                size_of=lambda case: pad_shape(case["image"].shape[-3:], config.inference.window),
+                ends=ENDS,
+            )
             for outcome in outcomes:
                 self._note(outcome, config)
                 yield self._results[outcome.case["case"]]
