@@ -125,48 +125,6 @@ class EpochLosses:
             )
 
 
-# Losses for display, from the first step on: they are copied asynchronously, and the host never waits for them.
-
-
-EVERY_SECONDS = 0.5
-"""Interval between two copies; each takes some ten microseconds of the host."""
-
-
-class AsyncLossReader:
-    """Read the losses of recent batches from a GPU asynchronously, and from a CPU at once."""
-
-    def __init__(self) -> None:
-        self._next = 0.0
-        self._on_the_way: tuple[list[str], Tensor, torch.cuda.Event] | None = None
-
-    def exchange(self, losses: Mapping[str, Tensor]) -> dict[str, float] | None:
-        """Take the losses of a batch; return the losses of an earlier batch if their copy is complete, or None.
-
-        Parameters
-        ----------
-        losses : mapping
-            Scalars by name, on the device; later steps must not overwrite them.
-        """
-        if not any(value.is_cuda for value in losses.values()):
-            return {name: float(value) for name, value in losses.items()}
-        arrived, now = None, time.monotonic()
-        if self._on_the_way is not None and self._on_the_way[2].query():
-            names, values, _ = self._on_the_way
-            self._on_the_way, arrived = None, dict(zip(names, values.tolist(), strict=True))
-        if self._on_the_way is None and now >= self._next:
-            self._next = now + EVERY_SECONDS
-            self._send(losses)
-        return arrived
-
-    def _send(self, losses: Mapping[str, Tensor]) -> None:
-        # One copy, into pinned memory: from pageable memory it would wait for the device.
-        stacked = torch.stack([value.detach().float().reshape(()) for value in losses.values()])
-        arriving = torch.empty(len(losses), pin_memory=True)
-        arriving.copy_(stacked, non_blocking=True)
-        event = torch.cuda.current_stream(stacked.device).record_event()
-        self._on_the_way = list(losses), arriving, event
-
-
 # The seconds of an epoch over all interruptions, and the part of them spent waiting for batches.
 
 

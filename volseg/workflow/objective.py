@@ -19,14 +19,13 @@ Loss = Named | Callable[..., Any]
 TRIED_SIDES = (16, 16, 16)
 """Size, in voxels, of the volumes for trying losses: large enough for a loss with windows of 11 voxels."""
 
-TRIED_DEALS = ((2, 2), (3, 2), (1, 1, 1))
-"""Samples per replica: even, uneven, and one each."""
+TRIED_SAMPLES = 3
 
 ROUND_OFF = 1e-5
 """Relative error of float32 sums over some thousand voxels; losses that are no mean differ by at least ten times
 that."""
 
-ROUND_OFF_OF_HALVES = 1e-4
+ROUND_OFF_OF_VOLUMES = 1e-4
 """Relative error over the millions of voxels of a sample."""
 
 
@@ -195,41 +194,31 @@ def require_mean_over_samples(
         Names the loss and what it gave.
     """
     for loss in objective.losses:
-        found: list[str] = []
         faults: list[Exception] = []
         for heads in (1, 3):  # logits of a network without and with deep supervision
-            for deal in TRIED_DEALS:
-                try:
-                    batch = _make_fields(sum(deal), heads, num_channels, num_classes, num_indices or num_classes)
-                    for name, channels in (outputs or {}).items():
-                        batch[name] = torch.randn(
-                            sum(deal), channels, *TRIED_SIDES, generator=torch.Generator().manual_seed(1)
-                        )
-                    whole, parts = _try_deal(loss, deal, batch)
-                except Exception as fault:  # a loss may take one of the two kinds of logits only
-                    faults.append(fault)
-                    continue
-                if not math.isclose(whole, parts, rel_tol=ROUND_OFF, abs_tol=ROUND_OFF):
-                    found.append(f"{whole:.6g} on {sum(deal)} samples, {parts:.6g} dealt {' + '.join(map(str, deal))}")
-        if found:
-            raise ConfigError(
-                f"{loss.title} is no mean over the samples of a batch ({found[0]}), so replicas that share a batch "
-                "cannot compute it; set parallel.data to 1 and parallel.spatial to the number of GPUs, or make it a "
-                "mean (batch: false of Dice; no class weights)"
-            )
-        if len(faults) == 2 * len(TRIED_DEALS):
+            try:
+                batch = _make_fields(heads, num_channels, num_classes, num_indices or num_classes)
+                for name, channels in (outputs or {}).items():
+                    generator = torch.Generator().manual_seed(1)
+                    batch[name] = torch.randn(TRIED_SAMPLES, channels, *TRIED_SIDES, generator=generator)
+                values = _deal(loss, batch, TRIED_SAMPLES)
+            except Exception as fault:  # a loss may take one of the two kinds of logits only
+                faults.append(fault)
+            else:
+                _require_equal(loss, *values, TRIED_SAMPLES, ROUND_OFF)
+        if len(faults) == 2:
             raise ConfigError(
                 f"{loss.title} could not be tried on random volumes ({faults[0]}), and only a mean over samples can be "
-                "shared by replicas; set parallel.data to 1 and parallel.spatial to the number of GPUs"
+                f"shared by replicas; {CUT_VOLUMES}"
             )
 
 
 def require_mean_of_shares(objective: Objective, batch: Mapping[str, Tensor], outputs: Mapping[str, Any]) -> None:
-    """Raise for a loss that is no mean over samples, in a training without a config; try it on the first samples.
+    """Raise for a loss that is no mean over samples, in a training without a config; try it on the first sample.
 
-    The trial joins the first sample with a copy whose fields (the labels) have every other voxel set to 0, so that the
-    two halves differ in their content of each class. Sharded volumes are not checked: their replicas come from a
-    config, whose losses were tried.
+    The trial joins the sample with a copy whose fields (the labels) have every other voxel set to 0, so that the two
+    differ in their content of each class. Sharded volumes are not checked: their replicas come from a config, whose
+    losses were tried.
 
     Parameters
     ----------
@@ -247,47 +236,41 @@ def require_mean_of_shares(objective: Objective, batch: Mapping[str, Tensor], ou
     if not all(isinstance(head, Tensor) for head in made) or any(hasattr(head, "full_tensor") for head in made):
         return
     # Only the first sample: memory may be just enough for the step.
-    pairs = {name: (value[:1], _empty_every_other(value[:1])) for name, value in batch.items()}
-    pairs |= {name: (_take_first(value), _take_first(value)) for name, value in outputs.items()}
-    whole = {name: _join(*pair) for name, pair in pairs.items()}
+    fields: dict[str, Any] = {}
+    for name, value in batch.items():
+        every_other = torch.arange(value.shape[-1], device=value.device) % 2
+        fields[name] = torch.cat([value[:1], (value[:1] * every_other).to(value.dtype)])
+    for name, value in outputs.items():
+        fields[name] = [*map(_double, value)] if isinstance(value, list | tuple) else _double(value)
     for loss in objective.losses:
-        first, second = (_compute(loss, {name: pair[side] for name, pair in pairs.items()}) for side in (0, 1))
-        found, wanted = _compute(loss, whole), (first + second) / 2
-        if not math.isclose(found, wanted, rel_tol=ROUND_OFF_OF_HALVES, abs_tol=ROUND_OFF_OF_HALVES):
-            raise ConfigError(
-                f"{loss.title} is no mean over the samples of a batch ({found:.6g} on two halves together, "
-                f"{wanted:.6g} on average of each), so replicas that share a batch cannot compute it; cut volumes "
-                "instead, or make it a mean (batch=False of Dice; no class weights)"
-            )
+        _require_equal(loss, *_deal(loss, fields, 2), 2, ROUND_OFF_OF_VOLUMES)
 
 
-def _empty_every_other(value: Tensor) -> Tensor:
-    return (value * (torch.arange(value.shape[-1], device=value.device) % 2)).to(value.dtype)
+def _double(head: Tensor) -> Tensor:
+    """Return the first sample twice, in single precision, so that no difference comes from rounding."""
+    first = head[:1].float() if head.dtype in (torch.float16, torch.bfloat16) else head[:1]
+    return torch.cat([first, first])
 
 
-def _take_first(value: Any) -> Any:
-    """Return the outputs of one sample, in single precision, so that no difference comes from rounding."""
-    if isinstance(value, list | tuple):
-        return [_take_first(head) for head in value]
-    return value[:1].float() if value.dtype in (torch.float16, torch.bfloat16) else value[:1]
+CUT_VOLUMES = "set parallel.data to 1 and parallel.spatial to the number of GPUs"
 
 
-def _join(one: Any, other: Any) -> Any:
-    if isinstance(one, list | tuple):
-        return [torch.cat(heads) for heads in zip(one, other, strict=True)]
-    return torch.cat([one, other])
+def _require_equal(loss: Named, whole: float, parts: float, count: int, tolerance: float) -> None:
+    if not math.isclose(whole, parts, rel_tol=tolerance, abs_tol=tolerance):
+        raise ConfigError(
+            f"{loss.title} is no mean over the samples of a batch ({whole:.6g} on {count} samples, {parts:.6g} dealt 1 "
+            f"+ {count - 1}), so replicas that share a batch cannot compute it; {CUT_VOLUMES}, or make it a mean "
+            "(batch: false of Dice; no class weights)"
+        )
 
 
-def _try_deal(loss: Named, deal: Sequence[int], fields: Mapping[str, Any]) -> tuple[float, float]:
-    """Return a loss on a batch, and its mean over the parts of the batch."""
-    end, parts = 0, 0.0
-    for count in deal:
-        begin, end = end, end + count
-        parts += _compute(loss, fields, slice(begin, end)) * count / sum(deal)
-    return _compute(loss, fields, slice(None)), parts
+def _deal(loss: Named, fields: Mapping[str, Any], count: int) -> tuple[float, float]:
+    """Return a loss on a batch, and its mean over the first sample and the others."""
+    first, others = _compute(loss, fields, slice(1)), _compute(loss, fields, slice(1, None))
+    return _compute(loss, fields, slice(None)), (first + (count - 1) * others) / count
 
 
-def _compute(loss: Named, fields: Mapping[str, Any], rows: slice = slice(None)) -> float:
+def _compute(loss: Named, fields: Mapping[str, Any], rows: slice) -> float:
     """Return a loss on some rows of a batch."""
     taken = {
         name: [head[rows] for head in value] if isinstance(value, list) else value[rows]
@@ -300,9 +283,9 @@ def _compute(loss: Named, fields: Mapping[str, Any], rows: slice = slice(None)) 
     return math.fsum(float(value) for value in values)
 
 
-def _make_fields(count: int, heads: int, num_channels: int, num_classes: int, num_indices: int) -> dict[str, Any]:
+def _make_fields(heads: int, num_channels: int, num_classes: int, num_indices: int) -> dict[str, Any]:
     """Return a random batch whose samples differ in their share of each class; one is only background."""
-    generator = torch.Generator().manual_seed(0)
+    count, generator = TRIED_SAMPLES, torch.Generator().manual_seed(0)
     label = torch.randint(num_indices, (count, 1, *TRIED_SIDES), generator=generator)
     kept = torch.rand(label.shape, generator=generator) < torch.arange(count).view(-1, 1, 1, 1, 1) / count
     sides = [[side // 2**level for side in TRIED_SIDES] for level in range(heads)]
