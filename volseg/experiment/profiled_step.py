@@ -36,7 +36,7 @@ from volseg.profiling.kernels import AUGMENTATION, MARK, OUTSIDE
 from volseg.profiling.places import PlaceWatch
 from volseg.profiling.work import PlacedRuns
 from volseg.workflow.hooks import Hook
-from volseg.workflow.randomness import seed_everything
+from volseg.workflow.precision import seed_everything
 from volseg.workflow.training import Training
 
 WARM_UP = 5

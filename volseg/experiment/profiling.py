@@ -47,8 +47,7 @@ from volseg.profiling.table import advise, describe_limit
 from volseg.profiling.trace_file import read_trace, replace_replayed
 from volseg.profiling.work import PlacedRuns, list_work, place_work
 from volseg.reporting.profile import write_profile
-from volseg.workflow.precision import Precision, choose_dtype
-from volseg.workflow.randomness import deterministic
+from volseg.workflow.precision import Precision, choose_dtype, deterministic
 
 TRACE, TABLE = "trace.json.gz", "profile.json"
 

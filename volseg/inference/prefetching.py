@@ -10,6 +10,7 @@ Decompression, resampling and compression release Python's lock, so threads suff
 volume. The model runs in the caller's thread, which receives signals and captures graphs.
 """
 
+import logging
 import time
 import traceback
 from collections import deque
@@ -18,10 +19,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from monai.data import MetaTensor
+
+from volseg.data.case_store.preprocessed import Preprocessing, preprocess
 from volseg.fields import Case
 from volseg.inference.original_grid import Prediction
 from volseg.inference.predictor import group_equal_sizes
+from volseg.inference.streaming import count_free_bytes
+from volseg.transforms.preprocessing import Preprocessing as Composed
+
+logger = logging.getLogger(__name__)
 
 Predict = Callable[[Sequence[Case]], Sequence[Prediction]]
 """`Predictor.predict`, or a ``functools.partial`` of it."""
@@ -213,3 +223,57 @@ def _write(
         return work.fail(fault)
     seconds = {**work.seconds, "write": time.perf_counter() - begin}
     return replace(work, file=file, prepared=None, prediction=None, seconds=seconds)
+
+
+# Preprocess an image on the GPU that predicts it: resampling a CT there takes as long as its transfer.
+#
+# The computing thread does this work, since no other thread may use a GPU during a capture. Reductions (means,
+# quantiles) and nearest-voxel sampling stay on the CPU, where the training computed them: a GPU could give other
+# numbers. A resampled voxel may differ in the last bit of float32.
+
+
+BYTES_ON_THE_WAY = 24
+"""Bytes for each voxel that was read: its float32 and float64 values, and two copies of the result."""
+
+LARGEST_PART = 4
+"""Preparation may take a quarter of the free memory, since an image is small beside its windows' memory."""
+
+KEPT_PART = 8
+"""A prepared image stays on the device if it takes at most an eighth of the free memory: windows are cut there."""
+
+
+def suits(preprocessing: Preprocessing, device: torch.device) -> bool:
+    """Return whether a device gives the CPU's results of preprocessing, and is faster."""
+    return device.type != "cpu" and isinstance(preprocessing, Composed) and preprocessing.suits_devices
+
+
+def prepare_on(device: torch.device, read: dict[str, Any], preprocessing: Preprocessing) -> Case:
+    """Return the preprocessed case; its image is on the device if that `suits` and has room, else on the CPU.
+
+    Parameters
+    ----------
+    device : torch.device
+        Device of the networks.
+    read : dict
+        The case as read; the call empties the dictionary.
+    preprocessing : callable
+        See `volseg.transforms.build_preprocessing`.
+    """
+    image = read["image"]
+    suited = suits(preprocessing, device)
+    if not suited or image.numel() * BYTES_ON_THE_WAY > count_free_bytes(device) // LARGEST_PART:
+        del image
+        return preprocess(read, read, preprocessing, keep_reference=False)
+    try:
+        prepared = preprocess({**read, "image": image.to(device)}, read, preprocessing, keep_reference=False)
+    except torch.OutOfMemoryError as fault:
+        logger.info("an image is prepared on the CPU: %s", str(fault).partition("\n")[0])
+        prepared = None
+    if prepared is None:  # outside the block above, whose exception keeps the failed tensors alive
+        del image
+        return preprocess(read, read, preprocessing, keep_reference=False)
+    read.clear()
+    made: MetaTensor = prepared["image"]
+    if made.numel() * made.element_size() > count_free_bytes(device) // KEPT_PART:
+        prepared["image"] = made.cpu()
+    return prepared

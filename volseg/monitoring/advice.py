@@ -12,8 +12,8 @@ from volseg.checkpointing.state import EpochRecord
 from volseg.config.shipped import shipped_config_path
 from volseg.data.augmented import AugmentedBatches, EpochBatches, GrowingBatches
 from volseg.formatting import format_duration
+from volseg.workflow.distributed import GroupBatches
 from volseg.workflow.hooks import Hook
-from volseg.workflow.spatial_group import GroupBatches
 from volseg.workflow.training import Training
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """The training loop.
 
 ``Training.run`` reads as its pseudocode; hooks do what happens around it. Within an epoch the loop waits for the device
-only once in ``CHECK_EVERY`` batches, or two seconds where these take longer. It then checks the losses so far, keeps the
-newest ones for display, and looks for signals.
+only once in ``CHECK_EVERY`` batches, or two seconds where these take longer. It then checks the losses so far, keeps
+the newest ones for display, and looks for signals.
 """
 
 import logging
@@ -24,14 +24,13 @@ from volseg.errors import ConfigError
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
-from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.epoch import CHECK_EVERY, EpochClock, EpochLosses
 from volseg.workflow.hooks import Hook
 from volseg.workflow.interrupts import Stopping, StopRequested
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Loss, Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.schedules import Schedule, constant
+from volseg.workflow.schedules import Schedule, WeightAverage, constant
 from volseg.workflow.step import TrainingStep, count_batches, count_voxels, to_device
 
 __all__ = ["CHECK_EVERY", "Score", "Training"]

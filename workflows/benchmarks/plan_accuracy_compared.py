@@ -23,10 +23,10 @@ from volseg.estimate.step_memory import MemoryUse
 from volseg.estimate.work import Batch, Step, Work
 from volseg.models import build_network
 from volseg.workflow import Named
-from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_loss, build_optimizer
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
+from volseg.workflow.schedules import WeightAverage
 from volseg.workflow.step import TrainingStep
 
 __all__ = ["compare", "describe", "draw_random", "forecast_row", "foretell", "judge_choices", "plot", "summarise"]

@@ -54,10 +54,9 @@ from volseg.data.case_store.preprocessed import prepare, preprocess
 from volseg.data.cases import Task
 from volseg.data.checks.reading import read_case
 from volseg.fields import Case
-from volseg.inference.in_memory import prepare_on, suits
 from volseg.inference.original_grid import Decision, Prediction
 from volseg.inference.predictor import Predictor
-from volseg.inference.prefetching import overlapped
+from volseg.inference.prefetching import overlapped, prepare_on, suits
 from volseg.inference.window_step import choose_windows_per_step, record_models
 from volseg.inference.writing import write_prediction
 from volseg.models.networks import DynUNet

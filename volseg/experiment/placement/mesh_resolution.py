@@ -30,8 +30,8 @@ from volseg.parallel.devices import count_launched, count_processes, is_main_pro
 from volseg.parallel.mesh import join_mesh
 from volseg.parallel.processes.group import decide_together, largest_over_processes, make_group, start_group
 from volseg.parallel.state.random import own_random_numbers
-from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.objective import require_mean_over_samples
+from volseg.workflow.schedules import WeightAverage
 
 logger = logging.getLogger(__name__)
 

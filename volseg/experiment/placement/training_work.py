@@ -25,9 +25,9 @@ from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_ne
 from volseg.inference.predictor import evaluating
 from volseg.inference.window_step import WindowStep
 from volseg.models import GridRule
-from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_optimizer, freeze_parts, list_frozen_norms
 from volseg.workflow.precision import Precision
+from volseg.workflow.schedules import WeightAverage
 
 FLOAT_BYTES, LABEL_BYTES = 4, 1
 

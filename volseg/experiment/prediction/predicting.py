@@ -23,9 +23,8 @@ from volseg.data.readers import list_files, match_suffix, name_files
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.cases import find_previous_stage
 from volseg.experiment.launching import choose_gpus
-from volseg.experiment.prediction.files import CaseResult, Predicted, PredictionFiles
+from volseg.experiment.prediction.files import CaseResult, Predicted, PredictionFiles, PredictionRecord
 from volseg.experiment.prediction.queue import PredictionQueue
-from volseg.experiment.prediction.record import PredictionRecord
 from volseg.experiment.prediction.sources import Source, load_trained, path_of
 from volseg.experiment.prediction.trained import Trained
 from volseg.files import replacing, require_text
