@@ -107,7 +107,6 @@ def test_finished_folds_are_kept_and_the_rest_joins_them(quick, tmp_path, caplog
     assert "fold 2 is finished already" in caplog.text
     assert [fold.number for fold in second.folds] == [0, 2]
     assert checkpoint.stat().st_mtime_ns == written_at
-    assert second.seconds[2] == first.seconds[2]  # known from the file of the first
 
 
 def test_a_fold_that_was_begun_goes_on_only_when_asked(quick, planned, tmp_path):
@@ -120,7 +119,6 @@ def test_a_fold_that_was_begun_goes_on_only_when_asked(quick, planned, tmp_path)
     assert not (tmp_path / "run" / "fold_0").exists()  # refused before anything is trained
     crossed = cross_validate(config, folds=[1], resume=True)
     assert [record.epoch for record in crossed.folds[0].history] == [0, 1]
-    assert crossed.seconds == {}  # two sittings: the last one's time would be too short
 
 
 @pytest.fixture
