@@ -172,19 +172,21 @@ class Predictor:
         requests ``entropy`` and ``probabilities``; the latter take K times the image's voxels in float32.
         """
         for group in group_equal_sizes(cases, lambda case: pad_shape(case[field].shape[-3:], self.window), batch_size):
-            yield from zip(group, self.predict(group, field=field, also=also), strict=True)
+            yield from zip(group, self._predict_each(group, field, also), strict=True)
             del group  # or it stays alive during the next read
 
-    def predict(
-        self, cases: Sequence[Mapping[str, Any]], *, field: str = "image", also: Collection[Also] = ()
-    ) -> list[Prediction]:
+    def predict(self, cases: Sequence[Mapping[str, Any]], *, also: Collection[Also] = ()) -> list[Prediction]:
         """Return the predictions of cases of one padded shape, on the CPU; see `stream`."""
+        return list(self._predict_each(cases, "image", also))
+
+    def _predict_each(
+        self, cases: Sequence[Mapping[str, Any]], field: str, also: Collection[Also]
+    ) -> Iterator[Prediction]:
         images = [_require_volume(case, field) for case in cases]
         with self._applied(images[0]) as streamer:
             found = streamer.predict(images, also)
-        return [
-            self.finish(case, image, prediction) for case, image, prediction in zip(cases, images, found, strict=True)
-        ]
+        for case, image, prediction in zip(cases, images, found, strict=True):
+            yield self.finish(case, image, prediction)
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``.

@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -212,18 +211,15 @@ def _choose_folder(named: Sequence[Source], output: str | Path | None) -> Path:
     raise ConfigError("where the label maps are to go is not clear from what predicts; name a folder by --output")
 
 
-class _Tried(Exception):  # noqa: N818  (no error: it leaves a block that would keep what was written)
-    pass
-
-
 def _require_writable(cases: Sequence[Case], files: PredictionFiles) -> None:
     """Raise unless a label map of the longest name can be written, before hours of work."""
     output, case = files.folder, max(cases, key=lambda case: len(os.fsencode(case["case"])))
     longest = case["case"]
     try:
-        with suppress(_Tried), replacing(files.name_label_map(case)) as partial:
-            partial.touch()
-            raise _Tried
+        output.mkdir(parents=True, exist_ok=True)
+        trial = output / f".{files.name_label_map(case).name}.{os.getpid()}.partial"
+        trial.touch()
+        trial.unlink()
     except OSError as fault:
         remedy = (
             f"rename {longest[:40]}..., of {len(longest)} characters, to a shorter name"
