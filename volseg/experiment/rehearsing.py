@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from volseg.config.registry import explain_import
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
-from volseg.data.labels import num_indices
 from volseg.errors import ConfigError, VolsegError
 from volseg.models import FitGrid
 from volseg.models.grids import run_on_copies
 from volseg.workflow.named import Named
-from volseg.workflow.objective import Objective
+from volseg.workflow.objective import Objective, require_mean
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 SIDES = (16, 16, 16)
 """Sides of the volumes for a trial of losses, in voxels."""
 
-SAMPLES = 2
+SAMPLES = 3
 
 
 class OneOutput(nn.Module):
@@ -107,8 +106,10 @@ def _run_once(network: FitGrid, name: str, num_channels: int, patch: Sequence[in
         network.train(mode)
 
 
-def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -> None:
-    """Compute every loss once on random volumes.
+def rehearse_losses(
+    objective: Objective, made: Mapping[str, Any], num_channels: int, *, is_shared: bool = False
+) -> None:
+    """Compute every loss once on random volumes, whose samples differ in their share of each class.
 
     Parameters
     ----------
@@ -116,19 +117,24 @@ def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -
         Losses on the CPU.
     made : mapping
         Outputs of the network, by name; see `rehearse_network`.
-    task : Task
-        Task with channels and labels.
+    num_channels : int
+        Channels of an image.
+    is_shared : bool
+        Whether replicas share a batch: each loss must then be a mean over its samples.
 
     Raises
     ------
     ConfigError
-        If a loss raises an error or returns no number, with its message.
+        If a loss raises an error or returns no number, with its message, or is no such mean.
     """
-    generator = torch.Generator().manual_seed(0)
-    label = torch.randint(num_indices(task), (SAMPLES, 1, *SIDES), generator=generator)
+    generator, targets = torch.Generator().manual_seed(0), objective.targets
+    logits = made["logits"][0] if isinstance(made["logits"], list | tuple) else made["logits"]
+    count = logits.shape[1] if targets is None else targets.num_indices
+    label = torch.randint(count, (SAMPLES, 1, *SIDES), generator=generator)
+    kept = torch.rand(label.shape, generator=generator) < torch.arange(SAMPLES).view(-1, 1, 1, 1, 1) / SAMPLES
     fields: dict[str, Any] = {
-        "image": torch.randn(SAMPLES, task.num_inputs, *SIDES, generator=generator),
-        "label": label.to(torch.uint8),
+        "image": torch.randn(SAMPLES, num_channels, *SIDES, generator=generator),
+        "label": (label * kept).to(torch.uint8),
         **{name: _draw_like(value, generator) for name, value in made.items()},
     }
     for loss in objective.losses:
@@ -144,6 +150,8 @@ def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -
         for value in values.values():
             if not (isinstance(value, Tensor) and value.numel() == 1):
                 raise ConfigError(f"loss {loss.title} must give one number, got {_describe(value)}")
+        if is_shared:
+            require_mean(loss, fields, SAMPLES)
 
 
 def _draw_like(value: Any, generator: torch.Generator, level: int = 0) -> Any:

@@ -16,11 +16,6 @@ from volseg.workflow.named import Named
 
 Loss = Named | Callable[..., Any]
 
-TRIED_SIDES = (16, 16, 16)
-"""Size, in voxels, of the volumes for trying losses: large enough for a loss with windows of 11 voxels."""
-
-TRIED_SAMPLES = 3
-
 ROUND_OFF = 1e-5
 """Relative error of float32 sums over some thousand voxels; losses that are no mean differ by at least ten times
 that."""
@@ -164,61 +159,12 @@ def _leave_overlap(fields: Mapping[str, Any], targets: Targets) -> None:
             known_dice_cross_entropy(logits, label, targets, Terms())
 
 
-def require_mean_over_samples(
-    objective: Objective,
-    *,
-    num_channels: int,
-    num_classes: int,
-    num_indices: int | None = None,
-    outputs: Mapping[str, int] | None = None,
-) -> None:
-    """Raise for a loss that is no mean over the samples of a batch; try each loss on random volumes.
-
-    Replicas that share a batch compute only their own samples; their losses are averaged, weighted by number of
-    samples. A loss that mixes samples in another way (Dice over the whole batch, class weights divided by their sum)
-    would depend on the number of replicas.
-
-    Parameters
-    ----------
-    objective : Objective
-    num_channels, num_classes : int
-        Channels of the images and of the logits.
-    num_indices : int, optional
-        Number of label values, from 0 on; one per class by default.
-    outputs : mapping, optional
-        Further output volumes of the network, with the channels of each.
-
-    Raises
-    ------
-    ConfigError
-        Names the loss and what it gave.
-    """
-    for loss in objective.losses:
-        faults: list[Exception] = []
-        for heads in (1, 3):  # logits of a network without and with deep supervision
-            try:
-                batch = _make_fields(heads, num_channels, num_classes, num_indices or num_classes)
-                for name, channels in (outputs or {}).items():
-                    generator = torch.Generator().manual_seed(1)
-                    batch[name] = torch.randn(TRIED_SAMPLES, channels, *TRIED_SIDES, generator=generator)
-                values = _deal(loss, batch, TRIED_SAMPLES)
-            except Exception as fault:  # a loss may take one of the two kinds of logits only
-                faults.append(fault)
-            else:
-                _require_equal(loss, *values, TRIED_SAMPLES, ROUND_OFF)
-        if len(faults) == 2:
-            raise ConfigError(
-                f"{loss.title} could not be tried on random volumes ({faults[0]}), and only a mean over samples can be "
-                f"shared by replicas; {CUT_VOLUMES}"
-            )
-
-
 def require_mean_of_shares(objective: Objective, batch: Mapping[str, Tensor], outputs: Mapping[str, Any]) -> None:
     """Raise for a loss that is no mean over samples, in a training without a config; try it on the first sample.
 
     The trial joins the sample with a copy whose fields (the labels) have every other voxel set to 0, so that the two
     differ in their content of each class. Sharded volumes are not checked: their replicas come from a config, whose
-    losses were tried.
+    losses were rehearsed.
 
     Parameters
     ----------
@@ -243,7 +189,7 @@ def require_mean_of_shares(objective: Objective, batch: Mapping[str, Tensor], ou
     for name, value in outputs.items():
         fields[name] = [*map(_double, value)] if isinstance(value, list | tuple) else _double(value)
     for loss in objective.losses:
-        _require_equal(loss, *_deal(loss, fields, 2), 2, ROUND_OFF_OF_VOLUMES)
+        require_mean(loss, fields, 2, ROUND_OFF_OF_VOLUMES)
 
 
 def _double(head: Tensor) -> Tensor:
@@ -252,22 +198,26 @@ def _double(head: Tensor) -> Tensor:
     return torch.cat([first, first])
 
 
-CUT_VOLUMES = "set parallel.data to 1 and parallel.spatial to the number of GPUs"
+def require_mean(loss: Named, fields: Mapping[str, Any], count: int, tolerance: float = ROUND_OFF) -> None:
+    """Raise for a loss that is no mean over the ``count`` samples of a batch; compare it with two parts of the batch.
 
+    Replicas that share a batch compute only their own samples; their losses are averaged, weighted by number of
+    samples. A loss that mixes samples in another way (Dice over the whole batch, class weights divided by their sum)
+    would depend on the number of replicas.
 
-def _require_equal(loss: Named, whole: float, parts: float, count: int, tolerance: float) -> None:
+    Raises
+    ------
+    ConfigError
+        Names the loss and what it gave.
+    """
+    first, others = _compute(loss, fields, slice(1)), _compute(loss, fields, slice(1, None))
+    whole, parts = _compute(loss, fields, slice(None)), (first + (count - 1) * others) / count
     if not math.isclose(whole, parts, rel_tol=tolerance, abs_tol=tolerance):
         raise ConfigError(
             f"{loss.title} is no mean over the samples of a batch ({whole:.6g} on {count} samples, {parts:.6g} dealt 1 "
-            f"+ {count - 1}), so replicas that share a batch cannot compute it; {CUT_VOLUMES}, or make it a mean "
-            "(batch: false of Dice; no class weights)"
+            f"+ {count - 1}), so replicas that share a batch cannot compute it; set parallel.data to 1 and "
+            "parallel.spatial to the number of GPUs, or make it a mean (batch: false of Dice; no class weights)"
         )
-
-
-def _deal(loss: Named, fields: Mapping[str, Any], count: int) -> tuple[float, float]:
-    """Return a loss on a batch, and its mean over the first sample and the others."""
-    first, others = _compute(loss, fields, slice(1)), _compute(loss, fields, slice(1, None))
-    return _compute(loss, fields, slice(None)), (first + (count - 1) * others) / count
 
 
 def _compute(loss: Named, fields: Mapping[str, Any], rows: slice) -> float:
@@ -281,17 +231,3 @@ def _compute(loss: Named, fields: Mapping[str, Any], rows: slice) -> float:
     if not has_values():  # fake tensors measure the memory and have no values
         return 0.0
     return math.fsum(float(value) for value in values)
-
-
-def _make_fields(heads: int, num_channels: int, num_classes: int, num_indices: int) -> dict[str, Any]:
-    """Return a random batch whose samples differ in their share of each class; one is only background."""
-    count, generator = TRIED_SAMPLES, torch.Generator().manual_seed(0)
-    label = torch.randint(num_indices, (count, 1, *TRIED_SIDES), generator=generator)
-    kept = torch.rand(label.shape, generator=generator) < torch.arange(count).view(-1, 1, 1, 1, 1) / count
-    sides = [[side // 2**level for side in TRIED_SIDES] for level in range(heads)]
-    logits = [torch.randn(count, num_classes, *side, generator=generator) for side in sides]
-    return {
-        "image": torch.randn(count, num_channels, *TRIED_SIDES, generator=generator),
-        "label": (label * kept).to(torch.uint8),
-        "logits": logits if heads > 1 else logits[0],
-    }

@@ -75,7 +75,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
         network = build_plain_network(config, facts.task)
         require_window(network, config)
         made = rehearse_network(network, config, facts.task)
-    rehearse_losses(build_objective(config, facts.task), made, facts.task)
+    rehearse_losses(build_objective(config, facts.task), made, facts.task.num_inputs)
     freeze_parts(network, config.training.frozen)
     network.hold_in_evaluation(list_frozen_norms(network))
     if config.training.memory_format == "channels_last":
