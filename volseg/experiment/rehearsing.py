@@ -18,6 +18,7 @@ from volseg.config.registry import explain_import
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.errors import ConfigError, VolsegError
+from volseg.inference.window_step import full_logits
 from volseg.models import FitGrid
 from volseg.models.grids import run_on_copies
 from volseg.workflow.named import Named
@@ -33,24 +34,24 @@ SAMPLES = 3
 
 
 class OneOutput(nn.Module):
-    """A network with several outputs, reduced to one of them.
+    """A network as the function from a volume to its logits.
 
     Parameters
     ----------
     model : callable
-        Returns a tuple or list.
-    index : int
-        Index of the output.
+        It may return several outputs, or several heads.
+    index : int, optional
+        Index of the logits among the outputs; None for a single output.
     """
 
-    def __init__(self, model: Callable[[Tensor], Any], index: int) -> None:
+    def __init__(self, model: Callable[[Tensor], Any], index: int | None) -> None:
         super().__init__()
-        self.model = model
-        self.index = index
+        self.model, self.index = model, index
 
-    def forward(self, image: Tensor) -> Any:
-        """Return the output for ``image`` (B, C, D, H, W)."""
-        return self.model(image)[self.index]
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the logits (B, K, D, H, W) of volumes (B, C, D, H, W)."""
+        output = self.model(image)
+        return full_logits(output if self.index is None else output[self.index])
 
 
 def rehearse_network(network: FitGrid, config: ExperimentConfig, task: Task) -> dict[str, Any]:

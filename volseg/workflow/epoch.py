@@ -56,11 +56,6 @@ class EpochLosses:
         self._gather = gather
         self._num_checked = len(self.losses)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether enough batches have passed for the next check of the losses."""
-        return len(self.losses) - self._num_checked >= CHECK_EVERY
-
     def begin_batch(self, cases: Sequence[str]) -> None:
         """Record the cases of the next batch."""
         self.cases.append(tuple(cases))

@@ -290,8 +290,6 @@ class Training:
             self.schedule.step()
             if self.average:
                 self.average.update()
-        if self._losses.is_due:
-            self._look_at_losses()
         self._clock.count()
         self._emit("on_batch_end", {**batch, **losses})
 

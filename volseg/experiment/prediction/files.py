@@ -228,8 +228,6 @@ class Predicted:
 
 
 VOLUMES = "volumes.csv"
-SETTINGS = ("network", "preprocessing", "inference")
-"""Sections of the config that a label map depends on, with the weights."""
 
 
 class PredictionRecord:
@@ -248,14 +246,11 @@ class PredictionRecord:
     def __init__(self, files: PredictionFiles, trained: Trained, checkpoint: str) -> None:
         self._folder, self._files = files.folder, files
         self._lock = Lock()
-        values, task = trained.config.model_dump(mode="json"), trained.task
         self._made_by = {
             "checkpoint": checkpoint,
             "weights": trained.weights,
-            "channels": list(task.modalities),
-            "labels": [*task.class_values, *map(list, task.regions.values())],
-            "precision": trained.config.training.precision,
-            **{name: values[name] for name in SETTINGS},
+            "network": trained.config.network.model_dump(mode="json"),
+            **trained.settings,
             **files.settings,
             **({"components": own} if (own := describe_components(trained.config)) else {}),
         }
