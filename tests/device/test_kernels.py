@@ -29,7 +29,7 @@ from volseg.device.norm.running import Running
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
 from volseg.diagnosis.gatherers import tried_kernel
-from volseg.inference.sampling import Held, sample_grid
+from volseg.inference.sampling import Aligned, Held, sample_grid
 from volseg.losses.dice import passes as dice_passes
 from volseg.losses.dice import reference as dice_reference
 from volseg.losses.dice.reference import Terms
@@ -609,6 +609,7 @@ def decide_labels() -> None:
     """Twice as many voxels along W, on and between those of the source."""
     source, target = torch.eye(4, dtype=torch.float64), torch.diag(torch.tensor([1, 1, 0.5, 1], dtype=torch.float64))
     sampling = sample_grid(Grid((3, 4, 9), target), Grid((3, 4, 5), source))
+    assert isinstance(sampling, Aligned)
     probabilities = volume(3, 3, 4, 5).softmax(0)
     between = (probabilities[..., 1:] + probabilities[..., :-1]) / 2
     expected = torch.stack([probabilities, F.pad(between, (0, 1))], -1).flatten(-2)[..., :9].argmax(0)

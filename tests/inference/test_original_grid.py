@@ -70,13 +70,6 @@ def test_a_grid_rounded_by_its_file_format_needs_no_interpolation():
     assert resample(rounded, volume, grid((40, 40, 40))).equal(volume)
 
 
-def test_a_grid_that_a_transform_has_rotated_is_refused():
-    rotated = grid((4, 4, 4))
-    rotated.affine[:2, :2] = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
-    with pytest.raises(GridError, match="oblique to each other; leave out the transform that rotates"):
-        resample(grid((4, 4, 4)), torch.rand(1, 4, 4, 4), rotated)
-
-
 def test_probabilities_must_lie_on_their_grid():
     with pytest.raises(GridError, match=r"\(2, 4, 4, 5\) does not lie on a grid of \(4, 4, 4\) voxels"):
         label_map_on(grid((4, 4, 4)), torch.zeros(2, 4, 4, 5), grid((4, 4, 4)))

@@ -9,7 +9,7 @@ from kernels import DEVICE, fewer, with_kernels
 from volseg.device.triton_tiles import available
 from volseg.inference import blending
 from volseg.inference.original_grid import LabelRule, decide, measure_entropy
-from volseg.inference.sampling import Held, sample_grid
+from volseg.inference.sampling import Aligned, Held, sample_grid
 from volseg.inference.windows import compute_importance
 from volseg.transforms.grid import Grid
 
@@ -96,6 +96,7 @@ def grids(spacing, flip: bool) -> tuple[Grid, Grid]:
 def test_labels_are_those_of_plain_torch(rule, spacing, flip):
     target, source = grids(spacing, flip)
     sampling = sample_grid(target, source)
+    assert isinstance(sampling, Aligned)
     logits = 3 * draw(3, *source.shape)
     probabilities = logits.sigmoid() if rule.regions else logits.softmax(0)
     ring = probabilities.roll(3, 1)  # voxel i along D lies at (i + 3) % 10

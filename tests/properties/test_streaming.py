@@ -50,6 +50,7 @@ def model(windows: Tensor) -> Tensor:
     axes=st.sampled_from(AXES),
     spacing=st.tuples(*[st.floats(0.6, 1.7)] * 3),
     target=st.sampled_from([[1, 1, 1], [0.8, 1.3, 1], None]),
+    oblique=st.booleans(),
     tilt=st.sampled_from([0.0, 0.3]),
     pad=st.booleans(),
     rule=st.sampled_from([(None, False), ((0, 7, 500), False), ((1, 2, 4), True)]),
@@ -58,12 +59,15 @@ def model(windows: Tensor) -> Tensor:
     windows_per_step=st.integers(1, 3),
 )
 def test_streaming_gives_the_labels_of_the_plain_way(
-    shape, window, overlap, axes, spacing, target, tilt, pad, rule, mirror, budget, windows_per_step
+    shape, window, overlap, axes, spacing, target, oblique, tilt, pad, rule, mirror, budget, windows_per_step
 ):
     steps = [{"name": "Orientation"}, {"name": "CropForeground", "above": 1.02}]
     steps += [{"name": "Spacing", "spacing": target}] if target else []
     steps += [{"name": "Pad", "multiple": 4}] if pad else []
     image = build_preprocessing(steps)({"case": "x", "image": draw_image(shape, axes, spacing, tilt, 3)})["image"]
+    if oblique:  # as Spacing makes of a sheared image
+        c, s = np.cos(0.4), np.sin(0.4)
+        image.affine = torch.tensor([[1, 0, 0, 0], [0, c, -s, 0], [0, s, c, 0], [0, 0, 0, 1]]).double() @ image.affine
     values, regions = rule
     predictor = Predictor(
         model=model, num_classes=3, values=values, regions=regions, window=window, overlap=overlap, mirror=mirror,

@@ -9,7 +9,7 @@ from kernels import DEVICE, with_kernels
 from volseg.device.norm import addition_passes, passes, reference
 from volseg.device.norm.activation import Activation, Term
 from volseg.inference.original_grid import LabelRule, decide, measure_entropy
-from volseg.inference.sampling import Held, sample_grid
+from volseg.inference.sampling import Aligned, Held, sample_grid
 from volseg.transforms.grid import Grid
 
 KINDS = ["none", "leaky", "elu", "prelu", "sigmoid", "silu", "gelu"]
@@ -51,6 +51,7 @@ def test_what_the_network_does_not_know_is_not_certain():
     And of classes one of which is NaN, torch takes that one, the kernel took the best of the others.
     """
     sampling = sample_grid(*[Grid((4, 4, 4), torch.eye(4, dtype=torch.float64))] * 2)
+    assert isinstance(sampling, Aligned)
     values = torch.rand(5, 4, 4, 4, device=DEVICE).softmax(0)
     values[:, 1] = math.nan
     values[2, 2] = math.nan

@@ -18,7 +18,7 @@ from torch import Tensor
 from volseg.device.triton_tiles import takes
 from volseg.errors import ConfigError, GridError
 from volseg.inference import triton_prediction
-from volseg.inference.sampling import Box, Held, Place, Sampling, sample_grid
+from volseg.inference.sampling import Aligned, Box, Held, Oblique, Place, Sampling, sample_grid
 from volseg.transforms.grid import Grid
 
 # Decide labels on the image's grid from probabilities on the network's grid, box by box as they are computed.
@@ -152,8 +152,9 @@ class Decision:
 
     def take(self, held: Held, cells: Box) -> None:
         """Decide every voxel whose cell is in a box; the planes after the box must be held too."""
-        fused = self.probabilities is None and takes(held.values)
+        fused = isinstance(self.sampling, Aligned) and self.probabilities is None and takes(held.values)
         if fused and not (self.rule.of_logits and self.entropy is not None):
+            assert isinstance(self.sampling, Aligned)
             found = triton_prediction.decide(
                 self.sampling, held, cells, self.rule.table(held.values.device), self.rule.dtype,
                 regions=self.rule.regions, entropy=self.entropy is not None,
@@ -181,8 +182,9 @@ class Decision:
 
     def _bring(self, part: Tensor, whole: Tensor, place: Place) -> None:
         """Copy a part to its place; copies from a GPU to the CPU run asynchronously."""
-        if part.device == whole.device or not part.is_cuda:
-            whole[place] = part.to(whole.device)
+        if part.device == whole.device or not part.is_cuda or isinstance(place[0], Tensor):
+            here = tuple(axis.to(whole.device) if isinstance(axis, Tensor) else axis for axis in place)
+            whole[here] = part.to(whole.device)
             return
         staged = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
         staged.copy_(part, non_blocking=True)
@@ -227,7 +229,7 @@ class WayBack:
     """Grid of the preprocessed image, without its padding."""
     start: tuple[int, int, int]
     """First voxel of the source in the preprocessed image."""
-    sampling: Sampling
+    sampling: Aligned | Oblique
 
     @classmethod
     def of(cls, image: MetaTensor) -> "WayBack":

@@ -5,12 +5,12 @@ the source voxels of that box and the planes after it. So boxes that cover the s
 value once. The value does not depend on the held part of the source: positions and weights are computed in float64 for
 the whole grid, never for a part of it.
 
-The axes of the two grids are parallel, permuted or flipped, as those of all grids of preprocessing: a small table per
-axis holds the neighbours and their weights.
+Grids whose axes are parallel, permuted or flipped need a small table per axis. Oblique grids need a position for each
+voxel: Spacing makes one of a sheared image (a tilted gantry).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -29,8 +29,8 @@ TIE = 1e-6
 Box = tuple[range, range, range]
 """Voxels or cells along three axes."""
 
-Place = tuple[slice, slice, slice]
-"""A box of voxels of the target."""
+Place = tuple[slice, slice, slice] | tuple[Tensor, Tensor, Tensor]
+"""Voxels of the target: a box, or a list."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +71,8 @@ class AxisTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sampling:
-    """Rule to read the values of a source grid at the voxels of a target grid: one table per axis of the target."""
+class Aligned:
+    """Both grids have the same axes, in any order and direction: one table per axis of the target."""
 
     tables: tuple[AxisTable, AxisTable, AxisTable]
 
@@ -119,16 +119,78 @@ class Sampling:
         return values
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Oblique:
+    """Any two grids: a position is computed for each voxel of the target."""
+
+    to_source: Tensor
+    target: tuple[int, int, int]
+    source: tuple[int, int, int]
+
+    def read(self, held: Held, cells: Box, most_elements: int) -> Iterator[tuple[Place, Tensor]]:
+        """Yield lists of voxels of the target and the values there, as `Aligned.read`."""
+        # Positions, their cells and the eight corners take as much memory as some forty more classes.
+        for box in split_box(self._bound(cells), most_elements // (len(held.values) + 40)):
+            axes = [torch.arange(part.start, part.stop, device=held.values.device) for part in box]
+            positions, chosen = self._place(axes, cells)
+            if not len(chosen[0]):
+                continue
+            place = tuple(axis[index] for axis, index in zip(axes, chosen, strict=True))
+            yield (place[0], place[1], place[2]), self._interpolate(held, [at[chosen] for at in positions])
+
+    def _bound(self, cells: Box) -> Box:
+        """Return a box of the target that contains all voxels whose cells are in ``cells``."""
+        ends = []
+        for part, side in zip(cells, self.source, strict=True):
+            # One voxel of margin; edge voxels reach half their side beyond their centre.
+            ends.append(torch.tensor([part.start - 1.0, min(part.stop, side) + 1.0], dtype=torch.float64))
+        corners = torch.cartesian_prod(*ends).T
+        corners = torch.linalg.solve(self.to_source, torch.cat([corners, torch.ones_like(corners[:1])]))[:3]
+        lowest, highest = corners.amin(1).floor().tolist(), corners.amax(1).ceil().tolist()
+        d, h, w = (
+            range(max(0, int(low)), max(0, min(side, int(high) + 1)))
+            for low, high, side in zip(lowest, highest, self.target, strict=True)
+        )
+        return d, h, w
+
+    def _place(self, axes: Sequence[Tensor], cells: Box) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """Return the positions of a box of voxels along each source axis, and the voxels with a cell in ``cells``."""
+        d, h, w = (axis.double() for axis in axes)
+        wanted = torch.ones((), dtype=torch.bool, device=d.device)
+        positions = []
+        for (by_d, by_h, by_w, shift), side, part in zip(self.to_source[:3].tolist(), self.source, cells, strict=True):
+            at = by_d * d[:, None, None] + by_h * h[:, None] + by_w * w + shift
+            wanted = wanted & _is_covered(at, side)
+            at = at.clamp(0, side - 1)
+            wanted = wanted & (at >= part.start) & (at < part.stop)
+            positions.append(at)
+        return positions, wanted.nonzero(as_tuple=True)
+
+    def _interpolate(self, held: Held, positions: Sequence[Tensor]) -> Tensor:
+        below = [at.floor().long() for at in positions]
+        above = [(low + 1).clamp_max(side - 1) for low, side in zip(below, self.source, strict=True)]
+        index = [[held.locate(axis, of[axis]) for axis in range(3)] for of in (below, above)]
+        weights = [(at - low).float() for at, low in zip(positions, below, strict=True)]
+
+        def along(axis: int, chosen: tuple[int, ...]) -> Tensor:
+            """Interpolate along ``axis``, after all axes before it, at the chosen corner of the axes behind it."""
+            if axis < 0:
+                return held.values[:, index[chosen[0]][0], index[chosen[1]][1], index[chosen[2]][2]].float()
+            lower, upper = (along(axis - 1, (end, *chosen)) for end in (0, 1))
+            return lower.mul_(1 - weights[axis]).add_(upper.mul_(weights[axis]))
+
+        return along(2, ())
+
+
+Sampling = Aligned | Oblique
+"""Rule to read the values of a source grid at the voxels of a target grid."""
+
+
 def sample_grid(target: Grid, source: Grid, *, nearest_axis: int | None = None) -> Sampling:
     """Return the trilinear rule to read values on ``source`` at the voxels of ``target``.
 
     Edge voxels are continued by half their side. ``nearest_axis`` of the source uses the nearest plane, the later of
-    two equally near, as in nnU-Net.
-
-    Raises
-    ------
-    GridError
-        If the axes of one grid are oblique to those of the other.
+    two equally near, as in nnU-Net; it requires parallel axes.
     """
     to_source = target.index_map(source)
     linear = to_source[:3, :3]
@@ -138,10 +200,11 @@ def sample_grid(target: Grid, source: Grid, *, nearest_axis: int | None = None) 
         aligned[along, axis] = linear[along, axis]
     aligned[:, 3] = to_source[:, 3]
     if sorted(axes) != [0, 1, 2] or ((to_source - aligned) @ target.corners())[:3].abs().max() > WHOLE_VOXEL:
-        raise GridError(
-            "a volume can be taken to another grid only along parallel axes, and the two grids are oblique to each "
-            "other; leave out the transform that rotates the image"
-        )
+        if nearest_axis is not None:
+            raise GridError(
+                "an axis that takes the nearest plane must be parallel to one of the image's; it is oblique"
+            )
+        return Oblique(to_source, target.shape, source.shape)
     d, h, w = (
         _tabulate(
             along,
@@ -153,7 +216,7 @@ def sample_grid(target: Grid, source: Grid, *, nearest_axis: int | None = None) 
         )
         for axis, along in enumerate(axes)
     )
-    return Sampling((d, h, w))
+    return Aligned((d, h, w))
 
 
 def _tabulate(source: int, scale: float, shift: float, target_side: int, grid: Grid, nearest: bool) -> AxisTable:

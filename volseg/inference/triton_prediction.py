@@ -25,7 +25,7 @@ from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
-from volseg.inference.sampling import AxisTable, Box, Held, Place, Sampling, split_box
+from volseg.inference.sampling import Aligned, AxisTable, Box, Held, split_box
 
 BLOCK = 128
 """Voxels per program, one per thread: 40 registers each (Triton 3.7, for an H200). Four per thread take 160, and leave
@@ -292,7 +292,7 @@ def _decide_kernel(
 
 
 def decide(
-    sampling: Sampling,
+    sampling: Aligned,
     held: Held,
     cells: Box,
     table: Tensor | None,
@@ -300,13 +300,13 @@ def decide(
     *,
     regions: bool = False,
     entropy: bool = False,
-) -> Iterator[tuple[Place, Tensor, Tensor | None]]:
+) -> Iterator[tuple[tuple[slice, slice, slice], Tensor, Tensor | None]]:
     """Yield boxes of the target whose cells are in a box, their labels, and their entropy if requested.
 
     Parameters
     ----------
     sampling, held, cells
-        As for `Sampling.read`.
+        As for `Aligned.read`.
     table : Tensor, optional
         Label value of each of the K, as ``dtype``; needed for regions.
     dtype : torch.dtype
