@@ -25,6 +25,7 @@ from scipy.ndimage import find_objects, generate_binary_structure, label
 from torch import Tensor
 
 from volseg.config.nearest import did_you_mean
+from volseg.config.records import read_record
 from volseg.data.cases import Task, list_values
 from volseg.data.json_files import read_json
 from volseg.errors import ConfigError, DataError
@@ -32,8 +33,6 @@ from volseg.files import replacing
 
 FORMAT = 1
 """Format of ``postprocessing.json``; other formats are refused."""
-
-OPERATIONS = ("keep_largest", "fill_holes")
 
 FULL = generate_binary_structure(3, 3)
 """26 neighbours."""
@@ -118,15 +117,12 @@ class Postprocessing:
                 "`volseg postprocess`"
             )
         try:
-            steps = tuple(Step(operation=step["operation"], values=tuple(step["values"])) for step in content["steps"])
-            read = cls(
-                labels=tuple(content["labels"]),
-                structures=tuple(tuple(values) for values in content["structures"]),
-                painted=tuple(content["painted"]),
-                steps=steps,
-            )
-        except (KeyError, TypeError) as fault:
-            raise DataError(f"{path} is no postprocessing.json as volseg writes it: {fault!r}") from fault
+            read = read_record(cls, {name: content[name] for name in ("labels", "structures", "painted", "steps")})
+        except (KeyError, ValueError) as fault:
+            raise DataError(
+                f"{path} is no postprocessing.json as volseg writes it ({fault}); write it again by `volseg "
+                "postprocess`"
+            ) from fault
         read._require_sound(path)
         return read
 
@@ -211,15 +207,12 @@ class Postprocessing:
 
     def _require_sound(self, path: str | Path) -> None:
         sound = list(self.labels) == sorted(set(self.labels)) and 0 in self.labels and self.structures
-        known = all(
-            step.operation in OPERATIONS and step.values and set(step.values) <= set(self.labels) - {0}
-            for step in self.steps
-        )
+        known = all(step.values and set(step.values) <= set(self.labels) - {0} for step in self.steps)
         within = all(set(values) <= set(self.labels) for values in self.structures)
         if not (sound and known and within):
             raise DataError(
-                f"{path} has steps {list(self.steps)} for the labels {list(self.labels)}; needed: operations of "
-                f"{', '.join(OPERATIONS)} on those labels. Write it again by `volseg postprocess`"
+                f"{path} has steps {list(self.steps)} for the labels {list(self.labels)}; needed: operations on those "
+                "labels. Write it again by `volseg postprocess`"
             )
 
 
