@@ -206,7 +206,7 @@ def test_a_summary_of_other_cases_is_refused(planned, quick):
         (["split.validation=none"], {}, "needs cases to validate on; split.validation is none"),
         ([], {"folds": [0, 3]}, "the split has folds 0 to 2, got 3"),
         (["network.name=UNett"], {}, "did you mean 'UNet'"),
-        (["parallel={strategy: spatial, devices: 2}"], {"gpus": 2}, "trains each fold on one GPU, but .* is spatial"),
+        (["parallel={strategy: spatial, devices: 2}"], {"gpus": 2}, "processes on one GPU each, but .* is spatial"),
         (["device=cuda"], {"gpus": 999}, "--gpus 999 asks for more than the"),
     ],
 )
@@ -300,7 +300,7 @@ def test_ctrl_c_reaches_the_processes_which_save(quick, planned):
 def test_without_gpus_processes_share_the_cpu_where_the_config_says_so(quick, monkeypatch):
     assert choose_gpus(quick("device=cpu"), 3) == [None, None, None]
     monkeypatch.setattr(launching, "count_gpus", lambda: 0)
-    with pytest.raises(ConfigError, match=r"--gpus 3 asks for more than the 0 .* leave it out to train one .*=cpu"):
+    with pytest.raises(ConfigError, match=r"--gpus 3 asks for more than the 0 .* leave it out to work .*=cpu"):
         choose_gpus(quick(), 3)
 
 
@@ -309,7 +309,7 @@ def test_a_fold_on_several_gpus_starts_its_own_processes(quick):
     crossed = cross_validate(config, folds=[0])
     assert [fold.number for fold in crossed.folds] == [0]
     assert "2 replicas of the network" in (config.folder / "fold_0.log").read_text(encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"trains each fold on one GPU, .* on 2 GPU\(s\); leave out --gpus"):
+    with pytest.raises(ConfigError, match=r"processes on one GPU each, .* on 2 GPU\(s\); leave out --gpus"):
         choose_gpus(config, 2)
 
 

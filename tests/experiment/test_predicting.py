@@ -384,7 +384,7 @@ def test_what_would_keep_every_case_from_being_written_ends_all(own_run, scans, 
 
 
 def test_a_config_that_takes_several_gpus_is_told_what_that_means(own_run, scans, tmp_path):
-    with pytest.raises(ConfigError, match="--gpus 2 predicts each case on one GPU, but"):
+    with pytest.raises(ConfigError, match="--gpus 2 starts processes on one GPU each, but"):
         predict(own_run, [scans], tmp_path / "out", overrides=["parallel={strategy: pipeline, devices: 2}"], gpus=2)
 
 

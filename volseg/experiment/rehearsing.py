@@ -7,7 +7,7 @@ which meta tensors lack, runs on the smallest volume that it takes.
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,13 +38,13 @@ class OneOutput(nn.Module):
 
     Parameters
     ----------
-    model : callable
+    model : nn.Module
         It may return several outputs, or several heads.
     index : int, optional
         Index of the logits among the outputs; None for a single output.
     """
 
-    def __init__(self, model: Callable[[Tensor], Any], index: int | None) -> None:
+    def __init__(self, model: nn.Module, index: int | None) -> None:
         super().__init__()
         self.model, self.index = model, index
 

@@ -33,9 +33,6 @@ from volseg.parallel.processes.workers import Channel, open_channel
 
 logger = logging.getLogger(__name__)
 
-PREDICTING = ("predicts each case", "predict one case after another")
-"""Description of the work with and without several processes, for messages."""
-
 
 def predict(
     source: Source | Sequence[Source],
@@ -126,7 +123,7 @@ def predict(
     done = {} if overwrite else done
     waiting = [case for case in cases if case["case"] not in done]
     stage = find_previous_stage(trained.config) if waiting else None
-    devices = () if gpus is None else choose_gpus(trained.config, gpus, PREDICTING)
+    devices = () if gpus is None else choose_gpus(trained.config, gpus)
     cut_over = _choose_devices(devices, waiting, trained)
     queue = PredictionQueue(trained, files, record, waiting, strict=strict, devices=cut_over)
     if stage is not None:
