@@ -25,7 +25,7 @@ from volseg.errors import ConfigError, DataError, NonFiniteLossError, ReaderErro
 from volseg.experiment.prediction.sources import load_trained
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
-from volseg.workflow.epoch import EpochLosses
+from volseg.workflow.checks import EpochLosses
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from volseg import Checkpoints
 from volseg.checkpointing.background import HostCopies
 from volseg.checkpointing.file import LATEST
 from volseg.workflow import load_checkpoint
-from volseg.workflow.epoch import NORM
+from volseg.workflow.checks import NORM
 
 
 def test_a_step_that_float16_leaves_out_keeps_no_checkpoint_from_being_written(tmp_path):

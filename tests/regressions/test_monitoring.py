@@ -21,7 +21,7 @@ from volseg.monitoring.loggers import History, LoggedRun, Logger, TensorBoard
 from volseg.monitoring.run_files import RunPart, read_history, read_status, write_status, write_times
 from volseg.monitoring.training_log import TrainingLog, list_scalars
 from volseg.reporting import write_report
-from volseg.workflow.objective import Objective
+from volseg.workflow.named import Objective
 from volseg.workflow.validation import Example
 
 RECORD = EpochRecord(epoch=0, losses={"loss": 0.5}, learning_rate=0.1, seconds=5.0, seconds_waited=1.0)

@@ -7,7 +7,7 @@ import torch
 from volseg.errors import ConfigError
 from volseg.experiment.rehearsing import rehearse_losses
 from volseg.workflow.components import build_loss
-from volseg.workflow.objective import Objective
+from volseg.workflow.named import Objective
 
 WEIGHTS = [0.5, 1.0, 3.0]
 

@@ -11,7 +11,7 @@ from volseg.experiment.rehearsing import rehearse_losses
 from volseg.losses import Targets
 from volseg.workflow import Named
 from volseg.workflow.components import LOSSES, build_loss
-from volseg.workflow.objective import Objective
+from volseg.workflow.named import Objective
 
 SLOW = {"HausdorffDTLoss", "LogHausdorffDTLoss", "SoftclDiceLoss", "SoftDiceclDiceLoss", "BoundaryLoss"}
 """They compute distance maps or skeletons: a second each."""

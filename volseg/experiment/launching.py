@@ -125,7 +125,7 @@ def train_on(
         _, *command = run_module("volseg", "train", str(config), *arguments)
         launch(command, count_workers(loaded, num_gpus), max_restarts=max_restarts)
     except SignalException as stopped:  # the launcher has passed the signal on and waited
-        from volseg.workflow.interrupts import Interruption  # imports what trains
+        from volseg.workflow.checks import Interruption  # imports what trains
 
         interruption = Interruption()
         interruption.take(stopped.sigval)

@@ -21,8 +21,7 @@ from volseg.errors import ConfigError, VolsegError
 from volseg.inference.window_step import full_logits
 from volseg.models import FitGrid
 from volseg.models.grids import run_on_copies
-from volseg.workflow.named import Named
-from volseg.workflow.objective import Objective, require_mean
+from volseg.workflow.named import Named, Objective, require_mean
 
 logger = logging.getLogger(__name__)
 

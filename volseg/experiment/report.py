@@ -33,7 +33,7 @@ from volseg.reporting import NAME, write_brief, write_report
 from volseg.reporting.reading import OVERLAYS, TOLD, list_component_files, read_scores
 from volseg.reporting.run import name_components
 from volseg.reporting.scores import choose_extremes
-from volseg.workflow.interrupts import StopRequested
+from volseg.workflow.checks import StopRequested
 from volseg.workflow.validation import Example, Validated, make_example
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from volseg.parallel.fixed_order import RoundSums, fold
 from volseg.parallel.replicas import Share
 from volseg.parallel.timeline import get_timeline
 from volseg.workflow.distributed import is_cut_over_processes
-from volseg.workflow.named import Named
-from volseg.workflow.objective import Objective, require_mean_of_shares
+from volseg.workflow.named import Named, Objective, require_mean_of_shares
 from volseg.workflow.precision import Precision
 
 Computed = tuple[dict[str, Tensor], Tensor | None]

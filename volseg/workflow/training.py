@@ -24,11 +24,9 @@ from volseg.errors import ConfigError
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
-from volseg.workflow.epoch import CHECK_EVERY, EpochClock, EpochLosses
+from volseg.workflow.checks import CHECK_EVERY, EpochClock, EpochLosses, Stopping, StopRequested
 from volseg.workflow.hooks import Hook
-from volseg.workflow.interrupts import Stopping, StopRequested
-from volseg.workflow.named import Named
-from volseg.workflow.objective import Loss, Objective
+from volseg.workflow.named import Loss, Named, Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import Schedule, WeightAverage, constant
 from volseg.workflow.step import TrainingStep, count_batches, count_voxels, to_device

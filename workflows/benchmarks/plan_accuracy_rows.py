@@ -26,7 +26,7 @@ from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
 from volseg.workflow import Named
 from volseg.workflow.components import build_loss, build_optimizer
-from volseg.workflow.objective import Objective
+from volseg.workflow.named import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import WeightAverage
 from volseg.workflow.step import TrainingStep

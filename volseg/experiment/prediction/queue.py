@@ -31,7 +31,7 @@ from volseg.inference.streaming import pad_shape
 from volseg.inference.writing import require_room
 from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Worker, WorkerPool
-from volseg.workflow.interrupts import StopRequested
+from volseg.workflow.checks import StopRequested
 
 logger = logging.getLogger(__name__)
 
