@@ -67,10 +67,6 @@ def test_files_are_those_of_the_plain_loop(tmp_path, batch):
         assert outcome.seconds.keys() == {"read", "compute", "write"}
 
 
-def test_nothing_is_an_empty_sequence_of_outcomes(write):
-    assert list(overlapped([], prepare, predictor().predict, write)) == []
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_preparation_may_end_in_the_thread_that_computes(tmp_path, write, batch):
     threads = set()
