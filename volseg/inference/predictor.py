@@ -186,7 +186,13 @@ class Predictor:
         with self._applied(images[0]) as streamer:
             found = streamer.predict(images, also)
         for case, image, prediction in zip(cases, images, found, strict=True):
-            yield self.finish(case, image, prediction)
+            yield self._finish(case, image, prediction)
+
+    def _finish(self, case: Mapping[str, Any], image: Tensor, prediction: Prediction | None) -> Prediction:
+        """Return `finish`'s prediction; raise if there is none, because a probability was not finite."""
+        if prediction is None:
+            raise NonFinitePredictionError(explain_not_finite(case, image, self.autocast))
+        return self.finish(prediction)
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``.
@@ -204,16 +210,8 @@ class Predictor:
             (prediction,) = replace(streamer, share=share).predict([image], also, into)
         return prediction
 
-    def finish(self, case: Mapping[str, Any], image: Tensor, prediction: Prediction | None) -> Prediction:
-        """Return a whole volume's prediction, with the label map that ``postprocess`` returns.
-
-        Raises
-        ------
-        NonFinitePredictionError
-            If there is no prediction, because a probability was not finite.
-        """
-        if prediction is None:
-            raise NonFinitePredictionError(explain_not_finite(case, image, self.autocast))
+    def finish(self, prediction: Prediction) -> Prediction:
+        """Return a whole volume's prediction; its label map is the result of ``postprocess``."""
         if self.postprocess is None:
             return prediction
         return replace(prediction, labels=self.postprocess(prediction.labels))
@@ -225,6 +223,10 @@ class Predictor:
             windows = torch.zeros(self.windows_per_step, len(image), *self.window, device=streamer.device)
             for _ in range(PASSES_UNTIL_RECORDED):
                 streamer.step(windows)
+
+    def begin(self, image: MetaTensor, also: Collection[Also]) -> Decision:
+        """Return the empty volumes of a prediction."""
+        return WayBack.of(image).begin(self.rule, also=also)
 
     @property
     def rule(self) -> LabelRule:
@@ -344,7 +346,7 @@ class SharedPredictor:
                     if device.type == "cuda":
                         predictor.warm_up(image)
             self._is_warm = True
-        volumes = WayBack.of(image).begin(first.rule, also=also)
+        volumes = first.begin(image, also)
 
         def predict_part(number: int) -> Prediction | None:
             predictor = self.predictors[number]
@@ -353,7 +355,7 @@ class SharedPredictor:
 
         with ThreadPoolExecutor(len(self.predictors), "share") as threads:
             found = list(threads.map(predict_part, range(len(self.predictors))))
-        return first.finish(case, image, None if None in found else found[0])
+        return first._finish(case, image, None if None in found else found[0])
 
 
 @contextmanager
