@@ -4,7 +4,7 @@
 - While a command works, a signal raises, so that half-written files and locks are removed: `unwinding_on_signals`. It
   never raises during an import: C code swallows exceptions there (numpy's does), modules stay half imported, and their
   locks stay held. The signal waits for the end of the import, a few seconds at most.
-- A training records signals and stops between two batches: `volseg.workflow.interrupts`.
+- A training records signals and stops between two batches: `volseg.workflow.checks`.
 
 A handler imports nothing and takes no lock. This module is imported before any slow import.
 """

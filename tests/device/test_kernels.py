@@ -37,7 +37,7 @@ from volseg.transforms.augmentation.sources import PatchSources
 from volseg.transforms.grid import Grid
 
 if triton_tiles.available():
-    from volseg.inference import triton_blending, triton_decision
+    from volseg.inference import triton_prediction
 
 ROOT = Path(volseg.__file__).parent
 WIDE_AND_HALF = [torch.float32, torch.bfloat16]
@@ -585,20 +585,20 @@ def read_patches() -> None:
             torch.testing.assert_close(found, torch.stack([first, second]), rtol=1e-6, atol=0)
 
 
-@covers("inference.triton_blending._add_kernel", "inference.triton_blending._add_tiles_kernel")
+@covers("inference.triton_prediction._add_kernel", "inference.triton_prediction._add_tiles_kernel")
 def add_windows() -> None:
     """Classes one after the other, and tile by tile where many of them lie side by side."""
     for num_classes in (3, 9):
         window = volume(1, num_classes, 3, 4, 5).contiguous(memory_format=torch.channels_last_3d)[0]
         importance, blend = volume(3, 4, 5).abs(), volume(num_classes, 6, 7, 8)
         expected = blend.clone()
-        triton_blending.add_window(blend, window, importance, (5, 0, 1), 0, "softmax", ())
+        triton_prediction.add_window(blend, window, importance, (5, 0, 1), 0, "softmax", ())
         for plane, place in enumerate((5, 0, 1)):  # around the end of the ring
             expected[:, place, :4, 1:6] += window.softmax(0)[:, plane] * importance[plane]
         assert_near(blend, expected, 1e-5)
 
 
-@covers("inference.triton_decision._decide_kernel")
+@covers("inference.triton_prediction._decide_kernel")
 def decide_labels() -> None:
     """Twice as many voxels along W, on and between those of the source."""
     source, target = torch.eye(4, dtype=torch.float64), torch.diag(torch.tensor([1, 1, 0.5, 1], dtype=torch.float64))
@@ -608,7 +608,7 @@ def decide_labels() -> None:
     between = (probabilities[..., 1:] + probabilities[..., :-1]) / 2
     expected = torch.stack([probabilities, F.pad(between, (0, 1))], -1).flatten(-2)[..., :9].argmax(0)
     cells = range(3), range(4), range(5)
-    ((_, labels, _),) = triton_decision.decide(sampling, Held(probabilities), cells, None, torch.uint8)
+    ((_, labels, _),) = triton_prediction.decide(sampling, Held(probabilities), cells, None, torch.uint8)
     assert labels.long().equal(expected)
 
 

@@ -369,7 +369,7 @@ def test_regions_in_another_order_are_other_outputs(folds, tmp_path):
         task["regions"] = {name: values[name] for name in order}
         (runs[-1] / "task.json").write_text(json.dumps(task), encoding="utf-8")
     load_trained(runs[0])
-    with pytest.raises(ConfigError, match="they differ in regions, in their order"):
+    with pytest.raises(ConfigError, match=r"they differ in regions \("):
         load_trained(runs)
 
 

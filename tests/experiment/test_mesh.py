@@ -27,8 +27,8 @@ from volseg.experiment.placement.mesh_resolution import Needed, join_processes, 
 from volseg.experiment.placement.placed_network import build_model, choose_device
 from volseg.experiment.placement.training_mesh import CaseReading
 from volseg.parallel.devices import get_process_rank
-from volseg.workflow.randomness import seed_everything
-from volseg.workflow.spatial_group import GroupBatches
+from volseg.workflow.distributed import GroupBatches
+from volseg.workflow.precision import seed_everything
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 

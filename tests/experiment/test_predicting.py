@@ -341,10 +341,14 @@ def scans(task, tmp_path):
 
 
 def test_two_processes_predict_what_one_does(own_run, scans, tmp_path, caplog):
-    (scans / "scan_again.nii.gz").write_bytes((scans / "scan_2.nii.gz").read_bytes())
+    for name in ("scan_2", "scan_3"):
+        volume = nibabel.load(scans / f"{name}.nii.gz")
+        voxels = np.asarray(volume.dataobj).astype(np.float32)
+        voxels[0, 0, 0] = 1e20
+        nibabel.save(nibabel.Nifti1Image(voxels, volume.affine), scans / f"{name}.nii.gz")
     alone = predict(own_run, [scans], tmp_path / "alone")
     remarks = [line for line in caplog.messages if line.startswith("look at")]
-    assert any("scan_again" in line and "scan_2" in line for line in remarks)
+    assert any("scan_2" in line and "scan_3" in line for line in remarks)
     caplog.clear()
     (tmp_path / "together").mkdir()
     (tmp_path / "together" / "scan_broken.nii.gz").write_bytes(b"of another prediction")
@@ -380,7 +384,7 @@ def test_what_would_keep_every_case_from_being_written_ends_all(own_run, scans, 
 
 
 def test_a_config_that_takes_several_gpus_is_told_what_that_means(own_run, scans, tmp_path):
-    with pytest.raises(ConfigError, match="--gpus 2 predicts each case on one GPU, but"):
+    with pytest.raises(ConfigError, match="--gpus 2 starts processes on one GPU each, but"):
         predict(own_run, [scans], tmp_path / "out", overrides=["parallel={strategy: pipeline, devices: 2}"], gpus=2)
 
 

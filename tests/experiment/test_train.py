@@ -61,12 +61,6 @@ def test_validation_covers_the_fold_on_the_original_grids(trained, task):
         np.testing.assert_allclose(prediction.affine, image.affine, atol=1e-4)  # both stored as float32
 
 
-def test_the_resolved_config_runs_again_to_the_same_weights(trained, tmp_path):
-    again = train(load_config(trained.folder.config_file, [f"output={tmp_path / 'again'}"]))
-    one, other = (load_checkpoint(o.folder.checkpoints / "latest.pt").model for o in (trained, again))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 class SeeBeginning(Hook):
     """Look at what a training has read, and still holds, before its first batch."""
 

@@ -118,11 +118,6 @@ def test_cases_come_from_the_cache_and_bad_ones_are_named(crossed, task, tmp_pat
         validate(run, overrides=[f"data.root={damaged}"], output=tmp_path / "three")
 
 
-def test_what_is_no_run_is_told(tmp_path):
-    with pytest.raises(ConfigError, match="is no run folder and no cross-validation"):
-        CliRunner().invoke(app, ["validate", str(tmp_path)], catch_exceptions=False)
-
-
 @pytest.fixture
 def two_folds(configured, task, tmp_path):
     """Return a folder with two finished folds whose predictions are the labels with a stray piece each."""

@@ -237,9 +237,12 @@ def test_a_step_that_costs_another_structure_is_not_kept(files):
     ("change", "words"),
     [
         ({"format": 2}, "of format 1, got 2"),
-        ({"steps": [{"operation": "erode", "values": [7]}]}, "operations of keep_largest, fill_holes"),
+        (
+            {"steps": [{"operation": "erode", "values": [7]}]},
+            "steps.0.operation: Input should be 'keep_largest' or 'fill_holes'",
+        ),
         ({"steps": [{"operation": "fill_holes", "values": [8]}]}, "on those labels"),
-        ({"steps": [{"operation": "fill_holes"}]}, "no postprocessing.json as volseg writes it: KeyError"),
+        ({"steps": [{"operation": "fill_holes"}]}, "no postprocessing.json as volseg writes it .steps.0.values"),
         ({"labels": [7, 0, 500]}, "Write it again"),
     ],
 )

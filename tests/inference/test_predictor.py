@@ -10,8 +10,8 @@ from monai.networks.nets import DynUNet
 from torch import nn
 
 from volseg.errors import ConfigError, GridError, NonFinitePredictionError
-from volseg.inference.predictor import Predictor, SharedPredictor, full_logits
-from volseg.inference.window_step import record_models
+from volseg.inference.predictor import Predictor, SharedPredictor
+from volseg.inference.window_step import full_logits, record_models
 from volseg.inference.windows import list_layers, restrict_layers
 from volseg.parallel import FastKernels
 from volseg.transforms.preprocessing import build_preprocessing
@@ -257,9 +257,7 @@ def make(count: int, **settings) -> tuple[Predictor, SharedPredictor]:
 def test_label_maps_are_those_of_one_device(count, settings):
     case = draw_case()
     alone, together = make(count, **settings)
-    ((_, expected),) = alone.stream([case], also=["entropy"])
-    ((given, found),) = together.stream([case], also=["entropy"])
-    assert given is case
+    (expected,), (found,) = (each.predict([case], also=["entropy"]) for each in (alone, together))
     assert torch.equal(found.labels.as_tensor(), expected.labels.as_tensor())
     assert torch.equal(found.labels.affine, expected.labels.affine)
     assert torch.equal(found.entropy.as_tensor(), expected.entropy.as_tensor())
@@ -272,9 +270,9 @@ def test_label_maps_are_those_of_one_device(count, settings):
 def test_probabilities_too_and_one_case_after_the_other():
     cases = [draw_case(), draw_case((9, 30, 12)), draw_case((5, 6, 7))]  # the last one is less than a window
     alone, together = make(2)
-    expected = list(alone.stream(cases, also=["probabilities"]))
-    found = list(together.stream(iter(cases), batch_size=3, also=["probabilities"]))
-    for (_, one), (_, other) in zip(found, expected, strict=True):
+    expected = [prediction for _, prediction in alone.stream(cases, also=["probabilities"])]
+    found = together.predict(cases, also=["probabilities"])
+    for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.labels.as_tensor(), other.labels.as_tensor())
         assert torch.equal(one.probabilities.as_tensor(), other.probabilities.as_tensor())
 
@@ -284,14 +282,14 @@ def test_a_value_that_is_not_finite_is_found_in_any_part():
         case = draw_case()
         case["image"][0, 3, 3, min(plane, case["image"].shape[-1] - 1)] = float("nan")
         with pytest.raises(NonFinitePredictionError, match="case ct"):
-            list(make(3)[1].stream([case]))
+            make(3)[1].predict([case])
 
 
 def test_an_error_in_a_part_is_the_cases():
     _, together = make(2)
     together.predictors[1].model.layers[0] = nn.Conv3d(2, 4, 3)
     with pytest.raises(RuntimeError, match="channels"):
-        list(together.stream([draw_case()]))
+        together.predict([draw_case()])
 
 
 def test_whole_volumes_are_not_cut():
@@ -335,6 +333,6 @@ def test_threads_replay_their_recordings_on_gpus(classes):
     cases = [draw_case((40, 50, 60)), draw_case((33, 60, 47))]
     alone, together = predict_on(devices[0]), SharedPredictor([predict_on(device) for device in devices])
     for _ in range(2):
-        for (_, one), (_, other) in zip(together.stream(cases), alone.stream(cases), strict=True):
+        for one, (_, other) in zip(together.predict(cases), alone.stream(cases), strict=True):
             assert torch.equal(one.labels.as_tensor(), other.labels.as_tensor())
     assert all(predictor.models[0].num_recorded for predictor in (alone, *together.predictors))

@@ -58,18 +58,13 @@ def test_files_are_those_of_the_plain_loop(tmp_path, batch):
     for case in cases:
         prepared = prepare(case)
         write_into(tmp_path / "plain", prepared, Prediction(labels=model(prepared)))
-    predict = partial(model.stream, batch_size=batch)
     write = partial(write_into, tmp_path / "overlapped")
-    outcomes = list(overlapped(iter(cases), prepare, predict, write))
+    outcomes = list(overlapped(iter(cases), prepare, model.predict, write, batch_size=batch))
     assert [outcome.case for outcome in outcomes] == cases  # the cases as they were given, in their order
     for outcome in outcomes:
         assert outcome.fault is None
         assert outcome.file.read_bytes() == (tmp_path / "plain" / outcome.file.name).read_bytes()
         assert outcome.seconds.keys() == {"read", "compute", "write"}
-
-
-def test_nothing_is_an_empty_sequence_of_outcomes(write):
-    assert list(overlapped([], prepare, predictor().stream, write)) == []
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -87,8 +82,7 @@ def test_a_preparation_may_end_in_the_thread_that_computes(tmp_path, write, batc
         return prepare(case)
 
     model = predictor()
-    predict = partial(model.stream, batch_size=batch)
-    outcomes = list(overlapped(paths(5), read, predict, write, finish=finish))
+    outcomes = list(overlapped(paths(5), read, model.predict, write, finish=finish, batch_size=batch))
     assert sorted(outcome.case["number"] for outcome in outcomes) == list(range(5))
     assert [str(outcome.fault) for outcome in outcomes if outcome.fault] == ["of no use after all"]
     for outcome in outcomes:
@@ -97,7 +91,7 @@ def test_a_preparation_may_end_in_the_thread_that_computes(tmp_path, write, batc
             expected = write_into(tmp_path / "plain", prepared, Prediction(labels=model(prepared)))
             assert outcome.file.read_bytes() == expected.read_bytes()
     with pytest.raises(StopError):
-        list(overlapped(paths(5), read, predict, write, finish=stop, ends=(StopError,)))
+        list(overlapped(paths(5), read, model.predict, write, finish=stop, ends=(StopError,)))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
@@ -115,8 +109,8 @@ def test_the_fault_of_a_case_is_its_outcome_and_the_others_go_on(tmp_path, batch
             raise OSError(28, "No space left on device")
         return write_into(tmp_path, case, prediction)
 
-    stream = partial(predictor().stream, batch_size=batch)
-    outcomes = {outcome.case["number"]: outcome for outcome in overlapped(paths(9), read, stream, write)}
+    found = overlapped(paths(9), read, predictor().predict, write, batch_size=batch)
+    outcomes = {outcome.case["number"]: outcome for outcome in found}
     assert (list(outcomes) if batch == 1 else sorted(outcomes)) == list(range(9))  # in the order of the cases
     faults = {number: outcome.fault for number, outcome in outcomes.items() if outcome.fault}
     assert {number: type(fault) for number, fault in faults.items()} == {
@@ -142,12 +136,11 @@ def test_the_next_case_is_read_and_the_last_one_written_while_one_is_computed(tm
         return prepare(case)
 
     def predict(cases):
-        for case, prediction in predictor().stream(cases):
-            if case["number"] == 1:
-                assert is_reading.wait(PATIENCE)
-                assert is_writing.wait(PATIENCE)
-                computed.set()
-            yield case, prediction
+        if cases[0]["number"] == 1:
+            assert is_reading.wait(PATIENCE)
+            assert is_writing.wait(PATIENCE)
+            computed.set()
+        return predictor().predict(cases)
 
     def write(case, prediction):
         if case["number"] == 0:
@@ -178,7 +171,7 @@ def test_no_more_than_three_cases_are_in_memory(write):
         weakref.finalize(prepared, died)
         return prepared
 
-    for _ in overlapped(paths(12), read, predictor().stream, write):
+    for _ in overlapped(paths(12), read, predictor().predict, write):
         pass
     assert 2 <= most <= 3
     assert alive == 0
@@ -193,11 +186,9 @@ def test_a_fault_that_is_kept_holds_no_volume(write):
         return prepared
 
     def predict(cases):
-        for case in cases:
-            probabilities = case["image"] * 2
-            seen.append(weakref.ref(probabilities))
-            raise RuntimeError("CUDA out of memory")
-            yield
+        probabilities = cases[0]["image"] * 2
+        seen.append(weakref.ref(probabilities))
+        raise RuntimeError("CUDA out of memory")
 
     outcomes = list(overlapped(paths(3), read, predict, write))
     assert [str(outcome.fault) for outcome in outcomes] == ["CUDA out of memory"] * 3
@@ -221,9 +212,8 @@ def test_what_ends_everything_comes_after_what_was_predicted_before(tmp_path, wh
         return prepare(case)
 
     def predict(cases):
-        for case, prediction in predictor().stream(cases):
-            stop_at("compute", case)
-            yield case, prediction
+        stop_at("compute", cases[0])
+        return predictor().predict(cases)
 
     def write(case, prediction):
         stop_at("write", case)
@@ -240,10 +230,9 @@ def test_what_ends_everything_comes_after_what_was_predicted_before(tmp_path, wh
 
 def test_ctrl_c_ends_the_threads_and_leaves_whole_files(tmp_path, write):
     def predict(cases):
-        for case, prediction in predictor().stream(cases):
-            if case["number"] == 2:
-                raise KeyboardInterrupt
-            yield case, prediction
+        if cases[0]["number"] == 2:
+            raise KeyboardInterrupt
+        return predictor().predict(cases)
 
     with pytest.raises(KeyboardInterrupt):
         list(overlapped(paths(9), prepare, predict, write))
@@ -252,7 +241,7 @@ def test_ctrl_c_ends_the_threads_and_leaves_whole_files(tmp_path, write):
 
 
 def test_who_takes_only_the_first_outcome_leaves_no_thread(write):
-    outcomes = overlapped(paths(9), prepare, predictor().stream, write)
+    outcomes = overlapped(paths(9), prepare, predictor().predict, write)
     assert next(outcomes).case["case"] == "case_0"
     outcomes.close()
     assert count_threads() == 0
@@ -264,5 +253,5 @@ def test_cases_that_cannot_be_listed_are_no_cases_fault(write):
         raise ValueError("the table ends in the middle of a row")
 
     with pytest.raises(ValueError, match="middle of a row"):
-        list(overlapped(listed(), prepare, predictor().stream, write))
+        list(overlapped(listed(), prepare, predictor().predict, write))
     assert count_threads() == 0

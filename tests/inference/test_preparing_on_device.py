@@ -7,8 +7,8 @@ import torch
 from monai.data import MetaTensor
 
 from volseg.errors import GridError
-from volseg.inference import in_memory
-from volseg.inference.in_memory import prepare_on, suits
+from volseg.inference import prefetching
+from volseg.inference.prefetching import prepare_on, suits
 from volseg.transforms.preprocessing import build_preprocessing
 
 CT = [
@@ -58,7 +58,7 @@ def test_an_image_without_room_on_the_device_is_prepared_on_the_cpu(read, monkey
         asked.append(device)
         return 4 * 24 * read["image"].numel() - 1
 
-    monkeypatch.setattr(in_memory, "count_free_bytes", count_free_bytes)
+    monkeypatch.setattr(prefetching, "count_free_bytes", count_free_bytes)
     preprocessing = build_preprocessing(CT)
     expected = preprocessing(copy.deepcopy(read))["image"].as_tensor()
     got = prepare_on(torch.device("meta"), read, preprocessing)["image"]  # which holds no voxels

@@ -14,7 +14,7 @@ from volseg.inference.windows import compute_importance
 from volseg.transforms.grid import Grid
 
 if available():
-    from volseg.inference import triton_blending, triton_decision
+    from volseg.inference import triton_prediction
 
 SHAPE = (5, 6, 7)
 
@@ -38,7 +38,7 @@ def test_a_window_is_added_as_plain_torch_adds_it(link, num_classes, dtype, axis
     sides[axis] = max(sides[axis], SHAPE[axis] + 1)
     blend = draw(num_classes, *sides, seed=1)
     expected = blend.cpu()
-    triton_blending.add_window(blend, window[0], importance, first, axis, link, flips)
+    triton_prediction.add_window(blend, window[0], importance, first, axis, link, flips)
     blending.add_window(expected, window[0].cpu().float(), importance.cpu(), first, axis, link, flips)
     # float32: exponentials, and products and sums that are rounded once or twice, of numbers around 1.
     torch.testing.assert_close(blend.cpu(), expected, atol=2e-6, rtol=0)
@@ -54,7 +54,7 @@ def test_lines_and_classes_of_several_tiles(link, axis, first):
     importance = compute_importance(shape, torch.device(DEVICE))
     blend = draw(classes, 3, 4, 71, seed=1)
     expected = blend.cpu()
-    triton_blending.add_window(blend, window, importance, first, axis, link, [-1])
+    triton_prediction.add_window(blend, window, importance, first, axis, link, [-1])
     blending.add_window(expected, window.cpu().float(), importance.cpu(), first, axis, link, [-1])
     torch.testing.assert_close(blend.cpu(), expected, atol=2e-6, rtol=0)  # as above
     assert not expected.equal(draw(classes, 3, 4, 71, seed=1).cpu())
@@ -71,7 +71,7 @@ def test_a_class_may_be_impossible_and_a_logit_that_is_no_number_shows(classes, 
     logits[2, 4, 5, 6] = float("inf")
     importance = torch.ones(SHAPE, device=DEVICE)
     blend = torch.zeros(classes, *SHAPE, device=DEVICE)
-    triton_blending.add_window(blend, logits, importance, (0, 0, 0), 0, "softmax", ())
+    triton_prediction.add_window(blend, logits, importance, (0, 0, 0), 0, "softmax", ())
     torch.testing.assert_close(blend, logits.softmax(0), atol=1e-6, rtol=0, equal_nan=True)  # exponentials
     assert blend.isnan().sum() == 2 * classes
     assert not blend[0, 0].any()
@@ -103,7 +103,7 @@ def test_labels_are_those_of_plain_torch(rule, spacing, flip):
     held, cells = Held(ring, (-3, 0, 0)), (range(2, 10), range(9), range(1, 8))
     table, compared = rule.table(probabilities.device), 0
     read = {str(place): values for place, values in sampling.read(held, cells, 2**20)}
-    for place, labels, entropy in triton_decision.decide(
+    for place, labels, entropy in triton_prediction.decide(
         sampling, held, cells, table, rule.dtype, regions=rule.regions, entropy=True
     ):
         values = read[str(place)]
@@ -122,7 +122,7 @@ def test_labels_are_those_of_plain_torch(rule, spacing, flip):
 def test_of_equal_classes_the_first_is_taken():
     sampling = sample_grid(*[Grid((4, 4, 4), torch.eye(4, dtype=torch.float64))] * 2)
     held = Held(torch.full((5, 4, 4, 4), 0.2, device=DEVICE))
-    ((_, labels, _),) = triton_decision.decide(sampling, held, (range(4),) * 3, None, torch.uint8)
+    ((_, labels, _),) = triton_prediction.decide(sampling, held, (range(4),) * 3, None, torch.uint8)
     assert not labels.any()
 
 
@@ -136,7 +136,7 @@ def test_a_voxels_label_does_not_depend_on_the_box_in_which_it_is_decided():
         labels = torch.zeros(target.shape, dtype=torch.uint8)
         for start, stop in pairwise(cuts):
             cells = (range(start, stop), range(9), range(8))
-            for place, part, _ in triton_decision.decide(sampling, held, cells, None, torch.uint8):
+            for place, part, _ in triton_prediction.decide(sampling, held, cells, None, torch.uint8):
                 labels[place] = part.cpu()
         maps.append(labels)
     assert maps[0].equal(maps[1])

@@ -317,9 +317,11 @@ def test_what_is_no_probability_is_refused_and_leaves_the_old_file(read, tmp_pat
 
 
 def test_other_shapes_and_suffixes_are_refused(read, tmp_path):
-    with pytest.raises(GridError, match=r"probabilities \(K, D, H, W\) = \(3, 9, 8, 7\) of T .* got \(2, 9, 8"):
+    with pytest.raises(
+        GridError, match=r"needs the probabilities of T on .*, \(K, D, H, W\) = \(3, 9, 8, 7\), got \(2, 9, 8"
+    ):
         write_probabilities(torch.rand(2, 9, 8, 7), read, tmp_path / "p.nii.gz", task=ORGANS)
-    with pytest.raises(GridError, match=r"needs an entropy on the image's own grid"):
+    with pytest.raises(GridError, match=r"needs the entropy on the image's own grid"):
         write_entropy(torch.rand(1, 8, 8, 7), read, tmp_path / "e.nii.gz")
     with pytest.raises(DataError, match=r"must end in .nii or .nii.gz"):
         write_entropy(torch.rand(1, 9, 8, 7), read, tmp_path / "e.mha")

@@ -65,7 +65,7 @@ def test_streaming_gives_the_labels_of_the_plain_way(
     steps += [{"name": "Spacing", "spacing": target}] if target else []
     steps += [{"name": "Pad", "multiple": 4}] if pad else []
     image = build_preprocessing(steps)({"case": "x", "image": draw_image(shape, axes, spacing, tilt, 3)})["image"]
-    if oblique:  # no preprocessing of ours tilts a grid
+    if oblique:  # as Spacing makes of a sheared image
         c, s = np.cos(0.4), np.sin(0.4)
         image.affine = torch.tensor([[1, 0, 0, 0], [0, c, -s, 0], [0, s, c, 0], [0, 0, 0, 1]]).double() @ image.affine
     values, regions = rule
@@ -119,7 +119,6 @@ def test_every_plan_covers_the_volume_within_its_budget(shape, window, overlap, 
     plan = plan_blend(shape, window, overlap, num_classes, max(budget, least), most_whole=2**62 if whole else 0)
     assert plan.held_bytes(num_classes) <= max(budget, least)
     decided, finished = torch.zeros(shape, dtype=torch.int), torch.zeros(shape, dtype=torch.int)
-    count = 0
     for region in plan.regions():
         for layer in plan.layers:
             box = [slice(part.start, part.stop) for part in region.cells]
@@ -127,13 +126,10 @@ def test_every_plan_covers_the_volume_within_its_budget(shape, window, overlap, 
             decided[tuple(box)] += 1
             box[plan.axis] = slice(layer.finished.start, layer.finished.stop)
             finished[tuple(box)] += 1
-            corners = plan.corners(region.held, layer)
-            count += len(corners)
             if not plan.whole:  # the ring holds the last decided plane, and all that this layer touches
                 assert layer.starts[0] + window[plan.axis] - max(0, layer.ready.start) <= plan.depth
     assert (decided == 1).all()
     assert (finished == 1).all()
-    assert count == plan.count_windows()
 
 
 @few

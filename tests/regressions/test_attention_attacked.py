@@ -5,10 +5,11 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import beside_plain
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import WAYS, RunLayers, assert_small, attention_by_plain_forms, compare
+from beside_plain import WAYS, RunLayers, assert_small, attention_by_plain_forms
 from in_group import in_group
 from kernels import DEVICE, INTERPRETED, with_kernels
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def calls() -> Iterator[list[str]]:
 def compare(plain: nn.Module, x: Tensor, tolerance: float = 1e-11, shards: int = 1) -> None:
     """Compare outputs, gradients and parameters of two steps."""
     model = WAYS["fast" if shards == 1 else "two"](copy.deepcopy(plain))
-    assert_small(compare(plain, model, [x], steps=2), tolerance)
+    assert_small(beside_plain.compare(plain, model, [x], steps=2), tolerance)
 
 
 def make(heads: Heads) -> tuple[Net, Tensor]:
@@ -263,7 +264,7 @@ def throw_away(then: str) -> str:
     try:
         with attention_by_plain_forms():
             model = ModelParallel(copy.deepcopy(plain), strategy="spatial")
-            errors = compare(plain, model, [x], steps=2)
+            errors = beside_plain.compare(plain, model, [x], steps=2)
             if then == "behind the pass" and torch.distributed.get_rank():
                 gc.collect()
             model.strategy.context.write_waiting()

@@ -50,7 +50,7 @@ from volseg.planning.facts import CaseSizes
 from volseg.planning.fingerprint import keep_fingerprint, load_fingerprint
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
-from volseg.workflow.epoch import EpochLosses
+from volseg.workflow.checks import EpochLosses
 
 
 @pytest.fixture

@@ -71,9 +71,9 @@ def test_what_the_network_does_not_know_is_not_certain():
 
 
 def _decide(sampling, values):
-    from volseg.inference import triton_decision
+    from volseg.inference import triton_prediction
 
-    return triton_decision.decide(sampling, Held(values), (range(4),) * 3, None, torch.uint8, entropy=True)
+    return triton_prediction.decide(sampling, Held(values), (range(4),) * 3, None, torch.uint8, entropy=True)
 
 
 # A kernel that took an output's gradient for dense, which the planes of a tile are not where there are samples.

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from volseg.errors import DataError, ParallelError
 from volseg.parallel import DataParallel, FastKernels, ModelParallel, Pipeline, RoundSums, Spatial, join_mesh
 from volseg.workflow import EpochRecord, Hook, Named, Training
-from volseg.workflow.spatial_group import FollowedModel, GroupValidation
+from volseg.workflow.distributed import FollowedModel, GroupValidation
 
 
 def build() -> nn.Module:

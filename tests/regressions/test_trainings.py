@@ -63,8 +63,8 @@ from volseg.reporting.several_runs import describe_search, read_search
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.augmentation.spatial import voxel_steps
 from volseg.workflow import load_checkpoint, save_checkpoint
-from volseg.workflow.epoch import NORM
-from volseg.workflow.objective import Objective
+from volseg.workflow.checks import NORM
+from volseg.workflow.named import Objective
 from volseg.workflow.validation import Example
 
 # What users of the release before had written, and what became of it: loops that read checkpoints, launch commands.

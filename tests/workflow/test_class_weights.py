@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from volseg.errors import ConfigError
+from volseg.experiment.rehearsing import rehearse_losses
 from volseg.workflow.components import build_loss
-from volseg.workflow.objective import Objective, require_mean_over_samples
+from volseg.workflow.named import Objective
 
 WEIGHTS = [0.5, 1.0, 3.0]
 
@@ -49,6 +50,7 @@ def test_they_follow_the_objective_to_its_device(name):
 
 def test_replicas_take_those_that_leave_a_mean_over_samples_and_refuse_the_others():
     focal, entropy = (Objective(build(name, weight=WEIGHTS)) for name in ("FocalLoss", "DiceCELoss"))
-    require_mean_over_samples(focal, num_channels=1, num_classes=3)
+    made = {"logits": torch.empty(1, 3, 16, 16, 16, device="meta")}
+    rehearse_losses(focal, made, 1, is_shared=True)
     with pytest.raises(ConfigError, match=r"DiceCELoss is no mean over the samples .*no class weights"):
-        require_mean_over_samples(entropy, num_channels=1, num_classes=3)
+        rehearse_losses(entropy, made, 1, is_shared=True)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from volseg.workflow.interrupts import LookInterval
+from volseg.workflow.checks import LookInterval
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.usefixtures("ready_python")
 # begins to wait is not seen by Python until that has ended (5 of 16,000 processes waited on for good).
 WAITING = """
 import select, signal, sys, time
-from volseg.workflow import interrupts
-interrupts.ONE_EVENT_SECONDS = {one_event_seconds}
+from volseg.workflow import checks
+checks.ONE_EVENT_SECONDS = {one_event_seconds}
 {before}
-with interrupts.catch_signals() as interruption:
+with checks.catch_signals() as interruption:
     print("ready", flush=True)
     {inside}
     while not interruption:
@@ -75,14 +75,14 @@ def test_under_nohup_a_closed_terminal_is_no_matter(listen):
 
 
 def test_a_request_of_this_process_is_a_sigterm_and_the_first_real_one_is_not_the_second(listen):
-    process = listen(inside="interrupts.request_stop()")
+    process = listen(inside="checks.request_stop()")
     assert process.stdout.readline() == "caught SIGTERM\n"
     process.send_signal(signal.SIGTERM)
     assert end(process) == 143
 
 
 def test_a_request_while_nobody_listens_ends_the_process():
-    code = "import time; from volseg.workflow.interrupts import request_stop; request_stop(); time.sleep(60)"
+    code = "import time; from volseg.workflow.checks import request_stop; request_stop(); time.sleep(60)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=50).returncode == -signal.SIGTERM
 
 

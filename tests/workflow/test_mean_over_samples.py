@@ -1,14 +1,17 @@
 """Replicas share a loss that is a mean over samples; another one is found by trying it."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from volseg.errors import ConfigError
+from volseg.experiment.rehearsing import rehearse_losses
 from volseg.losses import Targets
 from volseg.workflow import Named
 from volseg.workflow.components import LOSSES, build_loss
-from volseg.workflow.objective import Objective, require_mean_over_samples
+from volseg.workflow.named import Objective
 
 SLOW = {"HausdorffDTLoss", "LogHausdorffDTLoss", "SoftclDiceLoss", "SoftDiceclDiceLoss", "BoundaryLoss"}
 """They compute distance maps or skeletons: a second each."""
@@ -17,8 +20,11 @@ NO_MEAN = {"LogHausdorffDTLoss"}
 """A logarithm of the mean over the batch."""
 
 
-def require(loss):
-    require_mean_over_samples(Objective(loss), num_channels=1, num_classes=3)
+def require(*losses, targets=None, levels=1):
+    count = 3 if targets is None else targets.num_outputs
+    heads = [torch.empty(1, count, *[16 >> level] * 3, device="meta") for level in range(levels)]
+    made = {"logits": heads if levels > 1 else heads[0]}
+    rehearse_losses(Objective(losses, targets=targets), made, 1, is_shared=True)
 
 
 def built(name, **parameters):
@@ -28,6 +34,7 @@ def built(name, **parameters):
 @pytest.mark.parametrize("name", sorted({name for name, _ in LOSSES.items()} - SLOW))
 def test_each_loss_is_a_mean_over_samples_by_default_and_no_sum_is(name):
     require(built(name))
+    require(built(name), levels=3)
     with pytest.raises(ConfigError, match=f"{name} is no mean over the samples of a batch"):
         require(built(name, reduction="sum"))
 
@@ -43,15 +50,11 @@ def test_each_loss_is_a_mean_over_samples_by_default_and_no_sum_is(name):
 )
 def test_what_label_maps_know_is_a_mean_over_samples(targets):
     """However many voxels of each sample are annotated, and whatever was looked for in it."""
-    sizes = {"num_channels": 1, "num_classes": targets.num_outputs, "num_indices": targets.num_indices}
-
-    def objective(**parameters):
+    for parameters in ({}, {"batch": True}):
         spec = {"name": "DiceCELoss", **parameters}
-        return Objective(build_loss(spec, inputs=["logits", "label"], output="loss", targets=targets))
-
-    require_mean_over_samples(objective(), **sizes)
-    with pytest.raises(ConfigError, match="DiceCELoss is no mean over the samples of a batch"):
-        require_mean_over_samples(objective(batch=True), **sizes)
+        loss = build_loss(spec, inputs=["logits", "label"], output="loss", targets=targets)
+        with pytest.raises(ConfigError, match="no mean over the samples") if parameters else nullcontext():
+            require(loss, targets=targets)
 
 
 @pytest.mark.slow
@@ -91,10 +94,10 @@ def weighted(logits, label):
 def test_one_of_several_terms_is_enough():
     terms = [built("DiceLoss"), Named(weighted, ["logits", "label"], ["entropy"])]
     with pytest.raises(ConfigError, match="weighted is no mean"):
-        require_mean_over_samples(Objective([terms[1]]), num_channels=1, num_classes=3)
+        require(terms[1])
     named = [Named(terms[0].module, ["logits", "label"], ["dice"]), terms[1]]
     with pytest.raises(ConfigError, match="weighted is no mean"):
-        require_mean_over_samples(Objective(named), num_channels=1, num_classes=3)
+        require(*named)
 
 
 def test_a_loss_of_the_image_too():
@@ -108,7 +111,7 @@ def test_a_loss_that_cannot_be_tried_is_refused():
     def of_another_field(logits, label):
         raise KeyError("atlas")
 
-    with pytest.raises(ConfigError, match=r"could not be tried on random volumes \('atlas'\)"):
+    with pytest.raises(ConfigError, match=r"of_another_field cannot be computed of .*KeyError: 'atlas'"):
         require(Named(of_another_field, ["logits", "label"], ["loss"]))
 
 

@@ -14,7 +14,7 @@ from tests.workflow.conftest import assert_equal
 from volseg.checkpointing.file import LATEST
 from volseg.checkpointing.state import CLOCKED
 from volseg.workflow import Checkpoints, Hook, load_checkpoint
-from volseg.workflow.interrupts import stop_if_requested
+from volseg.workflow.checks import stop_if_requested
 
 OPTIONS = {"average_decay": 0.9, "schedule": lambda progress: 1 - progress, "clip": 1.0, "precision": "fp32"}
 

@@ -18,7 +18,7 @@ from volseg.parallel import Pipeline, Spatial
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.replicas import join_mesh
 from volseg.workflow.components import build_loss
-from volseg.workflow.objective import Objective
+from volseg.workflow.named import Objective
 
 FUSED = {"softmax": True, "to_onehot_y": True}
 PLAIN = Targets(num_classes=3)

@@ -19,9 +19,9 @@ from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.summary import read_summary
 from volseg.inference.predictor import Predictor
 from volseg.transforms.preprocessing import build_preprocessing
+from volseg.workflow.checks import StopRequested, catch_signals
 from volseg.workflow.components import build_metric
-from volseg.workflow.interrupts import StopRequested, catch_signals
-from volseg.workflow.spread_validation import SpreadValidation
+from volseg.workflow.distributed import SpreadValidation
 from volseg.workflow.validation import Validation
 
 NUM_CASES = 5

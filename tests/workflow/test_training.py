@@ -13,7 +13,7 @@ from training_hooks import At, press_ctrl_c
 from volseg.checkpointing.restore import restore_random_state
 from volseg.errors import ConfigError, NonFiniteLossError
 from volseg.workflow import Hook, Named, Patience, Training
-from volseg.workflow.interrupts import stop_if_requested
+from volseg.workflow.checks import stop_if_requested
 
 
 class Validated:

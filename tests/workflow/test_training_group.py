@@ -18,8 +18,8 @@ from torch import nn
 from volseg.parallel import ModelParallel, launch
 from volseg.parallel.processes.group import start_group
 from volseg.workflow import Hook, Named, Training
-from volseg.workflow.interrupts import stop_if_requested
-from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation
+from volseg.workflow.checks import stop_if_requested
+from volseg.workflow.distributed import FollowedModel, GroupBatches, GroupValidation
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 

@@ -30,18 +30,17 @@ if TYPE_CHECKING:
     from volseg.experiment.prediction.predicting import predict, serve_predictions
     from volseg.experiment.prediction.viewing import view
     from volseg.experiment.profiling import profile_training
-    from volseg.experiment.quickstarting import quickstart
     from volseg.experiment.report import format_outcome
     from volseg.experiment.searching import format_search, search
     from volseg.experiment.starting import require_weights
     from volseg.experiment.training import train
+    from volseg.experiment.trials import quickstart, verify
     from volseg.experiment.validating import (
         apply_postprocessing,
         determine_postprocessing,
         validate,
         validate_and_format,
     )
-    from volseg.experiment.verifying import verify
     from volseg.parallel.devices import is_main_process
     from volseg.parallel.processes.group import leave_processes
 
@@ -59,13 +58,12 @@ _MODULES = {
     "experiment.placement.plan_command": "calibrate_words resolve_machine plan_training plan_volumes plan_words",
     "experiment.prediction.predicting": "predict serve_predictions",
     "experiment.profiling": "profile_training",
-    "experiment.quickstarting": "quickstart",
     "experiment.report": "format_outcome",
     "experiment.searching": "format_search search",
     "experiment.starting": "require_weights",
     "experiment.training": "train",
     "experiment.validating": "apply_postprocessing determine_postprocessing validate validate_and_format",
-    "experiment.verifying": "verify",
+    "experiment.trials": "quickstart verify",
     "experiment.prediction.viewing": "view",
     "parallel.devices": "is_main_process",
     "parallel.processes.group": "leave_processes",

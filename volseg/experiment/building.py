@@ -27,11 +27,10 @@ from volseg.monitoring.progress import progress
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.augmentation.own import OwnAugmentations
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
+from volseg.workflow.checks import stop_if_requested
 from volseg.workflow.components import build_loss, build_metric, build_optimizer
 from volseg.workflow.hooks import Hook, build_hook
-from volseg.workflow.interrupts import stop_if_requested
-from volseg.workflow.named import Named
-from volseg.workflow.objective import Objective
+from volseg.workflow.named import Named, Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import SCHEDULES
 from volseg.workflow.step import TrainingStep

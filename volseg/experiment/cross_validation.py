@@ -11,7 +11,6 @@
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -23,11 +22,9 @@ from volseg.checkpointing.folder import RunFolder
 from volseg.config.loading import require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
-from volseg.data.json_files import read_json
 from volseg.data.layouts import load_task
 from volseg.errors import (
     ConfigError,
-    DataError,
     NonFiniteLossError,
     NonFinitePredictionError,
     ParallelError,
@@ -43,6 +40,7 @@ from volseg.experiment.several_runs import Fold, FoldResult, plan_folds, require
 from volseg.experiment.training import train
 from volseg.files import replace_nan
 from volseg.monitoring.environment import environment
+from volseg.monitoring.run_files import read_times
 from volseg.parallel.processes.workers import Worker
 from volseg.reporting import NAME, write_brief, write_report
 from volseg.reporting.several_runs import RESULTS
@@ -76,8 +74,6 @@ class CrossValidated:
     num_folds: int
     """Number of planned folds; ``folds`` may be fewer."""
     folds: tuple[FoldResult, ...]
-    seconds: Mapping[int, float]
-    """Total wall-clock seconds of each fold that was trained in one go."""
     failures: Mapping[int, str]
     """Error of each fold that failed in this call."""
 
@@ -174,7 +170,7 @@ def _describe_fold(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
         "num_training_cases": len(fold.split.training),
         "num_validation_cases": len(fold.summary["metric_per_case"]),
         "epochs": len(fold.history),
-        "seconds": crossed.seconds.get(fold.number),
+        "seconds": sum(part.seconds for part in read_times(fold.folder.times_file)) or None,
         "seconds_training": fold.seconds_training,
         "mean_dice": fold.mean_dice,
         "dice": {
@@ -226,19 +222,13 @@ def cross_validate(
     for fold in chosen:
         if fold.number in results:
             logger.info("fold %d is finished already: %s", fold.number, fold.folder.path)
-    begun_before = {fold.number for fold in waiting if fold.folder.has_checkpoint}
-    seconds = _read_seconds(config.folder)
 
-    def keep_result(fold: Fold, fold_seconds: float) -> None:
+    def keep_result(fold: Fold) -> None:
         result = fold.result()
         assert result is not None, f"{fold.folder.path} ended well and is not finished"
         results[fold.number] = result
         RunFolder(config.folder).postprocessing_file.unlink(missing_ok=True)  # it was measured without this fold
-        # For a fold trained in several sessions, only the last would count.
-        seconds.pop(fold.number, None)
-        if fold.number not in begun_before:
-            seconds[fold.number] = fold_seconds
-        logger.info("fold %d: Dice %.4f in %.0f s", fold.number, result.mean_dice, fold_seconds)
+        logger.info("fold %d: Dice %.4f", fold.number, result.mean_dice)
         if len(results) < len(plan):
             write({})
 
@@ -248,7 +238,6 @@ def cross_validate(
             task=task,
             num_folds=len(plan),
             folds=tuple(results[number] for number in sorted(results)),
-            seconds=dict(seconds),
             failures={number: _tell(number, fault) for number, fault in sorted(failures.items())},
         )
         _write(crossed)
@@ -266,7 +255,7 @@ def cross_validate(
 
 
 def _train_folds(
-    waiting: Sequence[Fold], gpus: Sequence[str | None] | None, on_finished: Callable[[Fold, float], None]
+    waiting: Sequence[Fold], gpus: Sequence[str | None] | None, on_finished: Callable[[Fold], None]
 ) -> dict[int, VolsegError]:
     """Train folds; return the errors of single folds, and raise an error that stops all of them.
 
@@ -277,13 +266,13 @@ def _train_folds(
     gpus
         See `choose_gpus`; None to train in this process.
     on_finished
-        Called with a fold that has succeeded, and the seconds since its start.
+        Called with a fold that has succeeded.
     """
     failures: dict[int, VolsegError] = {}
 
     def take(fold: Fold, worker: Worker) -> None:
         if worker.process.returncode == 0:
-            on_finished(fold, worker.seconds)
+            on_finished(fold)
         else:
             failures[fold.number] = ParallelError(worker.describe_end(str(worker.log)))
             logger.error("%s", failures[fold.number])
@@ -293,14 +282,13 @@ def _train_folds(
         return failures
     for place, fold in enumerate(waiting, start=1):
         logger.info("fold %d (%d of %d): %s", fold.number, place, len(waiting), fold.folder.path)
-        begin = time.perf_counter()
         try:
             train(fold.config, resume=fold.folder.exists)
         except (NonFiniteLossError, NonFinitePredictionError) as fault:
             logger.error("%s", _tell(fold.number, fault))
             failures[fold.number] = fault
         else:
-            on_finished(fold, time.perf_counter() - begin)
+            on_finished(fold)
     return failures
 
 
@@ -334,15 +322,3 @@ def _require_may_begin(waiting: Sequence[Fold], resume: bool) -> None:
             f"{', '.join(begun)} {'was' if len(begun) == 1 else 'were'} begun and not finished; go on by --resume, or "
             "choose another folder by --output"
         )
-
-
-def _read_seconds(folder: Path) -> dict[int, float]:
-    """Return the seconds of folds from earlier calls."""
-    path = folder / RESULTS
-    if not path.exists():
-        return {}
-    recorded = read_json(path)
-    try:
-        return {fold["fold"]: fold["seconds"] for fold in recorded["folds"] if fold["seconds"] is not None}
-    except (KeyError, TypeError) as fault:
-        raise DataError(f"{path} should give each fold its seconds ({fault!r}); remove the file") from fault

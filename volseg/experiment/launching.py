@@ -38,11 +38,7 @@ def count_workers(config: ExperimentConfig, num_gpus: int | None = None) -> int:
     return config.count_processes(num_gpus, visible)
 
 
-def choose_gpus(
-    config: ExperimentConfig,
-    count: int,
-    words: tuple[str, str] = ("trains each fold", "train one fold after another"),
-) -> Sequence[str | None]:
+def choose_gpus(config: ExperimentConfig, count: int) -> Sequence[str | None]:
     """Return ``count`` values of CUDA_VISIBLE_DEVICES, one per process; None for processes that share the CPU.
 
     Processes share the CPU with ``device: cpu``, for tests.
@@ -53,28 +49,27 @@ def choose_gpus(
         Its device and parallel strategy.
     count : int
         Number of processes.
-    words : (str, str)
-        Description of each process's work, and of the work without processes, for messages.
 
     Raises
     ------
     ConfigError
-        If there are fewer GPUs, or the config uses several for each fold.
+        If there are fewer GPUs, or the config uses several for each process.
     """
     parallel = config.parallel
     several = parallel.strategy in ("spatial", "pipeline") or parallel.devices is not None
     if parallel.num_gpus > 1 or (several and not parallel.is_on_one_device):
         raise ConfigError(
-            f"--gpus {count} {words[0]} on one GPU, but parallel.strategy is {parallel.strategy} with devices "
-            f"{parallel.devices}, on {parallel.num_gpus} GPU(s); leave out --gpus to {words[1]} on all of them"
+            f"--gpus {count} starts processes on one GPU each, but parallel.strategy is {parallel.strategy} with "
+            f"devices {parallel.devices}, on {parallel.num_gpus} GPU(s); leave out --gpus to work on all of them "
+            "together"
         )
     if config.device == "cpu":
         return [None] * count
     visible = count_gpus()
     if not visible:
         raise ConfigError(
-            f"--gpus {count} asks for more than the 0 GPU(s) that are visible; leave it out to {words[1]} on "
-            "the CPU, or have processes share the CPU by --set device=cpu"
+            f"--gpus {count} asks for more than the 0 GPU(s) that are visible; leave it out to work on the CPU, or "
+            "have processes share the CPU by --set device=cpu"
         )
     if visible < count:
         raise ConfigError(f"--gpus {count} asks for more than the {visible} GPU(s) that are visible")
@@ -130,7 +125,7 @@ def train_on(
         _, *command = run_module("volseg", "train", str(config), *arguments)
         launch(command, count_workers(loaded, num_gpus), max_restarts=max_restarts)
     except SignalException as stopped:  # the launcher has passed the signal on and waited
-        from volseg.workflow.interrupts import Interruption  # imports what trains
+        from volseg.workflow.checks import Interruption  # imports what trains
 
         interruption = Interruption()
         interruption.take(stopped.sigval)

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from volseg.config.catalogue import PublicTask, get_public_task
+from volseg.config.registry import read_record
 from volseg.config.schema import ExperimentConfig, NetworkConfig
 from volseg.data.cases import Case, Task
 from volseg.data.readers import read_affine
@@ -60,10 +62,10 @@ class NetworkPlan:
         DataError
             If ``content`` is no plan.
         """
-        match content:
-            case {"spacing": [int() | float() as d, int() | float() as h, int() | float() as w], "network": dict(spec)}:
-                if min(d, h, w) > 0 and isinstance(spec.get("name"), str):
-                    return cls(spacing=(float(d), float(h), float(w)), network=spec)
+        with suppress(ValueError):
+            plan = read_record(cls, content)
+            if min(plan.spacing) > 0 and isinstance(plan.network.get("name"), str):
+                return plan
         raise DataError(f"{file} should hold the spacing and the network of a run; restore it from a copy")
 
 

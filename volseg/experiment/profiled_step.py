@@ -35,7 +35,7 @@ from volseg.parallel.data_parallel import DataParallel
 from volseg.profiling.kernels import AUGMENTATION, MARK, OUTSIDE
 from volseg.profiling.places import PlacedRuns, PlaceWatch
 from volseg.workflow.hooks import Hook
-from volseg.workflow.randomness import seed_everything
+from volseg.workflow.precision import seed_everything
 from volseg.workflow.training import Training
 
 WARM_UP = 5
@@ -164,8 +164,6 @@ class _Batches:
     def __init__(self, batches: EpochBatches) -> None:
         self._batches = batches
         self.batch_size = getattr(batches, "batch_size", None)
-        self.seconds = 0.0
-        """Seconds that the training has waited for batches."""
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -174,10 +172,8 @@ class _Batches:
         """Yield the batches of an epoch."""
         made = self._batches.epoch(number, start=start)
         while True:
-            begin = time.perf_counter()
             with record_function(f"{MARK}{AUGMENTATION}"):
                 batch = next(made, None)
-            self.seconds += time.perf_counter() - begin
             if batch is None:
                 return
             yield batch
@@ -212,15 +208,13 @@ class _Watching(Hook):
             return
         self._marks.close()
         done = training.position // self._accumulate
-        batches = training.batches
-        assert isinstance(batches, _Batches)
         if done == WARM_UP:
             self._wait()
-            self._begin, self._waited = time.perf_counter(), batches.seconds
+            self._begin, self._waited = time.perf_counter(), training.seconds_of_epoch[1]
         elif done == WARM_UP + self._steps:
             self._wait()
             self.seen.seconds = (time.perf_counter() - self._begin) / self._steps
-            self.seen.batch_seconds = (batches.seconds - self._waited) / self._steps
+            self.seen.batch_seconds = (training.seconds_of_epoch[1] - self._waited) / self._steps
             self._start(training)
             self._begin = time.perf_counter()
         elif done == WARM_UP + 2 * self._steps:

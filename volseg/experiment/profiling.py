@@ -45,8 +45,7 @@ from volseg.profiling.report import DevicePeaks, ProfileReport
 from volseg.profiling.table import advise, describe_limit
 from volseg.profiling.trace_file import read_trace, replace_replayed
 from volseg.reporting.profile import write_profile
-from volseg.workflow.precision import Precision, choose_dtype
-from volseg.workflow.randomness import deterministic
+from volseg.workflow.precision import Precision, choose_dtype, deterministic
 
 TRACE, TABLE = "trace.json.gz", "profile.json"
 
@@ -209,6 +208,7 @@ def _profile_here(config: ExperimentConfig, facts: DataFacts, steps: int, *, on_
     join_processes(config)
     built = build_profiled(config, facts, steps)
     dtype = Precision.choose(config.training.precision, built.device).dtype
+    mesh = build_candidate(built.config, built.config.mesh(count_launched()), 1)
     if on_gpu:
         seen, kernels, matched, layer_classes = watch_replays(built, steps)
         work = [] if followed is None else followed.work
@@ -234,7 +234,7 @@ def _profile_here(config: ExperimentConfig, facts: DataFacts, steps: int, *, on_
         shape=seen.shape,
         device=torch.cuda.get_device_name(built.device) if on_gpu else "cpu",
         source="measured",
-        parallel=_name_mesh(built.config),
+        parallel=name_candidate(mesh).replace("one GPU", "one device"),
         recorded=on_gpu and seen.is_recorded,
         not_recorded=not_recorded,
         step_seconds=seen.seconds,
@@ -289,12 +289,6 @@ def compute_peaks(gpu: GpuKind, dtype: torch.dtype) -> DevicePeaks:
     """Return the peak rates of a kind of GPU in a precision."""
     flops = gpu.peaks.full if dtype is torch.float32 else gpu.peaks.half
     return DevicePeaks(bytes_per_second=gpu.peaks.bandwidth, flops_per_second=flops, source=gpu.source)
-
-
-def _name_mesh(config: ExperimentConfig) -> str:
-    count = count_launched()
-    name = name_candidate(build_candidate(config, config.mesh(count), 1))
-    return name.replace("one GPU", "one device")
 
 
 def _put_together(

@@ -7,7 +7,7 @@ which meta tensors lack, runs on the smallest volume that it takes.
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from volseg.config.registry import explain_import
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
-from volseg.data.labels import num_indices
 from volseg.errors import ConfigError, VolsegError
+from volseg.inference.window_step import full_logits
 from volseg.models import FitGrid
 from volseg.models.grids import run_on_copies
-from volseg.workflow.named import Named
-from volseg.workflow.objective import Objective
+from volseg.workflow.named import Named, Objective, require_mean
 
 logger = logging.getLogger(__name__)
 
@@ -30,28 +29,28 @@ logger = logging.getLogger(__name__)
 SIDES = (16, 16, 16)
 """Sides of the volumes for a trial of losses, in voxels."""
 
-SAMPLES = 2
+SAMPLES = 3
 
 
 class OneOutput(nn.Module):
-    """A network with several outputs, reduced to one of them.
+    """A network as the function from a volume to its logits.
 
     Parameters
     ----------
-    model : callable
-        Returns a tuple or list.
-    index : int
-        Index of the output.
+    model : nn.Module
+        It may return several outputs, or several heads.
+    index : int, optional
+        Index of the logits among the outputs; None for a single output.
     """
 
-    def __init__(self, model: Callable[[Tensor], Any], index: int) -> None:
+    def __init__(self, model: nn.Module, index: int | None) -> None:
         super().__init__()
-        self.model = model
-        self.index = index
+        self.model, self.index = model, index
 
-    def forward(self, image: Tensor) -> Any:
-        """Return the output for ``image`` (B, C, D, H, W)."""
-        return self.model(image)[self.index]
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the logits (B, K, D, H, W) of volumes (B, C, D, H, W)."""
+        output = self.model(image)
+        return full_logits(output if self.index is None else output[self.index])
 
 
 def rehearse_network(network: FitGrid, config: ExperimentConfig, task: Task) -> dict[str, Any]:
@@ -107,8 +106,10 @@ def _run_once(network: FitGrid, name: str, num_channels: int, patch: Sequence[in
         network.train(mode)
 
 
-def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -> None:
-    """Compute every loss once on random volumes.
+def rehearse_losses(
+    objective: Objective, made: Mapping[str, Any], num_channels: int, *, is_shared: bool = False
+) -> None:
+    """Compute every loss once on random volumes, whose samples differ in their share of each class.
 
     Parameters
     ----------
@@ -116,19 +117,24 @@ def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -
         Losses on the CPU.
     made : mapping
         Outputs of the network, by name; see `rehearse_network`.
-    task : Task
-        Task with channels and labels.
+    num_channels : int
+        Channels of an image.
+    is_shared : bool
+        Whether replicas share a batch: each loss must then be a mean over its samples.
 
     Raises
     ------
     ConfigError
-        If a loss raises an error or returns no number, with its message.
+        If a loss raises an error or returns no number, with its message, or is no such mean.
     """
-    generator = torch.Generator().manual_seed(0)
-    label = torch.randint(num_indices(task), (SAMPLES, 1, *SIDES), generator=generator)
+    generator, targets = torch.Generator().manual_seed(0), objective.targets
+    logits = made["logits"][0] if isinstance(made["logits"], list | tuple) else made["logits"]
+    count = logits.shape[1] if targets is None else targets.num_indices
+    label = torch.randint(count, (SAMPLES, 1, *SIDES), generator=generator)
+    kept = torch.rand(label.shape, generator=generator) < torch.arange(SAMPLES).view(-1, 1, 1, 1, 1) / SAMPLES
     fields: dict[str, Any] = {
-        "image": torch.randn(SAMPLES, task.num_inputs, *SIDES, generator=generator),
-        "label": label.to(torch.uint8),
+        "image": torch.randn(SAMPLES, num_channels, *SIDES, generator=generator),
+        "label": (label * kept).to(torch.uint8),
         **{name: _draw_like(value, generator) for name, value in made.items()},
     }
     for loss in objective.losses:
@@ -144,6 +150,8 @@ def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -
         for value in values.values():
             if not (isinstance(value, Tensor) and value.numel() == 1):
                 raise ConfigError(f"loss {loss.title} must give one number, got {_describe(value)}")
+        if is_shared:
+            require_mean(loss, fields, SAMPLES)
 
 
 def _draw_like(value: Any, generator: torch.Generator, level: int = 0) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from torch import Tensor, nn
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.checkpointing.state import EpochRecord
@@ -21,12 +20,10 @@ from volseg.data.checks.kinds import Problem, Remark
 from volseg.data.checks.reading import read_case, summarise_remarks
 from volseg.data.readers import read_volume
 from volseg.data.threads import map_in_threads
-from volseg.errors import VolsegError
 from volseg.evaluation.scoring import published_results
 from volseg.evaluation.summary import Summary, read_structure
 from volseg.experiment.cases import PatientReport
 from volseg.experiment.placement.placed_network import build_plain_network
-from volseg.experiment.rehearsing import rehearse_network
 from volseg.files import replacing
 from volseg.formatting import format_duration, format_table
 from volseg.monitoring.pictures import draw_example
@@ -36,7 +33,7 @@ from volseg.reporting import NAME, write_brief, write_report
 from volseg.reporting.reading import OVERLAYS, TOLD, list_component_files, read_scores
 from volseg.reporting.run import name_components
 from volseg.reporting.sections import choose_extremes
-from volseg.workflow.interrupts import StopRequested
+from volseg.workflow.checks import StopRequested
 from volseg.workflow.validation import Example, Validated, make_example
 
 logger = logging.getLogger(__name__)
@@ -143,45 +140,11 @@ def dice_table(summary: Summary, task: Task) -> str:
 
 
 def describe_network(config: ExperimentConfig, task: Task) -> str:
-    """Return a Markdown table of a config's network, as it runs on one patch.
-
-    A separate copy is built for the table and run without values: the network in training, which is placed, cut or
-    compiled by now, is not touched.
-    """
+    """Return the modules of a config's network, as torch prints them, and its number of parameters."""
     with own_random_numbers([]):
         network = build_plain_network(config, task)
-        shapes: dict[int, str] = {}
-
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            del inputs
-            shapes.setdefault(id(module), _describe(output))
-
-        handles = [module.register_forward_hook(note) for module in network.modules()]
-        try:
-            rehearse_network(network, config, task)
-            remark = "Shapes are those of a batch of one."
-        except VolsegError as fault:
-            remark = f"Shapes are not known: {fault}"
-        finally:
-            for handle in handles:
-                handle.remove()
     total = sum(parameter.numel() for parameter in network.parameters())
-    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-    rows = [("module", "type", "parameters", "output")]
-    for name, module in network.named_modules():
-        count = sum(parameter.numel() for parameter in module.parameters())
-        rows.append((name or "(network)", type(module).__name__, f"{count:,}", shapes.get(id(module), "")))
-    about = f"{config.network.name}: {total:,} parameters, {trained:,} of them trained. {remark}"
-    return f"{about}\n\n{format_table(rows)}"
-
-
-def _describe(output: Any) -> str:
-    """Return the shapes of an output."""
-    if isinstance(output, Tensor):
-        return " x ".join(map(str, output.shape))
-    if isinstance(output, list | tuple):
-        return ", ".join(map(_describe, output))
-    return type(output).__name__
+    return f"{config.network.name}: {total:,} parameters\n\n```text\n{network}\n```"
 
 
 # Pictures of the best and the worst validated cases, drawn while the data are available: reports may come later.

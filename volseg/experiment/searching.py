@@ -82,8 +82,6 @@ LOOK_SECONDS = 1.0
 STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
 """State of a trial, by Optuna's name."""
 
-TRIALS = ("trains each trial", "train one trial after another")
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedTrial(PlannedRun):
@@ -152,7 +150,7 @@ def search(
             _require_metric(metric, load(setting), task)
         except ConfigError as fault:
             raise ConfigError(f"{over}: {fault}") from fault
-    places = choose_gpus(base, gpus, TRIALS) if gpus > 1 else [None]
+    places = choose_gpus(base, gpus) if gpus > 1 else [None]
     command = ["search", str(config), "--over", str(over), *(part for each in overrides for part in ("--set", each))]
     command += ["--gpus", str(gpus), "--metric", metric, *(["--minimize"] if minimize else []), "--pruner", pruner]
     command += components_arguments()

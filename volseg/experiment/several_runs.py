@@ -29,8 +29,8 @@ from volseg.experiment.cases import choose_split, list_given_splits
 from volseg.experiment.own_components import components_arguments
 from volseg.parallel.devices import is_launched
 from volseg.parallel.processes.workers import Worker, WorkerPool, run_queue
+from volseg.workflow.checks import catch_signals
 from volseg.workflow.hooks import Patience
-from volseg.workflow.interrupts import catch_signals
 
 logger = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
 from volseg.reporting.reading import TOLD
 from volseg.workflow.hooks import Checkpoints, ForgetOldSizes, Hook, Patience
-from volseg.workflow.randomness import deterministic, seed_everything
+from volseg.workflow.precision import deterministic, seed_everything
 from volseg.workflow.training import Score, Training
 from volseg.workflow.validation import Validated
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_tiles import takes
-from volseg.inference import triton_blending
+from volseg.inference import triton_prediction
 from volseg.inference.window_step import WindowStep
 from volseg.inference.windows import BlendPlan, Layer, Region
 
@@ -131,7 +131,7 @@ def add_window(
         Dims along which the window is mirrored: -3, -2, -1.
     """
     if takes(blend):
-        triton_blending.add_window(blend, window, importance, first, axis, link, flips)
+        triton_prediction.add_window(blend, window, importance, first, axis, link, flips)
         return
     window = LINKS[link](window.flip(tuple(flips)) if flips else window).mul_(importance)
     spans = [

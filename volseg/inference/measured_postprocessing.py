@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from volseg.data.cases import Task, list_values
 from volseg.data.readers import read_label, read_volume
 from volseg.errors import DataError, GridError
-from volseg.evaluation.overlap import evaluate_case
-from volseg.inference.postprocessing import Changes, Postprocessing, Step
+from volseg.evaluation.overlap import LabelMap, evaluate_case
+from volseg.inference.postprocessing import Postprocessing, Step
 from volseg.version import __version__
 
 RULE = "a step is kept if the mean Dice over the structures rises and that of no structure falls"
@@ -147,26 +147,22 @@ def measure_postprocessing(
     held = [_HeldCase.read(prediction, task, order) for prediction in predictions]
     kept: list[Step] = []
     tried = []
-    before = _list_dice(held)
+    before = _average_dice(held)
     for name, step in show(_list_steps(task)):
-        changes = [case.find_changes(order, step) for case in held]
-        found = [case if changed is None else case.after(changed) for case, changed in zip(held, changes, strict=True)]
-        sizes = [len(changed.old) for changed in changes if changed is not None]
+        changed = [case.change(order, step) for case in held]
+        counts = [count for _, count in changed if count]
         attempt = TriedStep(
             step=step,
             name=name,
             before=before,
-            after=_list_dice(found),
-            changed_cases=len(sizes),
-            changed_voxels=sum(sizes),
+            after=_average_dice([case for case, _ in changed]),
+            changed_cases=len(counts),
+            changed_voxels=sum(counts),
         )
         tried.append(attempt)
         if attempt.is_kept:
             kept.append(step)
-            held = [
-                case if changed is None else case.holding(changed) for case, changed in zip(found, changes, strict=True)
-            ]
-            before = attempt.after
+            held, before = [case for case, _ in changed], attempt.after
     return MeasuredPostprocessing(
         postprocessing=replace(order, steps=tuple(kept)),
         names=tuple(task.structures.values()),
@@ -190,82 +186,66 @@ def _list_steps(task: Task) -> list[tuple[str, Step]]:
 class _HeldCase:
     """A prediction and its label, compressed to a hundredth, so that all cases fit into memory."""
 
+    files: Judged
+    task: Task
     shape: tuple[int, ...]
     dtype: np.dtype
     prediction: bytes
     reference: bytes
-    structures: tuple[tuple[int, ...], ...]
-    ignore: int | None
-    counts: NDArray[np.float64]
-    """``(structures, 3)``: voxels in both, in the prediction, in the reference; NaN for an unannotated structure."""
+    """Of int32: the reference may also hold the ignored value."""
+    dice: tuple[float, ...]
+    """Dice of each structure; NaN for one that is not annotated, or in neither volume."""
 
     @classmethod
     def read(cls, files: Judged, task: Task, order: Postprocessing) -> "_HeldCase":
         prediction = read_volume(files.prediction)
         reference = read_label(files.reference, prediction, task)
         try:
-            metrics = evaluate_case(
-                prediction,
-                reference,
-                task.structures,
-                ignore=task.ignore,
-                values=task.class_values,
-                labelled=files.labelled,
-            )
+            dice = _measure_dice(prediction, reference, files, task)
             voxels = order.require_values(prediction)
         except (DataError, GridError) as fault:
             raise type(fault)(f"{files.prediction} and {files.reference}: {fault}") from fault
-        found = [metrics[key] for key in task.structures]
         return cls(
+            files=files,
+            task=task,
             shape=voxels.shape,
             dtype=voxels.dtype,
             prediction=_pack(voxels),
-            # The reference may also hold the ignored value.
-            reference=_pack(reference.numpy(force=True).reshape(voxels.shape).astype(np.int32)),
-            structures=order.structures,
-            ignore=task.ignore,
-            counts=np.array([[one["TP"], one["n_pred"], one["n_ref"]] for one in found], dtype=np.float64),
+            reference=_pack(reference.numpy(force=True).astype(np.int32)),
+            dice=dice,
         )
 
-    def find_changes(self, order: Postprocessing, step: Step) -> Changes | None:
-        return order.find_changes(self._unpack(self.prediction, self.dtype), step)
-
-    def after(self, changes: Changes) -> "_HeldCase":
-        """Return the case with its counts after the changes; the voxels stay unchanged."""
-        reference = self._unpack(self.reference, np.dtype(np.int32))[changes.box][changes.where]
-        judged = slice(None) if self.ignore is None else reference != self.ignore
-        old, new, of = changes.old[judged], changes.new[judged], reference[judged]
-        counts = self.counts.copy()
-        for row, values in zip(counts, self.structures, strict=True):
-            was, is_now, should_be = (np.isin(voxels, values) for voxels in (old, new, of))
-            row[0] += int((is_now & should_be).sum()) - int((was & should_be).sum())
-            row[1] += int(is_now.sum()) - int(was.sum())
-        return replace(self, counts=counts)
-
-    def holding(self, changes: Changes) -> "_HeldCase":
-        """Return the case with its prediction changed."""
+    def change(self, order: Postprocessing, step: Step) -> tuple["_HeldCase", int]:
+        """Return the case after a step, and the number of changed voxels."""
         voxels = self._unpack(self.prediction, self.dtype).copy()
-        voxels[changes.box][changes.where] = changes.new
-        return replace(self, prediction=_pack(voxels))
-
-    def list_dice(self) -> NDArray[np.float64]:
-        """Return the Dice of each structure; NaN if neither volume has the structure."""
-        both, predicted, there = self.counts.T
-        total = predicted + there
-        return np.divide(2 * both, total, out=np.full(len(total), np.nan), where=total > 0)
+        if not (count := order.apply(voxels, step)):
+            return self, 0
+        dice = _measure_dice(voxels, self._unpack(self.reference, np.dtype(np.int32)), self.files, self.task)
+        return replace(self, prediction=_pack(voxels), dice=dice), count
 
     def _unpack(self, packed: bytes, dtype: np.dtype) -> NDArray[Any]:
         return np.frombuffer(zlib.decompress(packed), dtype=dtype).reshape(self.shape)
+
+
+def _measure_dice(prediction: LabelMap, reference: LabelMap, files: Judged, task: Task) -> tuple[float, ...]:
+    metrics = evaluate_case(
+        prediction,
+        reference,
+        task.structures,
+        ignore=task.ignore,
+        values=task.class_values,
+        labelled=files.labelled,
+    )
+    return tuple(metrics[key]["Dice"] for key in task.structures)
 
 
 def _pack(voxels: NDArray[Any]) -> bytes:
     return zlib.compress(np.ascontiguousarray(voxels).data, level=1)
 
 
-def _list_dice(cases: Sequence[_HeldCase]) -> tuple[float, ...]:
+def _average_dice(cases: Sequence[_HeldCase]) -> tuple[float, ...]:
     """Return the mean Dice of each structure over the cases."""
-    per_case = np.array([case.list_dice() for case in cases])
-    return tuple(_average(column) for column in per_case.T.tolist())
+    return tuple(_average(column) for column in zip(*(case.dice for case in cases), strict=True))
 
 
 def _average(values: Sequence[float]) -> float:

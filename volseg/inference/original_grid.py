@@ -17,7 +17,7 @@ from torch import Tensor
 
 from volseg.device.triton_tiles import takes
 from volseg.errors import ConfigError, GridError
-from volseg.inference import triton_decision
+from volseg.inference import triton_prediction
 from volseg.inference.sampling import Aligned, Box, Held, Oblique, Place, Sampling, sample_grid
 from volseg.transforms.grid import Grid
 
@@ -155,7 +155,7 @@ class Decision:
         fused = isinstance(self.sampling, Aligned) and self.probabilities is None and takes(held.values)
         if fused and not (self.rule.of_logits and self.entropy is not None):
             assert isinstance(self.sampling, Aligned)
-            found = triton_decision.decide(
+            found = triton_prediction.decide(
                 self.sampling, held, cells, self.rule.table(held.values.device), self.rule.dtype,
                 regions=self.rule.regions, entropy=self.entropy is not None,
             )  # fmt: skip

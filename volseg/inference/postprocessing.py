@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from monai.data import MetaTensor
 from numpy.typing import NDArray
-from scipy.ndimage import generate_binary_structure, label
+from scipy.ndimage import find_objects, generate_binary_structure, label
 from torch import Tensor
 
 from volseg.config.nearest import did_you_mean
+from volseg.config.registry import read_record
 from volseg.data.cases import Task, list_values
 from volseg.data.json_files import read_json
 from volseg.errors import ConfigError, DataError
@@ -32,8 +33,6 @@ from volseg.files import replacing
 
 FORMAT = 1
 """Format of ``postprocessing.json``; other formats are refused."""
-
-OPERATIONS = ("keep_largest", "fill_holes")
 
 FULL = generate_binary_structure(3, 3)
 """26 neighbours."""
@@ -55,17 +54,6 @@ class Step:
 
     operation: Literal["keep_largest", "fill_holes"]
     values: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Changes:
-    """The voxels that a step changes, in memory order."""
-
-    box: tuple[slice, ...]
-    where: NDArray[np.bool_]
-    """Mask ``(d, h, w)`` in the box."""
-    old: Voxels
-    new: Voxels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,15 +117,12 @@ class Postprocessing:
                 "`volseg postprocess`"
             )
         try:
-            steps = tuple(Step(operation=step["operation"], values=tuple(step["values"])) for step in content["steps"])
-            read = cls(
-                labels=tuple(content["labels"]),
-                structures=tuple(tuple(values) for values in content["structures"]),
-                painted=tuple(content["painted"]),
-                steps=steps,
-            )
-        except (KeyError, TypeError) as fault:
-            raise DataError(f"{path} is no postprocessing.json as volseg writes it: {fault!r}") from fault
+            read = read_record(cls, {name: content[name] for name in ("labels", "structures", "painted", "steps")})
+        except (KeyError, ValueError) as fault:
+            raise DataError(
+                f"{path} is no postprocessing.json as volseg writes it ({fault}); write it again by `volseg "
+                "postprocess`"
+            ) from fault
         read._require_sound(path)
         return read
 
@@ -161,8 +146,7 @@ class Postprocessing:
             return label_map
         voxels = self.require_values(label_map)
         for step in self.steps:
-            if (changes := self.find_changes(voxels, step)) is not None:
-                voxels[changes.box][changes.where] = changes.new
+            self.apply(voxels, step)
         is_narrow = label_map.dtype == torch.uint8 and max(self.labels) > 255
         dtype = torch.int32 if is_narrow else label_map.dtype
         changed = torch.from_numpy(voxels).reshape(label_map.shape).to(label_map.device, dtype)
@@ -186,19 +170,17 @@ class Postprocessing:
             )
         return voxels.astype(np.uint8 if max(self.labels) <= 255 else np.int32)
 
-    def find_changes(self, voxels: Voxels, step: Step) -> Changes | None:
-        """Return the changes of a step in a label map ``(D, H, W)``, or None."""
+    def apply(self, voxels: Voxels, step: Step) -> int:
+        """Change a label map ``(D, H, W)`` by a step, in place; return the number of changed voxels."""
         mask = np.isin(voxels, step.values)
-        if (box := _find_box(mask)) is None:
-            return None
-        inner = mask[box]
-        where = _find_strays(inner) if step.operation == "keep_largest" else _find_holes(inner)
-        old = voxels[box][where]
-        new = self._list_replacements(step)[np.searchsorted(self.labels, old)].astype(voxels.dtype)
-        if not (changed := old != new).any():
-            return None
-        where[where] = changed
-        return Changes(box=box, where=where, old=old[changed], new=new[changed])
+        for box in find_objects(mask.view(np.int8)):  # the box around the mask, if it is not empty
+            inner = mask[box]
+            where = _find_strays(inner) if step.operation == "keep_largest" else _find_holes(inner)
+            old = voxels[box][where]
+            new = self._list_replacements(step)[np.searchsorted(self.labels, old)]
+            voxels[box][where] = new
+            return int((old != new).sum())
+        return 0
 
     def _list_replacements(self, step: Step) -> Voxels:
         """Return the replacement of each label by a step."""
@@ -225,27 +207,13 @@ class Postprocessing:
 
     def _require_sound(self, path: str | Path) -> None:
         sound = list(self.labels) == sorted(set(self.labels)) and 0 in self.labels and self.structures
-        known = all(
-            step.operation in OPERATIONS and step.values and set(step.values) <= set(self.labels) - {0}
-            for step in self.steps
-        )
+        known = all(step.values and set(step.values) <= set(self.labels) - {0} for step in self.steps)
         within = all(set(values) <= set(self.labels) for values in self.structures)
         if not (sound and known and within):
             raise DataError(
-                f"{path} has steps {list(self.steps)} for the labels {list(self.labels)}; needed: operations of "
-                f"{', '.join(OPERATIONS)} on those labels. Write it again by `volseg postprocess`"
+                f"{path} has steps {list(self.steps)} for the labels {list(self.labels)}; needed: operations on those "
+                "labels. Write it again by `volseg postprocess`"
             )
-
-
-def _find_box(mask: NDArray[np.bool_]) -> tuple[slice, ...] | None:
-    """Return the smallest box around a mask, or None for an empty mask."""
-    box = []
-    for axis in range(mask.ndim):
-        (places,) = np.nonzero(mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)))
-        if not len(places):
-            return None
-        box.append(slice(int(places[0]), int(places[-1]) + 1))
-    return tuple(box)
 
 
 def _find_strays(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:

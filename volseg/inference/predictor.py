@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import RLock
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from volseg.errors import BatchFieldError, ConfigError, NonFinitePredictionError
 from volseg.inference.original_grid import Also, Decision, LabelRule, Prediction, WayBack
 from volseg.inference.streaming import Streamer, pad_shape
-from volseg.inference.window_step import Model, WindowStep, choose_windows_per_step, full_logits, record_models
+from volseg.inference.window_step import Model, WindowStep, choose_windows_per_step, record_models
 from volseg.inference.windows import MONAI, Windowing
 
-__all__ = ["Model", "Predictor", "SharedPredictor", "explain_not_finite", "full_logits"]
-
+Item = TypeVar("Item")
 
 PASSES_UNTIL_RECORDED = 3
 """Passes of a `RecordedModel`: two without a recording, and the captured pass."""
@@ -164,8 +163,7 @@ class Predictor:
         OutOfMemoryError
             If the memory of even one window does not fit.
         """
-        ((_, prediction),) = self.stream([case])
-        return prediction.labels
+        return self.predict([case])[0].labels
 
     def stream(
         self,
@@ -181,15 +179,28 @@ class Predictor:
         it. Cases are yielded in the order in which their groups fill, which may differ from the input order. ``also``
         requests ``entropy`` and ``probabilities``; the latter take K times the image's voxels in float32.
         """
-        for group in _group_equal_sizes(cases, lambda case: pad_shape(case[field].shape[-3:], self.window), batch_size):
-            images = [_require_volume(case, field) for case in group]
-            with self._applied(images[0]) as streamer:
-                predictions = streamer.predict(images, also)
-            for case, image, prediction in zip(group, images, predictions, strict=True):
-                if prediction is None:
-                    raise NonFinitePredictionError(explain_not_finite(case, image, self.autocast))
-                yield case, self.finish(prediction)
-            del group, images, predictions, case, image, prediction  # or they stay alive during the next read
+        for group in group_equal_sizes(cases, lambda case: pad_shape(case[field].shape[-3:], self.window), batch_size):
+            yield from zip(group, self._predict_each(group, field, also), strict=True)
+            del group  # or it stays alive during the next read
+
+    def predict(self, cases: Sequence[Mapping[str, Any]], *, also: Collection[Also] = ()) -> list[Prediction]:
+        """Return the predictions of cases of one padded shape, on the CPU; see `stream`."""
+        return list(self._predict_each(cases, "image", also))
+
+    def _predict_each(
+        self, cases: Sequence[Mapping[str, Any]], field: str, also: Collection[Also]
+    ) -> Iterator[Prediction]:
+        images = [_require_volume(case, field) for case in cases]
+        with self._applied(images[0]) as streamer:
+            found = streamer.predict(images, also)
+        for case, image, prediction in zip(cases, images, found, strict=True):
+            yield self._finish(case, image, prediction)
+
+    def _finish(self, case: Mapping[str, Any], image: Tensor, prediction: Prediction | None) -> Prediction:
+        """Return `finish`'s prediction; raise if there is none, because a probability was not finite."""
+        if prediction is None:
+            raise NonFinitePredictionError(explain_not_finite(case, image, self.autocast))
+        return self.finish(prediction)
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``.
@@ -293,19 +304,19 @@ def evaluating(models: Iterable[Model]) -> Iterator[None]:
                 module.training = mode
 
 
-def _group_equal_sizes(
-    cases: Iterable[Mapping[str, Any]], shape_of: Callable[[Mapping[str, Any]], tuple[int, ...]], batch_size: int
-) -> Iterator[list[Mapping[str, Any]]]:
-    """Group cases of equal shape, ``batch_size`` together; only a few incomplete groups wait."""
-    waiting: dict[tuple[int, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for case in cases:
-        shape = shape_of(case)
-        waiting[shape].append(case)
-        if len(waiting[shape]) == batch_size:
-            yield waiting.pop(shape)
+def group_equal_sizes(
+    items: Iterable[Item], size_of: Callable[[Item], tuple[int, ...]], batch_size: int
+) -> Iterator[list[Item]]:
+    """Group items of equal size, ``batch_size`` together; only a few incomplete groups wait."""
+    waiting: dict[tuple[int, ...], list[Item]] = defaultdict(list)
+    for item in items:
+        size = size_of(item)
+        waiting[size].append(item)
+        del item
+        if len(waiting[size]) == batch_size:
+            yield waiting.pop(size)
         elif sum(map(len, waiting.values())) >= 4 * batch_size:
-            yield waiting.pop(next(iter(waiting)))  # the shape that has waited longest
-        del case
+            yield waiting.pop(next(iter(waiting)))  # the size that has waited longest
     yield from waiting.values()
 
 
@@ -344,64 +355,51 @@ def _require_volume(case: Mapping[str, Any], field: str) -> MetaTensor:
 # device; all labels go into one label map on the CPU.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SharedPredictor:
     """Predictors on different devices, each with its own copy of the models."""
 
-    predictors: Sequence[Predictor]
-
-    def __post_init__(self) -> None:
-        if not self.predictors or self.predictors[0].window is None:
+    def __init__(self, predictors: Sequence[Predictor]) -> None:
+        if not predictors or predictors[0].window is None:
             raise ConfigError(
                 "a volume is cut over devices along its windows, and inference.window is null; predict it on one "
                 "device, or set a window"
             )
+        self.predictors = predictors
+        self._is_warm = False
 
     @property
     def device(self) -> torch.device | str | None:
         """Device that prepares images: that of the first predictor."""
         return self.predictors[0].device
 
-    def stream(
-        self,
-        cases: Iterable[Mapping[str, Any]],
-        *,
-        batch_size: int = 1,
-        field: str = "image",
-        also: Collection[Also] = (),
-    ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
-        """Yield each case with its prediction, on the CPU, one after the other; see `Predictor.stream`."""
-        del batch_size  # batches are for small volumes, which do not fill several devices
-        first, is_warm = self.predictors[0], False
+    def predict(self, cases: Sequence[Mapping[str, Any]], *, also: Collection[Also] = ()) -> list[Prediction]:
+        """Return the predictions of cases, on the CPU, one after the other; see `Predictor.stream`."""
+        return [self._predict(case, also) for case in cases]
+
+    def _predict(self, case: Mapping[str, Any], also: Collection[Also]) -> Prediction:
+        first, image = self.predictors[0], case["image"]
+        if not self._is_warm:
+            # Before threads start: work of other threads must not break a capture.
+            for predictor in self.predictors:
+                with _select(predictor) as device:
+                    if device.type == "cuda":
+                        predictor.warm_up(image)
+            self._is_warm = True
+        volumes = first.begin(image, also)
+
+        def predict_part(number: int) -> Prediction | None:
+            predictor = self.predictors[number]
+            with _select(predictor):
+                return predictor.predict_share(image, (number, len(self.predictors)), also, volumes)
+
         with ThreadPoolExecutor(len(self.predictors), "share") as threads:
-            for case in cases:
-                image = case[field]
-                if not is_warm:
-                    self._warm_up(image)
-                    is_warm = True
-                volumes = first.begin(image, also)
-                parts = [
-                    threads.submit(self._predict_part, number, image, also, volumes)
-                    for number in range(len(self.predictors))
-                ]
-                found = [part.result() for part in parts]
-                if any(prediction is None for prediction in found) or found[0] is None:
-                    raise NonFinitePredictionError(explain_not_finite(case, image, first.autocast))
-                yield case, first.finish(found[0])
-                del case, image, volumes, found, parts  # or they stay alive during the next read
+            found = list(threads.map(predict_part, range(len(self.predictors))))
+        return first._finish(case, image, None if None in found else found[0])
 
-    def _warm_up(self, image: MetaTensor) -> None:
-        """Record the network on each GPU before threads start: work of other threads must not break a capture."""
-        for predictor in self.predictors:
-            device = torch.device(predictor.device or "cpu")
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    predictor.warm_up(image)
 
-    def _predict_part(
-        self, number: int, image: MetaTensor, also: Collection[Also], volumes: Decision
-    ) -> Prediction | None:
-        predictor = self.predictors[number]
-        device = torch.device(predictor.device or "cpu")
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return predictor.predict_share(image, (number, len(self.predictors)), also, volumes)
+@contextmanager
+def _select(predictor: Predictor) -> Iterator[torch.device]:
+    """Make a predictor's device the current one."""
+    device = torch.device(predictor.device or "cpu")
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield device

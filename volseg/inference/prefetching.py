@@ -10,28 +10,39 @@ Decompression, resampling and compression release Python's lock, so threads suff
 volume. The model runs in the caller's thread, which receives signals and captures graphs.
 """
 
+import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from monai.data import MetaTensor
+
+from volseg.data.case_store.preprocessed import Preprocessing, preprocess
 from volseg.fields import Case
 from volseg.inference.original_grid import Prediction
+from volseg.inference.predictor import group_equal_sizes
+from volseg.inference.streaming import count_free_bytes
+from volseg.transforms.preprocessing import Preprocessing as Composed
 
-Predict = Callable[[Iterable[Case]], Iterator[tuple[Mapping[str, Any], Prediction]]]
-"""`Predictor.stream`, or a ``functools.partial`` of it with a batch size."""
+logger = logging.getLogger(__name__)
+
+Predict = Callable[[Sequence[Case]], Sequence[Prediction]]
+"""`Predictor.predict`, or a ``functools.partial`` of it."""
+
+Ends = tuple[type[Exception], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CaseOutcome:
     """A case in progress, and finally its outcome: a file or an error."""
 
-    number: int
     case: Case
     """The input case, with paths."""
     prepared: Case | None = None
@@ -60,16 +71,17 @@ def overlapped(
     write: Callable[[Case, Prediction], Path],
     *,
     finish: Callable[[Case], Case] | None = None,
-    ends: tuple[type[Exception], ...] = (),
+    batch_size: int = 1,
+    size_of: Callable[[Case], tuple[int, ...]] = lambda _: (),
+    ends: Ends = (),
 ) -> Iterator[CaseOutcome]:
     """Predict cases and yield their outcomes; reading, computing and writing overlap.
 
     An error of one case is its outcome; the other cases go on. If a batch of volumes fails, each volume is predicted
-    again by itself, so that the failing case is named. Outcomes come in the order of the cases, as far as ``predict``
-    keeps it, and only while a later case is computed. So a caller that records finished cases, to avoid repetition
-    after a power cut, records them in ``write``. At most three cases are in memory, plus those that ``predict`` holds
-    beyond one. Closing the generator, Ctrl-C and errors end the threads: a file in progress is completed, waiting work
-    is dropped.
+    again by itself, so that the failing case is named. Outcomes come in the order of the cases, as far as batches keep
+    it, and only while a later case is computed. So a caller that records finished cases, to avoid repetition after a
+    power cut, records them in ``write``. At most three cases are in memory, plus those that wait for a batch. Closing
+    the generator, Ctrl-C and errors end the threads: a file in progress is completed, waiting work is dropped.
 
     Parameters
     ----------
@@ -79,20 +91,43 @@ def overlapped(
         Maps a case with paths to a preprocessed case, as `volseg.data.case_store.preprocessed.prepare`; runs in a
         thread.
     predict : callable
-        Maps preprocessed cases to pairs of a case, the same object, and its `Prediction`: `Predictor.stream`.
+        Maps preprocessed cases of one size to their predictions: `Predictor.predict`.
     write : callable
         Maps a preprocessed case and its prediction, which is on the CPU, to the written file; runs in a thread.
     finish : callable, optional
         The rest of the preparation, in the caller's thread: work on the GPU, which no other thread may use.
+    batch_size : int
+        Cases of one size that are predicted together.
+    size_of : callable
+        Size of a preprocessed case.
     ends : tuple of exception types
         Errors of no single case, which end everything: a request to stop, a full disk. Earlier predictions are written
         and yielded, then the error is raised.
     """
+    failed: list[CaseOutcome] = []
+
+    def take() -> Iterator[CaseOutcome]:
+        for work in _read_ahead(cases, prepare, reader, ends):
+            if finish is not None and work.prepared is not None:
+                work = _prepare(work, finish, ends)
+            if work.prepared is None:
+                failed.append(work)
+            else:
+                yield work
+            del work
+
+    def predicted() -> Iterator[CaseOutcome]:
+        for group in group_equal_sizes(take(), lambda work: size_of(work.prepared or {}), batch_size):
+            while failed:
+                yield failed.pop(0)
+            yield from _predict(group, predict, ends)
+        yield from failed
+
     pending: list[Future[CaseOutcome]] = []
     ending: Exception | None = None
     with _thread("reading") as reader, _thread("writing") as writer:
         try:
-            for work in _predict_each(_read_ahead(cases, prepare, reader, ends), finish, predict, ends):
+            for work in predicted():
                 if pending:
                     yield pending.pop().result()
                 pending.append(writer.submit(_write, [work], write, ends))
@@ -122,19 +157,19 @@ def _read_ahead(
     cases: Iterable[Case],
     prepare: Callable[[Case], Case],
     reader: ThreadPoolExecutor,
-    ends: tuple[type[Exception], ...],
+    ends: Ends,
 ) -> Iterator[CaseOutcome]:
     """Yield prepared cases in order; the next case is in progress meanwhile."""
     waiting: deque[Future[CaseOutcome]] = deque()
-    for number, case in enumerate(cases):
-        waiting.append(reader.submit(_prepare, CaseOutcome(number=number, case=case), prepare, ends))
+    for case in cases:
+        waiting.append(reader.submit(_prepare, CaseOutcome(case=case), prepare, ends))
         if len(waiting) > 1:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
 
 
-def _prepare(work: CaseOutcome, prepare: Callable[[Case], Case], ends: tuple[type[Exception], ...]) -> CaseOutcome:
+def _prepare(work: CaseOutcome, prepare: Callable[[Case], Case], ends: Ends) -> CaseOutcome:
     """Return a case after a part of its preparation, or with its error."""
     begin = time.perf_counter()
     try:
@@ -148,114 +183,33 @@ def _prepare(work: CaseOutcome, prepare: Callable[[Case], Case], ends: tuple[typ
     )
 
 
-class _Source:
-    """The cases that a predictor takes, and those that it has not returned yet."""
-
-    def __init__(
-        self,
-        read: Iterator[CaseOutcome],
-        finish: Callable[[Case], Case] | None = None,
-        ends: tuple[type[Exception], ...] = (),
-    ) -> None:
-        self._read, self._finish, self._ends = read, finish, ends
-        self.failed: deque[CaseOutcome] = deque()
-        self.taken: dict[int, CaseOutcome] = {}
-        self.waited = 0.0
-        self.is_at_end = False
-        self.fault: BaseException | None = None
-
-    def take(self) -> Iterator[Case]:
-        """Yield prepared cases; set failed cases aside."""
-        while True:
-            begin = time.perf_counter()
-            try:
-                work = next(self._read, None)
-                if work is not None and work.prepared is not None and self._finish is not None:
-                    work = _prepare(work, self._finish, self._ends)
-            except BaseException as fault:  # not an error of the predictor, though it passes through
-                self.fault = fault
-                raise
-            self.waited += time.perf_counter() - begin
-            if work is None:
-                self.is_at_end = True
-                return
-            if work.prepared is None:
-                self.failed.append(work)
-                continue
-            prepared = work.prepared
-            self.taken[id(prepared)] = work
-            del work
-            yield prepared
-            del prepared
-
-    def fail_before(self, number: int) -> Iterator[CaseOutcome]:
-        """Yield the cases before ``number`` that could not be read."""
-        while self.failed and self.failed[0].number < number:
-            yield self.failed.popleft()
-
-
-def _predict_each(
-    read: Iterator[CaseOutcome],
-    finish: Callable[[Case], Case] | None,
-    predict: Predict,
-    ends: tuple[type[Exception], ...],
-) -> Iterator[CaseOutcome]:
-    """Yield cases with their predictions or faults."""
-    source = _Source(read, finish, ends)
-    while not source.is_at_end:
-        try:
-            for work in _predict_some(source, predict, source.take()):
-                yield from source.fail_before(work.number)
-                yield work
-                del work
-        except ends:
-            raise
-        except Exception as fault:
-            if fault is source.fault or not source.taken:
-                raise
-            begun = sorted(source.taken.values(), key=lambda work: work.number)
-            source.taken.clear()
-            if len(begun) == 1:
-                yield from source.fail_before(begun[0].number)
-                yield begun.pop().fail(fault)
-                continue
-            while begun:
-                work = begun.pop(0)
-                yield from source.fail_before(work.number)
-                yield _predict_alone(work, predict, ends)
-                del work
-    yield from source.failed
-
-
-def _predict_some(source: _Source, predict: Predict, cases: Iterable[Case]) -> Iterator[CaseOutcome]:
-    begin, source.waited = time.perf_counter(), 0.0
-    for prepared, prediction in predict(cases):
-        work = source.taken.pop(id(prepared))
-        if prediction.labels.is_cuda:  # copied here: a thread would wait behind the next case
-            prediction = replace(prediction, labels=prediction.labels.cpu())
-        seconds = {**work.seconds, "compute": time.perf_counter() - begin - source.waited}
-        work = replace(work, prediction=prediction, seconds=seconds)
-        del prepared, prediction
-        yield work
-        del work
-        begin, source.waited = time.perf_counter(), 0.0
-
-
-def _predict_alone(work: CaseOutcome, predict: Predict, ends: tuple[type[Exception], ...]) -> CaseOutcome:
-    source = _Source(iter([work]))
+def _predict(group: list[CaseOutcome], predict: Predict, ends: Ends) -> Iterator[CaseOutcome]:
+    """Yield cases with their predictions, or one by one with the errors of single cases; empty the list."""
+    begin = time.perf_counter()
     try:
-        (done,) = _predict_some(source, predict, source.take())
+        predictions = list(predict([work.prepared for work in group if work.prepared is not None]))
     except ends:
         raise
     except Exception as fault:
-        return work.fail(fault)
-    return done
+        if len(group) == 1:
+            yield group.pop().fail(fault)
+            return
+        predictions = []
+    seconds = time.perf_counter() - begin
+    while group:
+        if predictions:
+            work = group.pop(0)
+            yield replace(work, prediction=predictions.pop(0), seconds={**work.seconds, "compute": seconds})
+            del work
+            seconds = 0.0
+        else:
+            yield from _predict([group.pop(0)], predict, ends)
 
 
 def _write(
     handed: list[CaseOutcome],
     write: Callable[[Case, Prediction], Path],
-    ends: tuple[type[Exception], ...],
+    ends: Ends,
 ) -> CaseOutcome:
     work = handed.pop()  # the executor keeps arguments alive for a moment after completion
     if work.prepared is None or work.prediction is None:
@@ -269,3 +223,57 @@ def _write(
         return work.fail(fault)
     seconds = {**work.seconds, "write": time.perf_counter() - begin}
     return replace(work, file=file, prepared=None, prediction=None, seconds=seconds)
+
+
+# Preprocess an image on the GPU that predicts it: resampling a CT there takes as long as its transfer.
+#
+# The computing thread does this work, since no other thread may use a GPU during a capture. Reductions (means,
+# quantiles) and nearest-voxel sampling stay on the CPU, where the training computed them: a GPU could give other
+# numbers. A resampled voxel may differ in the last bit of float32.
+
+
+BYTES_ON_THE_WAY = 24
+"""Bytes for each voxel that was read: its float32 and float64 values, and two copies of the result."""
+
+LARGEST_PART = 4
+"""Preparation may take a quarter of the free memory, since an image is small beside its windows' memory."""
+
+KEPT_PART = 8
+"""A prepared image stays on the device if it takes at most an eighth of the free memory: windows are cut there."""
+
+
+def suits(preprocessing: Preprocessing, device: torch.device) -> bool:
+    """Return whether a device gives the CPU's results of preprocessing, and is faster."""
+    return device.type != "cpu" and isinstance(preprocessing, Composed) and preprocessing.suits_devices
+
+
+def prepare_on(device: torch.device, read: dict[str, Any], preprocessing: Preprocessing) -> Case:
+    """Return the preprocessed case; its image is on the device if that `suits` and has room, else on the CPU.
+
+    Parameters
+    ----------
+    device : torch.device
+        Device of the networks.
+    read : dict
+        The case as read; the call empties the dictionary.
+    preprocessing : callable
+        See `volseg.transforms.build_preprocessing`.
+    """
+    image = read["image"]
+    suited = suits(preprocessing, device)
+    if not suited or image.numel() * BYTES_ON_THE_WAY > count_free_bytes(device) // LARGEST_PART:
+        del image
+        return preprocess(read, read, preprocessing, keep_reference=False)
+    try:
+        prepared = preprocess({**read, "image": image.to(device)}, read, preprocessing, keep_reference=False)
+    except torch.OutOfMemoryError as fault:
+        logger.info("an image is prepared on the CPU: %s", str(fault).partition("\n")[0])
+        prepared = None
+    if prepared is None:  # outside the block above, whose exception keeps the failed tensors alive
+        del image
+        return preprocess(read, read, preprocessing, keep_reference=False)
+    read.clear()
+    made: MetaTensor = prepared["image"]
+    if made.numel() * made.element_size() > count_free_bytes(device) // KEPT_PART:
+        prepared["image"] = made.cpu()
+    return prepared

@@ -5,8 +5,8 @@ the source voxels of that box and the planes after it. So boxes that cover the s
 value once. The value does not depend on the held part of the source: positions and weights are computed in float64 for
 the whole grid, never for a part of it.
 
-Grids whose axes are parallel, permuted or flipped (all grids of preprocessing) need a small table per axis. Oblique
-grids need a position for each voxel.
+Grids whose axes are parallel, permuted or flipped need a small table per axis. Oblique grids need a position for each
+voxel: Spacing makes one of a sheared image (a tilted gantry).
 """
 
 import math

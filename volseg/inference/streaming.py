@@ -168,29 +168,18 @@ class Streamer:
     def _plan(self, image: Tensor, budget: int) -> BlendPlan:
         assert self.window is not None
         shape = pad_shape(image.shape[-3:], self.window)
-        plan = self._plan_within(shape, budget)
+        plan = plan_blend(
+            shape, self.window, self.predictor.overlap, self.step.num_classes, budget,
+            windowing=self.predictor.windowing, share=self.share,
+        )  # fmt: skip
         if max(plan.strips) > 1:
-            uncut = self._plan_within(shape, 2**63)
             logger.warning(
-                "a layer of windows of %d classes takes %s for %s voxels, and %s can be used on %s: the volume is "
-                "predicted in %d strips, which takes %.1f times as many windows",
-                self.step.num_classes, _say(uncut.held_bytes(self.step.num_classes)), " x ".join(map(str, shape)),
-                _say(budget), self.stitch_on, math.prod(plan.strips), plan.count_windows() / uncut.count_windows(),
+                "a layer of windows of %d classes for %s voxels exceeds the %s that can be used on %s: the volume is "
+                "predicted in %d strips, and windows on their borders are computed again",
+                self.step.num_classes, " x ".join(map(str, shape)), _say(budget), self.stitch_on,
+                math.prod(plan.strips),
             )  # fmt: skip
         return plan
-
-    def _plan_within(self, shape: Sequence[int], budget: int) -> BlendPlan:
-        assert self.window is not None
-        classes = self.step.num_classes
-        return plan_blend(
-            shape,
-            self.window,
-            self.predictor.overlap,
-            classes,
-            budget,
-            windowing=self.predictor.windowing,
-            share=self.share,
-        )
 
     def _find_budget(self, image: Tensor) -> int:
         """Return the bytes that the blend may take, beside the image and a window's pass."""

@@ -197,14 +197,6 @@ class BlendPlan:
         held[self.axis] = self.depth
         return math.prod(held) * (num_classes + 1) * FLOAT_BYTES
 
-    def count_windows(self) -> int:
-        """Return the number of windows through the model; windows on borders of strips count repeatedly."""
-        counts = []
-        for starts, window, side, strips in zip(self.starts, self.window, self.shape, self.strips, strict=True):
-            held = [range(part.start, min(part.stop + 1, side)) for part in _cut(side, strips)]
-            counts.append(sum(len(_reaching(starts, window, part)) for part in held))
-        return math.prod(counts)
-
 
 def plan_blend(
     shape: Sequence[int],
@@ -217,7 +209,7 @@ def plan_blend(
     windowing: Windowing = MONAI,
     share: tuple[int, int] = (0, 1),
 ) -> BlendPlan:
-    """Return the plan to blend a volume within a budget of bytes with the fewest windows.
+    """Return the plan to blend a volume within a budget of bytes, in strips as wide as fit.
 
     Parameters
     ----------
@@ -251,35 +243,26 @@ def plan_blend(
         candidate = plan(whole, (1, 1, 1))
         if candidate.held_bytes(num_classes) <= (min(budget, most_whole) if whole else budget):
             return candidate
-    first, second = (other for other in range(3) if other != axis)
-    fitting = []
-    for count in _useful_counts(shape[first]):
-        for other in _useful_counts(shape[second]):
-            strips = [1, 1, 1]
-            strips[first], strips[second] = count, other
-            candidate = plan(False, (strips[0], strips[1], strips[2]))
-            if candidate.held_bytes(num_classes) <= budget:
-                fitting.append(candidate)
-                break  # more strips take more windows
-    if not fitting:
-        least = candidate.held_bytes(num_classes)
-        raise OutOfMemoryError(
-            f"a volume of {' x '.join(map(str, shape))} voxels in windows of {' x '.join(map(str, window))} cannot be "
-            f"blended: strips of one voxel take {least:,} bytes for {num_classes} classes, and {max(0, budget):,} are "
-            "free; end what else uses the device, or take a smaller window"
-        )
-    return min(fitting, key=BlendPlan.count_windows)
+    others = [other for other in range(3) if other != axis]
+    strips = [1, 1, 1]
+    while candidate.held_bytes(num_classes) > budget:
+        widest = max(others, key=lambda other: -(-sides[other] // strips[other]))
+        if strips[widest] == sides[widest]:
+            least = candidate.held_bytes(num_classes)
+            raise OutOfMemoryError(
+                f"a volume of {' x '.join(map(str, shape))} voxels in windows of {' x '.join(map(str, window))} cannot "
+                f"be blended: strips of one voxel take {least:,} bytes for {num_classes} classes, and "
+                f"{max(0, budget):,} are free; end what else uses the device, or take a smaller window"
+            )
+        strips[widest] += 1
+        candidate = plan(False, (strips[0], strips[1], strips[2]))
+    return candidate
 
 
 def _cut(side: int, count: int) -> list[range]:
     """Cut a side into parts of nearly equal length."""
     edges = [side * part // count for part in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]
-
-
-def _useful_counts(side: int) -> list[int]:
-    """Return the useful numbers of strips: each is the smallest number for its width."""
-    return sorted({-(-side // width) for width in range(1, side + 1)})
 
 
 def _reaching(starts: Sequence[int], window: int, held: range) -> list[int]:

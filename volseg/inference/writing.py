@@ -190,14 +190,8 @@ def write_probabilities(
     DataError
         For values that are no probabilities, or a path with another suffix.
     """
-    grid = Grid.original(reference)
-    wanted = (task.num_outputs, *grid.shape)
-    if tuple(probabilities.shape) != wanted:
-        raise GridError(
-            f"{path} needs probabilities (K, D, H, W) = {wanted} of {task.name} on the image's own grid, got "
-            f"{tuple(probabilities.shape)}"
-        )
-    return _write(probabilities, grid, reference.meta, Path(path), describe_outputs(task))
+    about = describe_outputs(task)
+    return _write(probabilities, reference, Path(path), about, f"probabilities of {task.name}", task.num_outputs)
 
 
 def write_entropy(entropy: Tensor, reference: MetaTensor, path: str | os.PathLike[str]) -> Path:
@@ -208,13 +202,7 @@ def write_entropy(entropy: Tensor, reference: MetaTensor, path: str | os.PathLik
     GridError, DataError
         As `write_probabilities`.
     """
-    grid = Grid.original(reference)
-    if tuple(entropy.shape) != (1, *grid.shape):
-        raise GridError(
-            f"{path} needs an entropy on the image's own grid, (1, D, H, W) = {(1, *grid.shape)}, got "
-            f"{tuple(entropy.shape)}"
-        )
-    return _write(entropy, grid, reference.meta, Path(path), {"holds": "entropy", "unit": "of the largest possible"})
+    return _write(entropy, reference, Path(path), {"holds": "entropy", "unit": "of the largest possible"}, "entropy", 1)
 
 
 def describe_outputs(task: Task) -> dict[str, Any]:
@@ -264,7 +252,15 @@ def require_room(image: MetaTensor, num_outputs: int, *, held: int = 1) -> None:
         )
 
 
-def _write(volumes: Tensor, grid: Grid, meta: Mapping[str, Any], path: Path, about: Mapping[str, Any]) -> Path:
+def _write(
+    volumes: Tensor, reference: MetaTensor, path: Path, about: Mapping[str, Any], title: str, num_outputs: int
+) -> Path:
+    grid = Grid.original(reference)
+    if tuple(volumes.shape) != (num_outputs, *grid.shape):
+        raise GridError(
+            f"{path} needs the {title} on the image's own grid, (K, D, H, W) = {(num_outputs, *grid.shape)}, got "
+            f"{tuple(volumes.shape)}"
+        )
     if not path.name.lower().endswith((".nii", ".nii.gz")):
         raise DataError(f"probabilities and entropies are written as NIfTI: {path} must end in .nii or .nii.gz")
     shape = grid.shape if len(volumes) == 1 and about["holds"] == "entropy" else (*grid.shape, len(volumes))
@@ -273,7 +269,7 @@ def _write(volumes: Tensor, grid: Grid, meta: Mapping[str, Any], path: Path, abo
         is_packed = path.name.lower().endswith(".gz")
         packed = gzip.GzipFile("", "wb", compresslevel=1, fileobj=raw, mtime=0) if is_packed else nullcontext(raw)
         with packed as file:
-            file.write(_make_header(shape, grid, meta, about))
+            file.write(_make_header(shape, grid, reference.meta, about))
             for volume in volumes:  # one after the other, to copy only one at a time
                 numbers = volume.detach().as_subclass(Tensor).to("cpu").float().numpy()
                 low, high = float(numbers.min()), float(numbers.max())

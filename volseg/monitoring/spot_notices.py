@@ -20,7 +20,7 @@ from typing import Any
 
 from volseg.errors import ConfigError
 from volseg.parallel.devices import read_local_rank
-from volseg.workflow.interrupts import request_stop
+from volseg.workflow.checks import request_stop
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from volseg.data.augmented import GrowingBatches
 from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
 from volseg.files import require_writable
 from volseg.parallel.devices import is_main_process
-from volseg.workflow.epoch import NORM
+from volseg.workflow.checks import NORM
 
 if TYPE_CHECKING:
     from volseg.workflow.training import Training

@@ -18,10 +18,9 @@ from volseg.parallel.devices import is_distributed
 from volseg.parallel.fixed_order import RoundSums, fold
 from volseg.parallel.replicas import Share
 from volseg.parallel.timeline import get_timeline
-from volseg.workflow.named import Named
-from volseg.workflow.objective import Objective, require_mean_of_shares
+from volseg.workflow.distributed import is_cut_over_processes
+from volseg.workflow.named import Named, Objective, require_mean_of_shares
 from volseg.workflow.precision import Precision
-from volseg.workflow.spatial_group import is_cut_over_processes
 
 Computed = tuple[dict[str, Tensor], Tensor | None]
 """Losses by name, and the overlap of the foreground."""

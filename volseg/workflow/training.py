@@ -1,8 +1,8 @@
 """The training loop.
 
 ``Training.run`` reads as its pseudocode; hooks do what happens around it. Within an epoch the loop waits for the device
-only once in ``CHECK_EVERY`` batches, or two seconds where these take longer. It then checks the losses so far and looks
-for signals. The losses that are displayed in between are copied in the background.
+only once in ``CHECK_EVERY`` batches, or two seconds where these take longer. It then checks the losses so far, keeps
+the newest ones for display, and looks for signals.
 """
 
 import logging
@@ -24,14 +24,11 @@ from volseg.errors import ConfigError
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
-from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.epoch import CHECK_EVERY, AsyncLossReader, EpochClock, EpochLosses
+from volseg.workflow.checks import CHECK_EVERY, EpochClock, EpochLosses, Stopping, StopRequested
 from volseg.workflow.hooks import Hook
-from volseg.workflow.interrupts import Stopping, StopRequested
-from volseg.workflow.named import Named
-from volseg.workflow.objective import Loss, Objective
+from volseg.workflow.named import Loss, Named, Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.schedules import Schedule, constant
+from volseg.workflow.schedules import Schedule, WeightAverage, constant
 from volseg.workflow.step import TrainingStep, count_batches, count_voxels, to_device
 
 __all__ = ["CHECK_EVERY", "Score", "Training"]
@@ -179,7 +176,6 @@ class Training:
         self.voxels_per_batch: int | None = None
         self._stop_reason: str | None = None
         self._losses = self._new_losses()
-        self._loss_reader = AsyncLossReader()
         self._clock = EpochClock()
         self._stopping = Stopping(self.device)
 
@@ -283,7 +279,8 @@ class Training:
             fault.add_note(f"in epoch {self.epoch + 1}, batch {self.position + 1}, of {shapes}; cases: {cases}")
             raise
         self._losses.add(losses, self.step.gradient_norm if completes else None, self.step.overlap)
-        self.latest_losses = self._loss_reader.exchange(losses) or self.latest_losses
+        if self.device.type == "cpu":  # on a GPU a value waits for the device, until the next look
+            self.latest_losses = {name: float(loss) for name, loss in losses.items()}
         samples = self.step.batch_size if self.step.replicated is not None else None
         self.voxels_per_batch = count_voxels(tensors.get("image"), samples)
         self.position += 1
@@ -291,8 +288,6 @@ class Training:
             self.schedule.step()
             if self.average:
                 self.average.update()
-        if self._losses.is_due:
-            self._look_at_losses()
         self._clock.count()
         self._emit("on_batch_end", {**batch, **losses})
 

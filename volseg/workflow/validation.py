@@ -29,7 +29,7 @@ from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
 from volseg.parallel.processes.progress import report_progress
 from volseg.transforms.grid import Grid, measure_sides
-from volseg.workflow.interrupts import stop_if_requested
+from volseg.workflow.checks import stop_if_requested
 from volseg.workflow.named import Named
 
 SHOWN = ("Dice", "HD95", "ASSD", "NSD", "volume_diff_ml", "lesion_F1")

@@ -23,10 +23,10 @@ from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
 from volseg.workflow import Named
-from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_loss, build_optimizer
-from volseg.workflow.objective import Objective
+from volseg.workflow.named import Objective
 from volseg.workflow.precision import Precision
+from volseg.workflow.schedules import WeightAverage
 from volseg.workflow.step import TrainingStep
 
 Row = dict[str, Any]

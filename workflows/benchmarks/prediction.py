@@ -9,7 +9,7 @@ from a ``.nii.gz``, resampled from 0.8 x 0.8 x 1 mm to 0.82 x 0.82 x 1.02 mm and
 512 x 512 x 600 (``--spacing file`` leaves the grid as it is). A small volume goes first, so that libraries are loaded,
 kernels compiled and recorded: ``warm_up``.
 
-- ``ours``: what ``volseg predict`` does: `overlapped` around `Predictor.stream`, fast kernels, recorded; the image is
+- ``ours``: what ``volseg predict`` does: `overlapped` around `Predictor.predict`, fast kernels, recorded; the image is
   prepared on the GPU. ``of_read_the_file`` is the part of ``read`` for file and checks.
 - ``ours_torch``: the same with torch's kernels.
 - ``monai``: ``SlidingWindowInferer``, blended on the device, ``SpatialResample`` back and arg-max there.
@@ -48,10 +48,9 @@ from volseg.data.case_store.preprocessed import prepare, preprocess
 from volseg.data.cases import Task
 from volseg.data.checks.reading import read_case
 from volseg.fields import Case
-from volseg.inference.in_memory import prepare_on, suits
 from volseg.inference.original_grid import Decision, Prediction
 from volseg.inference.predictor import Predictor
-from volseg.inference.prefetching import overlapped
+from volseg.inference.prefetching import overlapped, prepare_on, suits
 from volseg.inference.window_step import record_models
 from volseg.inference.writing import write_prediction
 from volseg.models.networks import DynUNet
@@ -326,7 +325,7 @@ def ours(network: nn.Module, classes: int, device: torch.device, chosen: argpars
 
         with timed_decisions(device) as spans:
             given = [{"case": "ct", "image": image}]
-            (outcome,) = overlapped(given, read, predictor.stream, save, finish=finish if on_device else None)
+            (outcome,) = overlapped(given, read, predictor.predict, save, finish=finish if on_device else None)
         if outcome.fault is not None:
             raise outcome.fault
         resample = sum(spans())

@@ -68,7 +68,7 @@ def read_case(case: Case, task: Task, *, digests: bool = True) -> CheckedCase:
     """Read a case fully, and check it.
 
     Any error with a case is a problem of that case, so that no error hides others. Digests of a large image take as
-    long as reading it. Without ``digests``, a prediction calls `digest_voxels` itself.
+    long as reading it, and a prediction needs none.
     """
     found: list[Finding] = []
     volumes: dict[str, MetaTensor] = {}

@@ -16,7 +16,6 @@ from volseg.config.parallel import MeshPlan, ParallelConfig
 from volseg.config.schema import ExperimentConfig
 from volseg.data.case_store.reading_group import ALONE, meet_readers
 from volseg.data.cases import Task
-from volseg.data.labels import num_indices
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.search import SURE, choose
 from volseg.estimate.step_memory import MemoryUse
@@ -25,13 +24,12 @@ from volseg.experiment.placement.alternatives import Gpus, build_candidate, get_
 from volseg.experiment.placement.out_of_memory import is_out_of_memory
 from volseg.experiment.placement.placed_network import build_model, build_plain_network
 from volseg.experiment.placement.training_mesh import TrainingMesh, describe_mesh
-from volseg.experiment.rehearsing import rehearse_network
+from volseg.experiment.rehearsing import rehearse_losses, rehearse_network
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.processes.group import decide_together, largest_over_processes, make_group, start_group
 from volseg.parallel.replicas import join_mesh
 from volseg.parallel.state.random import own_random_numbers
-from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.objective import require_mean_over_samples
+from volseg.workflow.schedules import WeightAverage
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +82,9 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
             plan, estimate = config.mesh(count, fits=False), None
             reason = "a GPU has no memory for a training step on its whole samples"
     if plan.data > 1:
-        require_mean_over_samples(
-            build_objective(config, task),
-            num_channels=task.num_inputs,
-            num_classes=task.num_outputs,
-            num_indices=num_indices(task),
-            outputs=_count_channels(config, task),
-        )
+        with own_random_numbers([]):
+            made = rehearse_network(build_plain_network(config, task), config, task)
+        rehearse_losses(build_objective(config, task), made, task.num_inputs, is_shared=True)
     settled = config.with_mesh(plan) if count > 1 else config
     settled.mesh(count)  # the resolved mesh may not fit other settings
     if is_main_process() and plan.data * plan.spatial * plan.pipeline > 1:
@@ -111,15 +105,6 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
         judges=judges if mesh.shard == 0 else None,
         estimate=estimate,
     )
-
-
-def _count_channels(config: ExperimentConfig, task: Task) -> dict[str, int]:
-    """Return the channels of the network's further outputs, for a trial of the losses."""
-    if len(config.network.outputs) == 1:
-        return {}
-    with own_random_numbers([]):
-        made = rehearse_network(build_plain_network(config, task), config, task)
-    return {name: value.shape[1] for name, value in made.items() if name != "logits" and getattr(value, "ndim", 0) == 5}
 
 
 def _has_memory_of_its_own(device: torch.device) -> bool:

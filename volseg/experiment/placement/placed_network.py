@@ -124,7 +124,7 @@ def build_model(
     _require_room(config, task)
     if trains:
         made = rehearse_network(network, config, task)
-        rehearse_losses(build_objective(config, task), made, task)
+        rehearse_losses(build_objective(config, task), made, task.num_inputs)
         if begin is not None:
             begin(network)
         freeze_parts(network, config.training.frozen)

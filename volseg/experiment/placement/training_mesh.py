@@ -20,8 +20,13 @@ from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.replicas import Mesh, Replicas
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation, is_cut_over_processes
-from volseg.workflow.spread_validation import SpreadValidation
+from volseg.workflow.distributed import (
+    FollowedModel,
+    GroupBatches,
+    GroupValidation,
+    SpreadValidation,
+    is_cut_over_processes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,9 @@ from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_ne
 from volseg.inference.predictor import evaluating
 from volseg.inference.window_step import WindowStep
 from volseg.models import GridRule
-from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_optimizer, freeze_parts, list_frozen_norms
 from volseg.workflow.precision import Precision
+from volseg.workflow.schedules import WeightAverage
 
 FLOAT_BYTES, LABEL_BYTES = 4, 1
 
@@ -75,7 +75,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
         network = build_plain_network(config, facts.task)
         require_window(network, config)
         made = rehearse_network(network, config, facts.task)
-    rehearse_losses(build_objective(config, facts.task), made, facts.task)
+    rehearse_losses(build_objective(config, facts.task), made, facts.task.num_inputs)
     freeze_parts(network, config.training.frozen)
     network.hold_in_evaluation(list_frozen_norms(network))
     if config.training.memory_format == "channels_last":

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 from monai.bundle import ConfigParser
-from torch import Tensor, nn
+from torch import nn
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.config.loading import dump_config
@@ -32,6 +32,7 @@ from volseg.exchange.tensors import pack_tensors
 from volseg.experiment.prediction.imported import MEMBERS, POSTPROCESSING, WEIGHTS
 from volseg.experiment.prediction.sources import load_trained, require_runs
 from volseg.experiment.prediction.trained import Trained, open_run
+from volseg.experiment.rehearsing import OneOutput
 from volseg.files import digest_file, replace_nan, require_new
 from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import full_logits
@@ -45,27 +46,6 @@ SUFFIXES = {"torchscript": (".pt", ".ts"), "onnx": (".onnx",)}
 
 PLAIN = ("device=cpu", "parallel={}", "training.kernels=torch", "training.memory_format=contiguous")
 """Settings to trace a network: torch's own operators, on one device."""
-
-
-class Logits(nn.Module):
-    """A network as the function from a volume to its logits.
-
-    Parameters
-    ----------
-    network : nn.Module
-        It may return several outputs, or several heads.
-    index : int, optional
-        Index of the logits among the outputs; None for a single output.
-    """
-
-    def __init__(self, network: nn.Module, index: int | None) -> None:
-        super().__init__()
-        self.network, self.index = network, index
-
-    def forward(self, image: Tensor) -> Tensor:
-        """Return the logits (B, K, D, H, W) of volumes (B, C, D, H, W)."""
-        output = self.network(image)
-        return full_logits(output if self.index is None else output[self.index])
 
 
 def _refuse_cascade(config: ExperimentConfig, source: Path) -> None:
@@ -84,7 +64,7 @@ def _list_shapes(rule: GridRule, channels: int, sides: tuple[int, ...]) -> list[
 
 
 def _export_bundle(
-    trained: Trained, network: Logits, shapes: list[tuple[int, ...]], output: Path, licence: str
+    trained: Trained, network: OneOutput, shapes: list[tuple[int, ...]], output: Path, licence: str
 ) -> Path:
     config, task = trained.config, trained.task
     if output.exists():
@@ -103,10 +83,10 @@ def _export_bundle(
             f"inference.window {list(window)} is padded to {list(rule.sides(window))} for the network, which MONAI's "
             "sliding window does not do; export an archive instead"
         )
-    is_own = network.index is None and is_monais(trained.spec, network.network)
+    is_own = network.index is None and is_monais(trained.spec, network.model)
     bundle = BundleSource(
         name=task.name,
-        network=network.network,
+        network=network.model,
         spec=trained.spec,
         script=None if is_own else trace(network, shapes),
         channels=task.modalities,
@@ -198,7 +178,7 @@ def export(
     assert isinstance(fitted, FitGrid)
     shape = fitted.rule.sides(trained.config.inference.window or trained.config.patch.size)
     outputs = trained.config.network.outputs
-    network = Logits(fitted.net, None if len(outputs) == 1 else outputs.index("logits")).eval()
+    network = OneOutput(fitted.net, None if len(outputs) == 1 else outputs.index("logits")).eval()
     shapes = _list_shapes(fitted.rule, trained.task.num_inputs, shape)
     if trained.config.inference.mirror:
         logger.warning("the run predicts by the mean of mirrored volumes; %s holds only the network", output)

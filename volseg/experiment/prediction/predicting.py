@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from volseg.data.readers import list_files, match_suffix, name_files
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.cases import find_previous_stage
 from volseg.experiment.launching import choose_gpus
-from volseg.experiment.prediction.files import CaseResult, Predicted, PredictionFiles
+from volseg.experiment.prediction.files import CaseResult, Predicted, PredictionFiles, PredictionRecord
 from volseg.experiment.prediction.queue import PredictionQueue
-from volseg.experiment.prediction.record import PredictionRecord
 from volseg.experiment.prediction.sources import Source, load_trained, path_of
 from volseg.experiment.prediction.trained import Trained
 from volseg.files import replacing, require_text
@@ -34,9 +32,6 @@ from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Channel, open_channel
 
 logger = logging.getLogger(__name__)
-
-PREDICTING = ("predicts each case", "predict one case after another")
-"""Description of the work with and without several processes, for messages."""
 
 
 def predict(
@@ -128,7 +123,7 @@ def predict(
     done = {} if overwrite else done
     waiting = [case for case in cases if case["case"] not in done]
     stage = find_previous_stage(trained.config) if waiting else None
-    devices = () if gpus is None else choose_gpus(trained.config, gpus, PREDICTING)
+    devices = () if gpus is None else choose_gpus(trained.config, gpus)
     cut_over = _choose_devices(devices, waiting, trained)
     queue = PredictionQueue(trained, files, record, waiting, strict=strict, devices=cut_over)
     if stage is not None:
@@ -213,18 +208,15 @@ def _choose_folder(named: Sequence[Source], output: str | Path | None) -> Path:
     raise ConfigError("where the label maps are to go is not clear from what predicts; name a folder by --output")
 
 
-class _Tried(Exception):  # noqa: N818  (no error: it leaves a block that would keep what was written)
-    pass
-
-
 def _require_writable(cases: Sequence[Case], files: PredictionFiles) -> None:
     """Raise unless a label map of the longest name can be written, before hours of work."""
     output, case = files.folder, max(cases, key=lambda case: len(os.fsencode(case["case"])))
     longest = case["case"]
     try:
-        with suppress(_Tried), replacing(files.name_label_map(case)) as partial:
-            partial.touch()
-            raise _Tried
+        output.mkdir(parents=True, exist_ok=True)
+        trial = output / f".{files.name_label_map(case).name}.{os.getpid()}.partial"
+        trial.touch()
+        trial.unlink()
     except OSError as fault:
         remedy = (
             f"rename {longest[:40]}..., of {len(longest)} characters, to a shorter name"

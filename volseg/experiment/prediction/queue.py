@@ -3,8 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,33 +13,25 @@ import torch
 
 from volseg.commands import run_module
 from volseg.config.registry import read_record
-from volseg.config.schema import ExperimentConfig
 from volseg.data.case_store.preprocessed import preprocess
 from volseg.data.cases import Case
 from volseg.data.checks.kinds import Remark
-from volseg.data.checks.reading import (
-    digest_voxels,
-    inspect_cases,
-    read_case,
-    remark_on_same_images,
-    require_sound,
-    summarise_remarks,
-)
+from volseg.data.checks.reading import inspect_cases, read_case, require_sound, summarise_remarks
 from volseg.data.readers import list_files, require_header
 from volseg.data.threads import map_in_threads
-from volseg.errors import ConfigError, DataError, OutOfMemoryError, ParallelError, ReaderError, VolsegError
+from volseg.errors import ConfigError, DataError, ParallelError, ReaderError, VolsegError
 from volseg.experiment.own_components import components_arguments
 from volseg.experiment.placement.out_of_memory import explaining_memory
-from volseg.experiment.prediction.files import CaseResult, PredictionFiles
-from volseg.experiment.prediction.record import PredictionRecord, identify
+from volseg.experiment.prediction.files import CaseResult, PredictionFiles, PredictionRecord, identify
 from volseg.experiment.prediction.trained import Trained
-from volseg.inference.in_memory import prepare_on, suits
 from volseg.inference.original_grid import Prediction
 from volseg.inference.predictor import Predictor, SharedPredictor
-from volseg.inference.prefetching import CaseOutcome, overlapped
+from volseg.inference.prefetching import overlapped, prepare_on, suits
+from volseg.inference.streaming import pad_shape
+from volseg.inference.writing import require_room
 from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Worker, WorkerPool
-from volseg.workflow.interrupts import StopRequested
+from volseg.workflow.checks import StopRequested
 
 logger = logging.getLogger(__name__)
 
@@ -53,20 +44,10 @@ logger = logging.getLogger(__name__)
 #     {"asks": true}   ->
 #                      <-   {"case": "ct_7", "image": ["ct_7.nii.gz"]}, or null: there are no more
 #     {"case": ...}    ->   result of one case
-#     {"remarks": ...} ->   remarks on all its cases
 #     {"ends": ...}    ->   error that prevents any prediction, such as a full disk
 #
 # A slow case delays no other one. Each worker loads the network and writes label maps by itself. The results name a
 # worker that fails with the cases that it had; the other workers predict the rest.
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundInCases:
-    """Remarks on images, beside their predictions."""
-
-    remarks: tuple[Remark, ...]
-    digests: tuple[tuple[str, str], ...]
-    """Digests of cases, which reveal images with several names."""
 
 
 def predict_in_processes(
@@ -74,8 +55,8 @@ def predict_in_processes(
     gpus: Sequence[str | None],
     order: Mapping[str, Any],
     command: Sequence[str] | None = None,
-) -> Iterator[CaseResult | FoundInCases]:
-    """Yield the result of each case, in the order of completion, and the remarks of each worker.
+) -> Iterator[CaseResult]:
+    """Yield the result of each case, in the order of completion.
 
     Closing the generator, Ctrl-C and errors end the workers; the files that they are writing are whole or absent.
 
@@ -114,9 +95,11 @@ def predict_in_processes(
                 if case is not None:
                     held[worker][case["case"]] = case
                 worker.send(case and {"case": case["case"], "image": [str(path) for path in list_files(case["image"])]})
+            elif "ends" in answer:
+                raise ConfigError(answer["ends"])
             else:
-                held[worker].pop(answer.get("case", ""), None)
-                yield _decode(answer)
+                held[worker].pop(answer["case"], None)
+                yield read_record(CaseResult, answer)
     why = "; ".join(failures) or "see what became of the other cases"
     for case in waiting:  # no worker is left that could ask for it
         yield CaseResult(
@@ -137,18 +120,8 @@ def _fail(worker: Worker, held: Mapping[str, Case], failures: list[str]) -> Iter
         logger.error("%s", message)
 
 
-def _decode(answer: Mapping[str, Any]) -> CaseResult | FoundInCases:
-    """Return the result of a case, or the remarks on all cases of a worker.
-
-    Raises
-    ------
-    ConfigError
-        If the worker reports an error that prevents any prediction.
-    """
-    if "ends" in answer:
-        raise ConfigError(answer["ends"])
-    return read_record(FoundInCases, answer) if "remarks" in answer else read_record(CaseResult, answer)
-
+HELD = 3
+"""Predictions in memory at once: computed, waiting, written."""
 
 ENDS = (ConfigError, ParallelError, StopRequested, torch.AcceleratorError)
 """Errors that are not specific to a case, and would fail the others too."""
@@ -191,9 +164,7 @@ class PredictionQueue:
         self._identities: dict[str, list[Any] | None] = {}
         self._strict = strict
         self._results: dict[str, CaseResult] = {}
-        self._remarks: list[Remark] = []
-        self._digests: list[tuple[Case, Future[str]]] = []
-        self._digesting = ThreadPoolExecutor(1, "digest")
+        self._remarks: dict[str, tuple[Remark, ...]] = {}
 
     def require_sound(self) -> None:
         """Read every file fully: once here and once for the prediction, as not all fit into memory.
@@ -236,45 +207,48 @@ class PredictionQueue:
         for _ in self._results:
             count()
         waiting = [case for name, case in self._cases.items() if name not in self._results]
-        remarks: list[Remark] = []
-        digests: list[tuple[str, str]] = []
         for result in predict_in_processes(waiting, gpus, order) if gpus else self.predict_each(waiting):
-            if isinstance(result, FoundInCases):
-                remarks.extend(result.remarks)
-                digests.extend(result.digests)
-            else:
-                self._results[result.case] = self._note_of_worker(result) if gpus else result
-                count()
-        self._report_remarks(remarks, digests)
+            self._results[result.case] = self._note_of_worker(result) if gpus else result
+            count()
+        # In the order of the cases: processes end in any order.
+        remarks = [remark for name in self._cases for remark in self._results[name].remarks]
+        for line in summarise_remarks(remarks):
+            logger.warning("look at %s", line)
         return self._results
 
-    def predict_each(self, cases: Iterable[Case]) -> Iterator[CaseResult | FoundInCases]:
-        """Predict and write cases as they come; yield the result of each, and finally the remarks on all."""
+    def predict_each(self, cases: Iterable[Case]) -> Iterator[CaseResult]:
+        """Predict and write cases as they come; yield the result of each."""
         config = self._trained.config
         predictor: Predictor | SharedPredictor = (
             self._trained.build_shared_predictor(self._devices)
             if len(self._devices) > 1
             else self._trained.build_predictor()
         )
-        stream = partial(predictor.stream, batch_size=config.inference.batch, also=self._files.also)
-        device = torch.device(predictor.device or "cpu")
+        device, explained = torch.device(predictor.device or "cpu"), explaining_memory(config)
         on_device = suits(self._trained.preprocessing, device)
-        prepare, finish = (self._read, partial(self._finish, device)) if on_device else (self._prepare, None)
-        with self._digesting:
-            outcomes = overlapped(self._noted(cases), prepare, stream, self._write, finish=finish, ends=ENDS)
-            for outcome in outcomes:
-                self._note(outcome, config)
-                yield self._results[outcome.case["case"]]
-        digests = tuple((case["case"], digest.result()) for case, digest in self._digests)
-        yield FoundInCases(remarks=tuple(self._remarks), digests=digests)
-
-    def _report_remarks(self, remarks: Iterable[Remark], digests: Iterable[tuple[str, str]]) -> None:
-        """Log the remarks in the order of the cases; processes end in any order."""
-        number = {name: number for number, name in enumerate(self._cases)}
-        of_same = [(self._cases[name], digest) for name, digest in sorted(digests, key=lambda pair: number[pair[0]])]
-        own = sorted(remarks, key=lambda remark: number[remark.case])
-        for line in summarise_remarks([*own, *remark_on_same_images(of_same)]):
-            logger.warning("look at %s", line)
+        outcomes = overlapped(
+            cases,
+            explained(self._read if on_device else self._prepare),
+            explained(partial(predictor.predict, also=self._files.also)),
+            self._write,
+            finish=explained(partial(self._finish, device)) if on_device else None,
+            batch_size=1 if isinstance(predictor, SharedPredictor) else config.inference.batch,
+            size_of=lambda case: pad_shape(case["image"].shape[-3:], config.inference.window),
+            ends=ENDS,
+        )
+        for outcome in outcomes:
+            name = outcome.case["case"]
+            if outcome.fault is not None:
+                self._fail(name, outcome.fault)
+            else:
+                self._results[name] = CaseResult(
+                    case=name,
+                    state="predicted",
+                    file=outcome.file,
+                    seconds=dict(outcome.seconds),
+                    remarks=self._remarks.get(name, ()),
+                )
+            yield self._results[name]
 
     def _note_of_worker(self, result: CaseResult) -> CaseResult:
         """Log the failure of a case, and record a failure that its process could not record."""
@@ -290,20 +264,14 @@ class PredictionQueue:
             self._record.add_failure(self._cases[result.case], result.error, result.message)
         return result
 
-    def _noted(self, cases: Iterable[Case]) -> Iterator[Case]:
-        for case in cases:
-            self._cases[case["case"]] = case
-            yield case
-
     def _read(self, case: Case) -> dict[str, Any]:
         """Read and check a case."""
-        self._identities[case["case"]] = identify(case)
+        name = case["case"]
+        self._cases[name], self._identities[name] = case, identify(case)
         checked = read_case(case, self._trained.task, digests=False)
-        self._remarks.extend(checked.remarks)
+        self._remarks[name] = tuple(checked.remarks)
         if checked.problems:
             raise DataError("; ".join(problem.message for problem in checked.problems))
-        # In parallel: for a large image the digest takes as long as reading.
-        self._digests.append((case, self._digesting.submit(digest_voxels, checked.case["image"])))
         stage = {"stage": self._files.name_stage(case)} if self._trained.task.stage_labels else {}
         return {**checked.case, **stage}
 
@@ -316,7 +284,8 @@ class PredictionQueue:
         return self._with_room(prepare_on(device, read, self._trained.preprocessing))
 
     def _with_room(self, prepared: Case) -> Case:
-        self._files.require_room(prepared, self._trained)
+        if self._files.probabilities:
+            require_room(prepared["image"], self._trained.task.num_outputs, held=HELD)
         return prepared
 
     def _write(self, case: Case, prediction: Prediction) -> Path:
@@ -332,15 +301,6 @@ class PredictionQueue:
             ) from fault
         return path
 
-    def _note(self, outcome: CaseOutcome, config: ExperimentConfig) -> None:
-        name = outcome.case["case"]
-        if outcome.fault is None:
-            self._results[name] = CaseResult(
-                case=name, state="predicted", file=outcome.file, seconds=dict(outcome.seconds)
-            )
-        else:
-            self._fail(name, _explain(outcome.fault, config))
-
     def _fail(self, name: str, fault: Exception) -> None:
         """Record and log the failure of a case.
 
@@ -355,24 +315,14 @@ class PredictionQueue:
         trace = None if isinstance(fault, VolsegError) else fault
         error, message = type(fault).__name__, f"{str(fault) or repr(fault)}{self._describe_earlier(name)}"
         logger.error("%s: %s", name, message, exc_info=trace)
-        self._results[name] = CaseResult(case=name, state="failed", error=error, message=message)
+        remarks = self._remarks.get(name, ())
+        self._results[name] = CaseResult(case=name, state="failed", error=error, message=message, remarks=remarks)
         self._record.add_failure(self._cases[name], error, message)
 
     def _describe_earlier(self, name: str) -> str:
         """Return a note for a failure if another prediction's label map stays in its place."""
         earlier = self._files.name_label_map(self._cases[name])
         return f"; {earlier} is there, of an earlier prediction" if earlier.is_file() else ""
-
-
-def _explain(fault: Exception, config: ExperimentConfig) -> Exception:
-    """Return an explained error for an allocator's failure, else the error itself."""
-    try:
-        with explaining_memory(config):
-            raise fault
-    except OutOfMemoryError as explained:
-        return explained
-    except Exception:
-        return fault
 
 
 def list_unusable(cases: Sequence[Case]) -> dict[str, ReaderError]:

@@ -27,7 +27,6 @@ from volseg.experiment.several_runs import load_final_state
 from volseg.formatting import list_some
 from volseg.inference.postprocessing import Postprocessing
 from volseg.monitoring.run_files import list_numbered
-from volseg.transforms.preprocessing import Preprocessing
 
 logger = logging.getLogger(__name__)
 
@@ -242,12 +241,9 @@ def _join(members: Sequence[Trained], source: Path) -> Trained:
         If they differ, with the difference, the two networks, and whether the value can be set.
     """
     first = members[0]
-    for other in members[1:]:
-        if differing := [
-            f"{what} ({one} and {two})"
-            for (what, one), (_, two) in zip(_list_shared(first), _list_shared(other), strict=True)
-            if one != two
-        ]:
+    own, *others = ({**member.settings, "previous stage": member.config.data.previous_stage} for member in members)
+    for other, theirs in zip(members[1:], others, strict=True):
+        if differing := [f"{key} ({value} and {theirs[key]})" for key, value in own.items() if value != theirs[key]]:
             raise ConfigError(
                 f"{first.source} and {other.source} cannot predict together, for they differ in "
                 f"{'; '.join(differing)}. Networks of one ensemble share task and preprocessing; inference and "
@@ -256,24 +252,3 @@ def _join(members: Sequence[Trained], source: Path) -> Trained:
     weights = blake2b("".join(member.weights for member in members).encode(), digest_size=16).hexdigest()
     models = tuple(model for member in members for model in member.models)
     return replace(first, source=source, models=models, weights=weights)
-
-
-def _list_shared(trained: Trained) -> list[tuple[str, object]]:
-    """Return the properties that all networks of an ensemble must share."""
-    config, task = trained.config, trained.task
-    preprocessing = trained.preprocessing
-    # Only volseg's preprocessing can be compared: another may differ, even under the same name.
-    steps = preprocessing.components if isinstance(preprocessing, Preprocessing) else None
-    return [
-        ("channels", task.modalities),
-        ("labels", task.labels),
-        # A list, since dicts are equal in any order, and this is the order of the networks' outputs.
-        ("regions, in their order", [(name, tuple(values)) for name, values in task.regions.items()]),
-        ("preprocessing", steps if steps is not None else id(preprocessing)),
-        ("outputs of the network", config.network.outputs),
-        ("inference", config.inference.model_dump()),
-        ("precision", config.training.precision),
-        ("rules of prediction", trained.kind.__name__),
-        ("axes of mirroring", trained.mirror_axes),
-        ("previous stage", config.data.previous_stage),
-    ]

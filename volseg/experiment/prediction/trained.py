@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic_core import to_jsonable_python
 from torch import Tensor, nn
 
 from volseg.checkpointing.components import require_components
@@ -63,6 +64,22 @@ class Trained:
     """Class that applies the networks to whole volumes."""
     postprocessing: Postprocessing | None = None
     """Measured postprocessing of these networks' label maps, if there is any."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What label maps depend on, beside the weights, as plain values; networks of one ensemble share it."""
+        values, task = self.config.model_dump(mode="json"), self.task
+        settings = {
+            "channels": task.modalities,
+            "labels": [(value, task.labels[value]) for value in task.class_values],
+            "regions": list(task.regions.items()),  # in the order of the networks' outputs
+            "outputs": self.config.network.outputs,
+            "precision": self.config.training.precision,
+            "preprocessing": getattr(self.preprocessing, "components", values["preprocessing"]),
+            "inference": values["inference"],
+            "rules": (self.kind.__name__, self.mirror_axes),
+        }
+        return dict(to_jsonable_python(settings))
 
     def build_predictor(self) -> Predictor:
         """Return the predictor of the networks for whole volumes."""

@@ -19,9 +19,8 @@ from volseg.data.readers import match_suffix, stem
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.folders import RECORD, load_label_names, strip_id
 from volseg.experiment.building import choose_channel
-from volseg.experiment.prediction.files import SUFFIXES
+from volseg.experiment.prediction.files import SUFFIXES, list_predicted
 from volseg.experiment.prediction.predicting import resolve_images
-from volseg.experiment.prediction.record import list_predicted
 from volseg.experiment.prediction.sources import list_runs
 from volseg.experiment.prediction.trained import require_keys
 from volseg.experiment.validating import choose_validated
