@@ -23,9 +23,8 @@ from volseg.experiment import load_config, predict, train, train_on, validate
 from volseg.experiment.building import build_training
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.placement import mesh_resolution, placed_network
-from volseg.experiment.placement.mesh_resolution import Needed, join_processes, resolve_mesh
+from volseg.experiment.placement.mesh_resolution import CaseReading, join_processes, resolve_mesh
 from volseg.experiment.placement.placed_network import build_model, choose_device
-from volseg.experiment.placement.training_mesh import CaseReading
 from volseg.parallel.devices import get_process_rank
 from volseg.workflow.randomness import seed_everything
 from volseg.workflow.spatial_group import GroupBatches
@@ -117,11 +116,8 @@ def test_processes_train_as_one_in_float64(processes, overrides, config_file, tr
         assert one["scores"] == alone["scores"]
 
 
-def settle_on_devices_with_memory(config_file, overrides, full=(), needed=None, free=0):
-    """Settle the mesh as on GPUs; in processes that are ``full`` a training step runs out of memory.
-
-    Where a forecast says what is ``needed``, of so many ``free`` bytes.
-    """
+def settle_on_devices_with_memory(config_file, overrides, full=()):
+    """Settle the mesh as on GPUs; in processes that are ``full`` a training step runs out of memory."""
     config = load_config(config_file, overrides)
     join_processes(config)
     task, said = choose_cases(config).task, []
@@ -130,9 +126,6 @@ def settle_on_devices_with_memory(config_file, overrides, full=(), needed=None, 
         held.enter_context(
             mock.patch.object(mesh_resolution.logger, "info", lambda form, text: said.append(form % text))
         )
-        if needed is not None:
-            held.enter_context(mock.patch.object(mesh_resolution, "_estimate_step", return_value=Needed(**needed)))
-            held.enter_context(mock.patch.object(mesh_resolution, "_find_free_bytes", return_value=free))
         if get_process_rank() in full:
             fault = torch.OutOfMemoryError("CUDA out of memory")
             held.enter_context(mock.patch.object(mesh_resolution, "_rehearse", side_effect=fault))
@@ -237,24 +230,6 @@ def test_volumes_are_cut_where_one_device_runs_out_of_memory(config_file, full):
     words = "each step's batch of 2, every volume cut into 2 slabs: a GPU has no memory for a training step on"
     assert leader[:3] == other[:3] == (1, 2, 1)
     assert leader[3] == [f"{words} its whole samples"]
-
-
-GIB = 2**30
-
-
-@pytest.mark.parametrize(
-    ("step", "full", "mesh"),
-    [
-        (50, (0, 1), (2, 1, 2)),  # fits by far: no step is tried, which would have failed
-        (150, (), (1, 2, 1)),  # does not by far: none is tried, which would have run
-        (95, (), (2, 1, 2)),  # near the limit: the step itself says it
-        (95, (1,), (1, 2, 1)),
-    ],
-)
-def test_a_forecast_decides_and_near_the_limit_a_step(config_file, step, full, mesh):
-    needed = {"step": step * GIB, "beside": 0}
-    for told in in_group(2, settle_on_devices_with_memory, config_file, [], full, needed, 100 * GIB):
-        assert told[:3] == mesh
 
 
 def test_what_is_asked_for_is_not_tried(config_file):

@@ -317,10 +317,8 @@ def test_the_processes_of_a_job_take_the_fastest_that_surely_fits():
         forecast(0.4, 5, spatial=4),
         forecast(0.05, 5),
     ]
-    chosen = choose_mesh(forecasts, 4, 16 * GIB)
-    assert chosen is not None
-    assert Candidate(**chosen["candidate"]) == forecasts[2].candidate
-    assert choose_mesh(forecasts, 4, 3 * GIB) is None, "then it is tried"
+    assert choose_mesh(forecasts, 4, 16 * GIB)[0] == forecasts[2].candidate
+    assert choose_mesh(forecasts, 4, 3 * GIB)[0] is None, "then it is tried"
 
 
 def test_parallel_auto_leaves_all_open(vnet):

@@ -24,8 +24,7 @@ from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.experiment import load_config, train
 from volseg.planning import Fingerprint, plan, take_fingerprint
-from volseg.planning.facts import CaseSizes
-from volseg.planning.fingerprint import keep_fingerprint, load_fingerprint
+from volseg.planning.fingerprint import CaseSizes, keep_fingerprint, load_fingerprint
 from volseg.transforms.preprocessing import build_preprocessing
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from volseg.cli import app
 from volseg.evaluation.overlap import evaluate_case
 from volseg.evaluation.scoring import Scoring
-from volseg.planning.facts import CaseSizes, Fingerprint
+from volseg.planning.fingerprint import CaseSizes, Fingerprint
 from volseg.planning.geometry import plan_geometry
 from volseg.transforms.grid import measure_sides, spacing_after
 

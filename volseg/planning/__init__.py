@@ -1,7 +1,15 @@
 """Plan a training config from the fingerprint of a data set."""
 
-from volseg.planning.facts import CaseSizes, Fingerprint, Intensities, published_fingerprint
-from volseg.planning.fingerprint import Taken, keep_fingerprint, load_fingerprint, take_fingerprint
+from volseg.planning.fingerprint import (
+    CaseSizes,
+    Fingerprint,
+    Intensities,
+    Taken,
+    keep_fingerprint,
+    load_fingerprint,
+    published_fingerprint,
+    take_fingerprint,
+)
 from volseg.planning.geometry import PRESETS, Geometry, Like
 from volseg.planning.plan import (
     CASCADE,

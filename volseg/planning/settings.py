@@ -13,7 +13,7 @@ from volseg.config.data import PREVIOUS_STAGE
 from volseg.data.groups import GroupProposal
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
 from volseg.models.topology import MOST_FILTERS, MOST_FILTERS_2D, VNET_MONAI
-from volseg.planning.facts import Fingerprint, Intensities
+from volseg.planning.fingerprint import Fingerprint, Intensities
 from volseg.planning.geometry import CASCADE_BELOW, LARGEST_SHARE, PRESETS, Geometry, Like, is_flat
 from volseg.transforms.grid import find_coarse_axis
 

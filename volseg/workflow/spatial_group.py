@@ -19,7 +19,7 @@ from volseg.data.cases import Batch
 from volseg.inference.predictor import full_logits
 from volseg.parallel import ModelParallel
 from volseg.parallel.batches import scatter_batch
-from volseg.parallel.processes.progress_sync import describe_error, told_error
+from volseg.parallel.processes.progress import describe_error, told_error
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Example, Validated
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from volseg.errors import DataError
-from volseg.parallel.processes.progress_sync import Rounds, run_together
+from volseg.parallel.processes.progress import Rounds, run_together
 from volseg.workflow.interrupts import StopRequested, stop_if_requested
 from volseg.workflow.validation import Example, JudgedCase, Validated, Validation, read_evaluated
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from volseg.data.case_store.stored_case import SharedTensors, can_share, map_tensors, view_tensor
-from volseg.parallel.processes.progress_sync import exchange
+from volseg.parallel.processes.progress import exchange
 from volseg.parallel.processes.supervision import name_machine
 
 logger = logging.getLogger(__name__)

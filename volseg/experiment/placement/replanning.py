@@ -34,8 +34,11 @@ from volseg.estimate.candidate import Candidate, Estimate
 from volseg.experiment.placement.alternatives import (
     Answer,
     Gpus,
+    describe_attempt,
     describe_estimate,
+    describe_remedies,
     get_estimate,
+    is_out_of_memory,
     list_lines,
     list_overrides,
     list_smaller,
@@ -43,7 +46,6 @@ from volseg.experiment.placement.alternatives import (
     run_plan,
     take_candidate,
 )
-from volseg.experiment.placement.out_of_memory import describe_attempt, describe_remedies, is_out_of_memory
 from volseg.experiment.placement.placed_network import choose_device
 from volseg.parallel.devices import (
     count_gpus,

@@ -182,13 +182,13 @@ def describe_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_k
         pipeline=pipeline,
         split_size=parallel.split_size if isinstance(parallel.split_size, int) else None,
         checkpoint=parallel.checkpoint,
-        kernels=_list_kernels(config, dtype, has_fast_kernels),
+        kernels=list_kernels(config, dtype, has_fast_kernels),
         records=explain_eager(config, dtype) is None,
         whole=bool(config.patch.growth),  # the mesh is resolved for one size
     )
 
 
-def _list_kernels(
+def list_kernels(
     config: ExperimentConfig, dtype: torch.dtype, has_fast_kernels: bool
 ) -> tuple[Literal["fast", "torch"], ...]:
     """Return the kernels on one GPU by the rule of `with_fast_kernels`, the preferred ones first.

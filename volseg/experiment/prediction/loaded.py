@@ -16,7 +16,7 @@ from volseg.data.checks.volumes import check_grid, check_image_voxels
 from volseg.data.labels import measure_volumes
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.cases import find_previous_stage
-from volseg.experiment.placement.out_of_memory import explaining_memory
+from volseg.experiment.placement.alternatives import explaining_memory
 from volseg.experiment.prediction.sources import Source, load_trained, path_of
 from volseg.experiment.prediction.trained import Trained
 from volseg.inference.in_memory import as_kind_of, prepare_on, to_volume

@@ -31,8 +31,7 @@ from volseg.parallel.devices import (
     stay_on_cpu,
 )
 from volseg.parallel.processes.first_error import end_after, end_by
-from volseg.parallel.processes.progress import report_progress
-from volseg.parallel.processes.progress_sync import exchange
+from volseg.parallel.processes.progress import exchange, report_progress
 from volseg.parallel.processes.rendezvous import PrefixStore, Rendezvous, join_rendezvous, open_store
 from volseg.parallel.processes.supervision import Cause, Supervision, name_machine
 

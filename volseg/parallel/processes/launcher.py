@@ -63,7 +63,7 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
         # One arithmetic thread per process unless the user chose: torchrun's rule, which spares shared cores.
         variables["OMP_NUM_THREADS"] = "1"
     for attempt in range(max_restarts + 1):
-        with _setting({**variables, OWN_ATTEMPTS: str(attempt)}), _put_handlers_back(), _telling_it_once():
+        with setting_variables({**variables, OWN_ATTEMPTS: str(attempt)}), _put_handlers_back(), _telling_it_once():
             failure = _attempt(command, processes)
         if failure is None:
             return
@@ -95,7 +95,7 @@ def _attempt(command: Sequence[str], processes: int) -> ChildFailedError | None:
 
 
 @contextmanager
-def _setting(variables: Mapping[str, str]) -> Iterator[None]:
+def setting_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables, which the processes inherit, and restore the old values."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

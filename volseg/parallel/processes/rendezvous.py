@@ -124,7 +124,7 @@ def _require_hope(store: Store) -> None:
     if not store.check(["plan"]):
         return
     cause = f"{json.loads(store.get('plan'))['name']}/cause"
-    if store.check([cause]) and (said := json.loads(store.get(cause)))["lasts"]:
+    if store.check([cause]) and (said := json.loads(store.get(cause))).get("lasts"):
         raise ParallelError(f"a new attempt would fail for the same reason as the previous one: {said['message']}")
 
 

@@ -188,11 +188,7 @@ class WorkerPool:
                 # second.
                 start_new_session=True,
             )
-        channel = None
-        if talks:
-            assert process.stdout is not None
-            assert process.stdin is not None
-            channel = Channel(process.stdout, process.stdin)
+        source, target = process.stdout, process.stdin
         worker = Worker(
             name=name,
             gpu=gpu,
@@ -200,7 +196,7 @@ class WorkerPool:
             log=log,
             log_begin=begin,
             started=time.perf_counter(),
-            channel=channel,
+            channel=None if source is None or target is None else Channel(source, target),
         )
         self.running.append(worker)
         if talks:
@@ -249,13 +245,11 @@ class WorkerPool:
     def stop_workers(self, *, at_once: bool = False) -> None:
         """End all workers and wait for them; with ``at_once`` kill them and all processes that they started."""
         for worker in self.running:
-            if at_once:
-                if worker.process.returncode is None:  # otherwise its number may belong to another process now
-                    with suppress(ProcessLookupError, PermissionError):  # all have ended
-                        os.killpg(worker.process.pid, signal.SIGKILL)
-                worker.process.kill()
-            else:
+            if not at_once:
                 worker.process.terminate()
+            elif worker.process.returncode is None:  # otherwise its number may belong to another process now
+                with suppress(ProcessLookupError, PermissionError):  # all have ended
+                    os.killpg(worker.process.pid, signal.SIGKILL)
         for worker in self.running:
             worker.process.wait()
         for reader in self._readers:
