@@ -206,9 +206,10 @@ def _describe_case(
 ) -> tuple[CaseSizes, Voxels]:
     image, label = case["image"], case["label"]
     channels = image.as_subclass(Tensor)
-    box = _compute_box((channels != 0).any(0))
+    inside = (channels != 0).any(0).numpy().astype(np.uint8)
+    found = ndimage.find_objects(inside)
+    sides = [part.stop - part.start for part in found[0]] if found else list(inside.shape)
     axes, spacing = _read_axes(image)
-    sides = [stop - start for start, stop in box]
     d, h, w = (sides[axis] for axis in axes)
     facts = CaseSizes(
         case=str(case["case"]),
@@ -232,16 +233,6 @@ def _measure_largest(label: NDArray[Any], task: Task) -> dict[str, float]:
             sizes = np.bincount(components[mask[box]])
             shares[name] = float(sizes.max() / sizes.sum())
     return shares
-
-
-def _compute_box(inside: Tensor) -> list[tuple[int, int]]:
-    """Return begin and end of the true voxels along each axis; the whole axis if no voxel is true."""
-    box = []
-    for axis in range(3):
-        others = tuple(other for other in range(3) if other != axis)
-        found = inside.any(others[1]).any(others[0]).nonzero()
-        box.append((int(found[0]), int(found[-1]) + 1) if len(found) else (0, inside.shape[axis]))
-    return box
 
 
 def _read_axes(image: MetaTensor) -> tuple[list[int], tuple[float, float, float]]:

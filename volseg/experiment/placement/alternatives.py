@@ -216,11 +216,6 @@ class Gpus:
     """Bytes of one GPU that this process can use."""
     count: int = 1
 
-    @property
-    def told_memory(self) -> str:
-        """Memory as an option of ``volseg plan``."""
-        return f"{self.memory / 2**30:.3f}GiB"
-
     @classmethod
     def find(cls, device: torch.device, count: int) -> "Gpus | None":
         """Return the description of a device, or None if it is no GPU."""
@@ -261,7 +256,7 @@ def run_plan(
     seconds : float
         Time limit for the answer.
     """
-    gpu = ["--gpu", gpus.name, "--gpus", str(gpus.count), "--gpu-memory", gpus.told_memory]
+    gpu = ["--gpu", gpus.name, "--gpus", str(gpus.count), "--gpu-memory", f"{gpus.memory / 2**30:.3f}GiB"]
     # The environment may name any encoding; this process reads UTF-8.
     own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"}
     inherited = {name: value for name, value in os.environ.items() if name not in OF_JOB}

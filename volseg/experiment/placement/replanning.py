@@ -166,28 +166,23 @@ class Replanning:
 
         def decide() -> dict[str, Any] | None:
             if failures:
-                found: Replanned | None = _choose(config, read_record(Failure, json.loads(failures[0])), count)
+                found = _choose(config, read_record(Failure, json.loads(failures[0])), count)
                 logger.warning("%s", found)
-            else:
-                found = self._read(role, config, count) if resume else None
-            return None if found is None else asdict(found)
+                return asdict(found)
+            file = role.folder.path / REPLANNED
+            if not resume or not file.exists():
+                return None
+            found = Replanned.read(read_json(file), file)
+            if dict(found.asked) != _list_asked(config) or found.processes != count:
+                logger.info("%s is about another mesh than is asked for now, which is tried as it is", file)
+                return None
+            logger.info("%s", found)
+            return asdict(found)
 
         if (told := decide_together(decide)) is None:
             return config
         self.replanned = Replanned.read(told, REPLANNED)
         return self.replanned.apply(config)
-
-    def _read(self, role: JobFolder, config: ExperimentConfig, count: int) -> Replanned | None:
-        """Return the record in the run folder, if it is for this config."""
-        file = role.folder.path / REPLANNED
-        if not file.exists():
-            return None
-        found = Replanned.read(read_json(file), file)
-        if dict(found.asked) != _list_asked(config) or found.processes != count:
-            logger.info("%s is about another mesh than is asked for now, which is tried as it is", file)
-            return None
-        logger.info("%s", found)
-        return found
 
     def files(self) -> dict[str, Any]:
         """Return the record for the run folder."""
