@@ -319,7 +319,3 @@ def test_the_processes_of_a_job_take_the_fastest_that_surely_fits():
     ]
     assert choose_mesh(forecasts, 4, 16 * GIB)[0] == forecasts[2].candidate
     assert choose_mesh(forecasts, 4, 3 * GIB)[0] is None, "then it is tried"
-
-
-def test_parallel_auto_leaves_all_open(vnet):
-    assert load_config(vnet, ["parallel=auto"]).parallel == load_config(vnet, ["parallel.strategy=auto"]).parallel
