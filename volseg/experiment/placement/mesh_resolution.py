@@ -299,25 +299,16 @@ def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int
 # slabs that it receives. A network that is not cut over processes has only readers.
 
 
+@dataclass(frozen=True)
 class CaseReading:
-    """The share of one process in reading: of the cases, of the batches and of validations.
+    """The share of one process in reading: of the cases, of the batches and of validations."""
 
-    Parameters
-    ----------
-    config : ExperimentConfig
-        Config of the training.
-    mesh : TrainingMesh
-        Mesh with the readers and the replicas.
-    spacing : sequence of float
-        Voxel sides of the prepared cases along D, H, W, in mm.
-    """
-
-    def __init__(
-        self, config: ExperimentConfig, mesh: TrainingMesh, spacing: Sequence[float] = (1.0, 1.0, 1.0)
-    ) -> None:
-        self.config = config
-        self.mesh = mesh
-        self.spacing = spacing
+    config: ExperimentConfig
+    """Config of the training."""
+    mesh: TrainingMesh
+    """Mesh with the readers and the replicas."""
+    spacing: Sequence[float] = (1.0, 1.0, 1.0)
+    """Voxel sides of the prepared cases along D, H, W, in mm."""
 
     def prepare(self, chosen: ChosenCases) -> PreparedCases:
         """Return prepared cases, without bad ones if the config skips bad cases.

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -95,37 +95,26 @@ def exchange(message: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [json.loads(bytes(one[:length].numpy())) for one, length in zip(received, lengths, strict=True)]
 
 
+@dataclass(eq=False)
 class Rounds:
-    """Progress of this process's work, and of the others', during the work.
+    """Progress of this process's work, and of the others', during the work; see `run_together`."""
 
-    Attributes
-    ----------
-    messages : list
-        Every process's result, once all are done.
-    failure : Exception or None
-        Error or stop of another process, or error of the listener.
-    """
+    group: dist.ProcessGroup | None
+    num_counts: int
+    heard: Heard | None
+    stops: type[Exception] | None
+    poll: Callable[[], object] | None
+    messages: list[Any] = field(init=False, default_factory=list)
+    """Every process's result, once all are done."""
+    failure: Exception | None = field(init=False, default=None)
+    """Error or stop of another process, or error of the listener."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        num_counts: int,
-        heard: Heard | None,
-        stops: type[Exception] | None,
-        poll: Callable[[], object] | None,
-    ) -> None:
-        self.messages: list[Any] = []
-        self._group = group
-        self._heard = heard
-        self._stops = stops
-        self._poll = poll
-        self._counts = [0] * num_counts
+    def __post_init__(self) -> None:
+        self._counts = [0] * self.num_counts
         self._state, self._message = _WORKING, None
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self.failure: Exception | None = None
+        self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
-        if group is not None:
+        if self.group is not None:
             self._thread = threading.Thread(target=self._take_part, name="rounds", daemon=True)
             self._thread.start()
 
@@ -134,7 +123,7 @@ class Rounds:
         with self._lock:
             self._counts[which] += 1
             counts = [list(self._counts)]
-        if self._group is None:
+        if self.group is None:
             self._tell(counts)
 
     def check(self) -> None:
@@ -145,8 +134,8 @@ class Rounds:
         Exception
             That process's error if it is volseg's or a stop, otherwise a ParallelError that names the process.
         """
-        if self._poll is not None:
-            self._poll()
+        if self.poll is not None:
+            self.poll()
         if self.failure is not None:
             raise self.failure
 
@@ -166,11 +155,11 @@ class Rounds:
 
     def _is_stopped(self) -> bool:
         """Return whether this process was asked to stop while it waits for the others."""
-        if self._poll is None or self._stops is None:
+        if self.poll is None or self.stops is None:
             return False
         try:
-            self._poll()
-        except self._stops:
+            self.poll()
+        except self.stops:
             return True
         return False
 
@@ -191,13 +180,13 @@ class Rounds:
         while True:
             with self._lock:
                 state, message, counts = self._state, self._message, list(self._counts)
-            gathered = _gather([state, *counts], self._group)
+            gathered = _gather([state, *counts], self.group)
             self._tell([told[1:] for told in gathered])
             states = [told[0] for told in gathered]
             if max(states) >= _STOPPED or _WORKING not in states:
                 break
             self._ended.wait(min(_LONGEST_SECONDS, max(0.002, (time.monotonic() - begun) / 10)))
-        messages = exchange(message if state != _WORKING else None, self._group)
+        messages = exchange(message if state != _WORKING else None, self.group)
         if max(states) < _STOPPED:
             self.messages = messages
         else:
@@ -206,20 +195,20 @@ class Rounds:
 
     def _tell(self, counts: list[list[int]]) -> None:
         """Pass the counts to the listener; an error in the listener must not keep the others from their round."""
-        if self._heard is None or self.failure is not None:
+        if self.heard is None or self.failure is not None:
             return
         try:
-            self._heard(counts)
+            self.heard(counts)
         except Exception as fault:  # raised by the work's next check
             self.failure = fault
 
     def _explain(self, state: int, message: Any, number: int) -> Exception:
         """Return another process's error in the form in which this process raises it."""
-        assert self._group is not None
-        where = f"process {dist.get_global_rank(self._group, number)}"
+        assert self.group is not None
+        where = f"process {dist.get_global_rank(self.group, number)}"
         if state == _STOPPED:
-            assert self._stops is not None
-            return self._stops(f"{where} stopped")
+            assert self.stops is not None
+            return self.stops(f"{where} stopped")
         return told_error(message, where)
 
 

@@ -35,7 +35,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from volseg.lifetime import ENDED_SILENTLY, is_running
@@ -80,58 +80,39 @@ class Cause:
     """Whether every process prints its stack."""
 
 
+@dataclass(eq=False)
 class Supervision:
-    """Watch the other processes of a job, and report this process to them.
+    """Watch the other processes of a job, and report this process to them."""
 
-    Parameters
-    ----------
-    store : Store
-        Of this attempt; nothing else uses this connection.
-    rank : int
-        Of this process.
-    members : sequence of mapping
-        Per process: ``where`` (its description), ``host`` and ``pid``.
-    timeout : float
-        Seconds without progress of any process.
-    end : callable
-        Ends this process; receives the cause, and the stack of the main thread if it matters.
-    look : callable
-        Returns the last step of this process.
-    keeps_store : bool
-        Whether the store dies with this process.
-    """
+    store: Store
+    """Of this attempt; nothing else uses this connection."""
+    rank: int
+    """Of this process."""
+    members: Sequence[Mapping[str, Any]]
+    """Per process: ``where`` (its description), ``machine`` and ``pid``."""
+    timeout: float
+    """Seconds without progress of any process."""
+    end: Callable[[Cause, str], object]
+    """Ends this process; receives the cause, and the stack of the main thread if it matters."""
+    look: Callable[[], Milestone] = get_milestone
+    """Returns the last step of this process."""
+    keeps_store: bool = False
+    """Whether the store dies with this process."""
+    cause: Cause | None = field(init=False, default=None)
+    _watched: float = field(init=False, default=0.0)  # seconds in which the thread ran
+    _beat: int = field(init=False, default=0)
+    _is_leaving: bool = field(init=False, default=False)
+    _lost: float | None = field(init=False, default=None)
+    _states: dict[int, dict[str, Any]] = field(init=False, default_factory=dict)
+    # Of each process: time of the last heartbeat, and of the last progress.
+    _seen: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
+    _ending: threading.Event = field(init=False, default_factory=threading.Event)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)  # one thread at a time calls the store
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        members: Sequence[Mapping[str, Any]],
-        timeout: float,
-        end: Callable[[Cause, str], object],
-        look: Callable[[], Milestone] = get_milestone,
-        *,
-        keeps_store: bool = False,
-    ) -> None:
-        self.store = store
-        self.rank = rank
-        self.members = members
-        self.timeout = timeout
-        self.end = end
-        self.look = look
-        self.keeps_store = keeps_store
-        self.period = min(max(1.0, len(members) / PROCESSES_PER_SECOND), timeout / 10)
-        self.longest_silence = min(max(timeout / 5, LEAST_SECONDS), timeout)
-        self.cause: Cause | None = None
-        self._beat = 0
-        self._is_leaving = False
-        self._ending = threading.Event()
+    def __post_init__(self) -> None:
+        self.period = min(max(1.0, len(self.members) / PROCESSES_PER_SECOND), self.timeout / 10)
+        self.longest_silence = min(max(self.timeout / 5, LEAST_SECONDS), self.timeout)
         self._main = threading.main_thread()
-        self._watched = 0.0  # seconds in which this thread ran
-        self._states: dict[int, dict[str, Any]] = {}
-        # Of each process: time of the last heartbeat, and of the last progress.
-        self._seen: dict[int, tuple[float, float]] = {}
-        self._lost: float | None = None
-        self._lock = threading.Lock()  # one thread at a time calls the store
         self._publish()
         self._thread = threading.Thread(target=self._run, name="volseg supervision", daemon=True)
         self._thread.start()
