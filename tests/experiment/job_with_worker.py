@@ -40,7 +40,7 @@ def compile_kernels(*given: Any, ready: Any, **more: Any) -> CompiledKernels:
     (folder / "partial").replace(folder / "worker")
     if mode == "worker is killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600 if mode in ("worker hangs", "leader is killed", "leader fails") else 1)
+    time.sleep(600 if mode in ("worker hangs", "leader is killed") else 1)
     (folder / "compiled").touch()
     ready()
     return CompiledKernels(kernels=1)
@@ -64,11 +64,9 @@ def build_and_tell(*given: Any, **more: Any) -> Any:
 def prepare_or_end(*given: Any, **more: Any) -> Any:
     """Read the cases, if this process lives."""
     prepared = prepare(*given, **more)
-    if get_process_rank() == 0 and mode in ("leader is killed", "leader fails", "worker hangs"):
+    if get_process_rank() == 0 and mode in ("leader is killed", "worker hangs"):
         while not (folder / "worker").exists():
             time.sleep(0.01)
-        if mode == "leader fails":
-            raise KeyError("something of ours")
         if mode == "leader is killed":
             os.kill(os.getpid(), signal.SIGKILL)
     return prepared

@@ -194,10 +194,9 @@ def test_a_job_goes_on_without_its_worker(mode, config_file, tmp_path):
 
 
 @pytest.mark.usefixtures("ready_python")
-@pytest.mark.parametrize("mode", ["leader is killed", "leader fails"])
-def test_nobody_waits_for_a_worker_whose_process_is_gone(mode, config_file, tmp_path):
+def test_nobody_waits_for_a_worker_whose_process_is_gone(config_file, tmp_path):
     with pytest.raises(ParallelError, match="process 0 of 2"):
-        run_job(mode, config_file, tmp_path)
+        run_job("leader is killed", config_file, tmp_path)
     wait_until(lambda: not is_running(wait_for(tmp_path / "worker")), 60)
 
 

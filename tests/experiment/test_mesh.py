@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from in_group import in_group
-from torch import nn
 from training_hooks import At, press_ctrl_c
 
 from tests.experiment.checkpoints import latest
@@ -273,20 +272,12 @@ def test_a_deterministic_run_keeps_how_it_was_shared(config_file, tmp_path):
     assert try_to_run(config_file, [*overrides, "training.epochs=2", "parallel.data=2"], True) is None
 
 
-def test_one_process_reads(configured):
-    _, mesh = resolve_mesh(configured(), choose_cases(configured()).task, "cpu")
-    assert CaseReading(configured(), mesh).mesh.reads
-
-
 def read(config):
-    """Prepare the cases; a follower's batches are sent, and of a model that is not shared it can have none."""
+    """Prepare the cases."""
     chosen = choose_cases(config)
     settled, mesh = resolve_mesh(config, chosen.task, torch.device("cpu"))
     reading = CaseReading(settled, mesh)
     prepared = reading.prepare(chosen)
-    if not reading.mesh.reads:
-        with pytest.raises(AssertionError, match="a follower of a model that is not shared"):
-            reading.make_batches(prepared, chosen.task, nn.Conv3d(1, 1, 1), torch.device("cpu"))
     return {
         "reads": reading.mesh.reads,
         "training": len(prepared.training),
@@ -382,22 +373,6 @@ def test_torchrun_does_the_same_and_resumes(config_file, tmp_path):
     assert resumed.returncode == 0, resumed.stderr
     assert "| mean " in resumed.stdout
     assert [record.epoch for record in latest(tmp_path / "run").history] == [0, 1]
-
-
-def test_auto_goes_on_as_it_began(config_file, configured, tmp_path, capfd):
-    """The processes chose anew: slabs, where `parallel: auto` had begun with replicas, and sums in another order."""
-    dealt, cut = "2 replicas of the network, each step's batch of 2 dealt 1 + 1", "every volume cut into 2 slabs"
-    train_on(2, config_file, ["device=cpu", "training.epochs=1", "parallel.data=2"])  # as auto may choose
-    capfd.readouterr()
-    train_on(2, config_file, ["device=cpu", "parallel={strategy: auto, timeout: 500}"], resume=True)
-    told = capfd.readouterr().err
-    assert dealt in told
-    assert cut not in told
-    parallel = load_config(tmp_path / "run" / "config.yaml").parallel
-    assert (parallel.data, parallel.timeout) == (2, 500), "the resuming run sets the timeout"
-    # On another number of devices it is chosen anew: of one there is nothing to choose.
-    train(configured("training.epochs=3", "parallel=auto", "device=cpu"), resume=True)
-    assert [record.epoch for record in latest(tmp_path / "run").history] == [0, 1, 2]
 
 
 def test_a_fault_in_one_process_ends_all_and_is_told(config_file):
