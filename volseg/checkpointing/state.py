@@ -159,6 +159,6 @@ class TrainingState:
 @cache
 def _list_kinds() -> list[tuple[str, TypeAdapter[Any]]]:
     """Return the type of each part of a checkpoint."""
-    hints = get_type_hints(TrainingState, include_extras=True)
     # In a tuple: pydantic refuses settings for a dataclass itself, which inherits those of the type around it.
-    return [(known.name, TypeAdapter(tuple[hints[known.name]], config=EXACT)) for known in fields(TrainingState)]
+    hints = get_type_hints(TrainingState, include_extras=True)
+    return [(name, TypeAdapter(tuple[hints[name]], config=EXACT)) for name in hints]  # type: ignore[valid-type,name-defined]

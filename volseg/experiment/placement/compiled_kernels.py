@@ -380,8 +380,8 @@ def serve_kernels(compile_each: Callable[..., CompiledKernels] = compile_kernels
         os.setpriority(os.PRIO_PGRP, 0, max(os.getpriority(os.PRIO_PROCESS, 0), BESIDE_TRAINING))
         channel.send({"ready": True})
 
-    *told, capability = order["gpu"]
-    gpu = OwnGpu(*told, tuple(capability))
+    name, processors, memory, capability = order["gpu"]
+    gpu = OwnGpu(name, processors, memory, tuple(capability))
     try:
         config = load_config(order["config"])
         compiled = compile_each(

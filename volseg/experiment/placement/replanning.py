@@ -317,7 +317,7 @@ def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) ->
     gpus = Gpus.find(choose_device(config), count)
     if gpus is None:
         return Answer()
-    is_open = config.model_copy(update={"parallel": ParallelConfig()})
+    is_open = config.model_copy(update={"parallel": ParallelConfig(timeout=config.parallel.timeout)})
     answer = run_plan(is_open, gpus, thorough=True)
     if answer.problem:
         logger.warning("no forecast of what would fit: %s", answer.problem)

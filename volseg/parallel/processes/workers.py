@@ -42,29 +42,30 @@ Message = Any
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True)
 class Channel:
     """Messages as lines of JSON over two files."""
 
-    def __init__(self, source: IO[str], target: IO[str]) -> None:
-        self._source, self._target = source, target
+    source: IO[str]
+    target: IO[str]
 
     def send(self, message: Message) -> None:
         """Write a message; a message to a process that has ended is lost."""
         line = json.dumps(message) + "\n"
         with suppress(BrokenPipeError, ValueError):  # the file is closed
-            self._target.write(line)
-            self._target.flush()
+            self.target.write(line)
+            self.target.flush()
 
     def receive(self) -> Message:
         """Return the next message; None after the last one, or if the sender died in the middle of one."""
         try:
-            return json.loads(self._source.readline() or "null")
+            return json.loads(self.source.readline() or "null")
         except json.JSONDecodeError:
             return None
 
     def close(self) -> None:
         """Close both files."""
-        for file in (self._source, self._target):
+        for file in (self.source, self.target):
             with suppress(OSError):  # unsent bytes for a process that has ended
                 file.close()
 
