@@ -55,7 +55,7 @@ class EpochRecord:
         return asdict(self)
 
 
-EXACT = ConfigDict(extra="forbid")
+KNOWN_ONLY = ConfigDict(extra="forbid")
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Tensors = dict[str, InstanceOf[Tensor]]
@@ -161,4 +161,4 @@ def _list_kinds() -> list[tuple[str, TypeAdapter[Any]]]:
     """Return the type of each part of a checkpoint."""
     # In a tuple: pydantic refuses settings for a dataclass itself, which inherits those of the type around it.
     hints = get_type_hints(TrainingState, include_extras=True)
-    return [(name, TypeAdapter(tuple[hints[name]], config=EXACT)) for name in hints]  # type: ignore[valid-type,name-defined]
+    return [(name, TypeAdapter(tuple[hints[name]], config=KNOWN_ONLY)) for name in hints]  # type: ignore[valid-type,name-defined]
