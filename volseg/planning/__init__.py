@@ -4,13 +4,11 @@ from volseg.planning.fingerprint import (
     CaseSizes,
     Fingerprint,
     Intensities,
-    Taken,
     keep_fingerprint,
     load_fingerprint,
-    published_fingerprint,
     take_fingerprint,
 )
-from volseg.planning.geometry import PRESETS, Geometry, Like
+from volseg.planning.geometry import PRESETS, Like
 from volseg.planning.plan import (
     CASCADE,
     DEFAULT_MEMORY,
@@ -21,7 +19,6 @@ from volseg.planning.plan import (
     plan,
     write_config,
 )
-from volseg.planning.settings import Setting
 
 __all__ = [
     "CASCADE",
@@ -29,19 +26,15 @@ __all__ = [
     "PRESETS",
     "CaseSizes",
     "Fingerprint",
-    "Geometry",
     "Intensities",
     "Like",
     "Plan",
-    "Setting",
-    "Taken",
     "choose_name",
     "keep_fingerprint",
     "load_fingerprint",
     "name_first_stage",
     "parse_memory",
     "plan",
-    "published_fingerprint",
     "take_fingerprint",
     "write_config",
 ]
