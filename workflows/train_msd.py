@@ -18,7 +18,7 @@ from volseg.data.cases import folds
 from volseg.data.patches import PatchBatches
 from volseg.models import FitGrid, build_network
 from volseg.planning import PRESETS, plan
-from volseg.planning.facts import published_fingerprint
+from volseg.planning.fingerprint import published_fingerprint
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.preprocessing import build_preprocessing
 from volseg.workflow import load_checkpoint

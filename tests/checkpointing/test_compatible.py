@@ -27,6 +27,7 @@ def test_every_key_of_the_config_may_differ_or_must_be_equal(configured):
     expected = FREE | {key for key in keys if key.startswith(("parallel.", "logging."))}
     assert {key for key in keys if may_differ(key, folds=True)} == expected
     assert {key for key in keys if may_differ(key)} == expected | {"training.epochs", "training.patience"}
+    assert not any(map(may_differ, ("parallel_data", "training.kernels_of", "outputs")))  # sections are no prefixes
 
 
 def test_every_key_of_the_table_is_one_of_the_config(configured):
@@ -67,10 +68,3 @@ def test_a_fold_is_not_made_longer(configured):
     dump_config(before.located(), before.folder / "config.yaml")
     with pytest.raises(ConfigError, match=r"training\.epochs: 2 -> 3\. .* start a new cross-validation"):
         require_same_config(RunFolder(before.folder), configured("training.epochs=3"), folds=True)
-
-
-def test_a_section_is_not_a_prefix_of_a_name():
-    assert may_differ("parallel.data")
-    assert not may_differ("parallel_data")
-    assert not may_differ("training.kernels_of")
-    assert not may_differ("outputs")

@@ -15,10 +15,15 @@ from volseg.cli import main
 from volseg.config.schema import ExperimentConfig
 from volseg.estimate.candidate import Candidate
 from volseg.experiment import training
-from volseg.experiment.placement import kernel_worker
-from volseg.experiment.placement.compiled_kernels import CompiledKernels
-from volseg.experiment.placement.kernel_worker import KernelWorker, OwnGpu, make_order, serve_kernels
-from volseg.experiment.placement.training_mesh import CaseReading
+from volseg.experiment.placement import compiled_kernels
+from volseg.experiment.placement.compiled_kernels import (
+    CompiledKernels,
+    KernelWorker,
+    OwnGpu,
+    make_order,
+    serve_kernels,
+)
+from volseg.experiment.placement.mesh_resolution import CaseReading
 from volseg.lifetime import end_with_launcher
 from volseg.parallel.devices import count_processes, get_process_rank, read_local_rank
 
@@ -35,7 +40,7 @@ def compile_kernels(*given: Any, ready: Any, **more: Any) -> CompiledKernels:
     (folder / "partial").replace(folder / "worker")
     if mode == "worker is killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600 if mode in ("worker hangs", "leader is killed", "leader fails") else 1)
+    time.sleep(600 if mode in ("worker hangs", "leader is killed") else 1)
     (folder / "compiled").touch()
     ready()
     return CompiledKernels(kernels=1)
@@ -59,11 +64,9 @@ def build_and_tell(*given: Any, **more: Any) -> Any:
 def prepare_or_end(*given: Any, **more: Any) -> Any:
     """Read the cases, if this process lives."""
     prepared = prepare(*given, **more)
-    if get_process_rank() == 0 and mode in ("leader is killed", "leader fails", "worker hangs"):
+    if get_process_rank() == 0 and mode in ("leader is killed", "worker hangs"):
         while not (folder / "worker").exists():
             time.sleep(0.01)
-        if mode == "leader fails":
-            raise KeyError("something of ours")
         if mode == "leader is killed":
             os.kill(os.getpid(), signal.SIGKILL)
     return prepared
@@ -71,7 +74,7 @@ def prepare_or_end(*given: Any, **more: Any) -> Any:
 
 def take_for_gpus() -> None:
     """Put in place of what needs GPUs what does not."""
-    kernel_worker.note_path = lambda *given: folder / "note.json"
+    compiled_kernels.note_path = lambda *given: folder / "note.json"
     training.compile_for_training = compile_for_training
     training.build_model = build_and_tell
     CaseReading.prepare = prepare_or_end  # type: ignore[method-assign]

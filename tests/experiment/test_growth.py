@@ -9,8 +9,8 @@ from training_hooks import At, press_ctrl_c
 
 from volseg.errors import ConfigError
 from volseg.estimate.candidate import list_candidates, relieve
-from volseg.experiment import load_config, resolve_machine, train
-from volseg.experiment.placement.plan_command import list_settings, plan_training
+from volseg.experiment import load_config, train
+from volseg.experiment.placement.plan_command import list_settings
 from volseg.experiment.placement.training_work import describe_freedom
 from volseg.monitoring.memory import FirstSteps
 from volseg.parallel import ModelParallel
@@ -89,23 +89,6 @@ def test_a_growing_training_without_memory_goes_on_recomputed(configured):
     assert watch.seen[-3:] == [(3, (16, 16, 16))] * 3
     record = json.loads((config.folder / "replanned.json").read_text(encoding="utf-8"))
     assert record["parallel"]["checkpoint"] == "all"
-
-
-def test_seconds_are_told_by_size(request):
-    config = load_config(
-        request.config.rootpath / "configs" / "task04_vnet.yaml",
-        [
-            "network={name: UNet, channels: [4, 8, 8], strides: [2, 2]}",
-            "patch={size: [32, 32, 32], batch: 2}",
-            "patch.growth=[{until: 0.5, size: [8, 8, 8]}, {until: 0.75, size: [16, 16, 16]}]",
-            "training.epochs=8",
-        ],
-    )
-    plan = plan_training(config, resolve_machine(kind="v100-16"))
-    (told,) = [note for note in plan.notes if note.startswith("patches grow")]
-    assert "of 8 epochs 4 of 8 x 8 x 8 take " in told
-    assert "2 of 16 x 16 x 16 take " in told
-    assert "2 of 32 x 32 x 32 take " in told
 
 
 def test_memory_is_read_on_patches_of_the_size_that_is_forecast(grown):

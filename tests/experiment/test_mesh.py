@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from in_group import in_group
-from torch import nn
 from training_hooks import At, press_ctrl_c
 
 from tests.experiment.checkpoints import latest
@@ -23,9 +22,8 @@ from volseg.experiment import load_config, predict, train, train_on, validate
 from volseg.experiment.building import build_training
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.placement import mesh_resolution, placed_network
-from volseg.experiment.placement.mesh_resolution import Needed, join_processes, resolve_mesh
+from volseg.experiment.placement.mesh_resolution import CaseReading, join_processes, resolve_mesh
 from volseg.experiment.placement.placed_network import build_model, choose_device
-from volseg.experiment.placement.training_mesh import CaseReading
 from volseg.parallel.devices import get_process_rank
 from volseg.workflow.distributed import GroupBatches
 from volseg.workflow.precision import seed_everything
@@ -117,11 +115,8 @@ def test_processes_train_as_one_in_float64(processes, overrides, config_file, tr
         assert one["scores"] == alone["scores"]
 
 
-def settle_on_devices_with_memory(config_file, overrides, full=(), needed=None, free=0):
-    """Settle the mesh as on GPUs; in processes that are ``full`` a training step runs out of memory.
-
-    Where a forecast says what is ``needed``, of so many ``free`` bytes.
-    """
+def settle_on_devices_with_memory(config_file, overrides, full=()):
+    """Settle the mesh as on GPUs; in processes that are ``full`` a training step runs out of memory."""
     config = load_config(config_file, overrides)
     join_processes(config)
     task, said = choose_cases(config).task, []
@@ -130,9 +125,6 @@ def settle_on_devices_with_memory(config_file, overrides, full=(), needed=None, 
         held.enter_context(
             mock.patch.object(mesh_resolution.logger, "info", lambda form, text: said.append(form % text))
         )
-        if needed is not None:
-            held.enter_context(mock.patch.object(mesh_resolution, "_estimate_step", return_value=Needed(**needed)))
-            held.enter_context(mock.patch.object(mesh_resolution, "_find_free_bytes", return_value=free))
         if get_process_rank() in full:
             fault = torch.OutOfMemoryError("CUDA out of memory")
             held.enter_context(mock.patch.object(mesh_resolution, "_rehearse", side_effect=fault))
@@ -239,24 +231,6 @@ def test_volumes_are_cut_where_one_device_runs_out_of_memory(config_file, full):
     assert leader[3] == [f"{words} its whole samples"]
 
 
-GIB = 2**30
-
-
-@pytest.mark.parametrize(
-    ("step", "full", "mesh"),
-    [
-        (50, (0, 1), (2, 1, 2)),  # fits by far: no step is tried, which would have failed
-        (150, (), (1, 2, 1)),  # does not by far: none is tried, which would have run
-        (95, (), (2, 1, 2)),  # near the limit: the step itself says it
-        (95, (1,), (1, 2, 1)),
-    ],
-)
-def test_a_forecast_decides_and_near_the_limit_a_step(config_file, step, full, mesh):
-    needed = {"step": step * GIB, "beside": 0}
-    for told in in_group(2, settle_on_devices_with_memory, config_file, [], full, needed, 100 * GIB):
-        assert told[:3] == mesh
-
-
 def test_what_is_asked_for_is_not_tried(config_file):
     leader, _ = in_group(2, settle_on_devices_with_memory, config_file, ["parallel.data=2"], (0, 1))
     assert leader[:3] == (2, 1, 2)
@@ -298,20 +272,12 @@ def test_a_deterministic_run_keeps_how_it_was_shared(config_file, tmp_path):
     assert try_to_run(config_file, [*overrides, "training.epochs=2", "parallel.data=2"], True) is None
 
 
-def test_one_process_reads(configured):
-    _, mesh = resolve_mesh(configured(), choose_cases(configured()).task, "cpu")
-    assert CaseReading(configured(), mesh).mesh.reads
-
-
 def read(config):
-    """Prepare the cases; a follower's batches are sent, and of a model that is not shared it can have none."""
+    """Prepare the cases."""
     chosen = choose_cases(config)
     settled, mesh = resolve_mesh(config, chosen.task, torch.device("cpu"))
     reading = CaseReading(settled, mesh)
     prepared = reading.prepare(chosen)
-    if not reading.mesh.reads:
-        with pytest.raises(AssertionError, match="a follower of a model that is not shared"):
-            reading.make_batches(prepared, chosen.task, nn.Conv3d(1, 1, 1), torch.device("cpu"))
     return {
         "reads": reading.mesh.reads,
         "training": len(prepared.training),
@@ -407,22 +373,6 @@ def test_torchrun_does_the_same_and_resumes(config_file, tmp_path):
     assert resumed.returncode == 0, resumed.stderr
     assert "| mean " in resumed.stdout
     assert [record.epoch for record in latest(tmp_path / "run").history] == [0, 1]
-
-
-def test_auto_goes_on_as_it_began(config_file, configured, tmp_path, capfd):
-    """The processes chose anew: slabs, where `parallel: auto` had begun with replicas, and sums in another order."""
-    dealt, cut = "2 replicas of the network, each step's batch of 2 dealt 1 + 1", "every volume cut into 2 slabs"
-    train_on(2, config_file, ["device=cpu", "training.epochs=1", "parallel.data=2"])  # as auto may choose
-    capfd.readouterr()
-    train_on(2, config_file, ["device=cpu", "parallel={strategy: auto, timeout: 500}"], resume=True)
-    told = capfd.readouterr().err
-    assert dealt in told
-    assert cut not in told
-    parallel = load_config(tmp_path / "run" / "config.yaml").parallel
-    assert (parallel.data, parallel.timeout) == (2, 500), "the resuming run sets the timeout"
-    # On another number of devices it is chosen anew: of one there is nothing to choose.
-    train(configured("training.epochs=3", "parallel=auto", "device=cpu"), resume=True)
-    assert [record.epoch for record in latest(tmp_path / "run").history] == [0, 1, 2]
 
 
 def test_a_fault_in_one_process_ends_all_and_is_told(config_file):

@@ -15,7 +15,9 @@ from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.report import VolumesReport
 from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment import load_config, resolve_machine
-from volseg.experiment.placement.mesh_resolution import choose_mesh
+from volseg.experiment.placement import mesh_resolution
+from volseg.experiment.placement.alternatives import Answer, Gpus
+from volseg.experiment.placement.mesh_resolution import choose_by_estimate, choose_mesh
 from volseg.experiment.placement.plan_command import list_settings, plan_training
 from volseg.workflow.components import LOSSES
 
@@ -317,11 +319,15 @@ def test_the_processes_of_a_job_take_the_fastest_that_surely_fits():
         forecast(0.4, 5, spatial=4),
         forecast(0.05, 5),
     ]
-    chosen = choose_mesh(forecasts, 4, 16 * GIB)
-    assert chosen is not None
-    assert Candidate(**chosen["candidate"]) == forecasts[2].candidate
-    assert choose_mesh(forecasts, 4, 3 * GIB) is None, "then it is tried"
+    assert choose_mesh(forecasts, 4, 16 * GIB)[0] == forecasts[2].candidate
+    assert choose_mesh(forecasts, 4, 3 * GIB)[0] is None, "then it is tried"
 
 
-def test_parallel_auto_leaves_all_open(vnet):
-    assert load_config(vnet, ["parallel=auto"]).parallel == load_config(vnet, ["parallel.strategy=auto"]).parallel
+@pytest.mark.parametrize(("gib", "chosen"), [(4, Candidate()), (20, None)])
+def test_where_nothing_surely_fits_a_step_is_tried_beside_what_cases_take(vnet, monkeypatch, gib, chosen):
+    answer = Answer(forecasts=(forecast(0.3, gib),), reserve=7)
+    monkeypatch.setattr(mesh_resolution, "run_plan", lambda config, gpus: answer)
+    monkeypatch.setattr(Gpus, "find", lambda device, count: Gpus(name="NVIDIA H200", memory=16 * GIB, count=count))
+    told = choose_by_estimate(load_config(vnet), torch.device("cpu"))
+    assert (told.chosen, told.reserve) == (chosen, 7)
+    assert (told.memory is None) == (chosen is None)

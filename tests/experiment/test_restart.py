@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from volseg import Checkpoints, Hook
 from volseg.checkpointing.compatible import load_finished_report
-from volseg.checkpointing.lock import LOCK
+from volseg.checkpointing.ranks import LOCK
 from volseg.cli import app
 from volseg.config.loading import format_config, load_config
 from volseg.errors import CheckpointError, ConfigError, DataError

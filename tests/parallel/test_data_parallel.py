@@ -14,7 +14,7 @@ from in_group import assert_all_well, expect_refusal, in_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from volseg.checkpointing.restore import random_state, restore_random_state
+from volseg.checkpointing.file import random_state, restore_random_state
 from volseg.errors import ParallelError
 from volseg.parallel import DataParallel, ModelParallel, Replicas, Spatial, get_replicas, join_mesh
 

@@ -46,8 +46,7 @@ from volseg.errors import ConfigError, DataError, GridError, NonFiniteLossError,
 from volseg.experiment import load_config, train
 from volseg.experiment.prediction.sources import load_trained
 from volseg.planning import Fingerprint, plan, take_fingerprint
-from volseg.planning.facts import CaseSizes
-from volseg.planning.fingerprint import keep_fingerprint, load_fingerprint
+from volseg.planning.fingerprint import CaseSizes, keep_fingerprint, load_fingerprint
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 from volseg.workflow.checks import EpochLosses

@@ -22,7 +22,7 @@ from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.summary import complete_summary, write_summary
 from volseg.exchange.archive import is_archive, read_archive, write_archive
 from volseg.inference.predictor import Predictor
-from volseg.planning.facts import CaseSizes, Fingerprint
+from volseg.planning.fingerprint import CaseSizes, Fingerprint
 from volseg.planning.geometry import plan_geometry
 from volseg.transforms.grid import measure_sides, spacing_after
 from volseg.workflow.components import build_metric

@@ -148,9 +148,9 @@ def test_a_state_is_read_as_it_was_written(tmp_path):
         (lambda c: c.update(format=99), "has format 99, this volseg reads 2: update volseg"),
         (lambda c: c.pop("epoch"), r"lacks \['epoch'\] and has nothing besides"),
         (lambda c: c.update(extra=1), r"lacks nothing and has \['extra'\] besides"),
-        (lambda c: c.update(epoch="one"), r"a count is a whole number of 0 or more, got 'one'"),
-        (lambda c: c.update(position=-1), r"a count is a whole number of 0 or more, got -1"),
-        (lambda c: c.update(history=[{"epochs": 1}]), r"values that are none: .*epochs"),
+        (lambda c: c.update(epoch="one"), r"values that are none: epoch: .*integer, got str"),
+        (lambda c: c.update(position=-1), r"values that are none: position: .*greater"),
+        (lambda c: c.update(history=[{"epochs": 1}]), r"values that are none: history\.0\.epoch: Field required"),
         (lambda c: c.update(seconds=3), r"values that are none"),
     ],
 )

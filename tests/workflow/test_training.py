@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from training_hooks import At, press_ctrl_c
 
-from volseg.checkpointing.restore import restore_random_state
+from volseg.checkpointing.file import restore_random_state
 from volseg.errors import ConfigError, NonFiniteLossError
 from volseg.workflow import Hook, Named, Patience, Training
 from volseg.workflow.checks import stop_if_requested

@@ -2,20 +2,18 @@
 
 Read in this order:
 
-=================  =====================================================================================
+=================  =================================================================================================
 module             holds
-=================  =====================================================================================
+=================  =================================================================================================
 ``state``          what a checkpoint holds
-``restore``        the generators' states; loads a state into network, optimizer, average, scaler and generators
-``file``           ``latest.pt``, ``previous.pt``, ``best.pt``: written as a whole, read without running code
-``background``     the copy of a state on its way to the disk
+``file``           ``latest.pt``, ``previous.pt``, ``best.pt``: written as a whole, read without running code; loads a
+                   state into network, optimizer, average, scaler and generators; copies a state on its way to the disk
 ``compatible``     the table of what may differ between a run and its continuation, and the checks
 ``components``     the record of the user's own components
 ``folder``         the files of a run folder
-``lock``           one process at a time in a run folder
-``ranks``          which process of a job writes the run folder
-=================  =====================================================================================
+``ranks``          which process of a job writes the run folder, and its lock
+=================  =================================================================================================
 
-The first four are independent of configs; `volseg.workflow` uses them. The others belong to runs from a config.
+The first two are independent of configs; `volseg.workflow` uses them. The others belong to runs from a config.
 `volseg.workflow.Checkpoints` decides when a training is saved.
 """

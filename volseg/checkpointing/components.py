@@ -6,7 +6,7 @@ the user names them by ``--components``.
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -18,7 +18,7 @@ from volseg.config.registry import Source
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case
 from volseg.data.json_files import read_json
-from volseg.data.readers import match_suffix
+from volseg.data.readers import list_case_files, match_suffix
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.own_components import REGISTRIES, load_content
 from volseg.files import replacing
@@ -145,11 +145,11 @@ def _describe_remedy(folder: Path, source: Source) -> str:
 
 
 def _list_named(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield kind and name of each component that a config names."""
-    yield "network", config.network.name
-    yield "optimizer", config.optimizer.name
-    yield "schedule", config.schedule.name
-    lists: dict[str, Any] = {
+    """Return kind and name of each component that a config names."""
+    named: dict[str, Sequence[Any]] = {
+        "network": [config.network],
+        "optimizer": [config.optimizer],
+        "schedule": [config.schedule],
         "loss": config.losses,
         "metric": config.metrics,
         "hook": config.hooks,
@@ -157,15 +157,9 @@ def _list_named(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
         "augmentation": config.augmentation.own,
         "logger": config.logging.loggers,
     }
-    for kind, components in lists.items():
-        for component in components:
-            yield kind, component.name
+    return ((kind, component.name) for kind, components in named.items() for component in components)
 
 
 def _list_readers(cases: Iterable[Case]) -> Iterator[tuple[str, str]]:
-    for case in cases:
-        for field in ("image", "label"):
-            paths = case.get(field, ())
-            for path in paths if isinstance(paths, tuple) else (paths,):
-                if (suffix := match_suffix(path)) is not None:
-                    yield "reader", suffix
+    suffixes = (match_suffix(path) for case in cases for path in list_case_files(case))
+    return (("reader", suffix) for suffix in suffixes if suffix is not None)

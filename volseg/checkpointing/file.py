@@ -1,19 +1,31 @@
-"""Write checkpoint files atomically, and read them without running code.
+"""Write checkpoint files atomically, also in the background, read them without running code, and restore a training.
 
 A checkpoint is one ``torch.save`` file of tensors and plain values. It is written under a temporary name, flushed to
 disk and renamed, so a full disk or a lost machine leaves the last good checkpoint in place. `read_torch_file` reads it.
 """
 
-from collections.abc import Mapping
+import copy
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from volseg.checkpointing.state import FORMAT, TrainingState
 from volseg.errors import CheckpointError
 from volseg.exchange.tensors import read_torch_file
 from volseg.files import replacing
+from volseg.models.weights import load_weights
+from volseg.parallel import ModelParallel
+from volseg.parallel.devices import list_gpus
+from volseg.parallel.state.random import CommonSeeds
 
 LATEST, PREVIOUS, BEST = "latest.pt", "previous.pt", "best.pt"
 """The newest state; the previous ``latest.pt``; the state after the epoch with the best score."""
@@ -100,3 +112,271 @@ def parse_checkpoint(content: Any, path: Path) -> TrainingState | None:
     elif not (isinstance(content, Mapping) and isinstance(content.get("model"), Mapping) and "average" in content):
         return None  # neither a file of `save_checkpoint` nor a result of `Training.state_dict`
     return TrainingState.from_checkpoint(content, path)
+
+
+# Restore a saved state part by part, including all random generators; errors name the part that does not fit.
+
+
+NOT_WHOLE = "the checkpoint is not whole"
+
+
+class Average(Protocol):
+    """Averaged weights."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> object:
+        """Restore the averages."""
+
+
+def restore(
+    state: TrainingState,
+    network: nn.Module,
+    optimizer: Optimizer,
+    average: Average | None,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Load a state into the parts of a training, and set the random number generators.
+
+    Raises
+    ------
+    CheckpointError
+        The message names the part that does not fit or is incomplete.
+    """
+    with _naming("model"):
+        load_weights(network, state.model)
+    with _naming("optimizer"):
+        optimizer.load_state_dict(dict(state.optimizer))
+        _lay_out_like_parameters(optimizer)
+    _require_whole(state, optimizer)
+    with _naming("average"):
+        if (state.average is None) != (average is None):
+            raise ValueError("one of the two has an average of the weights (training.ema), the other has none")
+        if average and state.average:
+            average.load_state_dict(state.average)
+    with _naming("scaler"):
+        scaler.load_state_dict(dict(state.scaler))
+    with _naming("random"):
+        restore_random_state(state.random, network)
+
+
+@contextmanager
+def _naming(part: str) -> Iterator[None]:
+    """Turn any error of a part of a state into a `CheckpointError` that names the part."""
+    try:
+        yield
+    except Exception as fault:  # networks, optimizers and generators raise different types
+        reason = str(fault) if isinstance(fault, ValueError | RuntimeError) else f"{type(fault).__name__}: {fault}"
+        raise CheckpointError(f"the checkpoint is not of this network and optimizer: {part}: {reason}") from fault
+
+
+def _lay_out_like_parameters(optimizer: Optimizer) -> None:
+    """Give the optimizer's tensors the memory layout of its parameters.
+
+    The training that saved the tensors may have used another layout. Fused optimizers read both in the same order: for
+    other layouts torch raises on a GPU, and computes wrong numbers on a CPU.
+    """
+    for parameter, remembered in optimizer.state.items():
+        for name, value in remembered.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.layout is torch.strided:
+                laid_out = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                if laid_out.stride() != value.stride():
+                    remembered[name] = laid_out.copy_(value)
+
+
+def _require_whole(state: TrainingState, optimizer: Optimizer) -> None:
+    """Raise if parts of a state do not belong together, or an optimizer's tensors are missing."""
+    for part, batches in (("losses", state.losses), ("cases", state.cases)):
+        if len(batches) != state.position:
+            raise CheckpointError(f"{NOT_WHOLE}: {part}: {len(batches)} batches, but position is {state.position}")
+    if not state.steps_done:
+        return
+    entries = state.optimizer["state"]
+    for group, saved in zip(optimizer.param_groups, state.optimizer["param_groups"], strict=True):
+        wanted = _remembered(optimizer, group)
+        # A parameter that never had a gradient has no entry; if no parameter has an entry, the state is incomplete.
+        for parameter in saved["params"] if not entries else [one for one in saved["params"] if one in entries]:
+            if lost := sorted(wanted - {*entries.get(parameter, ())}):
+                raise CheckpointError(
+                    f"{NOT_WHOLE}: optimizer: after {state.steps_done} steps it lacks the {lost[0]} that "
+                    f"{type(optimizer).__name__} keeps of parameter {parameter}"
+                )
+
+
+def _remembered(optimizer: Optimizer, group: dict[str, Any]) -> set[str]:
+    """Return the names of the optimizer's state per parameter of a group, from a step on a test parameter."""
+    if not type(optimizer).__module__.startswith("torch.optim"):  # the step of a custom optimizer may do anything
+        return set()
+    alone = torch.zeros_like(group["params"][0], requires_grad=True)
+    alone.grad = torch.zeros_like(alone)
+    probe = type(optimizer)([{**group, "params": [alone]}])  # type: ignore[call-arg]  # all their options have defaults
+    probe.step()
+    return set(probe.state[alone])
+
+
+def random_state(network: nn.Module | None = None) -> dict[str, Any]:
+    """Return the generators' states as plain numbers and tensors, which ``weights_only=True`` can load.
+
+    Parameters
+    ----------
+    network : nn.Module, optional
+        Network whose passes may draw from seeds common to several processes; the state then includes these seeds.
+    """
+    seeds = _find_seeds(network)
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    return {
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(gpu) for gpu in list_gpus()],
+        "passes": None if seeds is None else seeds.get_state(),
+    }
+
+
+def restore_random_state(state: Mapping[str, Any], network: nn.Module | None = None) -> None:
+    """Set the generators to a saved state, except those of missing devices.
+
+    Parameters
+    ----------
+    state : mapping
+        Result of `random_state`.
+    network : nn.Module, optional
+        See `random_state`; all processes that run the network together call this function together.
+    """
+    seeds = _find_seeds(network)
+    if seeds is not None:
+        seeds.set_state(state.get("passes"))
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))  # noqa: NPY002
+    torch.set_rng_state(state["torch"].cpu())
+    for gpu, saved in zip(list_gpus(), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(saved.cpu(), gpu)
+
+
+def _find_seeds(network: nn.Module | None) -> CommonSeeds | None:
+    return network.seeds if isinstance(network, ModelParallel) else None
+
+
+# Save a training's state in the background: copy it to host memory between two steps, and write it in a thread.
+#
+# The host waits for the copies: at 25 GB/s half a GB takes 20 ms. They would not overlap with the next step on a
+# separate stream either: that step overwrites the state, and a second copy on the device would need memory that a
+# training may not have.
+#
+# The thread makes no CUDA call, not even to free memory: such a call may invalidate a graph capture in progress. So the
+# host memory is reused.
+
+
+Buffers = dict[tuple[Any, ...], Tensor]
+"""Host tensors by their positions in a state: keys and indices from the outside in."""
+
+
+def copy_to_host(state: TrainingState, buffers: Buffers) -> TrainingState:
+    """Return a copy of a state in host memory, pinned for copies from a GPU.
+
+    ``buffers`` are overwritten where they fit; new ones are added.
+    """
+    gpus: set[torch.device] = set()
+    parts = {part.name: getattr(state, part.name) for part in fields(state)}
+    copied = replace(state, **_copied(parts, (), buffers, gpus))
+    for gpu in gpus:
+        torch.cuda.current_stream(gpu).synchronize()
+    return copied
+
+
+def _copied(value: Any, place: tuple[Any, ...], buffers: Buffers, gpus: set[torch.device]) -> Any:
+    if isinstance(value, Tensor):
+        buffer = buffers.get(place)
+        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+            # Only as large as the tensor: torch.save writes the whole storage of a slice.
+            buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
+            buffers[place] = buffer
+        if value.is_cuda:
+            gpus.add(value.device)
+        return buffer.copy_(value.detach(), non_blocking=True)
+    if isinstance(value, dict):
+        result = copy.copy(value)  # a state_dict has the module versions as an attribute
+        for key, inner in value.items():
+            result[key] = _copied(inner, (*place, key), buffers, gpus)
+        return result
+    if isinstance(value, Mapping):
+        return {key: _copied(inner, (*place, key), buffers, gpus) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(inner, (*place, number), buffers, gpus) for number, inner in enumerate(value))
+    return value
+
+
+class BackgroundWriter:
+    """Copy states and write them in a thread, one at a time, while the training goes on.
+
+    Parameters
+    ----------
+    write : callable
+        Takes a name and a state, and runs in the thread. `poll` and `finish` raise its errors.
+    """
+
+    def __init__(self, write: Callable[[str, TrainingState], object]) -> None:
+        self._write = write
+        self._free: list[Buffers] = []
+        self._waiting: dict[str, tuple[TrainingState, Buffers]] = {}  # while the thread writes another
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._fault: BaseException | None = None
+        self._is_given_up = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every state is written."""
+        return self._thread is None
+
+    def take(self, name: str, state: TrainingState) -> None:
+        """Copy a state and queue it for writing; it replaces a queued state of the same name."""
+        buffers = self._free.pop() if self._free else {}
+        taken = copy_to_host(state, buffers), buffers
+        with self._lock:
+            if self._thread is None:
+                # A daemon, so that a second Ctrl-C need not wait for it. A training that ends normally joins it. The
+                # state is an argument: a queued one could be replaced by one that `write` refuses.
+                work = (name, *taken)
+                self._thread = threading.Thread(target=self._work, args=work, name="checkpoint writer", daemon=True)
+                self._thread.start()
+                return
+            replaced, self._waiting[name] = self._waiting.pop(name, None), taken
+        if replaced is not None:
+            self._free.append(replaced[1])
+
+    def poll(self) -> None:
+        """Raise a new error of the thread."""
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+
+    def finish(self) -> None:
+        """Wait until every state is written; raise an error of the thread."""
+        thread = self._thread
+        if thread is not None and not self._is_given_up:
+            self._is_given_up = True  # a second signal interrupts the wait; then `finish` must not wait again
+            thread.join()
+            self._is_given_up = False
+        self.poll()
+
+    def _work(self, name: str, state: TrainingState, buffers: Buffers) -> None:
+        while True:
+            try:
+                self._write(name, state)
+            except BaseException as fault:  # the training raises it
+                self._fault = self._fault or fault
+            self._free.append(buffers)
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                name = next(iter(self._waiting))
+                state, buffers = self._waiting.pop(name)

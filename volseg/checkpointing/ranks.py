@@ -4,26 +4,38 @@ The leader is process 0. It holds the lock of the folder, and decides whether th
 Every process calls the methods in the same order; in a member they only read, or do nothing.
 """
 
-import contextlib
+import json
+import logging
+import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from volseg.checkpointing.compatible import require_same_config
 from volseg.checkpointing.components import write_components
 from volseg.checkpointing.folder import ENVIRONMENT, RunFolder
-from volseg.checkpointing.lock import LOCK, only_process_in
 from volseg.config.schema import ExperimentConfig
-from volseg.errors import CheckpointError, ConfigError
+from volseg.data.json_files import read_json
+from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment.cases import ChosenCases
 from volseg.monitoring.environment import environment
 from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.run_files import STATUS, TIMES
 from volseg.parallel.devices import is_distributed, is_main_process
 from volseg.parallel.processes.group import gather_over_processes
+from volseg.signals import deferring_signals
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+LOCK = "in_use.json"
 
 SECONDS_TO_SEE = 30.0
 """Longest time until a file from one machine is visible on the others."""
@@ -159,8 +171,101 @@ def _sees(file: Path, content: str) -> bool:
     deadline = time.monotonic() + SECONDS_TO_SEE
     while time.monotonic() < deadline:
         # A network file system may cache the absence of a file for a while.
-        with contextlib.suppress(OSError, UnicodeDecodeError):
+        with suppress(OSError, UnicodeDecodeError):
             if file.read_text(encoding="utf-8") == content:
                 return True
         time.sleep(0.1)
     return False
+
+
+# Lock a run folder for one process at a time.
+#
+# The lock is an operating system lock (``flock``) on a small file that names its holder. The system releases it when
+# that process ends in any way: a killed process or a lost machine leaves no lock behind, and process ids need not be
+# checked. Without such locks (some network file systems, and Windows) nothing is locked; this is logged.
+
+
+@contextmanager
+def only_process_in(folder: Path) -> Iterator[Callable[[], None]]:
+    """Hold the lock of ``folder``, creating the folder if needed; remove the lock and an empty folder afterwards.
+
+    Yields a function that raises a ``CheckpointError`` if the locked folder was removed; another run may have started
+    in its place.
+
+    Raises
+    ------
+    ConfigError
+        If another process holds the lock; the message has its id, its host and the time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    descriptor: int | None = None
+    try:
+        with deferring_signals():  # a signal in between would leave the file behind
+            descriptor = _locked(path)
+        held = descriptor
+        os.ftruncate(held, 0)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.write(held, json.dumps(holder).encode())
+        yield lambda: _require_own(held, path)
+    finally:
+        if descriptor is not None:
+            _release(descriptor, path)
+
+
+def _release(descriptor: int, path: Path) -> None:
+    """Release the lock, and remove its file and an empty folder."""
+    is_own = _is_at(descriptor, path)
+    if fcntl is None:  # Windows cannot remove an open file
+        os.close(descriptor)
+    if is_own:
+        path.unlink()  # while the lock is still held
+    if fcntl is not None:
+        os.close(descriptor)
+    if is_own and not any(path.parent.iterdir()):
+        path.parent.rmdir()
+
+
+def _require_own(descriptor: int, path: Path) -> None:
+    if not _is_at(descriptor, path):
+        raise CheckpointError(
+            f"{path} was removed or replaced while this training ran, by somebody who may train there now; nothing "
+            "more is written to that folder. If it still holds this run go on by --resume, else begin again"
+        )
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether the open file is the one at ``path``."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _locked(path: Path) -> int:
+    """Return the open and locked file at ``path``."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if fcntl is None:
+                raise OSError("Windows has no such locks")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(
+                f"{path.parent} is in use by {_holder(path)}; wait for its end, or choose another folder by --output"
+            ) from None
+        except OSError as fault:
+            logger.info("%s cannot be locked (%s); start no second training in it", path.parent, fault)
+        # The last holder may have removed the file before the lock was taken; another process may hold a new file.
+        if _is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = read_json(path)
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (DataError, KeyError, TypeError):  # the holder has not written its name yet, or has just ended
+        return "another process"

@@ -1,9 +1,11 @@
 """Define the state of a training between two batches: the content of a checkpoint, and how to read it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, get_type_hints
 
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 from torch import Tensor
 
 from volseg.errors import CheckpointError
@@ -53,124 +55,51 @@ class EpochRecord:
         return asdict(self)
 
 
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else type(value).__name__
+KNOWN_ONLY = ConfigDict(extra="forbid")
 
-
-def _named(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise TypeError(f"values by name were expected, got {_kind(value)}")
-    return value
-
-
-def _tensors(value: Any) -> Mapping[str, Tensor]:
-    if odd := [name for name, tensor in _named(value).items() if not isinstance(tensor, Tensor)]:
-        raise TypeError(f"tensors by name were expected, got {_kind(value[odd[0]])} for {odd[0]}")
-    return value
-
-
-def _list(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"a list was expected, got {_kind(value)}")
-    return value
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"a count is a whole number of 0 or more, got {value!r}")
-    return value
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, int | float):
-        raise TypeError(f"a number was expected, got {_kind(value)}")
-    return float(value)
-
-
-def _optimizer(value: Any) -> Mapping[str, Any]:
-    if not isinstance(_named(value)["state"], Mapping):
-        raise TypeError(f"a state by parameter was expected, got {_kind(value['state'])}")
-    for group in _list(value["param_groups"]):
-        _list(_named(group)["params"])
-    return value
-
-
-def _average(value: Any) -> Mapping[str, Any] | None:
-    if value is not None:
-        _count(_named(value)["updates"])
-        _tensors(value["average"])
-    return value
-
-
-def _seconds(value: Any) -> tuple[float, float]:
-    spent, waited = _list(value)
-    return _number(spent), _number(waited)
-
-
-def _names(value: Any) -> Sequence[str]:
-    if odd := [name for name in _list(value) if not isinstance(name, str)]:
-        raise TypeError(f"the name of a case was expected, got {_kind(odd[0])}")
-    return value
-
-
-def _record(value: Any) -> EpochRecord:
-    record = EpochRecord(**_named(value))
-    _count(record.epoch)
-    numbers = (record.learning_rate, record.seconds, record.seconds_waited, record.score or 0.0)
-    for number in (*_named(record.losses).values(), *_named(record.scores).values(), *numbers):
-        _number(number)
-    return record
-
-
-def _part(read: Callable[[Any], Any], holds: str) -> dict[str, Any]:
-    """Describe a part of a checkpoint: the function that reads the stored value, and the content."""
-    return {"read": read, "holds": holds}
+Count = Annotated[int, Field(ge=0, strict=True)]
+Tensors = dict[str, InstanceOf[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
     """Everything that a training needs to resume exactly.
 
-    The fields are the keys of a checkpoint; each has a description and a function that reads it. Tensors are the
-    training's own, not copies, until the state is written.
+    The fields are the keys of a checkpoint, which is checked by their types. Tensors are the training's own, not
+    copies, until the state is written.
     """
 
-    # A network may store more than tensors, and checks its own state.
-    model: Mapping[str, Any] = field(metadata=_part(_named, "weights and buffers, by the names of the plain network"))
-    optimizer: Mapping[str, Any] = field(metadata=_part(_optimizer, "momenta and settings of the optimizer"))
-    steps_done: int = field(metadata=_part(_count, "optimizer steps, which give the learning rate"))
-    scaler: Mapping[str, Any] = field(metadata=_part(_named, "scale of the gradients; empty without float16"))
-    average: Mapping[str, Any] | None = field(
-        metadata=_part(_average, "averaged weights and the number of updates; none without `training.ema`")
+    # A network may store more than tensors, and checks its own state; a `state_dict` has the versions of its modules as
+    # an attribute.
+    model: InstanceOf[Mapping[str, Any]] = field(
+        metadata={"holds": "weights and buffers, by the names of the plain network"}
     )
-    random: Mapping[str, Any] = field(
-        metadata=_part(_named, "random number generators of Python, NumPy and torch, on the CPU and on each GPU")
+    optimizer: dict[str, Any] = field(metadata={"holds": "momenta and settings of the optimizer"})
+    steps_done: Count = field(metadata={"holds": "optimizer steps, which give the learning rate"})
+    scaler: dict[str, Any] = field(metadata={"holds": "scale of the gradients; empty without float16"})
+    average: dict[str, Count | Tensors] | None = field(
+        metadata={"holds": "averaged weights and the number of updates; none without `training.ema`"}
     )
-    epoch: int = field(metadata=_part(_count, "completed epochs"))
-    position: int = field(metadata=_part(_count, "completed batches of the current epoch"))
-    losses: Sequence[Mapping[str, Tensor]] = field(
-        metadata=_part(lambda value: [_tensors(batch) for batch in _list(value)], "losses of each of these batches")
+    random: dict[str, Any] = field(
+        metadata={"holds": "random number generators of Python, NumPy and torch, on the CPU and on each GPU"}
     )
-    cases: Sequence[Sequence[str]] = field(
-        metadata=_part(lambda value: [_names(batch) for batch in _list(value)], "cases of each of these batches")
-    )
+    epoch: Count = field(metadata={"holds": "completed epochs"})
+    position: Count = field(metadata={"holds": "completed batches of the current epoch"})
+    losses: Sequence[Tensors] = field(metadata={"holds": "losses of each of these batches"})
+    cases: Sequence[Sequence[str]] = field(metadata={"holds": "cases of each of these batches"})
     seconds: tuple[float, float] = field(
-        metadata=_part(_seconds, "seconds of these batches, and the seconds of waiting for them")
+        metadata={"holds": "seconds of these batches, and the seconds of waiting for them"}
     )
-    history: tuple[EpochRecord, ...] = field(
-        metadata=_part(lambda value: tuple(map(_record, _list(value))), "numbers of each completed epoch")
-    )
-    best: EpochRecord | None = field(
-        metadata=_part(lambda value: None if value is None else _record(value), "numbers of the best epoch")
-    )
-    metadata: Mapping[str, Any] = field(
-        default_factory=dict, metadata=_part(_named, "plain values of the writer; `volseg train` keeps the config here")
+    history: tuple[EpochRecord, ...] = field(metadata={"holds": "numbers of each completed epoch"})
+    best: EpochRecord | None = field(metadata={"holds": "numbers of the best epoch"})
+    metadata: dict[str, Any] = field(
+        default_factory=dict, metadata={"holds": "plain values of the writer; `volseg train` keeps the config here"}
     )
 
     @property
     def averaged(self) -> Mapping[str, Tensor] | None:
         """Average of each parameter, under one of its names; None without averages."""
-        return None if self.average is None else self.average["average"]
+        return None if self.average is None else self.average["average"]  # type: ignore[return-value]
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -214,11 +143,22 @@ class TrainingState:
                 f"{source} holds no training state of format {FORMAT}: it lacks {missing or 'nothing'} and has "
                 f"{surplus or 'nothing'} besides; name a checkpoint that `volseg train` wrote, or update volseg"
             )
-        for known in fields(cls):
+        for name, kind in _list_kinds():
             try:
-                content[known.name] = known.metadata["read"](content[known.name])
-            except (AttributeError, KeyError, TypeError, ValueError) as fault:
+                (content[name],) = kind.validate_python((content[name],))
+            except ValidationError as fault:
+                error = fault.errors(include_url=False)[0]
+                place = ".".join(map(str, (name, *error["loc"][1:])))
                 raise CheckpointError(
-                    f"{source} holds a training state with values that are none: {known.name}: {fault}"
-                ) from fault
+                    f"{source} holds a training state with values that are none: {place}: {error['msg']}, got "
+                    f"{type(error['input']).__name__}"
+                ) from None
         return cls(**{**content, "metadata": {**content["metadata"], **added}})
+
+
+@cache
+def _list_kinds() -> list[tuple[str, TypeAdapter[Any]]]:
+    """Return the type of each part of a checkpoint."""
+    # In a tuple: pydantic refuses settings for a dataclass itself, which inherits those of the type around it.
+    hints = get_type_hints(TrainingState, include_extras=True)
+    return [(name, TypeAdapter(tuple[hints[name]], config=KNOWN_ONLY)) for name in hints]  # type: ignore[valid-type,name-defined]

@@ -26,9 +26,8 @@ from volseg.data.cases import Batch, Case, Task
 from volseg.data.labels import num_indices
 from volseg.experiment.building import build_training
 from volseg.experiment.network_plan import DataFacts
-from volseg.experiment.placement.mesh_resolution import resolve_mesh
+from volseg.experiment.placement.mesh_resolution import CaseReading, resolve_mesh
 from volseg.experiment.placement.placed_network import build_model, choose_device
-from volseg.experiment.placement.training_mesh import CaseReading
 from volseg.models import FitGrid
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import DataParallel

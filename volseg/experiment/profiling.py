@@ -23,9 +23,8 @@ from volseg.estimate.step_time import estimate_times
 from volseg.estimate.trace import KernelRun, StepTrace
 from volseg.experiment.building import check_components
 from volseg.experiment.network_plan import DataFacts, load_facts, plan_for_spacing
-from volseg.experiment.placement.alternatives import build_candidate
+from volseg.experiment.placement.alternatives import build_candidate, explaining_memory
 from volseg.experiment.placement.mesh_resolution import join_processes
-from volseg.experiment.placement.out_of_memory import explaining_memory
 from volseg.experiment.placement.placed_network import explain_eager
 from volseg.experiment.placement.plan_command import resolve_machine
 from volseg.experiment.placement.training_work import describe_freedom, describe_training

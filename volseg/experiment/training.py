@@ -22,14 +22,12 @@ from volseg.data.cases import Task
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.network_plan import plan_network
-from volseg.experiment.placement.alternatives import build_candidate
-from volseg.experiment.placement.kernel_worker import compile_for_training
+from volseg.experiment.placement.alternatives import build_candidate, explaining_memory, free_memory
+from volseg.experiment.placement.compiled_kernels import compile_for_training
 from volseg.experiment.placement.measured_kernels import KERNELS, resolve_kernels
-from volseg.experiment.placement.mesh_resolution import join_processes, resolve_mesh
-from volseg.experiment.placement.out_of_memory import explaining_memory, free_memory, require_plausible_sizes
-from volseg.experiment.placement.placed_network import build_model, choose_device, count_devices
+from volseg.experiment.placement.mesh_resolution import CaseReading, TrainingMesh, join_processes, resolve_mesh
+from volseg.experiment.placement.placed_network import build_model, choose_device, count_devices, require_room
 from volseg.experiment.placement.replanning import BeginAgain, Replanning
-from volseg.experiment.placement.training_mesh import CaseReading, TrainingMesh
 from volseg.experiment.report import Outcome, describe_network, list_findings, write_outcome, write_page
 from volseg.experiment.starting import START, Start
 from volseg.inference.postprocessing import Postprocessing
@@ -184,7 +182,7 @@ class _Run:
             logger.warning("%s", self.chosen.patients.warning)
         elif is_main_process() and self.chosen.patients.summary:
             logger.info("%s", self.chosen.patients.summary)
-        require_plausible_sizes(config, self.chosen.task, self.device)
+        require_room(config, self.chosen.task)
         build_objective(config, self.chosen.task)
         choose_channel(config, self.chosen.task)
         Postprocessing.keep_largest(self.chosen.task, config.inference.keep_largest)

@@ -29,7 +29,7 @@ from volseg.evaluation.summary import (
 )
 from volseg.experiment.building import build_scoring, build_validation, preprocessing_of
 from volseg.experiment.cases import ChosenCases, add_stage, open_cache, prepare_chosen, read_task
-from volseg.experiment.placement.out_of_memory import explaining_memory
+from volseg.experiment.placement.alternatives import explaining_memory
 from volseg.experiment.prediction.sources import path_of, require_runs
 from volseg.experiment.prediction.trained import PREDICTION_KEYS, Trained, open_run, require_keys
 from volseg.experiment.report import dice_table

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import ModelParallel
-from volseg.parallel.processes.progress_sync import exchange
+from volseg.parallel.processes.progress import exchange
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.spatial.transport.communicator import narrow_to

@@ -1,8 +1,14 @@
 """Plan a training config from the fingerprint of a data set."""
 
-from volseg.planning.facts import CaseSizes, Fingerprint, Intensities, published_fingerprint
-from volseg.planning.fingerprint import Taken, keep_fingerprint, load_fingerprint, take_fingerprint
-from volseg.planning.geometry import PRESETS, Geometry, Like
+from volseg.planning.fingerprint import (
+    CaseSizes,
+    Fingerprint,
+    Intensities,
+    keep_fingerprint,
+    load_fingerprint,
+    take_fingerprint,
+)
+from volseg.planning.geometry import PRESETS, Like
 from volseg.planning.plan import (
     CASCADE,
     DEFAULT_MEMORY,
@@ -13,7 +19,6 @@ from volseg.planning.plan import (
     plan,
     write_config,
 )
-from volseg.planning.settings import Setting
 
 __all__ = [
     "CASCADE",
@@ -21,19 +26,15 @@ __all__ = [
     "PRESETS",
     "CaseSizes",
     "Fingerprint",
-    "Geometry",
     "Intensities",
     "Like",
     "Plan",
-    "Setting",
-    "Taken",
     "choose_name",
     "keep_fingerprint",
     "load_fingerprint",
     "name_first_stage",
     "parse_memory",
     "plan",
-    "published_fingerprint",
     "take_fingerprint",
     "write_config",
 ]

@@ -1,33 +1,36 @@
-"""Read a data set once and measure its sizes, spacings, intensities and structures.
+"""Read a data set once and measure its sizes, spacings, intensities and structures: the facts of a plan.
 
 The fingerprint is nnU-Net's, plus the voxels of each label. Two things differ. Axes are turned to RAS first, so that a
 median along an axis is of one direction in the patient; nnU-Net takes axes as files store them. Voxels without
 annotation count for no structure.
 
+Axes are those of a case turned to RAS: D to the right, H to the front, W to the head.
+
 The fingerprint is kept as JSON in ``.volseg`` of the data set's folder, or in the user's cache folder if that is
-read-only. It is taken again after a file changes. A file has changed if its size, its modification time, or its first
-or last bytes differ. A compressed file ends with the checksum of its content, so a copy that keeps times is noticed
-too. For a file that is not compressed the inode's time of change (``ctime``) counts as well, which nothing can reset.
-Names are relative to the folder, which may move.
+read-only. It is taken again after a file changes: its size, its modification time, or the inode's time of change
+(``ctime``), which nothing can reset. Names are relative to the folder, which may move.
 """
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import nibabel
 import numpy as np
 import torch
 from monai.data import MetaTensor
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from scipy import ndimage
 from torch import Tensor
 
+from volseg.config.catalogue import get_public_task
 from volseg.data.case_store.cache_folder import choose_cache_folder, list_image_files
 from volseg.data.cases import Case, Task
 from volseg.data.checks.kinds import Finding
@@ -37,8 +40,18 @@ from volseg.data.readers import list_files
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
 from volseg.files import replacing
-from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 from volseg.transforms.grid import measure_sides
+
+Lengths = tuple[float, float, float]
+Sides = tuple[int, int, int]
+
+SHARE_OF_FINE = 0.25
+"""Share of the cases of a task with thick slices that are as thin as its target spacing. It is more than a tenth, which
+the rule for the target spacing uses, and less than half, which the median uses."""
+
+MOSTLY_ZERO, HARDLY_ZERO = 0.74, 1.0
+"""Share of the voxels in the box of those that are not 0, if the files' size is unknown. nnU-Net's plans say on which
+side of 0.75 it is."""
 
 SAMPLES, SAMPLES_PER_CASE = 10_000_000, 200_000
 """Foreground voxels to draw: in all cases together, and at most in each case. nnU-Net draws ten times as many, which
@@ -46,7 +59,73 @@ does not change the percentiles."""
 
 SEED = 1234
 
+QUANTILES = (0.5, 50.0, 99.5)
+
 Voxels = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaseSizes:
+    """Sizes of one case."""
+
+    case: str
+    shape: Sides
+    """D, H, W after cropping to the box of the voxels that are not 0 in any channel."""
+    spacing: Lengths
+    """Along D, H, W (mm)."""
+    kept: float = 1.0
+    """Share of the voxels that remain after cropping."""
+    voxels: Mapping[int, int] = field(default_factory=dict)
+    """Number of voxels of each value of the label map, before cropping."""
+    largest: Mapping[str, float] = field(default_factory=dict)
+    """Share of each structure's voxels that are in its largest component (26 neighbours)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intensities:
+    """One channel's intensities in the foreground of all cases; each case has the same weight."""
+
+    mean: float
+    std: float
+    median: float
+    min: float
+    max: float
+    percentile_00_5: float
+    percentile_99_5: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """Known facts of a data set.
+
+    `volseg.planning.take_fingerprint` makes it; published numbers can also be written down by hand.
+    """
+
+    task: str
+    channels: tuple[str, ...]
+    labels: Mapping[int, str]
+    """Name of each value, including the background's."""
+    cases: tuple[CaseSizes, ...]
+    """All cases with usable labels."""
+    intensities: tuple[Intensities, ...] = ()
+    """Intensities of each channel; empty if no voxel was read."""
+    regions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    ignore: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole fingerprint as values of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Return the fingerprint from the output of `to_json`.
+
+        Raises
+        ------
+        ValueError
+            If the content is not a fingerprint.
+        """
+        return TypeAdapter(cls).validate_python(content)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +205,10 @@ def _describe_case(
 ) -> tuple[CaseSizes, Voxels]:
     image, label = case["image"], case["label"]
     channels = image.as_subclass(Tensor)
-    box = _compute_box((channels != 0).any(0))
+    inside = (channels != 0).any(0).numpy().astype(np.uint8)
+    found = ndimage.find_objects(inside)
+    sides = [part.stop - part.start for part in found[0]] if found else list(inside.shape)
     axes, spacing = _read_axes(image)
-    sides = [stop - start for start, stop in box]
     d, h, w = (sides[axis] for axis in axes)
     facts = CaseSizes(
         case=str(case["case"]),
@@ -152,16 +232,6 @@ def _measure_largest(label: NDArray[Any], task: Task) -> dict[str, float]:
             sizes = np.bincount(components[mask[box]])
             shares[name] = float(sizes.max() / sizes.sum())
     return shares
-
-
-def _compute_box(inside: Tensor) -> list[tuple[int, int]]:
-    """Return begin and end of the true voxels along each axis; the whole axis if no voxel is true."""
-    box = []
-    for axis in range(3):
-        others = tuple(other for other in range(3) if other != axis)
-        found = inside.any(others[1]).any(others[0]).nonzero()
-        box.append((int(found[0]), int(found[-1]) + 1) if len(found) else (0, inside.shape[axis]))
-    return box
 
 
 def _read_axes(image: MetaTensor) -> tuple[list[int], tuple[float, float, float]]:
@@ -191,16 +261,11 @@ def _describe_intensities(samples: Voxels) -> tuple[Intensities, ...]:
         return ()
     described = []
     for channel in samples:
-        low, median, high = np.percentile(channel, (0.5, 50.0, 99.5))
+        moments = (channel.mean(dtype=np.float64), channel.std(dtype=np.float64), *np.percentile(channel, QUANTILES))
+        mean, std, low, median, high, least, most = map(float, (*moments, channel.min(), channel.max()))
         described.append(
             Intensities(
-                mean=float(channel.mean(dtype=np.float64)),
-                std=float(channel.std(dtype=np.float64)),
-                median=float(median),
-                min=float(channel.min()),
-                max=float(channel.max()),
-                percentile_00_5=float(low),
-                percentile_99_5=float(high),
+                mean=mean, std=std, median=median, min=least, max=most, percentile_00_5=low, percentile_99_5=high
             )
         )
     return tuple(described)
@@ -210,9 +275,6 @@ logger = logging.getLogger(__name__)
 
 VERSION = 2
 """Version of the stored content; grows with any change to the content of a fingerprint."""
-
-ENDS = 4096
-"""Bytes of a file that are read, at either end."""
 
 
 def load_fingerprint(task: Task, *, skip_bad: bool = False) -> Taken | None:
@@ -280,26 +342,49 @@ def describe_files(task: Task, *, skip_bad: bool) -> str:
 
 def _describe_case_files(case: Case, task: Task) -> Iterator[list[Any]]:
     for path in (*list_files(case["image"]), *list_files(case["label"])):
-        for file in _list_data_files(path):
-            yield [os.path.relpath(file, task.root), *_describe_file(file)]
+        try:
+            for file in list_image_files(path):
+                told = file.stat()
+                yield [os.path.relpath(file, task.root), told.st_size, told.st_mtime_ns, told.st_ctime_ns]
+        except (OSError, ReaderError) as fault:  # absent or damaged: a bad case, which its reader reports
+            yield [os.path.relpath(path, task.root), type(fault).__name__]
 
 
-def _list_data_files(path: Path) -> list[Path]:
-    try:
-        return list_image_files(path)
-    except (OSError, ReaderError):  # absent or damaged: a bad case, which its reader reports
-        return [path]
+def published_fingerprint(name: str) -> Fingerprint:
+    """Return a fingerprint that agrees with nnU-Net's published numbers of a task, as far as its rules need them.
 
+    The published numbers are the median size, the median spacing and the target spacing. So every case has the median
+    size at the target spacing. Most cases have the median spacing and a quarter has the target spacing, which differs
+    only for thick slices. A fingerprint of the data themselves may give another plan.
 
-def _describe_file(file: Path) -> list[Any]:
-    try:
-        told = file.stat()
-        with file.open("rb") as opened:
-            ends = opened.read(ENDS)
-            opened.seek(max(0, told.st_size - ENDS))
-            ends += opened.read(ENDS)
-    except OSError as fault:  # absent or unreadable: a bad case, which its reader reports
-        return [type(fault).__name__]
-    # Ignore ctime of compressed files, which most data sets have: their copies are not read again.
-    times = [told.st_mtime_ns] if file.suffix == ".gz" else [told.st_mtime_ns, told.st_ctime_ns]
-    return [told.st_size, *times, sha256(ends).hexdigest()]
+    Parameters
+    ----------
+    name : str
+        Such as ``Task09_Spleen``, or ``9``.
+
+    Raises
+    ------
+    DataError
+        If there is no such task.
+    """
+    manifest = get_public_task(name).manifest
+    known = manifest["nnunet"]
+    found, target = known["fingerprint"], [float(mm) for mm in known["spacing"]]
+    resampled = found["median_shape_resampled"]
+    num_cases = manifest["num_training"]
+    kept = MOSTLY_ZERO if found["mostly_zero"] else HARDLY_ZERO
+    if found["mostly_zero"] and "stored" in manifest:
+        kept = math.prod(found["median_shape"]) / math.prod(manifest["stored"]["shape"][1])
+    cases = []
+    for number in range(num_cases):
+        mm = target if number < math.ceil(SHARE_OF_FINE * num_cases) else found["median_spacing"]
+        d, h, w = (round(side * to / own) for side, to, own in zip(resampled, target, mm, strict=True))
+        x, y, z = (float(side) for side in mm)
+        cases.append(CaseSizes(case=f"case_{number:03d}", shape=(d, h, w), spacing=(x, y, z), kept=kept))
+    return Fingerprint(
+        task=manifest["name"],
+        channels=tuple(manifest["modalities"]),
+        labels=dict(manifest["labels"]),
+        cases=tuple(cases),
+        intensities=tuple(Intensities(**{of: float(x) for of, x in each.items()}) for each in found["intensities"]),
+    )

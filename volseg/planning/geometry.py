@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from volseg.errors import ConfigError
 from volseg.models.topology import Topology, is_thin, plan_topology, plan_vnet_topology
-from volseg.planning.facts import Fingerprint
+from volseg.planning.fingerprint import Fingerprint
 from volseg.planning.patch import (
     REFERENCE_BATCH,
     count_residual_features,

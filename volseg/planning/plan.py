@@ -16,7 +16,7 @@ from volseg.config.yaml_values import dump_yaml
 from volseg.data.groups import GroupProposal
 from volseg.errors import ConfigError
 from volseg.files import replacing, require_new
-from volseg.planning.facts import Fingerprint
+from volseg.planning.fingerprint import Fingerprint
 from volseg.planning.geometry import PRESETS, Geometry, Like, plan_geometry, plan_geometry_like, plan_low_resolution
 from volseg.planning.settings import Setting, list_settings
 from volseg.version import __version__

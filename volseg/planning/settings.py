@@ -13,7 +13,7 @@ from volseg.config.sections import PREVIOUS_STAGE
 from volseg.data.groups import GroupProposal
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
 from volseg.models.topology import MOST_FILTERS, MOST_FILTERS_2D, VNET_MONAI
-from volseg.planning.facts import Fingerprint, Intensities
+from volseg.planning.fingerprint import Fingerprint, Intensities
 from volseg.planning.geometry import CASCADE_BELOW, LARGEST_SHARE, PRESETS, Geometry, Like, is_flat
 from volseg.transforms.grid import find_coarse_axis
 
@@ -93,9 +93,9 @@ def list_settings(
         yield Setting("data.previous_stage", previous_stage, reason)
     yield from _list_split(len(fingerprint.cases), given_folds, patients)
     yield from _list_preprocessing(fingerprint, geometry, is_second=previous_stage is not None)
-    yield from _list_patch(geometry, preset) if like is None else _list_patch_like(geometry, like)
+    yield from _list_patch(geometry, preset, like)
     yield from _list_augmentation(fingerprint, geometry, preset)
-    yield from _list_network(geometry, preset) if like is None else _list_network_like(like)
+    yield from _list_network(geometry, preset, like)
     yield from _list_losses(fingerprint)
     yield from _list_training(geometry, preset)
     if like is not None:
@@ -197,33 +197,14 @@ def _clip_ct(found: Intensities | None) -> dict[str, Any]:
     return {"name": "ClipZScore", "lower": lower, "upper": upper, "mean": mean, "std": _shorten(max(found.std, 1e-8))}
 
 
-def _list_patch(geometry: Geometry, preset: str) -> Iterator[Setting]:
-    median = " x ".join(f"{side:g}" for side in geometry.median_shape)
-    million = f"{geometry.features / 1e6:.0f} million features"
-    if preset == "whole":
-        longest = " x ".join(map(str, geometry.largest_shape))
-        reason = (
-            f"the longest case along each axis ({longest} voxels; the median one is {median}), "
-            f"up to what the network divides by, so that no case is ever cut out of: {million}"
-        )
-    else:
-        reason = (
-            f"proportions of the median case ({median} voxels at this spacing), as large as fits: {million} a patch of "
-            f"the {geometry.reference / 1e6:.0f} that a batch of 2 may take"
-        )
-    yield Setting("patch.size", list(geometry.patch), reason)
-    share = geometry.batch * math.prod(geometry.patch) / geometry.voxels
-    reason = (
-        f"what fits the memory, as long as a batch holds about {LARGEST_SHARE[preset]:.0%} of the data set's voxels at "
-        f"most, but 2 at least: nnU-Net's rule; this one holds {share:.2%}"
-    )
-    if geometry.num_gpus > 1:
-        reason = f"one volume at a time, by {geometry.num_gpus} GPUs"
-    yield Setting("patch.batch", geometry.batch, reason)
+def _list_patch(geometry: Geometry, preset: str, like: Like | None) -> Iterator[Setting]:
+    sizes, batches = _explain_patch(geometry, preset) if like is None else [f"that of {like.source}"] * 2
+    yield Setting("patch.size", list(geometry.patch), sizes)
+    yield Setting("patch.batch", geometry.batch, batches)
     reason = "share of a batch that surely holds foreground: nnU-Net's number"
     yield Setting("patch.foreground", 0.33, reason)
     covered = math.prod(geometry.patch) / math.prod(geometry.median_shape)
-    if covered < CASCADE_BELOW:
+    if like is None and covered < CASCADE_BELOW:
         yield Setting(
             "",
             None,
@@ -232,19 +213,28 @@ def _list_patch(geometry: Geometry, preset: str) -> Iterator[Setting]:
         )
 
 
-def _list_patch_like(geometry: Geometry, like: Like) -> Iterator[Setting]:
-    reason = f"that of {like.source}"
-    yield Setting("patch.size", list(geometry.patch), reason)
-    yield Setting("patch.batch", geometry.batch, reason)
-    reason = "share of a batch that surely holds foreground: nnU-Net's number"
-    yield Setting("patch.foreground", 0.33, reason)
-
-
-def _list_network_like(like: Like) -> Iterator[Setting]:
-    reason = f"the network of {like.source}, into which its weights fit"
-    for key, value in {"name": like.network["name"], **like.network}.items():
-        yield Setting(f"network.{key}", value, reason)
-        reason = ""
+def _explain_patch(geometry: Geometry, preset: str) -> list[str]:
+    """Return the reasons of the size and of the batch."""
+    median = " x ".join(f"{side:g}" for side in geometry.median_shape)
+    million = f"{geometry.features / 1e6:.0f} million features"
+    size = (
+        f"proportions of the median case ({median} voxels at this spacing), as large as fits: {million} a patch of "
+        f"the {geometry.reference / 1e6:.0f} that a batch of 2 may take"
+    )
+    if preset == "whole":
+        longest = " x ".join(map(str, geometry.largest_shape))
+        size = (
+            f"the longest case along each axis ({longest} voxels; the median one is {median}), "
+            f"up to what the network divides by, so that no case is ever cut out of: {million}"
+        )
+    if geometry.num_gpus > 1:
+        return [size, f"one volume at a time, by {geometry.num_gpus} GPUs"]
+    share = geometry.batch * math.prod(geometry.patch) / geometry.voxels
+    batch = (
+        f"what fits the memory, as long as a batch holds about {LARGEST_SHARE[preset]:.0%} of the data set's voxels at "
+        f"most, but 2 at least: nnU-Net's rule; this one holds {share:.2%}"
+    )
+    return [size, batch]
 
 
 def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str) -> Iterator[Setting]:
@@ -291,7 +281,12 @@ def _list_sides(fingerprint: Fingerprint) -> tuple[str, str] | None:
     return None
 
 
-def _list_network(geometry: Geometry, preset: str) -> Iterator[Setting]:
+def _list_network(geometry: Geometry, preset: str, like: Like | None) -> Iterator[Setting]:
+    if like is not None:
+        reason = f"the network of {like.source}, into which its weights fit"
+        for key, value in {"name": like.network["name"], **like.network}.items():
+            yield Setting(f"network.{key}", value, reason if key == "name" else "")
+        return
     topology = geometry.topology
     assert topology is not None, "of a planned network"
     if preset == "vnet":

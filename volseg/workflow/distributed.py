@@ -26,7 +26,7 @@ from volseg.errors import DataError
 from volseg.inference.window_step import full_logits
 from volseg.parallel import ModelParallel
 from volseg.parallel.batches import scatter_batch
-from volseg.parallel.processes.progress_sync import Rounds, describe_error, run_together, told_error
+from volseg.parallel.processes.progress import Rounds, describe_error, run_together, told_error
 from volseg.workflow.checks import StopRequested, stop_if_requested
 from volseg.workflow.validation import Example, JudgedCase, Validated, Validation, read_evaluated
 

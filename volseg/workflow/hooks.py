@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from volseg.checkpointing.background import BackgroundWriter
-from volseg.checkpointing.file import BEST, CHECKPOINTS, LATEST, PREVIOUS, save_checkpoint
+from volseg.checkpointing.file import BEST, CHECKPOINTS, LATEST, PREVIOUS, BackgroundWriter, save_checkpoint
 from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.config.registry import Registry
 from volseg.data.augmented import GrowingBatches

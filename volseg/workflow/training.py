@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.checkpointing.restore import random_state, restore, restore_random_state
+from volseg.checkpointing.file import random_state, restore, restore_random_state
 from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.data.augmented import EpochBatches, remaining_batches
 from volseg.data.cases import Batch

@@ -22,7 +22,7 @@ from volseg.data.checks.kinds import Problem, Remark
 from volseg.data.checks.reading import read_case, refuse_held_out, remark_on_same_images, require_sound
 from volseg.data.readers import list_case_files
 from volseg.data.threads import map_in_threads
-from volseg.parallel.processes.progress_sync import Rounds, describe_error, run_together, told_error
+from volseg.parallel.processes.progress import Rounds, describe_error, run_together, told_error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from secrets import token_hex
 import torch.distributed as dist
 
 from volseg.data.case_store.preprocessed import DamagedCaseError, SharedCases, StoredCase, can_share
-from volseg.parallel.processes.progress_sync import exchange
+from volseg.parallel.processes.progress import exchange
 from volseg.parallel.processes.supervision import name_machine
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,17 @@
-"""Estimates of other ways to run a training, asked of ``volseg plan``, and these ways as settings of its config.
+"""Other ways to run a training, asked of ``volseg plan``, as settings of its config, and what is out of memory.
 
 Without estimates, `list_smaller` gives the ways that need less memory, by the known effect of each setting on any
 network.
 """
 
+import gc
 import json
 import os
+import re
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,14 @@ from volseg.config.base import validated
 from volseg.config.loading import dump_config
 from volseg.config.parallel import MeshPlan
 from volseg.config.schema import ExperimentConfig
-from volseg.errors import ConfigError
+from volseg.errors import ConfigError, OutOfMemoryError, VolsegError
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.report import PlanReport
 from volseg.experiment.own_components import components_arguments
+from volseg.experiment.placement.placed_network import choose_device
 from volseg.launched import OF_JOB, OWN_LAUNCHER
-from volseg.parallel.processes.progress import report_progress
+from volseg.memory import total_bytes
+from volseg.parallel.devices import uses_gpus
 
 CLEARLY_LESS = 0.97
 """Factor of the failed candidate's tensor bytes; estimates above it count as no smaller."""
@@ -212,11 +216,6 @@ class Gpus:
     """Bytes of one GPU that this process can use."""
     count: int = 1
 
-    @property
-    def told_memory(self) -> str:
-        """Memory as an option of ``volseg plan``."""
-        return f"{self.memory / 2**30:.3f}GiB"
-
     @classmethod
     def find(cls, device: torch.device, count: int) -> "Gpus | None":
         """Return the description of a device, or None if it is no GPU."""
@@ -257,64 +256,109 @@ def run_plan(
     seconds : float
         Time limit for the answer.
     """
-    with tempfile.TemporaryDirectory(prefix="volseg_plan_") as name:
-        folder = Path(name)
-        try:
-            file = dump_config(config.located(), folder / "config.yaml")
-            command = run_module("volseg", "plan", str(file), "--json", "--gpu", gpus.name)
-            command += ["--all"] if thorough else ["--numbers"]  # its estimate may exceed the memory
-            command += ["--gpus", str(gpus.count), "--gpu-memory", gpus.told_memory, *components_arguments()]
-            with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-                process = subprocess.Popen(  # noqa: S603
-                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=_make_environment()
-                )
-        except (ConfigError, OSError) as fault:  # components known only to this process, or no process available
-            return Answer(problem=_first_line(str(fault)))
-        try:
-            if not _wait(process, seconds):
-                return Answer(problem=f"it was not there after {seconds:.0f} s")
-        finally:
-            process.kill()
-            process.wait()
-        return _read(process.returncode, folder)
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Return whether a process ends within ``seconds``."""
-    end = time.monotonic() + seconds
-    while process.poll() is None:
-        if time.monotonic() > end:
-            return False
-        report_progress("forecast")  # other processes may wait for this one meanwhile
-        time.sleep(0.05)
-    return True
-
-
-def _read(status: int, folder: Path) -> Answer:
-    said, faults = ((folder / name).read_text(encoding="utf-8") for name in ("out", "err"))
-    if status not in (0, NOTHING_FITS):
-        lines = [line for line in faults.splitlines() if line.strip()]
-        return Answer(problem=lines[-1].removeprefix("volseg: ") if lines else f"it ended with status {status}")
+    gpu = ["--gpu", gpus.name, "--gpus", str(gpus.count), "--gpu-memory", f"{gpus.memory / 2**30:.3f}GiB"]
+    # The environment may name any encoding; this process reads UTF-8.
+    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_JOB}
+    # Others may wait for this process meanwhile, and count it as hanging after their timeout.
+    seconds = min(seconds, config.parallel.timeout / 2)
     try:
-        return read_plan(said)
+        with tempfile.TemporaryDirectory(prefix="volseg_plan_") as folder:
+            file = dump_config(config.located(), Path(folder) / "config.yaml")
+            # Without --all the estimate of a candidate may exceed the memory.
+            command = run_module("volseg", "plan", str(file), "--json", "--all" if thorough else "--numbers", *gpu)
+            ended = subprocess.run(  # noqa: S603 (our own interpreter and arguments; no shell)
+                [*command, *components_arguments()],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                env={**inherited, **own, OWN_LAUNCHER: str(os.getpid())},
+                encoding="utf-8",
+                errors="replace",
+                timeout=seconds,
+                check=False,
+            )
+    except subprocess.TimeoutExpired:
+        return Answer(problem=f"it was not there after {seconds:.0f} s")
+    except (ConfigError, OSError) as fault:  # components known only to this process, or no process available
+        return Answer(problem=_first_line(str(fault)))
+    if ended.returncode not in (0, NOTHING_FITS):
+        lines = [line for line in ended.stderr.splitlines() if line.strip()]
+        return Answer(problem=lines[-1].removeprefix("volseg: ") if lines else f"it ended with {ended.returncode}")
+    try:
+        report = PlanReport.model_validate_json(ended.stdout)
     except ValueError as fault:
         return Answer(problem=f"what volseg plan printed is no plan ({_first_line(str(fault))})")
-
-
-def read_plan(said: str) -> Answer:
-    """Return the answer from a plan as JSON."""
-    report = PlanReport.model_validate_json(said)
     forecasts = tuple(row.estimate for row in report.candidates)
     return Answer(forecasts=forecasts, reserve=report.reserve_bytes, remedies=report.remedies)
 
 
-def _make_environment() -> dict[str, str]:
-    """Return the environment of a process outside the job that computes on the CPU."""
-    kept = {name: value for name, value in os.environ.items() if name not in OF_JOB}
-    # The environment may name any encoding; this process reads UTF-8.
-    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"}
-    return {**kept, **own, OWN_LAUNCHER: str(os.getpid())}
-
-
 def _first_line(text: str) -> str:
     return text.partition("\n")[0]
+
+
+# Report what does not fit into memory, with remedies.
+
+
+SAYS_MEMORY = re.compile(
+    r"\b(CUDA|Cuda|HIP|NCCL)\b.*out of memory"
+    r"|can't allocate memory|not enough memory: you tried to allocate"
+    r"|CU[A-Z]+_STATUS_\w*ALLOC\w*_FAILED"
+    r"|Storage size calculation overflowed",
+    re.DOTALL,
+)
+"""Messages of allocators and libraries whose exceptions have no class of their own: of main memory, of CUDA's driver
+and of libraries. Other messages that mention memory do not match."""
+
+
+@contextmanager
+def explaining_memory(config: ExperimentConfig) -> Iterator[None]:
+    """Turn an allocator's refusal within the block into one error with the attempted sizes and the remedies.
+
+    Raises
+    ------
+    OutOfMemoryError
+        With the sizes of the config, and the remedies, the cheapest first.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as fault:
+        if isinstance(fault, VolsegError) or not is_out_of_memory(fault):
+            raise
+        attempt = describe_attempt(config, choose_device(config), fault)
+        raise OutOfMemoryError(f"{attempt}. {describe_remedies(config)}") from fault
+
+
+def free_memory() -> None:
+    """Free the memory of a failed or tried training, once nothing refers to it."""
+    gc.collect()  # models and autograd graphs have many reference cycles
+    if uses_gpus():
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Return whether an allocator of torch or of one of its libraries raised an exception."""
+    if isinstance(fault, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(fault, RuntimeError) and SAYS_MEMORY.search(str(fault)) is not None
+
+
+def describe_attempt(config: ExperimentConfig, device: torch.device, fault: BaseException) -> str:
+    """Return the attempted sizes, and the message of the allocator."""
+    window = config.inference.window
+    reason = str(fault).partition("\n")[0].rstrip(".") or type(fault).__name__
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else total_bytes()
+    return (
+        f"out of memory on {device}, which has {memory / 2**30:.1f} GiB ({reason}). Tried: patch.size "
+        f"{list(config.patch.size)}, patch.batch {config.patch.batch}, inference.window "
+        f"{'the whole volume' if window is None else list(window)}, inference.batch {config.inference.batch}"
+    )
+
+
+def describe_remedies(config: ExperimentConfig) -> str:
+    """Return remedies that always take less memory, the cheapest first."""
+    recomputed = {"all": ", parallel.checkpoint: tiled (and by tiles)", "tiled": ""}
+    checkpoint = recomputed.get(str(config.parallel.checkpoint), ", parallel.checkpoint: all (recomputes activations)")
+    return (
+        "Take a smaller patch.batch, then a smaller patch.size (training) or inference.window (prediction), more GPUs "
+        f"that share a volume (parallel.spatial){checkpoint}"
+    )

@@ -23,9 +23,9 @@ from volseg.data.cases import Task
 from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, ConfigError, ParallelError
 from volseg.experiment.building import build_step, draw_batch
-from volseg.experiment.placement.out_of_memory import free_memory, is_out_of_memory
+from volseg.experiment.placement.alternatives import free_memory, is_out_of_memory
+from volseg.experiment.placement.mesh_resolution import TrainingMesh
 from volseg.experiment.placement.placed_network import build_model
-from volseg.experiment.placement.training_mesh import TrainingMesh
 from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, FastKernels, Replicas
 from volseg.parallel.data_parallel import DataParallel
@@ -64,14 +64,6 @@ class MeasuredKernels:
     torch: str
     """Version of torch."""
 
-    def __post_init__(self) -> None:
-        if self.chosen not in KINDS or self.chosen not in self.milliseconds:
-            raise ValueError(f"chosen must be one of {', '.join(self.milliseconds)}, got {self.chosen!r}")
-
-    def apply(self, config: ExperimentConfig) -> ExperimentConfig:
-        """Return the config with the chosen kernels."""
-        return config.with_values(training={"kernels": self.chosen})
-
     @classmethod
     def read(cls, content: Any, source: object) -> "MeasuredKernels":
         """Return a record from its fields as plain values.
@@ -82,12 +74,15 @@ class MeasuredKernels:
             If the content is no such record.
         """
         try:
-            return read_record(cls, content)
+            found = read_record(cls, content)
+            if found.chosen not in KINDS:
+                raise ValueError(f"chosen must be one of {', '.join(KINDS)}, got {found.chosen!r}")
         except ValueError as fault:
             raise CheckpointError(
                 f"{source} should say which kernels the run was begun with ({fault}); restore it from a copy, or set "
                 "training.kernels to fast, torch or compiled"
             ) from fault
+        return found
 
     def __str__(self) -> str:
         times = ", ".join(f"{kind} {ms:.3g} ms" for kind, ms in self.milliseconds.items())
@@ -166,7 +161,7 @@ def resolve_kernels(
         return asdict(found)
 
     told = MeasuredKernels.read(decide_together(decide), KERNELS)
-    return told.apply(config), told
+    return config.with_values(training={"kernels": told.chosen}), told
 
 
 def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, device: torch.device) -> MeasuredKernels:

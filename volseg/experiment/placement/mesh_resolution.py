@@ -1,46 +1,106 @@
 """Resolve the mesh of a training, before its model is built: which processes compute which rows and slabs.
 
-If the config does not say whether samples are dealt to replicas or cut, the estimate of a training step decides. Near
-the limit, or if a network cannot be traced, a training pass on each GPU decides. It runs beside as many allocated bytes
-as the cases and prefetched batches will take there.
+If the config does not say whether samples are dealt to replicas or cut, the estimate of a training step decides. If
+nothing fits for certain, or a network cannot be traced, a training pass on each GPU decides. It runs beside as many
+allocated bytes as the cases and prefetched batches will take there.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from volseg.config.parallel import MeshPlan, ParallelConfig
 from volseg.config.schema import ExperimentConfig
-from volseg.data.case_store.reading_group import ALONE, meet_readers
+from volseg.data.augmented import EpochBatches
+from volseg.data.case_store.preparing import PreparedCases
+from volseg.data.case_store.reading_group import ALONE, Readers, meet_readers
 from volseg.data.cases import Task
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.search import SURE, choose
 from volseg.estimate.step_memory import MemoryUse
-from volseg.experiment.building import build_objective, build_step, draw_batch
-from volseg.experiment.placement.alternatives import Gpus, build_candidate, get_estimate, run_plan, take_candidate
-from volseg.experiment.placement.out_of_memory import is_out_of_memory
+from volseg.experiment.building import (
+    build_batches,
+    build_objective,
+    build_predictor,
+    build_step,
+    build_validation,
+    draw_batch,
+    preprocessing_of,
+)
+from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
+from volseg.experiment.placement.alternatives import Gpus, get_estimate, is_out_of_memory, run_plan, take_candidate
 from volseg.experiment.placement.placed_network import build_model, build_plain_network
-from volseg.experiment.placement.training_mesh import TrainingMesh, describe_mesh
 from volseg.experiment.rehearsing import rehearse_losses, rehearse_network
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.processes.group import decide_together, largest_over_processes, make_group, start_group
-from volseg.parallel.replicas import join_mesh
+from volseg.parallel.replicas import Mesh, Replicas, join_mesh
+from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.state.random import own_random_numbers
+from volseg.workflow.distributed import (
+    FollowedModel,
+    GroupBatches,
+    GroupValidation,
+    SpreadValidation,
+    is_cut_over_processes,
+)
 from volseg.workflow.schedules import WeightAverage
 
 logger = logging.getLogger(__name__)
 
-NEAR = 0.1
-"""Relative error of an estimate; closer to the limit, a step is tried."""
-
-LEAST_FOR_CASES = 2**26
-"""Bytes of a GPU for prefetched batches and a few cases."""
-
 HALO = 8
 """Planes on each side of a trial slab: the halo that convolutions need from its neighbours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingMesh:
+    """Process mesh of a training, and the place of this process in it."""
+
+    plan: MeshPlan
+    mesh: Mesh
+    replicas: Replicas | None = None
+    """Replicas that share each batch; None for one replica."""
+    readers: Readers = ALONE
+    """Processes that read cases: the first process of each replica, which sends slabs to the replica's others."""
+    judges: dist.ProcessGroup | None = None
+    """Gloo group of the processes that read and so validate; None for one process, and in the others."""
+    estimate: MemoryUse | None = None
+    """Memory of a step in the plan that chose the mesh, on the leader; None without a plan."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether this process reads cases."""
+        return self.readers.number is not None
+
+    def deal(self, batch_size: int) -> list[slice]:
+        """Return the rows of a batch that this process computes, a slice for each of its replicas."""
+        if self.replicas is None:
+            return [slice(0, batch_size)]
+        dealt = self.replicas.deal(batch_size)
+        return [dealt[replica] for replica in self.replicas.own]
+
+
+def describe_mesh(plan: MeshPlan, config: ExperimentConfig, reason: str | None = None) -> str:
+    """Return a sentence that describes the devices' shares of each step's batch."""
+    batch, batches = config.patch.batch, config.training.accumulate
+    parts = [f"each step's batch of {batch}"]
+    if plan.data > 1:
+        dealt = " + ".join(str(stop - start) for start, stop in spans(batch, plan.data))
+        parts = [f"{plan.data} replicas of the network, each step's batch of {batch} dealt {dealt}"]
+    if batches > 1:
+        parts.append(f"{batches} batches per optimizer step")
+    if plan.spatial > 1:
+        parts.append(f"every volume cut into {plan.spatial} slabs")
+    if plan.pipeline > 1:
+        parts.append(f"the layers over {plan.pipeline} devices of each process")
+    if plan.num_processes < plan.data * plan.spatial:
+        parts.append(f"all of it computed by {plan.num_processes} process(es)")
+    return ", ".join(parts) + (f": {reason}" if reason else "")
 
 
 def join_processes(config: ExperimentConfig) -> None:
@@ -66,20 +126,17 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
         If replicas would share a batch whose loss is no mean over its samples.
     """
     count = count_processes()
-    plan, reason = config.mesh(count), None
-    estimate: MemoryUse | None = None
+    plan, reason, forecast = config.mesh(count), None, Forecast()
     is_auto = config.parallel.strategy == "auto" and config.parallel.num_gpus == 1
-    chosen = choose_by_estimate(config, device) if count > 1 and (is_auto or plan.is_open) else None
-    if chosen is not None:
-        config, reason, estimate = chosen
+    if count > 1 and (is_auto or plan.is_open):
+        forecast = choose_by_estimate(config, device)
+    if forecast.chosen is not None:
+        config, reason = take_candidate(config, forecast.chosen, count), forecast.why
         plan = config.mesh(count)
     elif plan.is_open and plan.data > 1 and _has_memory_of_its_own(device):
         reason = "a sample fits a GPU (parallel.spatial: N cuts it)"
-        fits, roomy, estimate = _can_train(config, plan, task, device)
-        if fits:
-            config = roomy
-        else:
-            plan, estimate = config.mesh(count, fits=False), None
+        if not _can_train(config, plan, task, device, forecast.reserve):
+            plan = config.mesh(count, fits=False)
             reason = "a GPU has no memory for a training step on its whole samples"
     if plan.data > 1:
         with own_random_numbers([]):
@@ -91,8 +148,6 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
         logger.info("%s", describe_mesh(plan, config, reason))
     mesh = join_mesh(plan.data_processes, plan.spatial_processes)
     replicas = mesh.replicas(plan.data, config.training.deterministic) if plan.data > 1 else None
-    if estimate is not None:
-        estimate = estimate.of_steps()
     readers, judges = ALONE, None
     if count > 1:  # separate groups: a thread communicates in them beside other work
         readers = meet_readers(make_group(backend="gloo"), reads=mesh.shard == 0)
@@ -103,7 +158,7 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
         replicas=replicas,
         readers=readers,
         judges=judges if mesh.shard == 0 else None,
-        estimate=estimate,
+        estimate=forecast.memory,
     )
 
 
@@ -111,27 +166,12 @@ def _has_memory_of_its_own(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _can_train(
-    config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device
-) -> tuple[bool, ExperimentConfig, MemoryUse | None]:
-    """Return whether every process has the memory for a training step on its own part of a batch.
+def _can_train(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device, beside: int) -> bool:
+    """Return whether every process has the memory for a training step on its own part of a batch: each tries one.
 
-    The estimate is used first. If it is close to the free memory, or there is none, the step is tried.
-
-    Returns
-    -------
-    bool, ExperimentConfig, MemoryUse or None
-        The other results are the config, with few enough cases on the GPU for the step, and its estimate.
+    The step runs beside ``beside`` allocated bytes.
     """
-    needed = _estimate_step(config, plan, device)
-    memory = None if needed is None else needed.memory
-    free = 0 if needed is None else _find_free_bytes(device)
-    if needed is not None and config.data.keep == "auto" and config.data.device_limit is None:
-        config, needed = make_room(config, needed, free)
-    judged = None if needed is None else judge(needed, free)
-    if judged is not None:
-        return judged, config, memory
-    fits, beside = True, 0 if needed is None else needed.beside
+    fits = True
     try:
         with own_random_numbers([device]):
             held = torch.empty(beside, dtype=torch.uint8, device=device)
@@ -142,77 +182,7 @@ def _can_train(
             raise
         fits = False
     torch.cuda.empty_cache()
-    return not largest_over_processes(int(not fits), device), config, memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needed:
-    """Memory of a GPU that a training needs, in bytes."""
-
-    step: int
-    beside: int
-    """Bytes for cases and batches."""
-    memory: MemoryUse | None = None
-    """The estimate, on the leader only."""
-
-
-def judge(needed: Needed, free: int) -> bool | None:
-    """Return whether the needed memory fits the free memory, or None if it is too close to tell.
-
-    >>> [judge(Needed(step=needed, beside=10), 110) for needed in (50, 95, 105, 150)]
-    [True, None, None, False]
-    """
-    room = free - needed.beside
-    if room >= int((1 + NEAR) * needed.step):
-        return True
-    return False if room < (1 - NEAR) * needed.step else None
-
-
-def make_room(config: ExperimentConfig, needed: Needed, free: int) -> tuple[ExperimentConfig, Needed]:
-    """Keep cases in main memory if a step lacks the room on the GPU; return the config and the needed memory.
-
-    >>> from volseg.config.schema import DataConfig, PatchConfig
-    >>> config = ExperimentConfig(
-    ...     name="a", data=DataConfig(root="x"), patch=PatchConfig(size=(8, 8, 8)),
-    ...     network={"name": "VNet"}, optimizer={"name": "SGD", "lr": 0.1})
-    >>> limited, needed = make_room(config, Needed(step=80 * 2**30, beside=30 * 2**30), 100 * 2**30)
-    >>> limited.data.device_limit, needed.beside // 2**30
-    (12.0, 12)
-    """
-    left = max(free - int((1 + NEAR) * needed.step), LEAST_FOR_CASES)
-    if left >= needed.beside:
-        return config, needed
-    return config.with_values(data={"device_limit": left / 2**30}), Needed(step=needed.step, beside=left)
-
-
-def _estimate_step(config: ExperimentConfig, plan: MeshPlan, device: torch.device) -> Needed | None:
-    """Return the estimate of a step, the same in all processes, or None."""
-    memory: list[MemoryUse] = []
-    count = plan.num_processes * plan.pipeline
-    gpus = Gpus.find(device, count) if config.training.can_be_followed else None
-
-    def decide() -> list[int] | None:
-        if gpus is None:
-            return None
-        answer = run_plan(config.with_mesh(plan), gpus)
-        found = get_estimate(build_candidate(config, plan, 1), answer.forecasts)
-        if found is not None and found.memory is not None:
-            memory.append(found.memory)
-            return [found.memory.total, answer.reserve]
-        reason = answer.problem or (found and found.refused) or "nobody forecast it"
-        logger.info("no forecast of a training step (%s): it is tried", reason)
-        return None
-
-    told = decide_together(decide)
-    if told is None:
-        return None
-    return Needed(step=told[0], beside=told[1], memory=memory[0] if memory else None)
-
-
-def _find_free_bytes(device: torch.device) -> int:
-    """Return the free bytes of the GPU with the least free memory, over all processes."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - largest_over_processes(total - free, device)
+    return not largest_over_processes(int(not fits), device)
 
 
 def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device) -> None:
@@ -239,14 +209,24 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
 # Choose replicas and slabs for the processes of a job, by estimates.
 
 
-def choose_by_estimate(
-    config: ExperimentConfig, device: torch.device
-) -> tuple[ExperimentConfig, str, MemoryUse | None] | None:
-    """Return the config with the mesh of the fastest estimate on this job's processes, and the reason.
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Answer of `volseg plan` about the mesh of a job; the same in all processes, except for ``memory``."""
 
-    The third result is the memory of its step, on the leader. Every process calls this function and gets the leader's
-    choice. Each process has one GPU, so that a pipeline is no candidate. On a CPU, where memory is uncertain, and
-    without estimates, return None; then the step is tried.
+    chosen: Candidate | None = None
+    """None if nothing fits for certain, or the training cannot be estimated."""
+    why: str | None = None
+    reserve: int = 0
+    """Bytes of a GPU for cases and prefetched batches."""
+    memory: MemoryUse | None = None
+    """Memory of the chosen candidate's training steps, on the leader."""
+
+
+def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> Forecast:
+    """Return the fastest estimate on this job's processes, and the reason.
+
+    Every process calls this function and gets the leader's choice. Each process has one GPU, so that a pipeline is no
+    candidate. On a CPU, where memory is uncertain, and without estimates, nothing is chosen; then the step is tried.
 
     Parameters
     ----------
@@ -257,27 +237,29 @@ def choose_by_estimate(
     """
     gpus = Gpus.find(device, count_processes())
     if gpus is None:  # the same in all processes of a job
-        return None
+        return Forecast()
     forecasts: list[Estimate] = []
 
-    def decide() -> Mapping[str, Any] | None:
+    def decide() -> Mapping[str, Any]:
         # A pipeline is no candidate, and its micro-batches take long to trace.
         answer = run_plan(config.with_values(parallel={"pipeline": 1}), gpus)
         forecasts.extend(answer.forecasts)
         if answer.problem:
             logger.info("no forecast of a training step (%s): it is tried", answer.problem)
-        return choose_mesh(answer.forecasts, gpus.count, int(SURE * gpus.memory) - answer.reserve)
+        chosen, why = choose_mesh(answer.forecasts, gpus.count, int(SURE * gpus.memory) - answer.reserve)
+        return {"chosen": chosen and vars(chosen), "why": why, "reserve": answer.reserve}
 
     told = decide_together(decide)
-    if told is None:
-        return None
-    candidate = Candidate(**told["candidate"])
-    known = get_estimate(candidate, forecasts)
-    return take_candidate(config, candidate, gpus.count), told["why"], None if known is None else known.memory
+    if told["chosen"] is None:
+        return Forecast(reserve=told["reserve"])
+    chosen = Candidate(**told["chosen"])
+    known = get_estimate(chosen, forecasts)
+    memory = None if known is None or known.memory is None else known.memory.of_steps()
+    return Forecast(chosen=chosen, why=told["why"], reserve=told["reserve"], memory=memory)
 
 
-def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int) -> Mapping[str, Any] | None:
-    """Return the fastest candidate with one process per GPU that surely fits, and the reason, as plain values.
+def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int) -> tuple[Candidate | None, str]:
+    """Return the fastest candidate with one process per GPU that surely fits, and the reason.
 
     Parameters
     ----------
@@ -297,4 +279,86 @@ def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int
         and each.memory.total <= capacity
     ]
     chosen, why = choose(suited)
-    return None if chosen is None else {"candidate": vars(chosen.candidate), "why": why}
+    return (None if chosen is None else chosen.candidate), why
+
+
+# Read the cases of a training: one of the processes that share a volume reads, the others receive slabs.
+#
+# The reader of a replica makes its rows of each batch and validates its share of the cases. A follower computes on the
+# slabs that it receives. A network that is not cut over processes has only readers.
+
+
+@dataclass(frozen=True)
+class CaseReading:
+    """The share of one process in reading: of the cases, of the batches and of validations."""
+
+    config: ExperimentConfig
+    """Config of the training."""
+    mesh: TrainingMesh
+    """Mesh with the readers and the replicas."""
+    spacing: Sequence[float] = (1.0, 1.0, 1.0)
+    """Voxel sides of the prepared cases along D, H, W, in mm."""
+
+    def prepare(self, chosen: ChosenCases) -> PreparedCases:
+        """Return prepared cases, without bad ones if the config skips bad cases.
+
+        A reading process has all training cases and its share of the validation cases; other processes have none.
+        """
+        preprocessing = preprocessing_of(self.config)
+        return prepare_chosen(
+            chosen,
+            preprocessing,
+            skip_bad=self.config.data.skip_bad,
+            readers=self.mesh.readers,
+            cache=open_cache(self.config, chosen.task, preprocessing) if self.mesh.reads else None,
+        )
+
+    def make_batches(self, prepared: PreparedCases, task: Task, model: nn.Module, device: torch.device) -> EpochBatches:
+        """Return this process's part of the batches of prepared training cases."""
+        config, batches = self.config, None
+        if self.mesh.reads:
+            rows = self.mesh.deal(config.patch.batch)
+            batches = build_batches(config, task, prepared.training, device, rows=rows, spacing=self.spacing)
+        if is_cut_over_processes(model):
+            return GroupBatches(model, batches, config.training.iterations, batch_size=config.patch.batch)
+        assert batches is not None, "a follower of a model that is not shared"
+        return batches
+
+    def make_validation(
+        self,
+        model: nn.Module,
+        task: Task,
+        prepared: PreparedCases,
+        *,
+        mirror: bool,
+        folder: Path | None = None,
+        show: bool = False,
+    ) -> SpreadValidation | GroupValidation:
+        """Return a validation of prepared cases; every process takes part in it.
+
+        Parameters
+        ----------
+        model : nn.Module
+            The model in training.
+        task : Task
+            Task with the labels.
+        prepared : PreparedCases
+            Result of `prepare`.
+        mirror : bool
+            Whether predictions are averaged over mirrorings.
+        folder : Path, optional
+            Folder in which the processes write their predictions, after the training.
+        show : bool
+            Whether a progress bar counts the cases of the leader.
+        """
+        called = FollowedModel(model) if is_cut_over_processes(model) else model
+        predictor, own = build_predictor(self.config, task, (called,), mirror=mirror), None
+        if self.mesh.reads:
+            validation = build_validation(
+                self.config, task, predictor, prepared.validation, folder=folder, show=show and is_main_process()
+            )
+            own = SpreadValidation(validation, prepared.order, self.mesh.judges)
+        if is_cut_over_processes(model):
+            return GroupValidation(model, own, predictor.autocast)
+        assert own is not None, "a follower of a model that is not shared"
+        return own

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from volseg.device.compiler_internals import explain_no_compiler
 from volseg.device.torch_internals import tree_leaves
 from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.building import build_objective
-from volseg.experiment.placement.training_mesh import TrainingMesh
 from volseg.experiment.rehearsing import rehearse_losses, rehearse_network, require_window
 from volseg.memory import total_bytes
 from volseg.models import FitGrid, build_network
@@ -38,6 +38,9 @@ from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.components import freeze_parts, is_fused_on_gpu, list_frozen_norms
 from volseg.workflow.precision import Precision
+
+if TYPE_CHECKING:
+    from volseg.experiment.placement.mesh_resolution import TrainingMesh
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +78,22 @@ def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
         raise ConfigError(f"network {config.network.name} {explain_import(fault)}") from fault
 
 
-def _require_room(config: ExperimentConfig, task: Task) -> None:
-    """Raise for a patch or a window that exceeds this machine's memory together with its logits and its weight."""
-    channels = task.num_inputs + task.num_outputs + 4
-    for key, sides in (("patch.size", config.patch.size), ("inference.window", config.inference.window)):
-        needed, total = 4 * channels * math.prod(sides or ()), total_bytes()
+def require_room(config: ExperimentConfig, task: Task, *, trains: bool = True) -> None:
+    """Raise for a batch of patches or a window that exceeds this machine's memory, only as images and logits.
+
+    Raises
+    ------
+    ConfigError
+        With the size and the memory.
+    """
+    channels = task.num_inputs + task.num_outputs + 4  # and the weights of a window
+    batch, window = config.patch.batch if trains else 1, config.inference.window or ()
+    for key, sides, count in (("patch.size", config.patch.size, batch), ("inference.window", window, 1)):
+        needed, total = 4 * channels * math.prod(sides) * count, total_bytes()
         if needed > total:
+            times = f" times patch.batch {count}" if count > 1 else ""
             raise ConfigError(
-                f"{key} {list(sides or ())} takes {needed / 2**30:.1f} GiB for an image and its logits, and this "
+                f"{key} {list(sides)}{times} takes {needed / 2**30:.1f} GiB for an image and its logits, and this "
                 f"machine has {total / 2**30:.1f} GiB; take a smaller one"
             )
 
@@ -93,7 +104,7 @@ def build_model(
     device: torch.device,
     *,
     trains: bool = True,
-    mesh: TrainingMesh | None = None,
+    mesh: "TrainingMesh | None" = None,
     begin: Callable[[FitGrid], object] | None = None,
 ) -> nn.Module:
     """Return the network on its device or devices; it takes any volume size and returns logits.
@@ -121,7 +132,7 @@ def build_model(
     """
     network = build_plain_network(config, task)
     require_window(network, config)
-    _require_room(config, task)
+    require_room(config, task, trains=trains)
     if trains:
         made = rehearse_network(network, config, task)
         rehearse_losses(build_objective(config, task), made, task.num_inputs)
@@ -143,7 +154,7 @@ def _place_on_one(
     device: torch.device,
     *,
     trains: bool,
-    mesh: TrainingMesh | None,
+    mesh: "TrainingMesh | None",
 ) -> nn.Module:
     """Return the network on one device, with suitable kernels and layout."""
     if mesh is not None:  # rehearsals and measurements use the share of this process
@@ -161,7 +172,7 @@ def _place_on_one(
 
 
 def _place_on_several(
-    network: FitGrid, config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: TrainingMesh | None
+    network: FitGrid, config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: "TrainingMesh | None"
 ) -> nn.Module:
     parallel = config.parallel
     if trains and parallel.only_chooses_kernels and not is_distributed():
@@ -200,7 +211,7 @@ def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task, *, agree
 
 
 def _devices(
-    config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: TrainingMesh | None
+    config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: "TrainingMesh | None"
 ) -> Sequence[str | torch.device] | None:
     """Return the devices of this process, or None for the strategy's own choice."""
     parallel = config.parallel
@@ -210,12 +221,10 @@ def _devices(
         if mesh is None:
             return None
         return [device] if parallel.pipeline is None else _deal_devices(parallel.pipeline, device)
-    wanted = parallel.devices
-    if parallel.pipeline is not None or parallel.spatial is not None:
-        wanted = parallel.pipeline or parallel.spatial
-        assert wanted is not None
-        if not trains:  # for predictions, layers and slabs use the available devices
-            wanted = min(wanted, len(list_devices()))
+    count = parallel.pipeline or parallel.spatial
+    if count is not None and not trains:  # for predictions, layers and slabs use the available devices
+        count = min(count, len(list_devices()))
+    wanted = count or parallel.devices
     try:
         return None if wanted is None else require_devices(wanted, device.type)
     except ParallelError as fault:
@@ -270,9 +279,7 @@ def with_fast_kernels(
         If ``training.kernels`` is ``fast`` and they are not available.
     """
     wanted = config.training.kernels
-    if wanted == "measured":  # a measured training has its result here
-        wanted = "auto"
-    is_open = wanted == "auto"
+    is_open = wanted in ("auto", "measured")  # a measured training has its result here
     if wanted in ("torch", "compiled") or (is_open and device.type == "cpu"):
         return None
     reason = explain_absence(device)

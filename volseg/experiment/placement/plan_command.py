@@ -2,7 +2,6 @@
 
 import math
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,13 +12,13 @@ import torch
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
 from volseg.estimate.calibration import calibrate, describe_kind, describe_machine, rates_file_path, read_calibration
-from volseg.estimate.candidate import Candidate, Estimate, name_candidate
+from volseg.estimate.candidate import Candidate, name_candidate
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, find_kind
 from volseg.estimate.instances import get_instance, get_links
 from volseg.estimate.planning import StepPlan, list_largest, plan_work
 from volseg.estimate.report import LargestRow, VolumesReport
-from volseg.estimate.search import GIB, describe_seconds
+from volseg.estimate.search import GIB
 from volseg.estimate.work import Work
 from volseg.experiment.building import check_components
 from volseg.experiment.network_plan import load_facts
@@ -72,31 +71,10 @@ def plan_training(
         If the training cannot be traced.
     """
     planned, notes = _describe(config, machine, channels, classes)
+    if config.patch.growth:
+        notes.append("patches grow, and the table is of the last size: set patch.size and patch.growth for another")
     steps = math.ceil(config.training.iterations / config.training.accumulate)
-    plan = plan_work(planned, notes=notes, steps_per_epoch=steps, thorough=thorough, numbers=numbers, forks=forks)
-    if not config.patch.growth or plan.chosen is None:
-        return plan
-    return replace(plan, notes=(*plan.notes, _describe_growth(config, planned, plan.chosen, steps)))
-
-
-def _describe_growth(config: ExperimentConfig, planned: Planned, chosen: Estimate, steps: int) -> str:
-    """Return the durations of the epochs of each patch size, and of all epochs."""
-    epochs = config.training.epochs
-    counts = Counter(config.patch.size_in(epoch, epochs) for epoch in range(epochs))
-    assert planned.resize is not None
-    parts: list[str] = []
-    seconds: list[float] = []
-    for size, count in counts.items():
-        work, reserve = planned.resize(size)
-        is_last = size == config.patch.size
-        found = chosen if is_last else replace(planned, work=work, reserve=reserve).estimate(chosen.candidate)
-        if found.seconds is None:
-            parts.append(f"{count} of {' x '.join(map(str, size))} cannot be forecast ({found.refused})")
-            continue
-        seconds.append(count * steps * found.seconds)
-        parts.append(f"{count} of {' x '.join(map(str, size))} take {describe_seconds(steps * found.seconds)} each")
-    whole = f"; {describe_seconds(sum(seconds))} of steps in all" if len(seconds) == len(parts) else ""
-    return f"patches grow, and the table is of the last size: of {epochs} epochs {', '.join(parts)}{whole}"
+    return plan_work(planned, notes=notes, steps_per_epoch=steps, thorough=thorough, numbers=numbers, forks=forks)
 
 
 def _describe(

@@ -34,8 +34,11 @@ from volseg.estimate.candidate import Candidate, Estimate
 from volseg.experiment.placement.alternatives import (
     Answer,
     Gpus,
+    describe_attempt,
     describe_estimate,
+    describe_remedies,
     get_estimate,
+    is_out_of_memory,
     list_lines,
     list_overrides,
     list_smaller,
@@ -43,7 +46,6 @@ from volseg.experiment.placement.alternatives import (
     run_plan,
     take_candidate,
 )
-from volseg.experiment.placement.out_of_memory import describe_attempt, describe_remedies, is_out_of_memory
 from volseg.experiment.placement.placed_network import choose_device
 from volseg.parallel.devices import (
     count_gpus,
@@ -164,28 +166,23 @@ class Replanning:
 
         def decide() -> dict[str, Any] | None:
             if failures:
-                found: Replanned | None = _choose(config, read_record(Failure, json.loads(failures[0])), count)
+                found = _choose(config, read_record(Failure, json.loads(failures[0])), count)
                 logger.warning("%s", found)
-            else:
-                found = self._read(role, config, count) if resume else None
-            return None if found is None else asdict(found)
+                return asdict(found)
+            file = role.folder.path / REPLANNED
+            if not resume or not file.exists():
+                return None
+            found = Replanned.read(read_json(file), file)
+            if dict(found.asked) != _list_asked(config) or found.processes != count:
+                logger.info("%s is about another mesh than is asked for now, which is tried as it is", file)
+                return None
+            logger.info("%s", found)
+            return asdict(found)
 
         if (told := decide_together(decide)) is None:
             return config
         self.replanned = Replanned.read(told, REPLANNED)
         return self.replanned.apply(config)
-
-    def _read(self, role: JobFolder, config: ExperimentConfig, count: int) -> Replanned | None:
-        """Return the record in the run folder, if it is for this config."""
-        file = role.folder.path / REPLANNED
-        if not file.exists():
-            return None
-        found = Replanned.read(read_json(file), file)
-        if dict(found.asked) != _list_asked(config) or found.processes != count:
-            logger.info("%s is about another mesh than is asked for now, which is tried as it is", file)
-            return None
-        logger.info("%s", found)
-        return found
 
     def files(self) -> dict[str, Any]:
         """Return the record for the run folder."""
@@ -320,7 +317,7 @@ def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) ->
     gpus = Gpus.find(choose_device(config), count)
     if gpus is None:
         return Answer()
-    is_open = config.model_copy(update={"parallel": ParallelConfig()})
+    is_open = config.model_copy(update={"parallel": ParallelConfig(timeout=config.parallel.timeout)})
     answer = run_plan(is_open, gpus, thorough=True)
     if answer.problem:
         logger.warning("no forecast of what would fit: %s", answer.problem)

@@ -80,53 +80,45 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
     network.hold_in_evaluation(list_frozen_norms(network))
     if config.training.memory_format == "channels_last":
         network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    batches = min(config.training.accumulate, 2)
+    batches, settings = min(config.training.accumulate, 2), config.training
+
+    def make_step(model: nn.Module, optimizer: Optimizer) -> Step:
+        precision = Precision(next(model.parameters()).device.type, dtype)
+        # Not captured: the tracer accounts for a capture.
+        step = build_step(config, facts.task, model, optimizer, precision, record=False)
+        average = WeightAverage(model, settings.ema) if settings.ema else None
+
+        def run(batch: Batch) -> Any:
+            losses: Mapping[str, Tensor] = {}
+            for number in range(batches):
+                losses = step(batch, gathered=settings.accumulate, completes=number == batches - 1)
+            if average is not None:
+                average.update()
+            return losses
+
+        return run
+
+    shape = compute_validated_shape(config, facts)
     work = Work(
         build=network.train,
         shape=(config.patch.batch, facts.task.num_inputs, *config.patch.size),
-        make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
+        make_batch=partial(_make_batch, facts, config.patch.size),
         build_optimizer=lambda model: build_optimizer(
             config.optimizer.spec(), model, on_gpu=True, parts=config.optimizer.parts
         ),
-        build_step=lambda model, optimizer: _build_step(config, facts, dtype, batches, model, optimizer),
+        build_step=make_step,
         precision=dtype,
-        validate=None if compute_validated_shape(config, facts) is None else partial(_validate, config, facts, dtype),
+        validate=None if shape is None else partial(_validate, config, facts, dtype, shape),
         name=config.network.name,
     )
     return Described(config=config, facts=facts, work=work, batches=batches, rule=network.rule)
 
 
-def _make_batch(config: ExperimentConfig, facts: DataFacts, rows: int, device: torch.device) -> Batch:
-    size = config.patch.size
+def _make_batch(facts: DataFacts, size: tuple[int, int, int], rows: int, device: torch.device) -> Batch:
     return {
         "image": torch.zeros(rows, facts.task.num_inputs, *size, device=device),
         "label": torch.zeros(rows, 1, *size, dtype=torch.uint8, device=device),
     }
-
-
-def _build_step(
-    config: ExperimentConfig,
-    facts: DataFacts,
-    dtype: torch.dtype,
-    batches: int,
-    model: nn.Module,
-    optimizer: Optimizer,
-) -> Step:
-    settings = config.training
-    precision = Precision(next(model.parameters()).device.type, dtype)
-    # Not captured: the tracer accounts for a capture.
-    step = build_step(config, facts.task, model, optimizer, precision, record=False)
-    average = WeightAverage(model, settings.ema) if settings.ema else None
-
-    def run(batch: Batch) -> Any:
-        losses: Mapping[str, Tensor] = {}
-        for number in range(batches):
-            losses = step(batch, gathered=settings.accumulate, completes=number == batches - 1)
-        if average is not None:
-            average.update()
-        return losses
-
-    return run
 
 
 def compute_validated_shape(config: ExperimentConfig, facts: DataFacts) -> tuple[int, ...] | None:
@@ -142,18 +134,14 @@ def compute_validated_shape(config: ExperimentConfig, facts: DataFacts) -> tuple
     return None if facts.largest is None else (settings.batch, facts.task.num_inputs, *facts.largest)
 
 
-def _validate(config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, model: nn.Module) -> None:
+def _validate(
+    config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, shape: tuple[int, ...], model: nn.Module
+) -> None:
     """Run the prediction of `build_predictor` for a model in training, on one batch of windows."""
     outputs, task = config.network.outputs, facts.task
     called = OneOutput(model, outputs.index("logits")) if len(outputs) > 1 else model
-    step = WindowStep(
-        models=(called,),
-        num_classes=task.num_outputs,
-        regions=bool(task.regions),
-        autocast=None if dtype is torch.float32 else dtype,
-    )
-    shape = compute_validated_shape(config, facts)
-    assert shape is not None
+    autocast = None if dtype is torch.float32 else dtype
+    step = WindowStep(models=(called,), num_classes=task.num_outputs, regions=bool(task.regions), autocast=autocast)
     with torch.no_grad(), evaluating((model,)):
         step(torch.zeros(shape, device=next(model.parameters()).device))
 
@@ -182,13 +170,13 @@ def describe_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_k
         pipeline=pipeline,
         split_size=parallel.split_size if isinstance(parallel.split_size, int) else None,
         checkpoint=parallel.checkpoint,
-        kernels=_list_kernels(config, dtype, has_fast_kernels),
+        kernels=list_kernels(config, dtype, has_fast_kernels),
         records=explain_eager(config, dtype) is None,
         whole=bool(config.patch.growth),  # the mesh is resolved for one size
     )
 
 
-def _list_kernels(
+def list_kernels(
     config: ExperimentConfig, dtype: torch.dtype, has_fast_kernels: bool
 ) -> tuple[Literal["fast", "torch"], ...]:
     """Return the kernels on one GPU by the rule of `with_fast_kernels`, the preferred ones first.
@@ -253,11 +241,7 @@ def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
 
 def at_size(described: Described, size: tuple[int, int, int]) -> Described:
     """Return the training on patches of another size; the planned network stays the same."""
-    facts, work, config = described.facts, described.work, described.config
-    config = config.with_values(patch={"size": size})
-    resized = replace(
-        work,
-        shape=(config.patch.batch, facts.task.num_inputs, *size),
-        make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
-    )
+    work, config = described.work, described.config.with_values(patch={"size": size})
+    make_batch = partial(_make_batch, described.facts, size)
+    resized = replace(work, shape=(*work.shape[:2], *size), make_batch=make_batch)
     return replace(described, config=config, work=resized)

@@ -32,7 +32,7 @@ from volseg.data.readers import read_volume
 from volseg.data.volume import as_volume
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.cases import find_previous_stage
-from volseg.experiment.placement.out_of_memory import explaining_memory
+from volseg.experiment.placement.alternatives import explaining_memory
 from volseg.experiment.prediction.sources import Source, load_trained, path_of
 from volseg.experiment.prediction.trained import Trained
 from volseg.inference.prefetching import prepare_on

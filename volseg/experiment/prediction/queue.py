@@ -21,7 +21,7 @@ from volseg.data.readers import list_files, require_header
 from volseg.data.threads import map_in_threads
 from volseg.errors import ConfigError, DataError, ParallelError, ReaderError, VolsegError
 from volseg.experiment.own_components import components_arguments
-from volseg.experiment.placement.out_of_memory import explaining_memory
+from volseg.experiment.placement.alternatives import explaining_memory
 from volseg.experiment.prediction.files import CaseResult, PredictionFiles, PredictionRecord, identify
 from volseg.experiment.prediction.trained import Trained
 from volseg.inference.original_grid import Prediction

@@ -201,8 +201,8 @@ def read_cause(failure: ProcessFailure, place: str) -> str:
     place
         Description of that process, in case it wrote no error.
     """
-    told: Any = failure.error_file_data.get("message")
-    if isinstance(told, dict):
+    told = _read_told(failure)
+    if "message" in told:
         return str(told["message"])
     words = f"{place} {describe_exit(failure.exitcode)}"
     return words if failure.exitcode == -signal.SIGKILL else f"{words}; its own output above has the details"
@@ -210,8 +210,12 @@ def read_cause(failure: ProcessFailure, place: str) -> str:
 
 def is_lasting(failure: ProcessFailure) -> bool:
     """Return whether a process of the elastic launcher failed for a lasting cause."""
+    return bool(_read_told(failure).get("extraInfo", {}).get("lasts"))
+
+
+def _read_told(failure: ProcessFailure) -> Mapping[str, Any]:
     told: Any = failure.error_file_data.get("message")
-    return isinstance(told, dict) and bool(told.get("extraInfo", {}).get("lasts"))
+    return told if isinstance(told, dict) else {}
 
 
 def _shorten(message: str) -> str:

@@ -31,8 +31,7 @@ from volseg.parallel.devices import (
     stay_on_cpu,
 )
 from volseg.parallel.processes.first_error import end_after, end_by
-from volseg.parallel.processes.progress import report_progress
-from volseg.parallel.processes.progress_sync import exchange
+from volseg.parallel.processes.progress import exchange, report_progress
 from volseg.parallel.processes.rendezvous import PrefixStore, Rendezvous, join_rendezvous, open_store
 from volseg.parallel.processes.supervision import Cause, Supervision, name_machine
 
@@ -102,7 +101,11 @@ def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
     note_restarts(rendezvous.restarts)
     report_progress("start")
     if launch.world_size > 1:
-        _watch(launch, rendezvous, timeout)
+        connection = PrefixStore(f"volseg/{launch.run}", open_store(launch, SECONDS_OF_STORE))
+        connection = PrefixStore(rendezvous.name, connection)
+        _joined.supervision = Supervision(
+            connection, launch.rank, rendezvous.members, timeout, end_by, keeps_store=_joined.serves
+        )
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=PrefixStore("group", rendezvous.store),
@@ -247,14 +250,6 @@ def _limit_rendezvous(launch: Launch, seconds: float) -> Iterator[None]:
         yield
     finally:
         clock.cancel()
-
-
-def _watch(launch: Launch, rendezvous: Rendezvous, timeout: float) -> None:
-    connection = PrefixStore(f"volseg/{launch.run}", open_store(launch, SECONDS_OF_STORE))
-    connection = PrefixStore(rendezvous.name, connection)
-    _joined.supervision = Supervision(
-        connection, launch.rank, rendezvous.members, timeout, end_by, keeps_store=_joined.serves
-    )
 
 
 def _report_errors() -> None:

@@ -63,7 +63,7 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
         # One arithmetic thread per process unless the user chose: torchrun's rule, which spares shared cores.
         variables["OMP_NUM_THREADS"] = "1"
     for attempt in range(max_restarts + 1):
-        with _setting({**variables, OWN_ATTEMPTS: str(attempt)}), _put_handlers_back(), _telling_it_once():
+        with setting_variables({**variables, OWN_ATTEMPTS: str(attempt)}), _as_before():
             failure = _attempt(command, processes)
         if failure is None:
             return
@@ -95,7 +95,7 @@ def _attempt(command: Sequence[str], processes: int) -> ChildFailedError | None:
 
 
 @contextmanager
-def _setting(variables: Mapping[str, str]) -> Iterator[None]:
+def setting_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables, which the processes inherit, and restore the old values."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -110,27 +110,20 @@ def _setting(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _put_handlers_back() -> Iterator[None]:
-    """Restore signal handlers: the elastic launcher leaves its own, which end this process at the next Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+def _as_before() -> Iterator[None]:
+    """Restore signal handlers, and silence the failure log of torch's launcher: volseg's error contains it.
 
-
-@contextmanager
-def _telling_it_once() -> Iterator[None]:
-    """Silence the failure log of torch's launcher: volseg's error contains it."""
+    The elastic launcher leaves its own handlers, which end this process at the next Ctrl-C.
+    """
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    before = logger.level
+    level = logger.level
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main else {}
     logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)

@@ -12,7 +12,7 @@ confirmed, the name is final; an unconfirmed sign may belong to a dead process, 
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -124,21 +124,20 @@ def _require_hope(store: Store) -> None:
     if not store.check(["plan"]):
         return
     cause = f"{json.loads(store.get('plan'))['name']}/cause"
-    if store.check([cause]) and (said := json.loads(store.get(cause)))["lasts"]:
+    if store.check([cause]) and (said := json.loads(store.get(cause))).get("lasts"):
         raise ParallelError(f"a new attempt would fail for the same reason as the previous one: {said['message']}")
 
 
 class _Patience:
     """Poll with growing intervals up to a timeout."""
 
-    def __init__(self, launch: Launch, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.launch, self.timeout, self.clock = launch, timeout, clock
-        self.end = clock() + timeout
-        self.pause = SECONDS_BETWEEN_LOOKS
+    def __init__(self, launch: Launch, timeout: float) -> None:
+        self.launch, self.timeout, self.pause = launch, timeout, SECONDS_BETWEEN_LOOKS
+        self.end = time.monotonic() + timeout
 
     def for_(self, late: list[int]) -> None:
         """Sleep for one interval; raise after the timeout."""
-        if self.clock() > self.end:
+        if time.monotonic() > self.end:
             launch = self.launch
             whom = f"processes {late}" if launch.rank == 0 else "the others"
             raise ParallelError(

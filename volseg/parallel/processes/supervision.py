@@ -35,7 +35,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from volseg.lifetime import ENDED_SILENTLY, is_running
@@ -76,60 +76,43 @@ class Cause:
     """Whether another attempt would meet the same cause."""
     again: bool = False
     """Whether all processes restart themselves."""
+    hung: bool = False
+    """Whether every process prints its stack."""
 
 
+@dataclass(eq=False)
 class Supervision:
-    """Watch the other processes of a job, and report this process to them.
+    """Watch the other processes of a job, and report this process to them."""
 
-    Parameters
-    ----------
-    store : Store
-        Of this attempt; nothing else uses this connection.
-    rank : int
-        Of this process.
-    members : sequence of mapping
-        Per process: ``where`` (its description), ``host`` and ``pid``.
-    timeout : float
-        Seconds without progress of any process.
-    end : callable
-        Ends this process; receives the cause, and the stack of the main thread if it matters.
-    look : callable
-        Returns the last step of this process.
-    keeps_store : bool
-        Whether the store dies with this process.
-    """
+    store: Store
+    """Of this attempt; nothing else uses this connection."""
+    rank: int
+    """Of this process."""
+    members: Sequence[Mapping[str, Any]]
+    """Per process: ``where`` (its description), ``machine`` and ``pid``."""
+    timeout: float
+    """Seconds without progress of any process."""
+    end: Callable[[Cause, str], object]
+    """Ends this process; receives the cause, and the stack of the main thread if it matters."""
+    look: Callable[[], Milestone] = get_milestone
+    """Returns the last step of this process."""
+    keeps_store: bool = False
+    """Whether the store dies with this process."""
+    cause: Cause | None = field(init=False, default=None)
+    _watched: float = field(init=False, default=0.0)  # seconds in which the thread ran
+    _beat: int = field(init=False, default=0)
+    _is_leaving: bool = field(init=False, default=False)
+    _lost: float | None = field(init=False, default=None)
+    _states: dict[int, dict[str, Any]] = field(init=False, default_factory=dict)
+    # Of each process: time of the last heartbeat, and of the last progress.
+    _seen: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
+    _ending: threading.Event = field(init=False, default_factory=threading.Event)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)  # one thread at a time calls the store
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        members: Sequence[Mapping[str, Any]],
-        timeout: float,
-        end: Callable[[Cause, str], object],
-        look: Callable[[], Milestone] = get_milestone,
-        *,
-        keeps_store: bool = False,
-    ) -> None:
-        self.store = store
-        self.rank = rank
-        self.members = members
-        self.timeout = timeout
-        self.end = end
-        self.look = look
-        self.keeps_store = keeps_store
-        self.period = min(max(1.0, len(members) / PROCESSES_PER_SECOND), timeout / 10)
-        self.longest_silence = min(max(timeout / 5, LEAST_SECONDS), timeout)
-        self.cause: Cause | None = None
-        self._beat = 0
-        self._is_leaving = False
-        self._ending = threading.Event()
+    def __post_init__(self) -> None:
+        self.period = min(max(1.0, len(self.members) / PROCESSES_PER_SECOND), self.timeout / 10)
+        self.longest_silence = min(max(self.timeout / 5, LEAST_SECONDS), self.timeout)
         self._main = threading.main_thread()
-        self._watched = 0.0  # seconds in which this thread ran
-        self._states: dict[int, dict[str, Any]] = {}
-        # Of each process: time of the last heartbeat, and of the last progress.
-        self._seen: dict[int, tuple[float, float]] = {}
-        self._lost: float | None = None
-        self._lock = threading.Lock()  # one thread at a time calls the store
         self._publish()
         self._thread = threading.Thread(target=self._run, name="volseg supervision", daemon=True)
         self._thread.start()
@@ -177,7 +160,7 @@ class Supervision:
             before = now
             try:
                 self._ask(self._exchange)
-                cause, show_stack = self._judge()
+                cause = self._judge()
             except RuntimeError as fault:  # of the store
                 self._miss_store(fault)
                 continue
@@ -185,7 +168,7 @@ class Supervision:
             if cause is not None and not self._ending.is_set():
                 if cause.again:
                     self.part()
-                self.end(cause, self._format_stack() if show_stack else "")
+                self.end(cause, self._format_stack() if cause.hung else "")
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:
         """Return the store's answer.
@@ -232,66 +215,66 @@ class Supervision:
                 moved = self._watched
             self._states[rank], self._seen[rank] = state, (alive, moved)
 
-    def _judge(self) -> tuple[Cause | None, bool]:
-        """Return the cause for which this process must end, if any, and whether to show its stack."""
+    def _judge(self) -> Cause | None:
+        """Return the cause for which this process must end, if any."""
         if (told := self._ask(lambda: self._get("cause"))) is not None:
-            said = json.loads(told)
-            cause = Cause(message=said["message"], is_own=False, lasts=said["lasts"], again=said["again"])
-            return cause, said["hung"]
+            return self._read_cause(told, is_own=False)
         staying = {rank: m for rank, m in enumerate(self.members) if not self._states.get(rank, {}).get("leaving")}
         if self._is_leaving or not staying:
-            return None, False
+            return None
         for rank, member in staying.items():
             silent = self._watched - self._seen.get(rank, (0.0, 0.0))[0]
             if self._is_dead(member) and not self._has_left(rank):
                 return self._decide(
                     f"{member['where']} died silently, last seen at {self._step_of(rank)}; {ENDED_SILENTLY}"
-                ), False
+                )
             if silent > self.longest_silence:
                 return self._decide(
                     f"{member['where']} sends no heartbeat for {silent:.0f} s, last seen at "
                     f"{self._step_of(rank)}; its machine or network is down, or something stops the process"
-                ), False
+                )
         stuck = self._watched - max(self._seen[rank][1] for rank in staying if rank in self._seen)
         if stuck <= self.timeout:
-            return None, False
+            return None
         everybody = "\n".join(f"  {member['where']}: {self._step_of(r)}" for r, member in staying.items())
         message = (
             f"no process has made progress for {stuck:.0f} s (parallel.timeout is "
             f"{self.timeout:g}):\n{everybody}\nThe process that is behind the others, or elsewhere, blocks them; "
             "if a step really takes that long, raise parallel.timeout"
         )
-        return self._decide(message, hung=True), True
+        return self._decide(message, hung=True)
 
-    def _decide(self, message: str, *, hung: bool = False, lasts: bool = False, again: bool = False) -> Cause:
+    def _decide(self, message: str, **kind: bool) -> Cause:
         """Write the cause if no process has written one; return the written cause."""
         if self.cause is None:
-            mine = json.dumps({"message": message, "hung": hung, "lasts": lasts, "again": again, "by": self.rank})
-            try:
-                holds = json.loads(self._ask(lambda: self.store.compare_set("cause", "", mine)))
-            except RuntimeError:  # no store to agree through
-                holds = json.loads(mine)
-            is_own = holds["by"] == self.rank
-            self.cause = Cause(message=holds["message"], is_own=is_own, lasts=holds["lasts"], again=holds["again"])
+            holds = json.dumps({"message": message, "by": self.rank, **kind}).encode()
+            with suppress(RuntimeError):  # no store to agree through
+                mine = holds.decode()
+                holds = self._ask(lambda: self.store.compare_set("cause", "", mine))
+            self.cause = self._read_cause(holds)
         return self.cause
+
+    def _read_cause(self, content: bytes, *, is_own: bool = True) -> Cause:
+        said = json.loads(content)
+        return Cause(is_own=said.pop("by") == self.rank and is_own, **said)
 
     def _miss_store(self, fault: RuntimeError) -> None:
         """Give the main thread time to end by itself after the store is lost, then end the process."""
-        if self._lost is None:
-            self._lost = self._watched
+        self._lost = self._watched if self._lost is None else self._lost
         if self._is_leaving or self._ending.is_set():
             return
-        own = self.members[self.rank]["where"]
         if isinstance(fault, _NoAnswer):
             message = (
-                f"{own} is cut off: the store of this job has not answered for {self.longest_silence:.0f} s; the "
-                "network to its launcher or first machine is down, or that machine hangs"
+                f"{self.members[self.rank]['where']} is cut off: the store of this job has not answered for "
+                f"{self.longest_silence:.0f} s; the network to its launcher or first machine is down, or that machine "
+                "hangs"
             )
-            self.end(Cause(message=message, is_own=True), "")
         elif self._watched - self._lost > SECONDS_TO_LEAVE:
             first = str(fault).strip().partition("\n")[0]
             message = f"the store of this job is gone, and so is its launcher or first machine ({first})"
-            self.end(Cause(message=message, is_own=True), "")
+        else:
+            return
+        self.end(Cause(message=message, is_own=True), "")
 
     def _is_dead(self, member: Mapping[str, Any]) -> bool:
         """Return whether a process of this machine is dead; for other machines the answer is unknown."""

@@ -42,29 +42,30 @@ Message = Any
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True)
 class Channel:
     """Messages as lines of JSON over two files."""
 
-    def __init__(self, source: IO[str], target: IO[str]) -> None:
-        self._source, self._target = source, target
+    source: IO[str]
+    target: IO[str]
 
     def send(self, message: Message) -> None:
         """Write a message; a message to a process that has ended is lost."""
         line = json.dumps(message) + "\n"
         with suppress(BrokenPipeError, ValueError):  # the file is closed
-            self._target.write(line)
-            self._target.flush()
+            self.target.write(line)
+            self.target.flush()
 
     def receive(self) -> Message:
         """Return the next message; None after the last one, or if the sender died in the middle of one."""
         try:
-            return json.loads(self._source.readline() or "null")
+            return json.loads(self.source.readline() or "null")
         except json.JSONDecodeError:
             return None
 
     def close(self) -> None:
         """Close both files."""
-        for file in (self._source, self._target):
+        for file in (self.source, self.target):
             with suppress(OSError):  # unsent bytes for a process that has ended
                 file.close()
 
@@ -188,11 +189,7 @@ class WorkerPool:
                 # second.
                 start_new_session=True,
             )
-        channel = None
-        if talks:
-            assert process.stdout is not None
-            assert process.stdin is not None
-            channel = Channel(process.stdout, process.stdin)
+        source, target = process.stdout, process.stdin
         worker = Worker(
             name=name,
             gpu=gpu,
@@ -200,7 +197,7 @@ class WorkerPool:
             log=log,
             log_begin=begin,
             started=time.perf_counter(),
-            channel=channel,
+            channel=None if source is None or target is None else Channel(source, target),
         )
         self.running.append(worker)
         if talks:
@@ -249,13 +246,11 @@ class WorkerPool:
     def stop_workers(self, *, at_once: bool = False) -> None:
         """End all workers and wait for them; with ``at_once`` kill them and all processes that they started."""
         for worker in self.running:
-            if at_once:
-                if worker.process.returncode is None:  # otherwise its number may belong to another process now
-                    with suppress(ProcessLookupError, PermissionError):  # all have ended
-                        os.killpg(worker.process.pid, signal.SIGKILL)
-                worker.process.kill()
-            else:
+            if not at_once:
                 worker.process.terminate()
+            elif worker.process.returncode is None:  # otherwise its number may belong to another process now
+                with suppress(ProcessLookupError, PermissionError):  # all have ended
+                    os.killpg(worker.process.pid, signal.SIGKILL)
         for worker in self.running:
             worker.process.wait()
         for reader in self._readers:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from in_group import in_group
 
 from volseg.errors import DataError, ParallelError
-from volseg.parallel.processes.progress_sync import exchange, run_together
+from volseg.parallel.processes.progress import exchange, run_together
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
