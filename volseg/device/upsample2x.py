@@ -20,7 +20,7 @@ from torch import Tensor
 
 from volseg.device.layout import layout_of
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import MOST_VOXELS, choose_tile, describe_tile, select_device, takes
+from volseg.device.triton_tiles import MOST_VOXELS, choose_tile, describe_tile, takes
 from volseg.errors import ParallelError
 
 __all__ = ["DoubledPart", "double", "gather_gradient", "halve", "spread_gradient", "takes"]
@@ -172,12 +172,11 @@ def double(slab: Tensor, part: DoubledPart, linear: bool, factor: float = 1.0) -
             "(training.kernels: torch)"
         )
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), batch)
-    with select_device(slab):
-        _double_kernel[grid](
-            slab, out, channels, voxels, part.planes, *within, part.first, start, factor,
-            *slab.stride(), *out.stride(),
-            **describe_tile(tile, LINEAR=linear),
-        )  # fmt: skip
+    _double_kernel[grid](
+        slab, out, channels, voxels, part.planes, *within, part.first, start, factor,
+        *slab.stride(), *out.stride(),
+        **describe_tile(tile, LINEAR=linear),
+    )  # fmt: skip
     return out
 
 
@@ -201,11 +200,10 @@ def gather_gradient(
     tile = _choose_tile(out)
     voxels = out.shape[2:].numel()
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), batch)
-    with select_device(gradient):
-        _gather_kernel[grid](
-            gradient, out, channels, voxels, part.planes, *within, part.first, *part.outputs, factor,
-            *gradient.stride(), *out.stride(), **describe_tile(tile, LINEAR=linear),
-        )  # fmt: skip
+    _gather_kernel[grid](
+        gradient, out, channels, voxels, part.planes, *within, part.first, *part.outputs, factor,
+        *gradient.stride(), *out.stride(), **describe_tile(tile, LINEAR=linear),
+    )  # fmt: skip
     return out
 
 

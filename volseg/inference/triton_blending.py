@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import select_device
 
 BLOCK = 128
 """Voxels per program, one per thread: 40 registers each (Triton 3.7, for an H200). Four per thread take 160, and leave
@@ -184,16 +183,15 @@ def add_window(
         strides[dim] *= -1
     where = [start, *places, *blend.shape[1:]]
     links = {"AXIS": axis, "SOFTMAX": link == "softmax", "SIGMOID": link == "sigmoid"}
-    with select_device(blend):
-        if strides[0] == 1 and classes > FEW_CLASSES:
-            before = min(width, blend.shape[-1] - places[-1]) if axis == 2 else width
-            parts = triton.cdiv(before, TILE_VOXELS) + triton.cdiv(width - before, TILE_VOXELS)
-            _add_tiles_kernel[depth * height * parts,](
-                window, importance, blend, *where, before, classes, height, width, *strides[1:], *blend.stride(),
-                BV=TILE_VOXELS, BK=TILE_CLASSES, num_warps=8, **links,
-            )  # fmt: skip
-            return
-        _add_kernel[triton.cdiv(importance.numel(), BLOCK),](
-            window, importance, blend, *where, classes, importance.numel(), height, width,
-            *strides, *blend.stride(), BV=BLOCK, num_warps=4, **links,
+    if strides[0] == 1 and classes > FEW_CLASSES:
+        before = min(width, blend.shape[-1] - places[-1]) if axis == 2 else width
+        parts = triton.cdiv(before, TILE_VOXELS) + triton.cdiv(width - before, TILE_VOXELS)
+        _add_tiles_kernel[depth * height * parts,](
+            window, importance, blend, *where, before, classes, height, width, *strides[1:], *blend.stride(),
+            BV=TILE_VOXELS, BK=TILE_CLASSES, num_warps=8, **links,
         )  # fmt: skip
+        return
+    _add_kernel[triton.cdiv(importance.numel(), BLOCK),](
+        window, importance, blend, *where, classes, importance.numel(), height, width,
+        *strides, *blend.stride(), BV=BLOCK, num_warps=4, **links,
+    )  # fmt: skip

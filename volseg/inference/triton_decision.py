@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import select_device
 from volseg.inference.sampling import Aligned, AxisTable, Box, Held, split_box
 
 BLOCK = 256
@@ -131,13 +130,12 @@ def decide(
         labels = torch.empty(shape, dtype=dtype, device=device)
         entropies = torch.empty(shape, device=device) if entropy else None
         places, weights = zip(*map(_locate, sampling.tables, box, [held] * 3), strict=True)
-        with select_device(held.values):
-            _decide_kernel[triton.cdiv(labels.numel(), BLOCK),](
-                held.values, *places, *weights, labels if table is None else table, labels,
-                labels if entropies is None else entropies, classes, held.values.stride(0), *shape, scale,
-                *betweens, VALUES=table is not None and not regions, REGIONS=regions, ENTROPY=entropy,
-                BV=BLOCK, num_warps=4,
-            )  # fmt: skip
+        _decide_kernel[triton.cdiv(labels.numel(), BLOCK),](
+            held.values, *places, *weights, labels if table is None else table, labels,
+            labels if entropies is None else entropies, classes, held.values.stride(0), *shape, scale,
+            *betweens, VALUES=table is not None and not regions, REGIONS=regions, ENTROPY=entropy,
+            BV=BLOCK, num_warps=4,
+        )  # fmt: skip
         d, h, w = (slice(part.start, part.stop) for part in box)
         yield (d, h, w), labels, entropies
 

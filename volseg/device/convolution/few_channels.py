@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import select_device
 
 MOST_CHANNELS = 4
 """Limit of channels in and out: the sums of a voxel are in registers, each in its own variable."""
@@ -77,12 +76,11 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[in
     channels, shape = weight.shape[0], (slab.shape[0], weight.shape[0], *sides)
     out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
     voxels = slab.shape[0] * prod(sides)
-    with select_device(slab):
-        _convolve_few_kernel[(triton.cdiv(voxels, VOXELS),)](
-            slab, weight.contiguous(), bias, out, voxels, *slab.shape[2:], *sides, *slab.stride(), *padding,
-            **dict(zip(("C", "N", "KD", "KH", "KW"), (slab.shape[1], channels, *weight.shape[2:]), strict=True)),
-            BIAS=bias is not None, BV=VOXELS, num_warps=4,
-        )  # fmt: skip
+    _convolve_few_kernel[(triton.cdiv(voxels, VOXELS),)](
+        slab, weight.contiguous(), bias, out, voxels, *slab.shape[2:], *sides, *slab.stride(), *padding,
+        **dict(zip(("C", "N", "KD", "KH", "KW"), (slab.shape[1], channels, *weight.shape[2:]), strict=True)),
+        BIAS=bias is not None, BV=VOXELS, num_warps=4,
+    )  # fmt: skip
     return out
 
 

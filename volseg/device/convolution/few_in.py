@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
+from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate
 
 FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
 """Supported output channels."""
@@ -157,13 +157,12 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[in
     shape, voxels = (slab.shape[0], weight.shape[0], *sides), slab.shape[0] * prod(sides)
     out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
     lines, columns = _choose_lines(slab.shape[1], weight.shape[2:])
-    with select_device(slab):
-        _forward_kernel[(triton.cdiv(voxels, VOXELS),)](
-            slab, weight.permute(2, 3, 4, 1, 0).flatten(0, 1).contiguous(), bias, out, voxels,
-            *slab.shape[2:], *sides, *_get_strides(slab), *padding, *compute_dividers(sides),
-            **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
-            LINES=lines, BV=VOXELS, BN=columns, BC=max(16, triton.next_power_of_2(weight.shape[0])), num_warps=WARPS,
-        )  # fmt: skip
+    _forward_kernel[(triton.cdiv(voxels, VOXELS),)](
+        slab, weight.permute(2, 3, 4, 1, 0).flatten(0, 1).contiguous(), bias, out, voxels,
+        *slab.shape[2:], *sides, *_get_strides(slab), *padding, *compute_dividers(sides),
+        **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
+        LINES=lines, BV=VOXELS, BN=columns, BC=max(16, triton.next_power_of_2(weight.shape[0])), num_warps=WARPS,
+    )  # fmt: skip
     return out
 
 
@@ -183,12 +182,11 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     parts = triton.cdiv(voxels, per_part)
     out = torch.empty((parts, 1, *kernel, own * channels), dtype=torch.float32, device=slab.device)
     gb, _, gd, gh, gw = gradient.stride()
-    with select_device(slab):
-        _weight_kernel[(parts, taps)](
-            slab, gradient, out, voxels, per_part, *slab.shape[2:], *sides, *_get_strides(slab), gb, gd, gh, gw,
-            *padding, *compute_dividers(sides),
-            **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)),
-            LINES=lines, BV=height, BN=columns, BC=max(16, triton.next_power_of_2(channels)), num_warps=warps,
-            num_stages=1,
-        )  # fmt: skip
+    _weight_kernel[(parts, taps)](
+        slab, gradient, out, voxels, per_part, *slab.shape[2:], *sides, *_get_strides(slab), gb, gd, gh, gw,
+        *padding, *compute_dividers(sides),
+        **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)),
+        LINES=lines, BV=height, BN=columns, BC=max(16, triton.next_power_of_2(channels)), num_warps=warps,
+        num_stages=1,
+    )  # fmt: skip
     return out.sum(0).view(*kernel, own, channels).permute(4, 3, 0, 1, 2).to(weight.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from volseg.device.convolution import few_in
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import count_processors, select_device
+from volseg.device.triton_tiles import count_processors
 
 CHANNELS = (16, 32, 64)
 """Supported input channels: a row of one tap is read whole."""
@@ -93,13 +93,12 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[in
     programs = min(tiles, PROGRAMS * count_processors(slab.device))
     room = torch.empty((programs, VOXELS, columns), dtype=torch.float32, device=slab.device)
     sb, _, sd, sh, sw = slab.stride()
-    with select_device(slab):
-        _forward_kernel[(programs,)](
-            slab, weight.permute(2, 3, 1, 4, 0).flatten(0, 1).contiguous(), bias, room, out, voxels,
-            *slab.shape[2:], *sides[:2], sb, sd, sh, sw, *padding[:2],
-            **dict(zip(("N", "C", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
-            BV=VOXELS, BN=columns, BO=triton.next_power_of_2(weight.shape[0]), num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
+    _forward_kernel[(programs,)](
+        slab, weight.permute(2, 3, 1, 4, 0).flatten(0, 1).contiguous(), bias, room, out, voxels,
+        *slab.shape[2:], *sides[:2], sb, sd, sh, sw, *padding[:2],
+        **dict(zip(("N", "C", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
+        BV=VOXELS, BN=columns, BO=triton.next_power_of_2(weight.shape[0]), num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
     return out
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
+from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate
 
 MOST_TAPS = 128
 """Limit of taps of one output voxel."""
@@ -134,11 +134,10 @@ def forward(
     out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
     voxels = slab.shape[0] * prod(sides)
     tile = _choose_tile(told["TAPS"], channels)
-    with select_device(slab):
-        _forward_kernel[(triton.cdiv(voxels, tile["BV"]),)](
-            slab, weight.reshape(channels, -1).contiguous(), bias, out, voxels, channels,
-            **told, **tile, BIAS=bias is not None, num_warps=4,
-        )  # fmt: skip
+    _forward_kernel[(triton.cdiv(voxels, tile["BV"]),)](
+        slab, weight.reshape(channels, -1).contiguous(), bias, out, voxels, channels,
+        **told, **tile, BIAS=bias is not None, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -154,6 +153,5 @@ def weight_gradient(
     per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), 4 * count_processors(slab.device)) * tile["BV"]
     parts = triton.cdiv(voxels, per_program)
     out = torch.empty((parts, tile["BN"], tile["BT"]), dtype=torch.float32, device=slab.device)
-    with select_device(slab):
-        _weight_kernel[(parts,)](slab, gradient, out, voxels, channels, per_program, **told, **tile, num_warps=4)
+    _weight_kernel[(parts,)](slab, gradient, out, voxels, channels, per_program, **told, **tile, num_warps=4)
     return out.sum(0)[:channels, : told["TAPS"]].reshape(weight.shape).to(weight.dtype)

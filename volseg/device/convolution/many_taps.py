@@ -28,7 +28,7 @@ from torch import Tensor
 
 from volseg.device.gpus import get_capability, is_gpu
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
+from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate
 
 FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
 """Fewest taps and channels: below, cuDNN is faster, except for ``GROUPS``."""
@@ -164,13 +164,12 @@ def weight_gradient(
     dtype = weight.dtype if parts * voxels == 1 else torch.float32
     found = torch.empty((parts, rows, *kernel[:2], runs, wide), dtype=dtype, device=slab.device)
     sb, _, *ways = slab.stride()
-    with select_device(slab):
-        _weight_kernel[(*columns, parts)](
-            slab, gradient, found, places, per_part, *slab.shape[2:], *sides,
-            sb if slab.shape[0] > 1 else 0, *ways, *padding, *compute_dividers(sides),
-            CI=own, CO=rows, KH=kernel[1], RUNS=runs, TAPS=taps, GROUP=voxels, ALONG=along,
-            BV=BV, BI=BI, **tile, num_warps=8, num_stages=3,
-        )  # fmt: skip
+    _weight_kernel[(*columns, parts)](
+        slab, gradient, found, places, per_part, *slab.shape[2:], *sides,
+        sb if slab.shape[0] > 1 else 0, *ways, *padding, *compute_dividers(sides),
+        CI=own, CO=rows, KH=kernel[1], RUNS=runs, TAPS=taps, GROUP=voxels, ALONG=along,
+        BV=BV, BI=BI, **tile, num_warps=8, num_stages=3,
+    )  # fmt: skip
     # The tap t of voxel v of a group lies under voxel v + t of its run: a sum over shifted views.
     part, row, depth, height, *_ = found.stride()
     shape = (parts, voxels, out, *kernel, own)

@@ -17,7 +17,6 @@ from volseg.device.triton_tiles import (
     is_narrow,
     make_even,
     read_strides,
-    select_device,
     split_voxels,
 )
 
@@ -179,12 +178,11 @@ def affine(
         front, skipped = ends[0] * plane, voxels - sum(ends) * plane
         voxels -= skipped
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with select_device(slab):
-        _affine_kernel[grid](
-            slab, scale.contiguous(), shift.contiguous(), slope, out, slab.shape[1], voxels, activation.parameter,
-            compute_channel_stride(slope), *read_strides(slab), *read_strides(out), front, skipped,
-            **describe_tile(tile, KIND=KINDS[activation.kind], ENDS=ends is not None),
-        )  # fmt: skip
+    _affine_kernel[grid](
+        slab, scale.contiguous(), shift.contiguous(), slope, out, slab.shape[1], voxels, activation.parameter,
+        compute_channel_stride(slope), *read_strides(slab), *read_strides(out), front, skipped,
+        **describe_tile(tile, KIND=KINDS[activation.kind], ENDS=ends is not None),
+    )  # fmt: skip
     return out
 
 
@@ -219,13 +217,12 @@ def gradient_sums(
     rows = 3 if activation.kind == "prelu" else 2
     out = slab.new_empty((parts, rows, batch, channels), dtype=torch.float32)
     grid = (parts, triton.cdiv(channels, tile[1]), batch)
-    with select_device(slab):
-        _sums_kernel[grid](
-            gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), slope, out, channels,
-            count_voxels(slab), per_program, activation.parameter, compute_channel_stride(slope),
-            *read_strides(gradient), *read_strides(slab),
-            **describe_tile(tile, KIND=KINDS[activation.kind], STAGES=triton_tiles.STAGES),
-        )  # fmt: skip
+    _sums_kernel[grid](
+        gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), slope, out, channels,
+        count_voxels(slab), per_program, activation.parameter, compute_channel_stride(slope),
+        *read_strides(gradient), *read_strides(slab),
+        **describe_tile(tile, KIND=KINDS[activation.kind], STAGES=triton_tiles.STAGES),
+    )  # fmt: skip
     return out
 
 
@@ -252,11 +249,10 @@ def gradient_input(
     out = torch.empty_like(slab) if out is None else out
     tile = choose_tile(slab, gradient, out)
     grid = (triton.cdiv(count_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with select_device(slab):
-        _input_kernel[grid](
-            gradient, slab, *(t.contiguous() for t in (scale, shift, factor, offset)), slope, out, slab.shape[1],
-            count_voxels(slab), activation.parameter, compute_channel_stride(slope),
-            *read_strides(gradient), *read_strides(slab), *read_strides(out),
-            **describe_tile(tile, KIND=KINDS[activation.kind]),
-        )  # fmt: skip
+    _input_kernel[grid](
+        gradient, slab, *(t.contiguous() for t in (scale, shift, factor, offset)), slope, out, slab.shape[1],
+        count_voxels(slab), activation.parameter, compute_channel_stride(slope),
+        *read_strides(gradient), *read_strides(slab), *read_strides(out),
+        **describe_tile(tile, KIND=KINDS[activation.kind]),
+    )  # fmt: skip
     return out

@@ -17,7 +17,6 @@ from volseg.device.triton_tiles import (
     is_narrow,
     make_even,
     read_strides,
-    select_device,
     split_voxels,
 )
 
@@ -133,12 +132,11 @@ def compute_moments_of_parts(slab: Tensor) -> tuple[Tensor, Tensor, int]:
     tile = halve(tile) if is_narrow(slab, tile) else tile
     parts, per_program = split_voxels(slab, tile)
     means, squares = slab.new_empty((2, parts, batch, channels), dtype=torch.float32)
-    with select_device(slab):
-        grid = (parts, triton.cdiv(channels, tile[1]), batch)
-        _moments_kernel[grid](
-            slab, means, squares, channels, count_voxels(slab), per_program, *read_strides(slab),
-            **describe_tile(tile, STAGES=triton_tiles.STAGES),
-        )  # fmt: skip
+    grid = (parts, triton.cdiv(channels, tile[1]), batch)
+    _moments_kernel[grid](
+        slab, means, squares, channels, count_voxels(slab), per_program, *read_strides(slab),
+        **describe_tile(tile, STAGES=triton_tiles.STAGES),
+    )  # fmt: skip
     return means, squares, per_program
 
 
@@ -149,8 +147,7 @@ def moments(slab: Tensor) -> Tensor:
     parts, batch, channels = means.shape
     pairs = batch * channels
     out = slab.new_empty((2, batch, channels), dtype=torch.float32)
-    with select_device(slab):
-        _join_kernel[(triton.cdiv(pairs, LANES),)](
-            means, squares, out, pairs, parts, count_voxels(slab), per_program, **JOIN
-        )  # fmt: skip
+    _join_kernel[(triton.cdiv(pairs, LANES),)](
+        means, squares, out, pairs, parts, count_voxels(slab), per_program, **JOIN
+    )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import available, select_device
+from volseg.device.triton_tiles import available
 from volseg.transforms.augmentation.sources import PatchSources
 
 __all__ = ["available", "read_patches"]
@@ -150,13 +150,12 @@ def read_patches(
     out_images = torch.empty(batch, channels, *patch_size, device=images.device)
     out_labels = torch.empty(batch, 1, *patch_size, dtype=labels.dtype, device=images.device)
     columns, shift = steps[0].contiguous(), steps[1]
-    with select_device(images):
-        _read_kernel[triton.cdiv(voxels, BLOCK), batch](
-            images, labels, box_images.contiguous(), box_labels.contiguous(),
-            *(where.contiguous() for where in (sources.begins, sources.shapes, sources.corners)),
-            columns, columns if shift is None else shift.contiguous(), out_images, out_labels,
-            channels, num_classes or 0, *source_size, *patch_size,
-            NEAREST=num_classes is None, SHIFTED=shift is not None,
-            BC=triton.next_power_of_2(channels), BK=triton.next_power_of_2(num_classes or 1), BV=BLOCK, num_warps=4,
-        )  # fmt: skip
+    _read_kernel[triton.cdiv(voxels, BLOCK), batch](
+        images, labels, box_images.contiguous(), box_labels.contiguous(),
+        *(where.contiguous() for where in (sources.begins, sources.shapes, sources.corners)),
+        columns, columns if shift is None else shift.contiguous(), out_images, out_labels,
+        channels, num_classes or 0, *source_size, *patch_size,
+        NEAREST=num_classes is None, SHIFTED=shift is not None,
+        BC=triton.next_power_of_2(channels), BK=triton.next_power_of_2(num_classes or 1), BV=BLOCK, num_warps=4,
+    )  # fmt: skip
     return out_images, out_labels
