@@ -118,12 +118,14 @@ def twice_the_size(last: bool) -> None:
 def a_first_convolution(last: bool) -> None:
     del last
     x, weight = promise((1, 1, *SIDES), last=True), torch.zeros(24, 1, 3, 3, 3, dtype=torch.float16)
-    few_taps.weight_gradient(few_taps.forward(x, weight, (1, 1, 1)), x, weight, (1, 1, 1))
+    settings = Settings((1, 1, 1), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
+    few_taps.weight_gradient(few_taps.forward(x, weight, None, settings), x, weight, settings)
 
 
 def a_last_convolution(last: bool) -> None:
     x, weight = promise((1, 4, 1024, 1024, 513), last=last), torch.zeros(4, 4, 3, 3, 3, dtype=torch.float16)
-    few_channels.input_gradient(few_channels.forward(x, weight, None, (1, 1, 1)), weight, (1, 1, 1))
+    settings = Settings((1, 1, 1), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
+    few_channels.input_gradient(few_channels.forward(x, weight, None, settings), x, weight, settings)
 
 
 def a_gate(last: bool) -> None:

@@ -8,7 +8,8 @@ considered only for those.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -73,37 +74,17 @@ def _name(form: Form) -> str:
     return "pairs" if isinstance(form, Groups) else "zero channels"
 
 
+def compute_by(module: ModuleType, direction: Direction, call: ConvolutionCall, **form: Any) -> Tensor:
+    """Compute the output, or a gradient, by the function of a module."""
+    compute: Callable[..., Tensor] = getattr(module, direction.replace(" ", "_"))
+    if direction == "forward":
+        return compute(call.slab, call.weight, call.bias, call.settings, **form)
+    return compute(call.given, call.slab, call.weight, call.settings, **form)
+
+
 def compute_in_form(form: Form, direction: Direction, call: ConvolutionCall) -> Tensor:
     """Compute the output, or a gradient, in a form."""
-    arguments = form._asdict()
-    module = space_to_channels if isinstance(form, Groups) else padded
-    if direction == "forward":
-        return module.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
-    compute = module.input_gradient if direction == "input gradient" else module.weight_gradient
-    return compute(call.given, call.slab, call.weight, call.settings, **arguments)
-
-
-def _with_settings(compute: Callable[..., Tensor]) -> Callable[[ConvolutionCall], Tensor]:
-    """Let a module's function compute an output, or a gradient if it is called for one, from all settings."""
-    return lambda call: (
-        compute(call.slab, call.weight, call.bias, call.settings)
-        if call.gradient is None
-        else compute(call.gradient, call.slab, call.weight, call.settings)
-    )
-
-
-def _with_padding(compute: Callable[..., Tensor]) -> Callable[[ConvolutionCall], Tensor]:
-    """Let a module's function compute an output, or the weight's gradient if it is called for one, from the padding."""
-    return lambda call: (
-        compute(call.slab, call.weight, call.bias, call.settings.padding)
-        if call.gradient is None
-        else compute(call.gradient, call.slab, call.weight, call.settings.padding)
-    )
-
-
-def _to_input(compute: Callable[..., Tensor]) -> Callable[[ConvolutionCall], Tensor]:
-    """Let a module's function compute the input's gradient, which needs no input."""
-    return lambda call: compute(call.given, call.weight, call.settings.padding)
+    return compute_by(space_to_channels if isinstance(form, Groups) else padded, direction, call, **form._asdict())
 
 
 def _suits_depthwise(call: ConvolutionCall) -> bool:
@@ -111,67 +92,46 @@ def _suits_depthwise(call: ConvolutionCall) -> bool:
     return all(rules.is_depthwise(volume, call.weight, call.settings) for volume in volumes)
 
 
-TABLES: Mapping[Direction, Sequence[Kernel]] = {
+def _is_head(call: ConvolutionCall) -> bool:
+    return rules.is_one_voxel(call.slab, call.weight, call.settings) or rules.is_uneven_head(call)
+
+
+_ROWS: Mapping[Direction, Sequence[tuple[str, ModuleType, Callable[[ConvolutionCall], bool]]]] = {
     "forward": (
-        Kernel("depthwise", _suits_depthwise, _with_settings(lambda *given: depthwise.forward(*given))),
-        Kernel("few channels", rules.is_few_channels, _with_padding(lambda *given: few_channels.forward(*given))),
-        Kernel("few channels in", rules.is_few_in, _with_padding(lambda *given: few_in.forward(*given))),
-        Kernel(
+        ("depthwise", depthwise, _suits_depthwise),
+        ("few channels", few_channels, rules.is_few_channels),
+        ("few channels in", few_in, rules.is_few_in),
+        (
             "few taps",
+            few_taps,
             lambda call: rules.is_few_taps(call) and (call.bias is None or rules.has_own_taps(call.weight)),
-            lambda call: few_taps.forward(
-                call.slab, call.weight, call.settings.padding, call.settings.stride, call.bias
-            ),
         ),
-        Kernel(
-            "one voxel",
-            lambda call: rules.is_one_voxel(call.slab, call.weight, call.settings) or rules.is_uneven_head(call),
-            lambda call: one_voxel.forward(call.slab, call.weight, call.bias),
-        ),
-        Kernel("few channels out", rules.computes_few_out, _with_padding(lambda *given: few_out.forward(*given))),
-        Kernel("many taps", rules.turns_many_taps, _with_settings(lambda *given: flipped_weights.forward(*given))),
+        ("one voxel", one_voxel, _is_head),
+        ("few channels out", few_out, rules.computes_few_out),
+        ("many taps", flipped_weights, rules.turns_many_taps),
     ),
     # Except ``one_voxel``, which computes both gradients in one pass: see ``differentiate``.
     "input gradient": (
-        Kernel("depthwise", _suits_depthwise, _with_settings(lambda *given: depthwise.input_gradient(*given))),
-        Kernel(
+        ("depthwise", depthwise, _suits_depthwise),
+        (
             "few channels",
+            few_channels,
             lambda call: rules.is_few_channels(call) and rules.pads_less_than_kernel(call.weight, call.settings),
-            _to_input(lambda *given: few_channels.input_gradient(*given)),
         ),
-        Kernel(
-            "few channels out",
-            rules.differentiates_few_out,
-            _to_input(lambda *given: few_out.input_gradient(*given)),
-        ),
+        ("few channels out", few_out, rules.differentiates_few_out),
     ),
     "weight gradient": (
-        Kernel("depthwise", _suits_depthwise, _with_settings(lambda *given: depthwise.weight_gradient(*given))),
-        Kernel(
-            "few channels in",
-            lambda call: rules.is_few_in(call) and call.given.stride(1) == 1,
-            _with_padding(lambda *given: few_in.weight_gradient(*given)),
-        ),
-        Kernel(
-            "few taps",
-            rules.is_few_taps,
-            lambda call: few_taps.weight_gradient(
-                call.given, call.slab, call.weight, call.settings.padding, call.settings.stride
-            ),
-        ),
-        Kernel(
-            "few channels out",
-            partial(rules.differentiates_few_out, most=inf),
-            _with_padding(lambda *given: few_out.weight_gradient(*given)),
-        ),
-        Kernel(
-            "many taps",
-            rules.differentiates_many_taps,
-            lambda call: many_taps.weight_gradient(
-                call.given, call.slab, call.weight, call.settings.padding, many_taps.count_group(call.weight)
-            ),
-        ),
+        ("depthwise", depthwise, _suits_depthwise),
+        ("few channels in", few_in, lambda call: rules.is_few_in(call) and call.given.stride(1) == 1),
+        ("few taps", few_taps, rules.is_few_taps),
+        ("few channels out", few_out, partial(rules.differentiates_few_out, most=inf)),
+        ("many taps", many_taps, rules.differentiates_many_taps),
     ),
+}
+
+TABLES: Mapping[Direction, Sequence[Kernel]] = {
+    direction: [Kernel(name, suits, partial(compute_by, module, direction)) for name, module, suits in rows]
+    for direction, rows in _ROWS.items()
 }
 """Kernels by direction, without those of ``forms``."""
 

@@ -18,7 +18,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from volseg.device.convolution.settings import Settings
+from volseg.device.convolution.settings import Settings, new_volume
 from volseg.device.layout import in_layout
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import count_processors
@@ -230,7 +230,7 @@ def _count_columns(kernel: Sequence[int]) -> int:
 
 def _gather(x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sequence[int], settings: Settings) -> Tensor:
     """Return the convolution that is not transposed."""
-    x, out = _lay_out(x), _allocate(x, sides)
+    x, out = _lay_out(x), new_volume(x, x.shape[1], sides)
     _, height, width = kernel = weight.shape[2:]
     channels = len(weight)
     steps = height * width * channels, width * channels, channels
@@ -243,7 +243,7 @@ def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sequence[int
 
     Tap ``k`` reaches voxel ``s q + r`` of the output from voxel ``(s q + r + p - d k) / s``, if that is an integer.
     """
-    x, out, taps, ones = _lay_out(x), _allocate(x, sides), _by_taps(weight), (1, 1, 1)
+    x, out, taps, ones = _lay_out(x), new_volume(x, x.shape[1], sides), _by_taps(weight), (1, 1, 1)
     *_, height, width = kernel = weight.shape[2:]
     units = height * width * len(weight), width * len(weight), len(weight)
     for remainders in product(*map(range, settings.stride)):
@@ -261,11 +261,6 @@ def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sequence[int
         steps = [-s * unit for s, unit in zip(settings.stride, units, strict=True)]
         _run(x, taps, bias, part, reaching, ones, padding, settings.dilation, at, steps)
     return out
-
-
-def _allocate(x: Tensor, sides: Sequence[int]) -> Tensor:
-    shape = *x.shape[:2], *sides
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
 
 
 def _by_taps(weight: Tensor) -> Tensor:

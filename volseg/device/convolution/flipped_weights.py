@@ -69,7 +69,5 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
     slab, weight, bias, settings
         See ``choice.convolve``.
     """
-    along = zip(weight.shape[2:], settings.dilation, settings.padding, strict=True)
-    padding = tuple((side - 1) * step - around for side, step, around in along)
-    turned = replace(settings, padding=padding, transposed=True, output_padding=(0, 0, 0))
+    turned = replace(settings.turn(weight), transposed=True, output_padding=(0, 0, 0))
     return in_layout(depth_chunks.convolve(slab, turn_round(weight), bias, turned.arguments), channels_last=True)

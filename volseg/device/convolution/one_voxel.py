@@ -10,6 +10,7 @@ contiguously, as losses and predictions read them. Backward supports few classes
 import torch
 from torch import Tensor
 
+from volseg.device.convolution.settings import Settings
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import count_processors, count_voxels, make_even, read_strides
 
@@ -77,7 +78,7 @@ def _choose_tile(features: int, classes: int = MOST_CLASSES) -> dict[str, int]:
     return {"BV": max(32, min(128, 8192 // width)), "BC": width, "BN": together, "num_warps": 8}
 
 
-def forward(slab: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, _settings: Settings | None = None) -> Tensor:
     """Return the logits, ``(B, N, D, H, W)``, contiguous."""
     slab = make_even(slab, slab)
     batch, features = slab.shape[:2]

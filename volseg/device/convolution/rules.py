@@ -68,9 +68,7 @@ def _can_count_output(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
 
     The convolution is undilated.
     """
-    around = zip(slab.shape[2:], weight.shape[2:], settings.padding, settings.stride, strict=True)
-    sides = [(side + 2 * padding - kernel) // stride + 1 for side, kernel, padding, stride in around]
-    return slab.shape[0] * prod(sides) <= triton_tiles.MOST_VOXELS
+    return slab.shape[0] * prod(settings.compute_sides(slab, weight)) <= triton_tiles.MOST_VOXELS
 
 
 def pads_less_than_kernel(weight: Tensor, settings: Settings) -> bool:
