@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.fake_gpus import Gpu, KernelObserver
-from volseg.device import fake_gpu, gpus, streams, triton_tiles
+from volseg.device import fake_gpu, gpus, triton_tiles
 from volseg.device.norm import passes
 from volseg.device.triton_kernels import INSTALLED
 from volseg.errors import ParallelError
@@ -49,12 +49,12 @@ def test_streams_are_numbered_and_nest() -> None:
     device = fake_gpu.fake_device(0)
 
     def find_number() -> int:
-        return streams.current_gpu_stream(device).number
+        return gpus.current_gpu_stream(device).number
 
     with fake_gpu.faking(Gpu()):
-        side = streams.make_stream(device)
-        side.wait_stream(streams.current_gpu_stream(device))
-        with streams.on_stream(side):
+        side = gpus.make_stream(device)
+        side.wait_stream(gpus.current_gpu_stream(device))
+        with gpus.on_stream(side):
             assert find_number() == 1
         assert find_number() == 0
         side.wait_event(side.record_event())

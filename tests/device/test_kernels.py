@@ -22,10 +22,10 @@ import volseg
 from volseg.device import attention, broadcast_mul, layer_norm, triton_tiles, upsample2x
 from volseg.device import layout as layouts
 from volseg.device.convolution import flipped_weights
-from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
+from volseg.device.norm import addition_passes, choice, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation, Term
 from volseg.device.norm.grouping import ALONE, Grouping
-from volseg.device.norm.running import Running
+from volseg.device.norm.reference import Running
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
 from volseg.diagnosis.gatherers import tried_kernel
@@ -34,7 +34,7 @@ from volseg.losses.dice import passes as dice_passes
 from volseg.losses.dice import reference as dice_reference
 from volseg.losses.dice.reference import Terms
 from volseg.transforms.augmentation import triton_reading
-from volseg.transforms.augmentation.sources import PatchSources
+from volseg.transforms.augmentation.triton_reading import PatchSources
 from volseg.transforms.grid import Grid
 
 if triton_tiles.available():
@@ -238,10 +238,10 @@ def add_norms() -> None:
         got = addition_passes.add(*given, activation)
         assert got.dtype == dtype
         assert_near(got, wanted, ROUNDING[dtype])
-        assert_near(addition.add(*exact, activation), wanted, 1e-12)
+        assert_near(choice.add(*exact, activation), wanted, 1e-12)
         for row, rounding in ((given, ROUNDING[dtype]), (exact, 1e-12)):
             whole, out = with_room(row[0].slab.to(torch.promote_types(row[0].slab.dtype, row[1].slab.dtype)))
-            assert (addition_passes if row is given else addition).add(*row, activation, out) is out
+            assert (addition_passes if row is given else choice).add(*row, activation, out) is out
             assert_near(out, wanted, rounding)
             assert_untouched(whole)
 
@@ -262,12 +262,12 @@ def differentiate_added_norms() -> None:
     for first, second, activation, dtypes in list_sums():
         given, exact = terms(first, second, dtypes)
         gradient = volume(2, 3, 2, 3, 1, dtype=torch.promote_types(*dtypes))
-        exact_sums = addition.add_sums(gradient.double(), *exact, activation)
+        exact_sums = choice.add_sums(gradient.double(), *exact, activation)
         for got, wanted in zip(addition_passes.add_sums(gradient, *given, activation), exact_sums, strict=True):
             assert_near(got.sum(0), wanted[0], 1e-5)
         found = [(values(2, 3), values(2, 3)) for _ in exact_sums]
         exact_found = [tuple(wide(*pair)) for pair in found]
-        exact_gradients = addition.add_gradients(gradient.double(), *exact, exact_found, activation)
+        exact_gradients = choice.add_gradients(gradient.double(), *exact, exact_found, activation)
         for got, wanted, dtype in zip(
             addition_passes.add_gradients(gradient, *given, found, activation), exact_gradients, dtypes, strict=True
         ):
@@ -279,7 +279,7 @@ def differentiate_added_norms() -> None:
             assert_near(alone, exact_gradients[0], ROUNDING[dtypes[0]])
         for module, row, own, each in (
             (addition_passes, given, found, gradient),
-            (addition, exact, exact_found, gradient.double()),
+            (choice, exact, exact_found, gradient.double()),
         ):
             rooms = [with_room(term.slab) if term.is_norm else (None, None) for term in row]
             got = module.add_gradients(each, *row, own, activation, [out for _, out in rooms])

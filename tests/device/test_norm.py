@@ -11,7 +11,7 @@ from volseg.device import triton_tiles
 from volseg.device.norm import exchanged, passes, reference, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.grouping import Grouping
-from volseg.device.norm.running import Running
+from volseg.device.norm.reference import Running
 from volseg.device.torch_internals import get_version
 
 

@@ -16,14 +16,13 @@ from tests.in_group import in_group
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tree_leaves
 from volseg.errors import NotRecordedError, OutOfMemoryError, ParallelError, UnsupportedOperatorError
 from volseg.estimate import candidate_trace
-from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate import Candidate, Work
 from volseg.estimate.fake_step.single_rank import be_process
 from volseg.estimate.fake_step.traced_step import TracedStep
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.network_plan import describe_network
 from volseg.estimate.step_time import select_step
 from volseg.estimate.trace import Allocate, Free, Mark, Sent, StepTrace
-from volseg.estimate.work import Work
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.piped import _fill_buckets
 from volseg.parallel.recorded_step import RecordedStep

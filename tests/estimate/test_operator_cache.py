@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from tests.following import count_kernels, follow
 from volseg.device.fake_internals import FakeTensorMode
-from volseg.device.streams import make_stream, on_stream
+from volseg.device.gpus import make_stream, on_stream
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key
 from volseg.estimate.fake_step import operator_cache
 from volseg.estimate.fake_step.operator_cache import OperatorCache

@@ -11,8 +11,7 @@ import torch
 
 from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, read_table
-from volseg.estimate.kernel_class import ATTENTION, LAID_OUT_ANEW, classify
-from volseg.estimate.roofline import Peaks, RateTable
+from volseg.estimate.roofline import ATTENTION, LAID_OUT_ANEW, Peaks, RateTable, classify
 from volseg.estimate.trace import KernelRun
 
 PEAKS = Peaks(bandwidth=1e12, half=100e12, full=50e12, cores=6.25e12)

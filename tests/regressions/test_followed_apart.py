@@ -17,8 +17,7 @@ from torch import nn
 
 import volseg
 from volseg.device.fake_gpu import fake_device
-from volseg.device.gpus import has_values, is_gpu
-from volseg.device.streams import make_stream
+from volseg.device.gpus import has_values, is_gpu, make_stream
 from volseg.errors import ConfigError, ParallelError
 from volseg.estimate import StepPlan
 from volseg.estimate.candidate import Candidate, Estimate

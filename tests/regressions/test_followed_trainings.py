@@ -13,7 +13,7 @@ from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.kernel_class import classify
+from volseg.estimate.roofline import classify
 from volseg.estimate.step_memory import compute_memory_use
 from volseg.estimate.trace import KernelRun, Sent
 from volseg.experiment.network_plan import load_facts

@@ -5,7 +5,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from volseg.device import gpu_memory
+from volseg.device import gpus
 from volseg.parallel import recorded_step
 
 
@@ -20,9 +20,9 @@ def test_a_second_optimizer_moves_no_gradients_that_a_recording_writes(monkeypat
     """The replays of the first showed old gradients, and wrote where nothing was theirs any more."""
     net = nn.Conv3d(1, 2, 1)
     optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for _ in range(2)]
-    monkeypatch.setattr(gpu_memory, "on_gpu", lambda _: True)
+    monkeypatch.setattr(gpus, "on_gpu", lambda _: True)
     monkeypatch.setattr(recorded_step, "_RECORDED", WeakSet())
-    monkeypatch.setattr(gpu_memory, "empty_cache", lambda _: None)
+    monkeypatch.setattr(gpus, "empty_cache", lambda _: None)
     moved = []
     for optimizer in optimizers:
         net(torch.randn(1, 1, 2, 2, 2)).sum().backward()

@@ -96,23 +96,20 @@ def rates_file_path(gpu: str, version: str, folder: str | Path | None = None) ->
 
 def read_calibration(file: Path, machine: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the stored rates of a machine, or None; log a warning with the reason if they cannot be used."""
+    wanted = {"version": VERSION, **{key: machine[key] for key in ("gpu", "torch", "cudnn")}}
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        found = {"version": stored["version"], **stored["machine"]}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as fault:
+    except (OSError, ValueError, RecursionError, TypeError, KeyError) as fault:
         logger.warning("%s cannot be read (%s): the GPU is measured again", file, fault)
         return None
-    if not isinstance(stored, dict) or stored.get("version") != VERSION:
-        found = stored.get("version") if isinstance(stored, dict) else type(stored).__name__
-        logger.warning("%s is of form %s, and this is form %s: the GPU is measured again", file, found, VERSION)
+    if differs := [key for key in wanted if found.get(key) != wanted[key]]:
+        words = ", ".join(f"{key} {found.get(key)} instead of {wanted[key]}" for key in differs)
+        logger.warning("%s does not hold here (%s): the GPU is measured again", file, words)
         return None
-    told = stored.get("machine", {})
-    if differs := [key for key in ("gpu", "torch", "cudnn") if told.get(key) != machine[key]]:
-        words = ", ".join(f"{key} {told.get(key)} instead of {machine[key]}" for key in differs)
-        logger.warning("%s is of another machine (%s): the GPU is measured again", file, words)
-        return None
-    return dict(stored)
+    return stored
 
 
 def describe_kind(stored: Mapping[str, Any]) -> GpuKind:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from volseg.errors import NonFiniteLossError
-from volseg.losses.overlap import compute_soft_dice
+from volseg.losses.dice_cross_entropy import compute_soft_dice
 
 CHECK_EVERY = 32
 """Batches between two checks of the losses on a GPU; on a CPU every batch is checked, at no cost."""

@@ -11,7 +11,7 @@ from volseg.device.gpus import has_values
 from volseg.errors import BatchFieldError, ConfigError, VolsegError
 from volseg.formatting import list_some
 from volseg.losses import Targets, Terms, dice_cross_entropy, known_dice_cross_entropy
-from volseg.losses.overlap import gathering_overlap
+from volseg.losses.dice_cross_entropy import gathering_overlap
 from volseg.workflow.named import Named
 
 Loss = Named | Callable[..., Any]
@@ -101,7 +101,7 @@ class Objective:
         return fields
 
     def compute(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-        """Return the fields with every loss, and the foreground's overlap ``(3, F)`` of `volseg.losses.overlap`.
+        """Return the fields with every loss, and the foreground's overlap ``(3, F)`` of `gathering_overlap`.
 
         Dice plus cross entropy computes the overlap as part of its sums. Other losses need an additional pass over
         ``logits`` and ``label``, which needs the targets; without targets the overlap is None.

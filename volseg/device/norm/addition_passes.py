@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""The passes over the voxels of a norm plus a second term in Triton: see ``addition``.
+"""The passes over the voxels of a norm plus a second term in Triton: see ``choice``.
 
 These kernels are separate from those of a single norm (``passes``), and share the arithmetic of a voxel with them. In
 one kernel, a single norm would have the second term's arguments too, and its sums would load scale and shift in a loop.
@@ -192,12 +192,12 @@ def _make_even(term: Term, like: Tensor) -> Term:
 
 
 def add(first: Term, second: Term, activation: Activation, out: Tensor | None = None) -> Tensor:
-    """Compute ``addition.add``.
+    """Compute ``choice.add``.
 
     Parameters
     ----------
     first, second, activation, out
-        See ``addition.add``.
+        See ``choice.add``.
     """
     first = _make_even(first, first.slab)
     second = _make_even(second, first.slab)
@@ -215,12 +215,12 @@ def add(first: Term, second: Term, activation: Activation, out: Tensor | None = 
 
 
 def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation) -> list[Tensor]:
-    """Compute ``addition.add_sums``.
+    """Compute ``choice.add_sums``.
 
     Parameters
     ----------
     gradient, first, second, activation
-        See ``addition.add_sums``.
+        See ``choice.add_sums``.
     """
     norms = [term for term in (first, second) if term.is_norm]
     first = _make_even(first, first.slab)
@@ -251,12 +251,12 @@ def add_gradients(
     *,
     both: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``addition.add_gradients``.
+    """Compute ``choice.add_gradients``.
 
     Parameters
     ----------
     gradient, first, second, found, activation, outs, both
-        See ``addition.add_gradients``.
+        See ``choice.add_gradients``.
     """
     first = _make_even(first, first.slab)
     x = first.slab

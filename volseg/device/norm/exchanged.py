@@ -29,7 +29,7 @@ from volseg.device.norm.grouping import (
     compute_samples,
     compute_slots,
 )
-from volseg.device.norm.running import Running
+from volseg.device.norm.reference import Running
 from volseg.device.norm.statistics import compute_moments_of_parts, join_parts
 from volseg.device.peer.values import CAPACITY, ValueMailbox, count, get, put
 from volseg.device.triton_kernels import kernel, tl, triton

@@ -26,19 +26,8 @@ JOIN = {"PARTS": TILE // LANES, "BLOCK": LANES, "num_warps": 4}
 
 @kernel()
 def _moments_kernel(
-    x,
-    means,
-    squares,
-    C,
-    V,
-    per_program,
-    sb,
-    sc,
-    sv,
-    BV: tl.constexpr,
-    BC: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, means, squares, C, V, per_program, sb, sc, sv, BV: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = block * BC + tl.arange(0, BC)
     inside = c < C

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import get_address, is_gpu, is_recording, observer
+from volseg.device.gpus import current_gpu_stream, get_address, is_gpu, is_recording, make_stream, observer, on_stream
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
 from volseg.device.peer.values import count
-from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.errors import ParallelError
 

@@ -14,7 +14,7 @@ from volseg.device.norm import choice, reference
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.exchanged import ExchangedGradients, count_values
 from volseg.device.norm.grouping import ALONE, Grouping
-from volseg.device.norm.running import Running
+from volseg.device.norm.reference import Running
 from volseg.device.peer.values import CAPACITY, ValueExchange
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.bias import note_vanishing

@@ -18,10 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.gpu_memory import MemoryPool
-from volseg.device.gpus import is_gpu, is_recording
+from volseg.device.gpus import MemoryPool, current_gpu_stream, is_gpu, is_recording
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, PlaneMailbox, small_enough
-from volseg.device.streams import current_gpu_stream
 from volseg.parallel.spatial.plan.shards import Transfer
 
 FEWEST_BYTES = 512

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.first_order import first_order
-from volseg.device.gpus import is_gpu
-from volseg.device.streams import current_gpu_stream, make_stream, on_stream
+from volseg.device.gpus import current_gpu_stream, is_gpu, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.parallel.buckets import GradientRoom, check_hooks, is_large
 from volseg.parallel.fixed_order import add_up
