@@ -123,6 +123,11 @@ def wide(*tensors: Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.double() for tensor in tensors]
 
 
+def widen(term: Term) -> Term:
+    """Return a term in float64."""
+    return Term(*wide(*term[:4]), term.activation, *wide(term.slope))
+
+
 @covers("device.layout._copy_kernel")
 def copy() -> None:
     for dtype, layout in itertools.product((*WIDE_AND_HALF, torch.uint8, torch.int32), LAYOUTS):
@@ -146,18 +151,18 @@ def affine() -> None:
         for number, layout in enumerate(LAYOUTS):
             x, scale, shift = lay_out(volume(2, 3, 5, 3, 4, dtype=dtype), layout), values(2, 3), values(2, 3) - 1
             for activation in ACTIVATIONS if number < 2 else ACTIVATIONS[:1]:
-                wanted = reference.affine(*wide(x, scale, shift), activation)
-                got = passes.affine(x, scale, shift, activation)
+                term = Term(x, None, scale, shift, activation)
+                wanted, got = reference.affine(widen(term)), passes.affine(term)
                 assert got.dtype == dtype
                 assert_near(got, wanted, ROUNDING[dtype])
                 ends = torch.zeros_like(x)
-                passes.affine(x, scale, shift, activation, ends, (1, 2))
+                passes.affine(term, ends, (1, 2))
                 assert ends[:, :, [0, 3, 4]].equal(got[:, :, [0, 3, 4]])
                 assert not ends[:, :, 1:3].any()
     x, pairs = volume(2, 3, 2, 3, 1), (values(2, 3), values(2, 3) - 1)
     for activation, slope in draw_others():
-        wanted = reference.affine(*wide(x, *pairs), activation, slope=wide(slope)[0])
-        assert_near(passes.affine(x, *pairs, activation, slope=slope), wanted, 1e-5)
+        term = Term(x, None, *pairs, activation, slope)
+        assert_near(passes.affine(term), reference.affine(widen(term)), 1e-5)
 
 
 @covers("device.norm.passes._sums_kernel")
@@ -166,14 +171,15 @@ def gradient_sums() -> None:
         gradient, mean, scale, shift = volume(2, 3, 5, 3, 4, dtype=dtype), values(2, 3), values(2, 3), values(2, 3) - 1
         for layout, activation in zip(LAYOUTS[1:], ACTIVATIONS, strict=True):
             x = lay_out(volume(2, 3, 5, 3, 4, dtype=dtype), layout)
-            wanted = reference.gradient_sums(*wide(gradient, x, mean, scale, shift), activation)
-            parts = passes.gradient_sums(gradient, x, mean, scale, shift, activation)
-            assert_near(parts.sum(0), wanted, 1e-5)  # nothing is rounded but sums in float32
+            term = Term(x, mean, scale, shift, activation)
+            wanted = reference.gradient_sums(gradient.double(), widen(term))
+            # Nothing is rounded but sums in float32.
+            assert_near(passes.gradient_sums(gradient, term).sum(0), wanted, 1e-5)
     x, gradient = volume(2, 3, 2, 3, 1), volume(2, 3, 2, 3, 1)
     for activation, slope in draw_others():
-        wanted = reference.gradient_sums(*wide(gradient, x, mean, scale, shift), activation, *wide(slope))
-        got = passes.gradient_sums(gradient, x, mean, scale, shift, activation, slope)
-        assert_near(got.sum(0), wanted, 1e-5)
+        term = Term(x, mean, scale, shift, activation, slope)
+        wanted = reference.gradient_sums(gradient.double(), widen(term))
+        assert_near(passes.gradient_sums(gradient, term).sum(0), wanted, 1e-5)
 
 
 @covers("device.norm.passes._input_kernel")
@@ -182,13 +188,14 @@ def gradient_input() -> None:
         gradient, pairs = volume(2, 3, 5, 3, 4, dtype=dtype, last=True), [values(2, 3) - 0.7 for _ in range(4)]
         for layout, activation in zip(["contiguous", *LAYOUTS[2:]], ACTIVATIONS, strict=True):
             x = lay_out(volume(2, 3, 5, 3, 4, dtype=dtype), layout)
-            wanted = reference.gradient_input(*wide(gradient, x, *pairs), activation)
-            got = passes.gradient_input(gradient, x, *pairs, activation)
-            assert_near(got, wanted, ROUNDING[dtype])
+            term = Term(x, None, *pairs[:2], activation)
+            wanted = reference.gradient_input(gradient.double(), widen(term), *wide(*pairs[2:]))
+            assert_near(passes.gradient_input(gradient, term, *pairs[2:]), wanted, ROUNDING[dtype])
     x, gradient = volume(2, 3, 2, 3, 1), volume(2, 3, 2, 3, 1)
     for activation, slope in draw_others():
-        wanted = reference.gradient_input(*wide(gradient, x, *pairs), activation, slope=wide(slope)[0])
-        assert_near(passes.gradient_input(gradient, x, *pairs, activation, slope=slope), wanted, 1e-5)
+        term = Term(x, None, *pairs[:2], activation, slope)
+        wanted = reference.gradient_input(gradient.double(), widen(term), *wide(*pairs[2:]))
+        assert_near(passes.gradient_input(gradient, term, *pairs[2:]), wanted, 1e-5)
 
 
 ADDED = [("leaky", "none", "leaky"), ("prelu", None, "elu"), ("none", "prelu", "none"), ("elu", None, "none")]
@@ -209,14 +216,12 @@ def terms(first: str, second: str | None, dtypes: Types) -> tuple[list[Term], li
         else:
             slope = values(3) if kind == "prelu" else None
             found.append(Term(x, values(2, 3), values(2, 3), values(2, 3) - 1, Activation(kind, 0.3), slope))
-    return found, [Term(*wide(*term[:4]), term.activation, *wide(term.slope)) for term in found]
+    return found, [widen(term) for term in found]
 
 
 def compute_terms(exact: list[Term], activation: Activation) -> Tensor:
     """Return the sum by plain torch."""
-    parts = [
-        reference.affine(t.slab, t.scale, t.shift, t.activation, slope=t.slope) if t.is_norm else t.slab for t in exact
-    ]
+    parts = [reference.affine(term) if term.is_norm else term.slab for term in exact]
     return activation.apply(parts[0] + parts[1])
 
 

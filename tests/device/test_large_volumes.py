@@ -90,9 +90,9 @@ def pairs(count: int) -> list[Tensor]:
 
 def a_norm(last: bool) -> None:
     x = promise((1, CHANNELS, *SIDES), last=last)
-    passes.affine(x, *pairs(2), Activation("elu", 1.0))
-    passes.gradient_sums(x, x, *pairs(3))
-    passes.gradient_input(x, x, *pairs(4))
+    passes.affine(Term(x, None, *pairs(2), Activation("elu", 1.0)))
+    passes.gradient_sums(x, Term(x, *pairs(3)))
+    passes.gradient_input(x, Term(x, None, *pairs(2)), *pairs(2))
     statistics.compute_moments_of_parts(x)
 
 

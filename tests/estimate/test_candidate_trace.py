@@ -198,13 +198,6 @@ def test_a_recorded_pipeline_has_memory_of_its_own_and_later_steps_run_no_kernel
         assert held > less  # received, landed and copied: for good
 
 
-def test_smaller_micro_batches_take_no_more_memory() -> None:
-    peaks = [
-        sum(map(find_peak, trace_candidate(make_work(), Candidate(pipeline=2, split_size=size)))) for size in (1, 2)
-    ]
-    assert peaks == sorted(peaks)
-
-
 def test_slabs_on_gpus_of_one_process_have_a_trace_each() -> None:
     traces = trace_candidate(make_work(), Candidate(spatial=2), one_process=True)
     assert [trace.device for trace in traces] == [0, 1]

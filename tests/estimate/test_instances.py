@@ -25,13 +25,6 @@ def test_the_table_is_complete_and_consistent() -> None:
             assert instance.links.seconds(Sent("copy", 2**20, 2)) > instance.links.seconds(Sent("copy", 1, 2)) > 0
 
 
-def test_more_gpus_of_a_family_cost_more() -> None:
-    p3 = [INSTANCES[name] for name in ("p3.2xlarge", "p3.8xlarge", "p3.16xlarge", "p3dn.24xlarge")]
-    prices = [instance.price_per_hour for instance in p3]
-    assert prices == sorted(prices)
-    assert [instance.num_gpus for instance in p3] == [1, 4, 8, 8]
-
-
 def test_names_are_found_however_they_are_written() -> None:
     assert get_instance(" P3.8xlarge ").num_gpus == 4
     assert find_kind("V100-16") is KINDS["v100-16"]

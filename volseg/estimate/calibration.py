@@ -25,6 +25,7 @@ from volseg.device import triton_tiles
 from volseg.device.gpus import count_gpus
 from volseg.device.graph import Graph
 from volseg.device.norm import passes
+from volseg.device.norm.activation import Term
 from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, name_group, read_host_rates
 from volseg.estimate.operator_work import describe_kernel, list_tensors
@@ -245,7 +246,8 @@ def measure_host(device: torch.device) -> dict[str, float]:
             found[f"{name} forward"], found[f"{name} backward"] = forward, both - forward
         plain, scale = torch.randn(1, 8, 4, 4, 4, device=device), torch.ones(1, 8, device=device)
         found["operator"] = _time_host(lambda: plain.add_(1))
-        found["triton"] = _time_host(lambda: passes.affine(plain, scale, scale)) if triton_tiles.available() else 0.0
+        norm = Term(plain, None, scale, scale)
+        found["triton"] = _time_host(lambda: passes.affine(norm)) if triton_tiles.available() else 0.0
         graph = record(lambda: plain.add_(1), 1000, stream)
         graph.replay()
         found["graph"] = statistics.median(time_once(graph.replay) for _ in range(5)) / 1000

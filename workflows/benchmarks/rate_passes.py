@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.norm import passes, statistics
-from volseg.device.norm.activation import Activation
+from volseg.device.norm.activation import Activation, Term
 from volseg.device.torch_internals import softmax
 from volseg.estimate.trace import KernelRun
 
@@ -226,9 +226,12 @@ def _our_passes(x: Tensor, y: Tensor) -> dict[str, tuple[Sequence[Tensor], Calla
     leaky = Activation("leaky", 0.01)
     return {
         "norm.statistics._moments_kernel": ((x,), lambda: statistics.moments(x)),
-        "norm.passes._affine_kernel": ((x, y), lambda: passes.affine(x, scale, shift, leaky)),
-        "norm.passes._sums_kernel": ((x, y), lambda: passes.gradient_sums(y, x, mean, scale, shift, leaky)),
-        "norm.passes._input_kernel": ((x, y, x), lambda: passes.gradient_input(y, x, scale, shift, mean, shift, leaky)),
+        "norm.passes._affine_kernel": ((x, y), lambda: passes.affine(Term(x, None, scale, shift, leaky))),
+        "norm.passes._sums_kernel": ((x, y), lambda: passes.gradient_sums(y, Term(x, mean, scale, shift, leaky))),
+        "norm.passes._input_kernel": (
+            (x, y, x),
+            lambda: passes.gradient_input(y, Term(x, None, scale, shift, leaky), mean, shift),
+        ),
     }
 
 

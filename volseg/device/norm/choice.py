@@ -5,53 +5,42 @@ residual blocks compute ``act(first + second)``. The first term is a norm with i
 another norm, or a plain slab. Backward takes two passes, like a norm: the sums, and the gradients of both.
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from volseg.device.norm import addition_passes, gathered, passes, reference, statistics
 from volseg.device.norm.activation import IDENTITY, Activation, Term
-from volseg.device.norm.exchanged import exchange_backward_coefficients, exchange_coefficients
-from volseg.device.norm.reference import backward_coefficients, coefficients
 from volseg.device.triton_tiles import takes
 
-__all__ = [
-    "add",
-    "add_gradients",
-    "add_sums",
-    "affine",
-    "backward_coefficients",
-    "coefficients",
-    "compute_shares",
-    "exchange_backward_coefficients",
-    "exchange_coefficients",
-    "given_coefficients",
-    "gradient_input",
-    "gradient_sums_of_parts",
-    "moments",
-    "takes",
-]
 
-Asked = ParamSpec("Asked")
+def moments(slab: Tensor) -> Tensor:
+    """Compute ``reference.moments``."""
+    return statistics.moments(slab) if takes(slab) else reference.moments(slab)
 
 
-def _choose(kernels: Callable[Asked, Tensor], plain: Callable[Asked, Tensor], *, slab: int) -> Callable[Asked, Tensor]:
-    """Return a function that computes ``plain``, by kernels if they support its argument number ``slab``."""
+def affine(term: Term, out: Tensor | None = None, ends: tuple[int, int] | None = None) -> Tensor:
+    """Compute ``reference.affine``.
 
-    @wraps(plain)
-    def compute(*args: Asked.args, **kwargs: Asked.kwargs) -> Tensor:
-        given: Any = args[slab]
-        return (kernels if takes(given) else plain)(*args, **kwargs)
+    Parameters
+    ----------
+    term, out, ends
+        See ``reference.affine``.
+    """
+    return passes.affine(term, out, ends) if takes(term.slab) else reference.affine(term, out, ends)
 
-    return compute
 
+def gradient_input(gradient: Tensor, term: Term, factor: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
+    """Compute ``reference.gradient_input``.
 
-moments = _choose(statistics.moments, reference.moments, slab=0)
-affine = _choose(passes.affine, reference.affine, slab=0)
-gradient_input = _choose(passes.gradient_input, reference.gradient_input, slab=1)
+    Parameters
+    ----------
+    gradient, term, factor, offset, out
+        See ``reference.gradient_input``.
+    """
+    compute = passes.gradient_input if takes(term.slab) else reference.gradient_input
+    return compute(gradient, term, factor, offset, out)
 
 
 def compute_shares(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -75,25 +64,17 @@ def given_coefficients(
     return compute(slab, mean, variance, weight, bias, eps)
 
 
-def gradient_sums_of_parts(
-    gradient: Tensor,
-    slab: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    activation: Activation = IDENTITY,
-    slope: Tensor | None = None,
-) -> Tensor:
+def gradient_sums_of_parts(gradient: Tensor, term: Term) -> Tensor:
     """Return ``reference.gradient_sums`` of each part of a slab, ``(parts, 2 or 3, B, C)``.
 
     Parameters
     ----------
-    gradient, slab, mean, scale, shift, activation, slope
+    gradient, term
         See ``reference.gradient_sums``.
     """
-    if takes(slab):
-        return passes.gradient_sums(gradient, slab, mean, scale, shift, activation, slope)
-    return reference.gradient_sums(gradient, slab, mean, scale, shift, activation, slope).unsqueeze(0)
+    if takes(term.slab):
+        return passes.gradient_sums(gradient, term)
+    return reference.gradient_sums(gradient, term).unsqueeze(0)
 
 
 def add(
@@ -121,7 +102,7 @@ def add(
         Ends of a norm without a second term: see ``reference.affine``.
     """
     if second is None:
-        return affine(first.slab, *first.affine, first.activation, out, ends, first.slope)
+        return affine(first, out, ends)
     if takes(first.slab):
         return addition_passes.add(first, second, activation, out)
     dtype = torch.promote_types(first.slab.dtype, second.slab.dtype)
@@ -133,7 +114,7 @@ def _compute(term: Term) -> Tensor:
     """Return a term's value in plain torch, half precision as float32."""
     half = term.slab.dtype in (torch.float16, torch.bfloat16)
     wide = term.slab.float() if half else term.slab
-    return reference.affine(wide, *term.affine, term.activation, slope=term.slope) if term.is_norm else wide
+    return reference.affine(term._replace(slab=wide)) if term.is_norm else wide
 
 
 def _passes_on(second: Term, activation: Activation) -> bool:
@@ -158,11 +139,11 @@ def add_sums(gradient: Tensor, first: Term, second: Term | None, activation: Act
         See ``add``.
     """
     if second is None or _passes_on(second, activation):
-        return [gradient_sums_of_parts(gradient, *first)]  # type: ignore[arg-type]  # a norm has them all
+        return [gradient_sums_of_parts(gradient, first)]
     norms = [term for term in (first, second) if term.is_norm]
     if not takes(first.slab):
         inner = _differentiate(gradient, first, second, activation)
-        return [reference.gradient_sums(inner, *term).unsqueeze(0) for term in norms]  # type: ignore[arg-type]
+        return [reference.gradient_sums(inner, term).unsqueeze(0) for term in norms]
     return addition_passes.add_sums(gradient, first, second, activation)
 
 
@@ -192,14 +173,12 @@ def add_gradients(
         Whether a second term that is no norm needs a gradient; otherwise its gradient is None.
     """
     if second is None or _passes_on(second, activation):
-        own = gradient_input(
-            gradient, first.slab, *first.affine, *found[0], first.activation, out=outs[0], slope=first.slope
-        )
+        own = gradient_input(gradient, first, *found[0], outs[0])
         return own, gradient if both else None
     if not takes(first.slab):
         inner = _differentiate(gradient, first, second, activation)
         slabs = [
-            reference.gradient_input(inner, term.slab, *term.affine, *own, term.activation, out=out, slope=term.slope)
+            reference.gradient_input(inner, term, *own, out)
             for term, own, out in zip((first, second), found, outs, strict=False)
             if term.is_norm
         ]
