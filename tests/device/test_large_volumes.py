@@ -17,7 +17,7 @@ from kernels import INTERPRETED
 from torch import Tensor
 
 from volseg.device import attention, broadcast_mul, gpus, layer_norm, layout, triton_tiles, upsample2x
-from volseg.device.convolution import depthwise, few_channels, few_taps, one_voxel, rules
+from volseg.device.convolution import choice, depthwise, few_channels, few_taps, one_voxel
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
 from volseg.device.norm.activation import IDENTITY, Activation, Term
@@ -194,7 +194,7 @@ def test_more_voxels_than_are_counted_are_for_torch(monkeypatch: pytest.MonkeyPa
         assert not triton_tiles.takes(promise((*x.shape[:2], side, side, side + 1)))
     head, plain = torch.zeros(2, 1, 1, 1, 1, dtype=torch.float16), Settings(ONES, ZEROS, ONES, False, ZEROS, 1)
     for planes, taken in ((side, True), (side + 1, False)):
-        assert rules.is_one_voxel(promise((1, 1, planes, side, side)), head, plain) is taken
+        assert choice.is_one_voxel(promise((1, 1, planes, side, side)), head, plain) is taken
     part = upsample2x.DoubledPart(side, 0, (0, 2 * side))
     with pytest.raises(
         ParallelError, match=r"counts 1073741824 voxels of a channel at most, and the result of \(1, 1, "

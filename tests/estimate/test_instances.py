@@ -34,9 +34,9 @@ def test_names_are_found_however_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("p3.4xlarge", r"'p3.4xlarge'; did you mean .*p3\.\d+xlarge.*number of GPUs"),
-        ("p4d.12xlarge", r"'p4d\.12xlarge'; did you mean .*p4d\.24xlarge"),
-        ("frobnicate", r"'frobnicate'; known: g4dn\.12xlarge"),
+        ("p3.4xlarge", r"'p3.4xlarge' \(did you mean .*p3\.\d+xlarge.*number of GPUs"),
+        ("p4d.12xlarge", r"'p4d\.12xlarge' \(did you mean .*p4d\.24xlarge"),
+        ("frobnicate", r"'frobnicate' \(known: g4dn\.12xlarge"),
     ],
 )
 def test_an_unknown_machine_names_the_nearest(name: str, words: str) -> None:
@@ -59,5 +59,5 @@ def test_a_family_of_several_machines_is_refused_with_all_of_them(family: str, s
 
 
 def test_an_unknown_gpu_names_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"'v100' is not known; did you mean 'v100-(16|32)' or 'v100-(16|32)'"):
+    with pytest.raises(ConfigError, match=r"'v100' is not known \(did you mean .*'v100-16'"):
         find_kind("v100")

@@ -11,7 +11,7 @@ from kernels import DEVICE, INTERPRETED, with_kernels
 
 from volseg.device import gpus
 from volseg.device.convolution import choice
-from volseg.device.convolution.rules import ConvolutionCall
+from volseg.device.convolution.choice import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import DIM
 

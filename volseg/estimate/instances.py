@@ -185,7 +185,7 @@ def get_instance(name: str) -> Machine:
             return INSTANCES[family[0]]
         raise ConfigError(f"{name!r} is a family of {len(family)} machines: name one of {', '.join(family)}")
     raise ConfigError(
-        f"no machine is known by the name {name!r}; {did_you_mean(wanted, INSTANCES)} For others give the number of "
+        f"no machine is known by the name {name!r} ({did_you_mean(wanted, INSTANCES)}); for others give the number of "
         "GPUs and the memory of one"
     )
 

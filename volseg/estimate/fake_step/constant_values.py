@@ -2,8 +2,8 @@
 
 Fake tensors have no values, so a step that reads values cannot be traced. Tensors made of literal numbers do have
 values: ``FocalLoss`` checks in every call whether one of its class weights is negative, and most of MONAI's losses sum
-over ``torch.arange(2, 5).tolist()``. So small tensors that are computed only from numbers and from such tensors are
-also computed on the host.
+over ``torch.arange(2, 5).tolist()``. So tensors that are computed only from numbers and from such tensors, by operators
+that compare, convert or index, are also computed on the host.
 
 Torch does the same for single numbers (``FakeTensor.constant``), as long as they stay on the host.
 """
@@ -30,6 +30,18 @@ MADE = frozenset({aten.lift_fresh, aten.lift, aten.lift_fresh_copy})
 COUNTED = frozenset({aten.arange, aten.full, aten.zeros, aten.ones, aten.linspace, aten.scalar_tensor, aten.eye})
 """Operators that make a tensor by a rule."""
 
+ASKING = frozenset(
+    {
+        *(aten._to_copy, aten.clone),
+        *(aten.lt, aten.le, aten.gt, aten.ge, aten.eq, aten.ne, aten.isnan, aten.isinf, aten.isfinite),
+        *(aten.logical_not, aten.logical_and, aten.logical_or, aten.abs),
+        *(aten.any, aten.all, aten.min, aten.max, aten.sum),
+        *(aten.unbind, aten.select, aten.slice, aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.expand),
+        *(aten.detach, aten.alias, aten.stack, aten.cat),
+    }
+)
+"""Operators that compare, convert or index: they return new tensors, or views of their arguments."""
+
 
 class ConstantValues:
     """The known values of a step's tensors."""
@@ -54,9 +66,9 @@ class ConstantValues:
             self._keep(out, args[0])
         elif meaning == "counted" and isinstance(out, FakeTensor) and out.numel() <= MOST:
             self._compute(function, args, kwargs, out)
-        elif self._known and meaning == "changing":
+        elif meaning == "changing" and self._known:
             self._forget(list_tensors((args, kwargs)))
-        elif self._known and meaning == "pure" and self._are_known(list_tensors((args, kwargs))):
+        elif meaning == "asking" and self._known and self._are_known(list_tensors((args, kwargs))):
             self._compute(function, args, kwargs, out)
 
     def _are_known(self, tensors: Sequence[Tensor]) -> bool:
@@ -96,9 +108,7 @@ class ConstantValues:
 
 @by_operator
 def _find_meaning(function: Any) -> str:
-    """Return the effect of an operator on known values: made, counted, changing, pure or random."""
-    if function.overloadpacket in MADE | COUNTED:
-        return "made" if function.overloadpacket in MADE else "counted"
-    if get_schema(function).is_mutable:
-        return "changing"
-    return "random" if torch.Tag.nondeterministic_seeded in function.tags else "pure"
+    """Return the effect of an operator on known values: made, counted, asking, changing or other."""
+    kinds = {"made": MADE, "counted": COUNTED, "asking": ASKING}
+    found = next((name for name, packets in kinds.items() if function.overloadpacket in packets), "other")
+    return "changing" if found in ("asking", "other") and get_schema(function).is_mutable else found
