@@ -47,9 +47,9 @@ class ZScore(MapTransform):
             voxels = case[field].as_tensor().to(torch.float32, copy=True)
             chosen = _choose_channels(voxels, self.channels, field)
             if len(chosen) == len(voxels):
-                voxels = self._normalise(voxels.contiguous())
+                voxels = self._normalise(voxels)
             else:
-                voxels[chosen] = self._normalise(voxels[chosen].contiguous())
+                voxels[chosen] = self._normalise(voxels[chosen])
             case[field] = MetaTensor(voxels).copy_meta_from(case[field])
         return case
 
