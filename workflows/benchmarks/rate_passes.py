@@ -223,15 +223,12 @@ def _group_norm_backward(x: Tensor, y: Tensor) -> Callable[[], object]:
 def _our_passes(x: Tensor, y: Tensor) -> dict[str, tuple[Sequence[Tensor], Callable[[], object]]]:
     """Return our norms' kernels, each with what it reads and writes."""
     scale, shift, mean = (torch.rand(1, x.shape[1], device=x.device) for _ in range(3))
-    leaky = Activation("leaky", 0.01)
+    norm = Term(x, mean, scale, shift, Activation("leaky", 0.01))
     return {
         "norm.statistics._moments_kernel": ((x,), lambda: statistics.moments(x)),
-        "norm.passes._affine_kernel": ((x, y), lambda: passes.affine(Term(x, None, scale, shift, leaky))),
-        "norm.passes._sums_kernel": ((x, y), lambda: passes.gradient_sums(y, Term(x, mean, scale, shift, leaky))),
-        "norm.passes._input_kernel": (
-            (x, y, x),
-            lambda: passes.gradient_input(y, Term(x, None, scale, shift, leaky), mean, shift),
-        ),
+        "norm.passes._affine_kernel": ((x, y), lambda: passes.affine(norm)),
+        "norm.passes._sums_kernel": ((x, y), lambda: passes.gradient_sums(y, norm)),
+        "norm.passes._input_kernel": ((x, y, x), lambda: passes.gradient_input(y, norm, mean, shift)),
     }
 
 
