@@ -84,9 +84,9 @@ OWN: dict[str, Own] = {
             Case((1, 1, 16, 7, 15), (20, 1, 5, 5, 5), (2, 2, 2), last=False),
             Case((2, 4, 4, 5, 5), (64, 4, 1, 3, 3), (0, 1, 1)),
         ],
-        lambda g: few_taps.forward(g.x, g.weight, g.case.padding, g.case.stride, g.bias),
+        lambda g: few_taps.forward(g.x, g.weight, g.bias, g.case.settings),
         None,
-        lambda g: few_taps.weight_gradient(g.gradient, g.x, g.weight, g.case.padding, g.case.stride),
+        lambda g: few_taps.weight_gradient(g.gradient, g.x, g.weight, g.case.settings),
     ),
     "few_in": Own(
         ("_forward_kernel", "_weight_kernel"),
@@ -101,9 +101,9 @@ OWN: dict[str, Own] = {
             Case((2, 4, 9, 5, 30), (20, 4, 5, 4, 5), (4, 1, 0)),
             Case((1, 6, 7, 8, 9), (64, 6, 4, 4, 4), (2, 2, 1)),
         ],
-        lambda g: few_in.forward(g.x, g.weight, g.bias, g.case.padding),
+        lambda g: few_in.forward(g.x, g.weight, g.bias, g.case.settings),
         None,
-        lambda g: few_in.weight_gradient(g.gradient, g.x, g.weight, g.case.padding),
+        lambda g: few_in.weight_gradient(g.gradient, g.x, g.weight, g.case.settings),
     ),
     "few_out": Own(
         ("_forward_kernel",),
@@ -120,9 +120,9 @@ OWN: dict[str, Own] = {
             Case((1, 16, 8, 9, 33), (10, 16, 3, 3, 3), (2, 0, 1)),
             Case((2, 16, 30, 31, 32), (1, 16, 5, 5, 5), (4, 3, 2)),
         ],
-        lambda g: few_out.forward(g.x, g.weight, g.bias, g.case.padding),
-        lambda g: few_out.input_gradient(g.gradient, g.weight, g.case.padding),
-        lambda g: few_out.weight_gradient(g.gradient, g.x, g.weight, g.case.padding),
+        lambda g: few_out.forward(g.x, g.weight, g.bias, g.case.settings),
+        lambda g: few_out.input_gradient(g.gradient, g.x, g.weight, g.case.settings),
+        lambda g: few_out.weight_gradient(g.gradient, g.x, g.weight, g.case.settings),
     ),
     "few_channels": Own(
         ("_convolve_few_kernel",),
@@ -137,8 +137,8 @@ OWN: dict[str, Own] = {
                 for padding in (ONES, (0, 2, 1))
             ),
         ],
-        lambda g: few_channels.forward(g.x, g.weight, g.bias, g.case.padding),
-        lambda g: few_channels.input_gradient(g.gradient, g.weight, g.case.padding),
+        lambda g: few_channels.forward(g.x, g.weight, g.bias, g.case.settings),
+        lambda g: few_channels.input_gradient(g.gradient, g.x, g.weight, g.case.settings),
     ),
     "one_voxel": Own(
         ("_forward_kernel", "_backward_kernel"),
@@ -178,7 +178,7 @@ OWN: dict[str, Own] = {
             Case((2, 144, 5, 7, 3), (136, 144, 5, 5, 5), (2, 1, 3)),
             Case((3, 128, 1, 4, 5), (128, 128, 5, 5, 5), (2, 2, 2)),
         ],
-        of_weight=lambda g: many_taps.weight_gradient(g.gradient, g.x, g.weight, g.case.padding, g.case.voxels),
+        of_weight=lambda g: many_taps.weight_gradient(g.gradient, g.x, g.weight, g.case.settings, g.case.voxels),
     ),
     "depthwise": Own(
         ("_depthwise_kernel", "_depthwise_weight_kernel"),

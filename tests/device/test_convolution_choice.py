@@ -9,10 +9,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from volseg.device import fusions, gpus, triton_tiles
-from volseg.device.convolution import choice, depth_chunks, forms, many_taps, rules
-from volseg.device.convolution.choice import TABLES
+from volseg.device.convolution import choice, depth_chunks, forms, many_taps
+from volseg.device.convolution.choice import TABLES, ConvolutionCall
 from volseg.device.convolution.forms import Direction, Groups, ZeroChannels
-from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 
 HALF = torch.bfloat16
@@ -105,7 +104,7 @@ def test_the_rest_is_left_to_torch(shape, kernel, side, settings):
     assert chosen(volume(*shape, device="cpu"), volume(*kernel, device="cpu"), None, plain) == [None, None]
     empty = volume(0, *shape[1:])
     assert chosen(empty, weight, None, plain) == [None, None]
-    assert not rules.is_one_voxel(empty, weight, plain)
+    assert not choice.is_one_voxel(empty, weight, plain)
     image = [volume(*sizes[:2], *sizes[3:]) for sizes in (shape, kernel)]
     flat = Settings((1, 1), padding[1:], (1, 1), False, (0, 0), 1)
     assert chosen(*image, None, flat) == [None, None]
@@ -114,7 +113,7 @@ def test_the_rest_is_left_to_torch(shape, kernel, side, settings):
 def test_which_depthwise_convolutions_are_ours(settings: Callable[..., Settings]) -> None:
     def ours(weight: Tensor, slab: Tensor | None = None, **told: Any) -> bool:
         given = volume(2, 8, 6, 5, 4) if slab is None else slab
-        taken = rules.is_depthwise(given, weight, settings(**{"groups": 8, **told}))
+        taken = choice.is_depthwise(given, weight, settings(**{"groups": 8, **told}))
         call = ConvolutionCall(given, weight, volume(8), settings(**{"groups": 8, **told}))
         for direction in TABLES:
             own = call if direction == "forward" else call._replace(gradient=given)

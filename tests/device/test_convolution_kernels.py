@@ -72,13 +72,14 @@ def test_planes_may_be_far_apart() -> None:
     x = torch.zeros(plane + 1, dtype=HALF, device=DEVICE).as_strided((1, 1, 2, 1, 1), (2**31, 1, plane, 1, 1))
     x[0, 0, :, 0, 0] = torch.tensor([1.0, 2.0])
     weight, padding = draw((16, 1, 2 * reach + 1, 1, 1), HALF), (reach, 0, 0)
+    settings = Case(tuple(x.shape), tuple(weight.shape), padding).settings
     assert few_in.can_read(x)
     exact = weight.double().requires_grad_()
     wanted = F.conv3d(x.double(), exact, padding=padding)
     gradient = draw(wanted.shape, HALF)
     (of_weight,) = torch.autograd.grad(wanted, exact, gradient.double())
-    derived = few_in.weight_gradient(gradient, x, weight, padding)
-    for got, other in ((few_in.forward(x, weight, None, padding), wanted.detach()), (derived, of_weight)):
+    derived = few_in.weight_gradient(gradient, x, weight, settings)
+    for got, other in ((few_in.forward(x, weight, None, settings), wanted.detach()), (derived, of_weight)):
         torch.testing.assert_close(got.double(), other, rtol=2**-10, atol=2**-10)
 
 
@@ -89,11 +90,12 @@ def test_what_is_not_finite_stays_where_torch_has_it() -> None:
     x[0, 3, 2, 3, 4] = float("inf")
     x[0, 5, 4, 0, 8] = float("nan")
     expected = F.conv3d(x.double(), weight.double(), padding=2)
-    assert few_out.forward(x, weight, None, (2, 2, 2)).isfinite().equal(expected.isfinite())
+    settings = Case(tuple(x.shape), tuple(weight.shape), (2, 2, 2)).settings
+    assert few_out.forward(x, weight, None, settings).isfinite().equal(expected.isfinite())
     gradient = draw((1, 3, 6, 7, 9), HALF)
     gradient[0, 1, 5, 5, 0] = float("nan")
     wanted = F.conv_transpose3d(gradient.double(), weight.double(), padding=2)
-    assert few_out.input_gradient(gradient, weight, (2, 2, 2)).isfinite().equal(wanted.isfinite())
+    assert few_out.input_gradient(gradient, x, weight, settings).isfinite().equal(wanted.isfinite())
 
 
 @with_kernels

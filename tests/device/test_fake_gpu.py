@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.fake_gpus import Gpu, KernelObserver
-from volseg.device import fake_gpu, gpus, streams, triton_tiles
+from volseg.device import fake_gpu, gpus, triton_tiles
 from volseg.device.norm import passes
+from volseg.device.norm.activation import Term
 from volseg.device.triton_kernels import INSTALLED
 from volseg.errors import ParallelError
 
@@ -31,7 +32,7 @@ def test_kernels_are_noted_on_fake_gpus() -> None:
     observer = KernelObserver()
     x, scale = torch.zeros(1, 4, 2, 2, 2), torch.ones(1, 4)
     with fake_gpu.faking(Gpu(), observer):
-        passes.affine(x, scale, scale)
+        passes.affine(Term(x, None, scale, scale))
     (kernel,) = observer.noted
     assert (kernel.name, kernel.grid) == ("norm.passes._affine_kernel", (1, 4, 1))
     assert [tensor.shape for tensor in kernel.tensors] == [x.shape, scale.shape, scale.shape, x.shape]
@@ -42,19 +43,19 @@ def test_a_kernel_without_triton_says_what_it_needs() -> None:
     x, scale = torch.zeros(1, 4, 2, 2, 2), torch.ones(1, 4)
     assert not triton_tiles.available()
     with pytest.raises(ParallelError, match=r"norm.passes._affine_kernel needs Triton, which is not installed"):
-        passes.affine(x, scale, scale)
+        passes.affine(Term(x, None, scale, scale))
 
 
 def test_streams_are_numbered_and_nest() -> None:
     device = fake_gpu.fake_device(0)
 
     def find_number() -> int:
-        return streams.current_gpu_stream(device).number
+        return gpus.current_gpu_stream(device).number
 
     with fake_gpu.faking(Gpu()):
-        side = streams.make_stream(device)
-        side.wait_stream(streams.current_gpu_stream(device))
-        with streams.on_stream(side):
+        side = gpus.make_stream(device)
+        side.wait_stream(gpus.current_gpu_stream(device))
+        with gpus.on_stream(side):
             assert find_number() == 1
         assert find_number() == 0
         side.wait_event(side.record_event())

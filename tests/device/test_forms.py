@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import choice, depth_chunks, flipped_weights, padded, rules, space_to_channels
+from volseg.device.convolution import choice, depth_chunks, flipped_weights, padded, space_to_channels
+from volseg.device.convolution.choice import ConvolutionCall
 from volseg.device.convolution.forms import Direction, Form, Groups, ZeroChannels
-from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 from volseg.device.gpus import get_tensor_device
 
@@ -219,7 +219,7 @@ def test_weight_gradients_are_finite_where_torchs_are() -> None:
 def test_choice_computes_with_them(monkeypatch: pytest.MonkeyPatch, needed: tuple[bool, ...]) -> None:
     taken: list[str] = []
 
-    def find(direction: str, call: rules.ConvolutionCall) -> list[Groups]:
+    def find(direction: str, call: choice.ConvolutionCall) -> list[Groups]:
         assert get_tensor_device(call.slab).type == "cpu"
         taken.append(direction)
         return [Groups(2)]

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from volseg.device import gpu_memory
-from volseg.device.gpu_memory import move_together
+from volseg.device import gpus
+from volseg.device.gpus import move_together
 
 
 @pytest.fixture
 def emptied() -> Iterator[list[torch.device]]:
     """Take the CPU for a GPU, and note when its memory is given back."""
     found: list[torch.device] = []
-    with patch.object(gpu_memory, "on_gpu", lambda tensor: True), patch.object(gpu_memory, "empty_cache", found.append):
+    with patch.object(gpus, "on_gpu", lambda tensor: True), patch.object(gpus, "empty_cache", found.append):
         yield found
 
 
@@ -61,6 +61,6 @@ def test_nothing_is_given_back_where_nothing_moves(emptied: list[torch.device]) 
     bucket = torch.zeros(8)
     move_together([bucket[:4]])
     assert not emptied
-    with patch.object(gpu_memory, "on_gpu", lambda tensor: False):
+    with patch.object(gpus, "on_gpu", lambda tensor: False):
         move_together([torch.zeros(4)])
     assert not emptied

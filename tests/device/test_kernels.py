@@ -22,10 +22,10 @@ import volseg
 from volseg.device import attention, broadcast_mul, layer_norm, triton_tiles, upsample2x
 from volseg.device import layout as layouts
 from volseg.device.convolution import flipped_weights
-from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
+from volseg.device.norm import addition_passes, choice, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation, Term
 from volseg.device.norm.grouping import ALONE, Grouping
-from volseg.device.norm.running import Running
+from volseg.device.norm.reference import Running
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
 from volseg.inference.sampling import Aligned, Held, sample_grid
@@ -33,7 +33,7 @@ from volseg.losses.dice import passes as dice_passes
 from volseg.losses.dice import reference as dice_reference
 from volseg.losses.dice.reference import Terms
 from volseg.transforms.augmentation import triton_reading
-from volseg.transforms.augmentation.sources import PatchSources
+from volseg.transforms.augmentation.triton_reading import PatchSources
 from volseg.transforms.grid import Grid
 
 if triton_tiles.available():
@@ -122,6 +122,11 @@ def wide(*tensors: Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.double() for tensor in tensors]
 
 
+def widen(term: Term) -> Term:
+    """Return a term in float64."""
+    return Term(*wide(*term[:4]), term.activation, *wide(term.slope))
+
+
 @covers("device.layout._copy_kernel")
 def copy() -> None:
     for dtype, layout in itertools.product((*WIDE_AND_HALF, torch.uint8, torch.int32), LAYOUTS):
@@ -140,18 +145,18 @@ def affine() -> None:
         for number, layout in enumerate(LAYOUTS):
             x, scale, shift = lay_out(volume(2, 3, 5, 3, 4, dtype=dtype), layout), values(2, 3), values(2, 3) - 1
             for activation in ACTIVATIONS if number < 2 else ACTIVATIONS[:1]:
-                wanted = reference.affine(*wide(x, scale, shift), activation)
-                got = passes.affine(x, scale, shift, activation)
+                term = Term(x, None, scale, shift, activation)
+                wanted, got = reference.affine(widen(term)), passes.affine(term)
                 assert got.dtype == dtype
                 assert_near(got, wanted, ROUNDING[dtype])
                 ends = torch.zeros_like(x)
-                passes.affine(x, scale, shift, activation, ends, (1, 2))
+                passes.affine(term, ends, (1, 2))
                 assert ends[:, :, [0, 3, 4]].equal(got[:, :, [0, 3, 4]])
                 assert not ends[:, :, 1:3].any()
     x, pairs = volume(2, 3, 2, 3, 1), (values(2, 3), values(2, 3) - 1)
     for activation, slope in draw_others():
-        wanted = reference.affine(*wide(x, *pairs), activation, slope=wide(slope)[0])
-        assert_near(passes.affine(x, *pairs, activation, slope=slope), wanted, 1e-5)
+        term = Term(x, None, *pairs, activation, slope)
+        assert_near(passes.affine(term), reference.affine(widen(term)), 1e-5)
 
 
 @covers("device.norm.passes._sums_kernel")
@@ -160,14 +165,15 @@ def gradient_sums() -> None:
         gradient, mean, scale, shift = volume(2, 3, 5, 3, 4, dtype=dtype), values(2, 3), values(2, 3), values(2, 3) - 1
         for layout, activation in zip(LAYOUTS[1:], ACTIVATIONS, strict=True):
             x = lay_out(volume(2, 3, 5, 3, 4, dtype=dtype), layout)
-            wanted = reference.gradient_sums(*wide(gradient, x, mean, scale, shift), activation)
-            parts = passes.gradient_sums(gradient, x, mean, scale, shift, activation)
-            assert_near(parts.sum(0), wanted, 1e-5)  # nothing is rounded but sums in float32
+            term = Term(x, mean, scale, shift, activation)
+            wanted = reference.gradient_sums(gradient.double(), widen(term))
+            # Nothing is rounded but sums in float32.
+            assert_near(passes.gradient_sums(gradient, term).sum(0), wanted, 1e-5)
     x, gradient = volume(2, 3, 2, 3, 1), volume(2, 3, 2, 3, 1)
     for activation, slope in draw_others():
-        wanted = reference.gradient_sums(*wide(gradient, x, mean, scale, shift), activation, *wide(slope))
-        got = passes.gradient_sums(gradient, x, mean, scale, shift, activation, slope)
-        assert_near(got.sum(0), wanted, 1e-5)
+        term = Term(x, mean, scale, shift, activation, slope)
+        wanted = reference.gradient_sums(gradient.double(), widen(term))
+        assert_near(passes.gradient_sums(gradient, term).sum(0), wanted, 1e-5)
 
 
 @covers("device.norm.passes._input_kernel")
@@ -176,13 +182,14 @@ def gradient_input() -> None:
         gradient, pairs = volume(2, 3, 5, 3, 4, dtype=dtype, last=True), [values(2, 3) - 0.7 for _ in range(4)]
         for layout, activation in zip(["contiguous", *LAYOUTS[2:]], ACTIVATIONS, strict=True):
             x = lay_out(volume(2, 3, 5, 3, 4, dtype=dtype), layout)
-            wanted = reference.gradient_input(*wide(gradient, x, *pairs), activation)
-            got = passes.gradient_input(gradient, x, *pairs, activation)
-            assert_near(got, wanted, ROUNDING[dtype])
+            term = Term(x, None, *pairs[:2], activation)
+            wanted = reference.gradient_input(gradient.double(), widen(term), *wide(*pairs[2:]))
+            assert_near(passes.gradient_input(gradient, term, *pairs[2:]), wanted, ROUNDING[dtype])
     x, gradient = volume(2, 3, 2, 3, 1), volume(2, 3, 2, 3, 1)
     for activation, slope in draw_others():
-        wanted = reference.gradient_input(*wide(gradient, x, *pairs), activation, slope=wide(slope)[0])
-        assert_near(passes.gradient_input(gradient, x, *pairs, activation, slope=slope), wanted, 1e-5)
+        term = Term(x, None, *pairs[:2], activation, slope)
+        wanted = reference.gradient_input(gradient.double(), widen(term), *wide(*pairs[2:]))
+        assert_near(passes.gradient_input(gradient, term, *pairs[2:]), wanted, 1e-5)
 
 
 ADDED = [("leaky", "none", "leaky"), ("prelu", None, "elu"), ("none", "prelu", "none"), ("elu", None, "none")]
@@ -203,14 +210,12 @@ def terms(first: str, second: str | None, dtypes: Types) -> tuple[list[Term], li
         else:
             slope = values(3) if kind == "prelu" else None
             found.append(Term(x, values(2, 3), values(2, 3), values(2, 3) - 1, Activation(kind, 0.3), slope))
-    return found, [Term(*wide(*term[:4]), term.activation, *wide(term.slope)) for term in found]
+    return found, [widen(term) for term in found]
 
 
 def compute_terms(exact: list[Term], activation: Activation) -> Tensor:
     """Return the sum by plain torch."""
-    parts = [
-        reference.affine(t.slab, t.scale, t.shift, t.activation, slope=t.slope) if t.is_norm else t.slab for t in exact
-    ]
+    parts = [reference.affine(term) if term.is_norm else term.slab for term in exact]
     return activation.apply(parts[0] + parts[1])
 
 
@@ -232,10 +237,10 @@ def add_norms() -> None:
         got = addition_passes.add(*given, activation)
         assert got.dtype == dtype
         assert_near(got, wanted, ROUNDING[dtype])
-        assert_near(addition.add(*exact, activation), wanted, 1e-12)
+        assert_near(choice.add(*exact, activation), wanted, 1e-12)
         for row, rounding in ((given, ROUNDING[dtype]), (exact, 1e-12)):
             whole, out = with_room(row[0].slab.to(torch.promote_types(row[0].slab.dtype, row[1].slab.dtype)))
-            assert (addition_passes if row is given else addition).add(*row, activation, out) is out
+            assert (addition_passes if row is given else choice).add(*row, activation, out) is out
             assert_near(out, wanted, rounding)
             assert_untouched(whole)
 
@@ -256,12 +261,12 @@ def differentiate_added_norms() -> None:
     for first, second, activation, dtypes in list_sums():
         given, exact = terms(first, second, dtypes)
         gradient = volume(2, 3, 2, 3, 1, dtype=torch.promote_types(*dtypes))
-        exact_sums = addition.add_sums(gradient.double(), *exact, activation)
+        exact_sums = choice.add_sums(gradient.double(), *exact, activation)
         for got, wanted in zip(addition_passes.add_sums(gradient, *given, activation), exact_sums, strict=True):
             assert_near(got.sum(0), wanted[0], 1e-5)
         found = [(values(2, 3), values(2, 3)) for _ in exact_sums]
         exact_found = [tuple(wide(*pair)) for pair in found]
-        exact_gradients = addition.add_gradients(gradient.double(), *exact, exact_found, activation)
+        exact_gradients = choice.add_gradients(gradient.double(), *exact, exact_found, activation)
         for got, wanted, dtype in zip(
             addition_passes.add_gradients(gradient, *given, found, activation), exact_gradients, dtypes, strict=True
         ):
@@ -273,7 +278,7 @@ def differentiate_added_norms() -> None:
             assert_near(alone, exact_gradients[0], ROUNDING[dtypes[0]])
         for module, row, own, each in (
             (addition_passes, given, found, gradient),
-            (addition, exact, exact_found, gradient.double()),
+            (choice, exact, exact_found, gradient.double()),
         ):
             rooms = [with_room(term.slab) if term.is_norm else (None, None) for term in row]
             got = module.add_gradients(each, *row, own, activation, [out for _, out in rooms])

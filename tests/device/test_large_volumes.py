@@ -17,7 +17,7 @@ from kernels import INTERPRETED
 from torch import Tensor
 
 from volseg.device import attention, broadcast_mul, gpus, layer_norm, layout, triton_tiles, upsample2x
-from volseg.device.convolution import depthwise, few_channels, few_taps, one_voxel, rules
+from volseg.device.convolution import choice, depthwise, few_channels, few_taps, one_voxel
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
 from volseg.device.norm.activation import IDENTITY, Activation, Term
@@ -90,9 +90,9 @@ def pairs(count: int) -> list[Tensor]:
 
 def a_norm(last: bool) -> None:
     x = promise((1, CHANNELS, *SIDES), last=last)
-    passes.affine(x, *pairs(2), Activation("elu", 1.0))
-    passes.gradient_sums(x, x, *pairs(3))
-    passes.gradient_input(x, x, *pairs(4))
+    passes.affine(Term(x, None, *pairs(2), Activation("elu", 1.0)))
+    passes.gradient_sums(x, Term(x, *pairs(3)))
+    passes.gradient_input(x, Term(x, None, *pairs(2)), *pairs(2))
     statistics.compute_moments_of_parts(x)
 
 
@@ -118,12 +118,14 @@ def twice_the_size(last: bool) -> None:
 def a_first_convolution(last: bool) -> None:
     del last
     x, weight = promise((1, 1, *SIDES), last=True), torch.zeros(24, 1, 3, 3, 3, dtype=torch.float16)
-    few_taps.weight_gradient(few_taps.forward(x, weight, (1, 1, 1)), x, weight, (1, 1, 1))
+    settings = Settings((1, 1, 1), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
+    few_taps.weight_gradient(few_taps.forward(x, weight, None, settings), x, weight, settings)
 
 
 def a_last_convolution(last: bool) -> None:
     x, weight = promise((1, 4, 1024, 1024, 513), last=last), torch.zeros(4, 4, 3, 3, 3, dtype=torch.float16)
-    few_channels.input_gradient(few_channels.forward(x, weight, None, (1, 1, 1)), weight, (1, 1, 1))
+    settings = Settings((1, 1, 1), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
+    few_channels.input_gradient(few_channels.forward(x, weight, None, settings), x, weight, settings)
 
 
 def a_gate(last: bool) -> None:
@@ -192,7 +194,7 @@ def test_more_voxels_than_are_counted_are_for_torch(monkeypatch: pytest.MonkeyPa
         assert not triton_tiles.takes(promise((*x.shape[:2], side, side, side + 1)))
     head, plain = torch.zeros(2, 1, 1, 1, 1, dtype=torch.float16), Settings(ONES, ZEROS, ONES, False, ZEROS, 1)
     for planes, taken in ((side, True), (side + 1, False)):
-        assert rules.is_one_voxel(promise((1, 1, planes, side, side)), head, plain) is taken
+        assert choice.is_one_voxel(promise((1, 1, planes, side, side)), head, plain) is taken
     part = upsample2x.DoubledPart(side, 0, (0, 2 * side))
     with pytest.raises(
         ParallelError, match=r"counts 1073741824 voxels of a channel at most, and the result of \(1, 1, "

@@ -9,9 +9,9 @@ from kernels import DEVICE, with_kernels
 
 from volseg.device import triton_tiles
 from volseg.device.norm import exchanged, passes, reference, statistics
-from volseg.device.norm.activation import Activation
+from volseg.device.norm.activation import Activation, Term
 from volseg.device.norm.grouping import Grouping
-from volseg.device.norm.running import Running
+from volseg.device.norm.reference import Running
 from volseg.device.torch_internals import get_version
 
 
@@ -89,10 +89,10 @@ def test_statistics_of_tiles_that_are_not_full(monkeypatch: pytest.MonkeyPatch, 
     x = x.contiguous(memory_format=torch.channels_last_3d) if last else x
     torch.testing.assert_close(statistics.moments(x).double(), reference.moments(x.double()), rtol=1e-5, atol=1e-6)
     gradient, (mean, scale, shift) = torch.randn_like(x), torch.rand(3, 2, 4, device=DEVICE)
-    sums = passes.gradient_sums(gradient, x, mean, scale, shift, Activation("leaky", 0.1)).sum(0)
+    sums = passes.gradient_sums(gradient, Term(x, mean, scale, shift, Activation("leaky", 0.1))).sum(0)
     wide = [value.double() for value in (gradient, x, mean, scale, shift)]
     torch.testing.assert_close(
-        sums.double(), reference.gradient_sums(*wide, Activation("leaky", 0.1)), rtol=1e-4, atol=1e-3
+        sums.double(), reference.gradient_sums(wide[0], Term(*wide[1:], Activation("leaky", 0.1))), rtol=1e-4, atol=1e-3
     )
 
 

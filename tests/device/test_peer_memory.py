@@ -14,8 +14,8 @@ import torch.distributed as dist
 from in_group import in_group
 from torch import nn
 
-from volseg.device.peer import memory as peer_memory
-from volseg.device.peer.memory import PeerMemory, share_memory
+from volseg.device.peer import mailbox as peer_memory
+from volseg.device.peer.mailbox import PeerMemory, share_memory
 from volseg.device.peer.values import ValueMailbox
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.norm import choice
-from volseg.device.norm.activation import Activation
+from volseg.device.norm import choice, reference
+from volseg.device.norm import exchanged as exchanges
+from volseg.device.norm.activation import Activation, Term
 from volseg.device.peer.values import CAPACITY, ValueMailbox
 from volseg.parallel import launch
 from volseg.parallel.processes.group import start_group
@@ -75,25 +76,27 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
     shares = choice.compute_shares(tuple(slab[0, 0].numel() for slab in slabs), torch.float32, device)
     voxels = sum(slab[0, 0].numel() for slab in slabs)
     moments = torch.stack([choice.moments(slab) for slab in slabs])
-    wanted = choice.coefficients(moments, shares, weight, bias, 1e-5, None)
+    wanted = reference.coefficients(moments, shares, weight, bias, 1e-5, None)
     mean, _, rstd, scale, shift = wanted
     rows = zip(gradients, slabs, strict=True)
-    sums = torch.stack([choice.gradient_sums_of_parts(*row, mean, scale, shift, activation).sum(0) for row in rows])
-    wanted_back = choice.backward_coefficients(sums, mean, rstd, weight, voxels, None)[:2]
+    sums = torch.stack(
+        [choice.gradient_sums_of_parts(own, Term(slab, mean, scale, shift, activation)).sum(0) for own, slab in rows]
+    )
+    wanted_back = reference.backward_coefficients(sums, mean, rstd, weight, voxels, None)[:2]
 
     def exchanged() -> tuple[list[Tensor], list[Tensor]]:
         got, back = [], []
         for rank, stream in enumerate(streams):
             box = sides[rank] if shards > 1 else None
             with torch.cuda.stream(stream):
-                got.append(choice.exchange_coefficients(slabs[rank], shares, weight, bias, 1e-5, box).found)
+                got.append(exchanges.exchange_coefficients(slabs[rank], shares, weight, bias, 1e-5, box).found)
         torch.cuda.synchronize()
         for rank, stream in enumerate(streams):
             box = sides[rank] if shards > 1 else None
             with torch.cuda.stream(stream):
-                row = gradients[rank], slabs[rank], mean, scale, shift, activation, None
-                parts = choice.gradient_sums_of_parts(*row)
-                found = choice.exchange_backward_coefficients(parts, mean, rstd, weight, voxels, box)
+                term = Term(slabs[rank], mean, scale, shift, activation)
+                parts = choice.gradient_sums_of_parts(gradients[rank], term)
+                found = exchanges.exchange_backward_coefficients(parts, mean, rstd, weight, voxels, box)
                 back.append(torch.stack([found.factor, found.offset]))
         torch.cuda.synchronize()
         return got, back

@@ -11,7 +11,7 @@ from kernels import DEVICE, with_kernels
 from monai.networks.nets import MedNeXt
 from torch import Tensor, nn
 
-from volseg.device.convolution import depthwise, rules
+from volseg.device.convolution import choice, depthwise
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.spatial.convolution import around
 
@@ -49,7 +49,7 @@ def test_a_mednext_trains_with_them(shards: int, monkeypatch: pytest.MonkeyPatch
             return result
 
         monkeypatch.setattr(depthwise, name, partial(note, name, getattr(depthwise, name)))
-    monkeypatch.setattr(rules, "_is_half", take_float32)
+    monkeypatch.setattr(choice, "_is_half", take_float32)
     told: dict[str, Any] = {"blocks_down": (1,), "blocks_up": (1,), "blocks_bottleneck": 1, "kernel_size": 3}
     wide = {"encoder_expansion_ratio": (2,), "decoder_expansion_ratio": (2,), "bottleneck_expansion_ratio": 2}
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def test_transposed_ones_between_the_planes_of_neighbours(
 
     for name in ("forward", "input_gradient", "weight_gradient"):
         monkeypatch.setattr(depthwise, name, partial(note, name, getattr(depthwise, name)))
-    monkeypatch.setattr(rules, "_is_half", take_float32)
+    monkeypatch.setattr(choice, "_is_half", take_float32)
     monkeypatch.setattr(around, "LARGE", large)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv3d(1, 4, 1), nn.ConvTranspose3d(4, 4, *up, groups=4), nn.Conv3d(4, 2, 1)).to(DEVICE)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from volseg.device.norm import choice
 from volseg.device.peer.values import RelayedValues, ValueMailbox
+from volseg.parallel.spatial.lazy import statistics
 from volseg.parallel.spatial.transport import communicator, one_process, process_group
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("data_parallel_cases.py"))))
@@ -78,7 +79,7 @@ def interpreted(way: str, folder: str) -> Iterator[None]:
         return ValueMailbox(boxes, rank, device, memory=memory)
 
     with ExitStack() as stack:
-        for module in (choice, one_process, process_group, communicator):
+        for module in (choice, one_process, process_group, communicator, statistics):
             stack.enter_context(patch.object(module, "takes", lambda tensor: tensor.dtype != torch.float64))
         stack.enter_context(patch.object(ValueMailbox, "connect", connect))
         yield

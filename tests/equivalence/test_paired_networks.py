@@ -14,8 +14,8 @@ from narrow_vnet import NarrowVNet
 from torch import Tensor, nn
 
 from volseg.device.convolution import choice, padded, space_to_channels
+from volseg.device.convolution.choice import ConvolutionCall
 from volseg.device.convolution.forms import Form, Groups, ZeroChannels
-from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 from volseg.parallel import ModelParallel, Spatial
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from volseg.device.norm import choice
 from volseg.parallel import ModelParallel, Spatial
+from volseg.parallel.spatial.lazy import statistics
 from volseg.parallel.spatial.transport import one_process, process_group
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("data_parallel_cases.py"))))
@@ -38,7 +39,7 @@ def train(name: str, data: int, spatial: int, replicas: int, shards: int, steps:
 def train_interpreted(name: str, spatial: int) -> dict[str, Tensor]:
     """Train with the norms' kernels, which Triton interprets on a CPU: between slabs, or between processes."""
     with ExitStack() as stack:
-        for module in (choice, one_process, process_group):
+        for module in (choice, one_process, process_group, statistics):
             stack.enter_context(patch.object(module, "takes", lambda tensor: tensor.dtype == torch.float32))
         return cases.train_bits(name, 1, spatial, 1, 2, 1)
 

@@ -16,14 +16,13 @@ from tests.in_group import in_group
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tree_leaves
 from volseg.errors import NotRecordedError, OutOfMemoryError, ParallelError, UnsupportedOperatorError
 from volseg.estimate import candidate_trace
-from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate import Candidate, Work
 from volseg.estimate.fake_step.single_rank import be_process
 from volseg.estimate.fake_step.traced_step import TracedStep
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.network_plan import describe_network
 from volseg.estimate.step_time import select_step
 from volseg.estimate.trace import Allocate, Free, Mark, Sent, StepTrace
-from volseg.estimate.work import Work
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.replica_strategies import _fill_buckets
@@ -197,13 +196,6 @@ def test_a_recorded_pipeline_has_memory_of_its_own_and_later_steps_run_no_kernel
         eager = trace_candidate(make_work(), Candidate(pipeline=2, split_size=1))[trace.device]
         held, less = (count_held(each.events[: find_last(each, "end")]) for each in (trace, eager))
         assert held > less  # received, landed and copied: for good
-
-
-def test_smaller_micro_batches_take_no_more_memory() -> None:
-    peaks = [
-        sum(map(find_peak, trace_candidate(make_work(), Candidate(pipeline=2, split_size=size)))) for size in (1, 2)
-    ]
-    assert peaks == sorted(peaks)
 
 
 def test_slabs_on_gpus_of_one_process_have_a_trace_each() -> None:

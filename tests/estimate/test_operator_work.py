@@ -5,6 +5,7 @@ import torch
 from tests.fake_gpus import Gpu, KernelObserver
 from volseg.device import fake_gpu
 from volseg.device.norm import passes
+from volseg.device.norm.activation import Term
 from volseg.estimate.operator_work import describe_noted
 
 
@@ -13,7 +14,7 @@ def count_bytes(ends: tuple[int, int] | None) -> int:
     x, scale = torch.zeros(1, 32, 16, 16, 16, dtype=torch.bfloat16), torch.ones(1, 32)
     x = x.contiguous(memory_format=torch.channels_last_3d)
     with fake_gpu.faking(Gpu(), observer):
-        passes.affine(x, scale, scale, out=torch.empty_like(x), ends=ends)
+        passes.affine(Term(x, None, scale, scale), torch.empty_like(x), ends)
     return describe_noted(observer.noted[0], 0).bytes_moved
 
 

@@ -29,8 +29,7 @@ from tests.following import follow
 from volseg import experiment
 from volseg.cli import app
 from volseg.device.fake_gpu import fake_device
-from volseg.device.gpus import has_values, is_gpu
-from volseg.device.streams import make_stream
+from volseg.device.gpus import has_values, is_gpu, make_stream
 from volseg.device.torch_internals import get_storage_key
 from volseg.errors import ConfigError, ParallelError, UnsupportedOperatorError
 from volseg.estimate import StepPlan
@@ -42,9 +41,9 @@ from volseg.estimate.fake_step.operator_cache import OperatorCache
 from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import KINDS, find_kind
 from volseg.estimate.instances import get_links
-from volseg.estimate.kernel_class import classify
 from volseg.estimate.network_plan import describe_network
 from volseg.estimate.planning import _find_volumes
+from volseg.estimate.roofline import classify
 from volseg.estimate.step_memory import compute_memory_use
 from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, Sent, StepTrace
 from volseg.experiment.network_plan import load_facts

@@ -9,7 +9,7 @@ from kernels import DEVICE, INTERPRETED, with_kernels
 
 from volseg.device import gpus
 from volseg.device.convolution import choice
-from volseg.device.convolution.rules import ConvolutionCall
+from volseg.device.convolution.choice import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import DIM
 from volseg.device.norm import addition_passes, passes, reference
@@ -40,17 +40,14 @@ def test_nan_passes_through_a_norm_and_its_activation(kind):
     ``tl.minimum`` of NaN and 0 is 0 on a GPU, and NaN by the interpreter.
     """
     gradient, term = find_terms(kind)
-    slab, mean, scale, shift, activation, slope = term
-    wanted = reference.affine(slab, scale, shift, activation, slope=slope)
+    wanted = reference.affine(term)
     assert wanted[:, 1].isnan().all()
-    got = passes.affine(slab, scale, shift, activation, slope=slope)
+    got = passes.affine(term)
     torch.testing.assert_close(got, wanted, equal_nan=True)
-    sums = passes.gradient_sums(gradient, slab, mean, scale, shift, activation, slope).sum(0)
-    torch.testing.assert_close(
-        sums, reference.gradient_sums(gradient, slab, mean, scale, shift, activation, slope), equal_nan=True
-    )
-    added = addition_passes.add(term, Term(slab), Activation("none"))
-    torch.testing.assert_close(added, wanted + slab, equal_nan=True)
+    sums = passes.gradient_sums(gradient, term).sum(0)
+    torch.testing.assert_close(sums, reference.gradient_sums(gradient, term), equal_nan=True)
+    added = addition_passes.add(term, Term(term.slab), Activation("none"))
+    torch.testing.assert_close(added, wanted + term.slab, equal_nan=True)
 
 
 @with_kernels

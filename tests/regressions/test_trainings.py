@@ -40,7 +40,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data import load_task
 from volseg.data.case_store.preparing import prepare_together
 from volseg.data.synthetic import make_task
-from volseg.device import gpu_memory
+from volseg.device import gpus
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment import REGISTRIES, RunFolder, building, predict, search, train, training, validate, view
 from volseg.experiment.network_plan import NetworkPlan, load_facts
@@ -401,9 +401,9 @@ def test_a_second_optimizer_moves_no_gradients_that_a_recording_writes(monkeypat
     """The replays of the first showed old gradients, and wrote where nothing was theirs any more."""
     net = nn.Conv3d(1, 2, 1)
     optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for _ in range(2)]
-    monkeypatch.setattr(gpu_memory, "on_gpu", lambda _: True)
+    monkeypatch.setattr(gpus, "on_gpu", lambda _: True)
     monkeypatch.setattr(recorded_step, "_RECORDED", WeakSet())
-    monkeypatch.setattr(gpu_memory, "empty_cache", lambda _: None)
+    monkeypatch.setattr(gpus, "empty_cache", lambda _: None)
     moved = []
     for optimizer in optimizers:
         net(torch.randn(1, 1, 2, 2, 2)).sum().backward()

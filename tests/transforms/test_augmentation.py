@@ -86,16 +86,6 @@ def test_mirroring_is_a_flip_per_sample(dense):
         assert torch.equal(new_label[sample], label[sample].flip(dims))
 
 
-def test_gather_of_the_dense_path_copies_as_the_flips_do():
-    from volseg.transforms.augmentation.spatial import _gather_mirrored, crop_and_mirror
-
-    volume = torch.randn(8, 2, 15, 12, 9, generator=rng())
-    mirror = torch.cartesian_prod(*[torch.tensor([False, True])] * 3)
-    label = volume[:, :1].mul(9).to(torch.uint8)
-    gathered, copied = (way((volume, label), mirror, PATCH) for way in (_gather_mirrored, crop_and_mirror))
-    assert all(torch.equal(a, b) for a, b in zip(gathered, copied, strict=True))
-
-
 @pytest.mark.parametrize("interpolation", ["linear", "nearest"])
 @pytest.mark.parametrize(("axis", "dims"), [(0, (3, 4)), (1, (4, 2)), (2, (2, 3))])
 def test_quarter_turn_is_rot90(axis, dims, interpolation):

@@ -9,7 +9,8 @@ from monai.data import MetaTensor
 from monai.transforms import Spacingd
 
 from volseg.data.volume import as_volume
-from volseg.transforms import resampling, slabs
+from volseg.errors import GridError
+from volseg.transforms import bounded_spacing, resampling, slabs
 from volseg.transforms.preprocessing import build_preprocessing, spacing
 from volseg.transforms.slabs import run_over_slabs
 
@@ -48,29 +49,14 @@ def test_it_is_monais_resampling(grid, slab_voxels, monkeypatch):
     assert torch.equal(ours["label"].as_tensor(), monai["label"].as_tensor())
 
 
-@pytest.mark.parametrize("flip", [False, True])
-def test_planes_that_come_and_go_leave_the_same_bits(flip, monkeypatch):
-    turned, _ = torch.linalg.qr(torch.eye(3, dtype=torch.float64) + 0.02 * torch.randn(3, 3, dtype=torch.float64))
-    affine = torch.eye(4, dtype=torch.float64)
-    affine[:3, :3] = turned @ torch.diag(torch.tensor([-1.0 if flip else 1.0, 0.9, 1.1], dtype=torch.float64))
-    image = MetaTensor(torch.randn(2, 60, 31, 37), affine=affine)
-    target = torch.diag(torch.tensor([1.3, 1.2, 1.0, 1.0], dtype=torch.float64))
-    target[:3, 3] = affine[:3, 3] + torch.tensor([-58.0 if flip else -3.0, 1.0, 0.0])
-    settings = (target, [50, 29, 35], "bilinear", "border", False, np.float64)
-    hold, held = resampling._ExactPlanes.hold, []
-
-    def watched(planes, start, stop):
-        hold(planes, start, stop)
-        held.append(planes.held)
-
-    monkeypatch.setattr(resampling._ExactPlanes, "hold", watched)
-    monkeypatch.setattr(resampling, "SLAB_VOXELS", 1)
-    at_once = resampling.SlabResample()(image, *settings)
-    monkeypatch.setattr(resampling, "TOGETHER_VOXELS", 1)
-    assert resampling.SlabResample()(image, *settings).as_tensor().equal(at_once.as_tensor())
-    assert len(held) == 1 + 50
-    assert max(map(len, held[1:])) < 15
-    assert at_once.std() > 0.1
+def test_a_case_that_is_not_resampled_needs_no_memory_for_it(monkeypatch):
+    monkeypatch.setattr(bounded_spacing, "ALWAYS_FITS", 0)
+    monkeypatch.setattr(bounded_spacing, "available_bytes", lambda: 0)
+    affine = torch.diag(torch.tensor([1.0, 0.8, 2.5, 1.0], dtype=torch.float64))
+    case = {"image": MetaTensor(torch.rand(1, 2, 3, 4), affine=affine)}
+    assert spacing(FIELDS, spacing=(1.0, 0.8, 2.5))(case)["image"].as_tensor().equal(case["image"].as_tensor())
+    with pytest.raises(GridError, match="GiB to resample"):
+        spacing(FIELDS, spacing=(1, 1, 1))(case)
 
 
 @pytest.fixture

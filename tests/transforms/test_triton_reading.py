@@ -12,7 +12,7 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from volseg.config.augmentation import AugmentationConfig
 from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.transforms.augmentation import BatchAugmentation
-from volseg.transforms.augmentation.sources import PatchSources
+from volseg.transforms.augmentation.triton_reading import PatchSources
 
 PATCH = (9, 7, 10)
 NUM = 4 if INTERPRETED else 7  # patches: of each case, and one beyond

@@ -11,7 +11,7 @@ from torch import nn
 from volseg import ModelParallel, Named, Training
 from volseg.checkpointing.file import copy_to_host
 from volseg.losses import DiceCELoss, Targets
-from volseg.losses.overlap import compute_soft_dice
+from volseg.losses.dice_cross_entropy import compute_soft_dice
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.training_log import list_scalars
 from volseg.parallel import Pipeline, Spatial

@@ -14,7 +14,7 @@ from volseg.device.graph import RecordedFunction
 from volseg.errors import ConfigError
 from volseg.transforms.augmentation import AugmentationParameters, BatchAugmentation, triton_reading
 from volseg.transforms.augmentation.own import OwnAugmentations
-from volseg.transforms.augmentation.sources import PatchSources
+from volseg.transforms.augmentation.triton_reading import PatchSources
 
 
 class EpochBatches(Protocol):

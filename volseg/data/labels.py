@@ -19,7 +19,7 @@ from torch import Tensor
 
 from volseg.data.cases import Case, Task, list_values
 from volseg.errors import DataError
-from volseg.losses.targets import Targets
+from volseg.losses.known_voxels import Targets
 
 MOST_INDICES = 256
 """Values of uint8."""

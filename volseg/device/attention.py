@@ -16,7 +16,7 @@ from torch import Tensor
 from volseg.device import attention_kernels
 from volseg.device.gpus import on_gpu
 from volseg.device.triton_kernels import triton
-from volseg.device.triton_tiles import available, count_processors, select_device
+from volseg.device.triton_tiles import available, count_processors
 
 MOST_FEATURES = 128
 """Limit of features of a query or a value: a tile of rows holds all of them."""
@@ -134,11 +134,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], s
     # Not a view: torch would refuse in-place changes of it behind a custom function.
     out = query.new_empty_strided((batch, heads, rows, last), (rows * heads * last, last, heads * last, 1))
     logs = torch.empty((batch * heads, rows), dtype=torch.float32, device=query.device)
-    with select_device(query):
-        attention_kernels.attention_kernel[(batch * heads * triton.cdiv(rows, OWN),)](
-            query, key, value, out, logs, *_read(query, key, value, out), *_describe(terms, query),
-            *_measure(query, key, value), scale, TERMS=len(terms), **choose_tile("result", query, value, len(terms)),
-        )  # fmt: skip
+    attention_kernels.attention_kernel[(batch * heads * triton.cdiv(rows, OWN),)](
+        query, key, value, out, logs, *_read(query, key, value, out), *_describe(terms, query),
+        *_measure(query, key, value), scale, TERMS=len(terms), **choose_tile("result", query, value, len(terms)),
+    )  # fmt: skip
     return out, logs
 
 
@@ -167,19 +166,18 @@ def differentiate(
     sums = torch.empty_like(logs)  # sum of the products of each row of out with its gradient
     given = query, key, value, gradient
     described = *_describe(terms, query), *_measure(query, key, value)
-    with select_device(query):
-        attention_kernels.attention_query_kernel[(batch * heads * triton.cdiv(rows, OWN),)](
-            *given, out, found[0], logs, sums, *_read(*given, out, found[0]), *described, scale,
-            TERMS=len(terms), **choose_tile("query", query, value, len(terms)),
-        )  # fmt: skip
-        attention_kernels.attention_key_kernel[(batch * heads * triton.cdiv(columns, OWN),)](
-            *given, found[1], found[2], logs, sums, *_read(*given, found[1], found[2]), *described, scale,
-            TERMS=len(terms), **choose_tile("key", query, value, len(terms)),
-        )  # fmt: skip
-        slopes = [
-            _differentiate_term(given, logs, sums, terms, described, scale, term) if own else None
-            for term, own in zip(terms, wanted, strict=True)
-        ]
+    attention_kernels.attention_query_kernel[(batch * heads * triton.cdiv(rows, OWN),)](
+        *given, out, found[0], logs, sums, *_read(*given, out, found[0]), *described, scale,
+        TERMS=len(terms), **choose_tile("query", query, value, len(terms)),
+    )  # fmt: skip
+    attention_kernels.attention_key_kernel[(batch * heads * triton.cdiv(columns, OWN),)](
+        *given, found[1], found[2], logs, sums, *_read(*given, found[1], found[2]), *described, scale,
+        TERMS=len(terms), **choose_tile("key", query, value, len(terms)),
+    )  # fmt: skip
+    slopes = [
+        _differentiate_term(given, logs, sums, terms, described, scale, term) if own else None
+        for term, own in zip(terms, wanted, strict=True)
+    ]
     return found[0], found[1], found[2], slopes
 
 

@@ -18,7 +18,6 @@ from volseg.device.triton_tiles import (
     elements,
     make_even,
     read_strides,
-    select_device,
     takes,
 )
 
@@ -72,11 +71,10 @@ def multiply(slab: Tensor, gate: Tensor) -> Tensor:
     gate, out = make_even(gate, gate), torch.empty_like(slab)
     channels, voxels, tile = slab.shape[1], count_voxels(slab), choose_tile(slab)
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), slab.shape[0])
-    with select_device(slab):
-        _multiply_kernel[grid](
-            slab, gate, out, channels, voxels, *read_strides(slab), *_read_steps(gate), *read_strides(out),
-            **describe_tile(tile),
-        )  # fmt: skip
+    _multiply_kernel[grid](
+        slab, gate, out, channels, voxels, *read_strides(slab), *_read_steps(gate), *read_strides(out),
+        **describe_tile(tile),
+    )  # fmt: skip
     return out
 
 
@@ -94,11 +92,10 @@ def differentiate(gradient: Tensor, slab: Tensor, gate: Tensor) -> tuple[Tensor,
     gradient, gate = make_even(gradient, slab), make_even(gate, gate)
     of_slab, of_gate = torch.empty_like(slab), gate.new_empty(gate.shape)
     channels, voxels, tile = slab.shape[1], count_voxels(slab), choose_tile(slab, gradient)
-    with select_device(slab):
-        _differentiate_kernel[(triton.cdiv(voxels, tile[0]), slab.shape[0])](
-            gradient, slab, gate, of_slab, of_gate, channels, voxels, *read_strides(gradient), *read_strides(slab),
-            *_read_steps(gate), *read_strides(of_slab), **describe_tile(tile),
-        )  # fmt: skip
+    _differentiate_kernel[(triton.cdiv(voxels, tile[0]), slab.shape[0])](
+        gradient, slab, gate, of_slab, of_gate, channels, voxels, *read_strides(gradient), *read_strides(slab),
+        *_read_steps(gate), *read_strides(of_slab), **describe_tile(tile),
+    )  # fmt: skip
     return of_slab, of_gate
 
 

@@ -10,26 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
 from torch.optim import optimizer as _of_optimizers
 from torch.utils import _foreach_utils as _of_lists
 
-__all__ = [
-    "UNFOLLOWABLE",
-    "FakeTensor",
-    "FakeTensorMode",
-    "make_like_fake",
-    "quiet_fake_tensors",
-    "taking_lists",
-]
+FakeTensor = fake_tensor.FakeTensor
+FakeTensorMode = fake_tensor.FakeTensorMode
 
-UNFOLLOWABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+UNFOLLOWABLE = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
 """Errors of fake tensors if a value is read, a size depends on values, or an operator has no description; ``func`` is
 the operator."""
 

@@ -1,12 +1,14 @@
-"""GPUs of this process: their number, capabilities and free memory, and the device of a tensor.
+"""GPUs of this process: their number, capabilities, memory and streams, and the device of a tensor.
 
 All code that runs on GPUs uses this module instead of ``is_cuda`` or ``torch.cuda``: the GPUs of a step that
-``volseg.estimate`` traces are fake (`fake_gpu`), and the answers are then those of the fake kind of GPU. `streams` has
-the functions for streams.
+``volseg.estimate`` traces are fake (`fake_gpu`), and the answers are then those of the fake kind of GPU. All
+work of a fake GPU runs in order, so nothing waits. A fake stream has a number: torch's allocator hands a block only to
+the stream that the block belongs to.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from volseg.device.fake_gpu import GpuObserver, get_fake
 from volseg.device.fake_internals import FakeTensor
-from volseg.device.torch_internals import without_dispatch_modes
+from volseg.device.torch_internals import PLAIN_TENSORS, count_references, without_dispatch_modes
 
 Kept = TypeVar("Kept")
 
@@ -183,3 +185,143 @@ def release_cache(devices: Iterable[torch.device]) -> None:
         observer().on_mark("empty_cache")
     elif gpus:
         torch.cuda.empty_cache()
+
+
+@dataclass(eq=False)
+class FakeStream:
+    """A stream of a fake GPU; memory allocated on it is traced with its number."""
+
+    device: torch.device
+    number: int
+
+    def wait_stream(self, stream: Any) -> None:
+        """Do nothing."""
+
+    def wait_event(self, event: Any) -> None:
+        """Do nothing."""
+
+    def record_event(self) -> object:
+        """Return a point in its work, for which nothing has to wait."""
+        return object()
+
+
+@dataclass(eq=False)
+class _Streams:
+    """Streams of one trace."""
+
+    made: int = 0
+    current: dict[torch.device, FakeStream] = field(default_factory=dict)
+
+
+_NONE: dict[Any, Any] = {}
+
+
+def _get_streams() -> _Streams | None:
+    """Return the streams of the trace that runs in this thread; None on real GPUs."""
+    kept = get_device_cache(_NONE)
+    if kept is _NONE:
+        return None
+    if _Streams not in kept:
+        kept[_Streams] = _Streams()
+    found: _Streams = kept[_Streams]
+    return found
+
+
+def make_stream(device: torch.device) -> Any:
+    """Return a new stream of a GPU: ``torch.cuda.Stream``."""
+    streams = _get_streams()
+    if streams is None:
+        return torch.cuda.Stream(device)
+    streams.made += 1
+    return FakeStream(device, streams.made)
+
+
+def current_gpu_stream(device: torch.device) -> Any:
+    """Return the current stream of a GPU."""
+    streams = _get_streams()
+    if streams is None:
+        return torch.cuda.current_stream(device)
+    return streams.current.get(device) or streams.current.setdefault(device, FakeStream(device, 0))
+
+
+def note_use(tensor: Tensor, stream: Any) -> None:
+    """Keep a tensor's memory from reuse until a stream has reached this point: ``Tensor.record_stream``."""
+    if isinstance(stream, FakeStream):
+        observer().on_used(tensor, stream.number)
+    else:
+        tensor.record_stream(stream)
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Queue the work of a block on a stream: ``torch.cuda.stream``."""
+    return _on_fake_stream(stream) if isinstance(stream, FakeStream) else torch.cuda.stream(stream)
+
+
+@contextmanager
+def _on_fake_stream(stream: FakeStream) -> Iterator[None]:
+    streams = _get_streams()
+    assert streams is not None
+    before = current_gpu_stream(stream.device)
+    streams.current[stream.device] = stream
+    try:
+        yield
+    finally:
+        streams.current[stream.device] = before
+
+
+class MemoryPool:
+    """A part of torch's allocator.
+
+    Parameters
+    ----------
+    name : str
+        Name of its purpose, for traces without a GPU.
+    device : torch.device
+        Device of the pool; a CPU has no separate pool.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
+        self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Allocate from the pool in this thread."""
+        if self._pool is not None:
+            with torch.cuda.use_mem_pool(self._pool, self.device):
+                yield
+        elif not has_values(self.device):
+            with fake_recording(self.name):
+                yield
+        else:
+            yield
+
+
+def move_together(tensors: Iterable[Tensor]) -> None:
+    """Move tensors of one GPU to new memory through host memory, and release the freed segments.
+
+    The tensors stay the same objects. Tensors that share memory with others (a view, a slice of a bucket) stay where
+    they are, and so do tensors that are on no GPU.
+
+    Parameters
+    ----------
+    tensors
+        Tensors; duplicates are allowed.
+    """
+    own = count_references((torch.empty(1),), 0)[1]
+    found = {id(tensor): tensor for tensor in tensors if type(tensor) in PLAIN_TENSORS and on_gpu(tensor)}
+    moved = [tensor for tensor in found.values() if _has_memory_of_its_own(tensor, own)]
+    if not moved:
+        return
+    devices = [get_tensor_device(tensor) for tensor in moved]
+    on_host = [tensor.detach().to("cpu", copy=True) for tensor in moved]
+    for tensor, copy in zip(moved, on_host, strict=True):
+        tensor.data = copy  # values exist in one place at any time
+    empty_cache(devices[0])
+    for tensor, device in zip(moved, devices, strict=True):
+        tensor.data = tensor.data.to(device)
+
+
+def _has_memory_of_its_own(tensor: Tensor, own: int) -> bool:
+    bytes_ = tensor.numel() * tensor.element_size()
+    return tensor.untyped_storage().nbytes() == bytes_ > 0 and count_references((tensor,), 0)[1] == own

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import empty_cache, fake_recording, has_values, observer
-from volseg.device.streams import FakeStream, on_stream
+from volseg.device.gpus import FakeStream, empty_cache, fake_recording, has_values, observer, on_stream
 from volseg.device.torch_internals import end_allocations_to_pool, get_version, tree_flatten, tree_map
 from volseg.errors import ParallelError
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from volseg.device.gpus import on_gpu
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import available, count_processors, select_device
+from volseg.device.triton_tiles import available, count_processors
 
 LONGEST = 1024
 """Limit of channels in a line."""
@@ -106,11 +106,10 @@ def normalize_lines(
     out = torch.empty((rows, channels), dtype=dtype, device=lines.device)
     means, rstds = (torch.empty((rows,), dtype=torch.float32, device=lines.device) for _ in range(2))
     tile = _choose(channels)
-    with select_device(lines):
-        _layer_norm_kernel[(triton.cdiv(rows, tile["BR"]),)](
-            lines, lines if weight is None else weight, lines if bias is None else bias, out, means, rstds, rows,
-            channels, lines.stride(0), eps, AFFINE=weight is not None, SHIFTED=bias is not None, **tile,
-        )  # fmt: skip
+    _layer_norm_kernel[(triton.cdiv(rows, tile["BR"]),)](
+        lines, lines if weight is None else weight, lines if bias is None else bias, out, means, rstds, rows,
+        channels, lines.stride(0), eps, AFFINE=weight is not None, SHIFTED=bias is not None, **tile,
+    )  # fmt: skip
     return out, means, rstds
 
 
@@ -135,11 +134,10 @@ def differentiate_lines(
     per_program = triton.cdiv(triton.cdiv(rows, tile["BR"]), wanted) * tile["BR"]
     parts = triton.cdiv(rows, per_program)
     sums = torch.empty((parts, 2, channels), dtype=torch.float32, device=lines.device)
-    with select_device(lines):
-        _layer_norm_backward_kernel[(parts,)](
-            gradient, lines, lines if weight is None else weight, means, rstds, out, sums, rows, channels,
-            gradient.stride(0), lines.stride(0), per_program, AFFINE=weight is not None, **tile,
-        )  # fmt: skip
+    _layer_norm_backward_kernel[(parts,)](
+        gradient, lines, lines if weight is None else weight, means, rstds, out, sums, rows, channels,
+        gradient.stride(0), lines.stride(0), per_program, AFFINE=weight is not None, **tile,
+    )  # fmt: skip
     of_weight, of_bias = sums.sum(0)
     return out, of_weight, of_bias
 

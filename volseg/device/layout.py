@@ -13,7 +13,6 @@ from volseg.device.triton_tiles import (
     elements,
     make_even,
     read_strides,
-    select_device,
     takes,
 )
 
@@ -46,10 +45,9 @@ def copy_by_triton(slab: Tensor, out: Tensor) -> None:
     slab = make_even(slab, slab)
     tile = choose_tile(slab, out)
     grid = (triton.cdiv(count_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with select_device(slab):
-        _copy_kernel[grid](
-            slab, out, slab.shape[1], count_voxels(slab), *read_strides(slab), *read_strides(out), **describe_tile(tile)
-        )  # fmt: skip
+    _copy_kernel[grid](
+        slab, out, slab.shape[1], count_voxels(slab), *read_strides(slab), *read_strides(out), **describe_tile(tile)
+    )  # fmt: skip
 
 
 def layout_of(tensor: Tensor) -> torch.memory_format:

@@ -10,39 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import batchnorm, conv, dropout, loss
 from torch.nn.modules import module as _of_all_modules
-from torch.nn.modules.batchnorm import _NormBase as NormBase
-from torch.nn.modules.conv import _ConvNd as ConvNd
-from torch.nn.modules.dropout import _DropoutNd as DropoutNd
-from torch.nn.modules.loss import _Loss as Loss
 
-__all__ = [
-    "BACKWARD_HOOKS",
-    "BACKWARD_PRE_HOOKS",
-    "BUFFERS",
-    "FORWARD_HOOKS",
-    "FORWARD_HOOKS_ALWAYS_CALLED",
-    "FORWARD_HOOKS_WITH_KWARGS",
-    "FORWARD_PRE_HOOKS",
-    "FORWARD_PRE_HOOKS_WITH_KWARGS",
-    "HOOKS_OF_ALL_MODULES",
-    "MODULES",
-    "NOT_PERSISTENT",
-    "PARAMETERS",
-    "POST_ACCUMULATE_GRAD_HOOKS",
-    "ConvNd",
-    "DropoutNd",
-    "Loss",
-    "NormBase",
-    "apply_to_tensors",
-    "get_backward_hooks",
-    "get_buffers",
-    "get_forward_pre_hooks",
-    "get_modules",
-    "get_parameters",
-    "load_from_state_dict",
-    "swapping_by",
-]
+NormBase = batchnorm._NormBase
+ConvNd = conv._ConvNd
+DropoutNd = dropout._DropoutNd
+Loss = loss._Loss
 
 PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
 """Attributes of a module: its own parameters, buffers and children by name, and the buffers that are not saved."""

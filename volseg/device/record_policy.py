@@ -192,7 +192,7 @@ class Recordings(Generic[K]):
         self._kinds.clear()
 
 
-class Recorder:
+class Recorder(Recordings[Kind[Recording]]):
     """Run a function eagerly some times per kind of inputs, then record it, then replay the recording.
 
     Parameters
@@ -228,9 +228,9 @@ class Recorder:
         name: str = "the training step",
         advice: str = "set training.record to false, or call the step without RecordedStep",
     ) -> None:
+        super().__init__(Kind, warm_up=warm_up, limit=limit)
         self._state, self._name, self._advice = state, name, advice
         self._run, self._record, self._agree = run, record, agree
-        self._recordings: Recordings[Kind[Recording]] = Recordings(Kind, warm_up=warm_up, limit=limit)
         self._changes = 0
 
     def __call__(self, *inputs: Any) -> Any:
@@ -240,43 +240,24 @@ class Recorder:
             return self._run(*inputs)
         if self.is_replaying and (changed := self._state.find_change()) is not None:
             self._begin_anew(changed)
-        kind = self._recordings.find_kind((*key, *read_modes()))
-        if kind.recording is None and self._recordings.is_warm(kind) and self._recordings.make_room():
+        kind = self.find_kind((*key, *read_modes()))
+        if kind.recording is None and self.is_warm(kind) and self.make_room():
             self._try_to_record(kind, inputs)
         if kind.recording is not None:
-            return self._recordings.use(kind)(*inputs)
-        self._recordings.count(kind)
+            return self.use(kind)(*inputs)
+        self.count(kind)
         return self._run(*inputs)
-
-    @property
-    def warm_up(self) -> int:
-        """Eager calls per kind."""
-        return self._recordings.warm_up
 
     @property
     def is_replaying(self) -> bool:
         """Whether there are recordings."""
-        return len(self._recordings) > 0
-
-    @property
-    def refused(self) -> str | None:
-        """Reason why nothing is recorded any more, if recording failed here or in another process."""
-        return self._recordings.refused
-
-    @property
-    def num_recorded(self) -> int:
-        """Number of recordings so far."""
-        return self._recordings.num_recorded
-
-    def release(self) -> None:
-        """Free all recordings; later calls start over."""
-        self._recordings.release()
+        return len(self) > 0
 
     def _begin_anew(self, changed: str) -> None:
         self.release()
         self._changes += 1
         if self._changes > MOST_CHANGES:
-            self._recordings.refuse(f"{changed} changes again and again")
+            self.refuse(f"{changed} changes again and again")
             logger.warning("%s runs kernel by kernel from now on: %s", self._name, self.refused)
         else:
             logger.info("%s has changed since %s was recorded as a CUDA graph: recording again", changed, self._name)
@@ -292,13 +273,13 @@ class Recorder:
             reason = str(fault).partition("\n")[0] or type(fault).__name__
         if self._agree(kept):
             assert recording is not None
-            self._recordings.keep(kind, recording)
+            self.keep(kind, recording)
             self._state.done()
             return
         if recording is not None:
             recording.release()
         self._state.put_back()
-        self._recordings.refuse(reason)
+        self.refuse(reason)
         logger.warning(
             "%s cannot be recorded as a CUDA graph and runs kernel by kernel (%s); to skip the attempt, %s",
             *(self._name, reason, self._advice),

@@ -15,75 +15,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, _prims_common, nn
 from torch import _compile as _of_compile
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.torch_version import TorchVersion
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
-from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils import _python_dispatch, _pytree
 
-__all__ = [
-    "PLAIN_TENSORS",
-    "SUPPORTED_NODES",
-    "TorchDispatchMode",
-    "accept_gradients_of_other_streams",
-    "as_plain",
-    "as_savable",
-    "check_gradients",
-    "count_dispatch_modes",
-    "count_references",
-    "end_allocations_to_pool",
-    "find_backward_node",
-    "find_backward_pass",
-    "find_next_node_number",
-    "find_saved_tensors_hooks",
-    "find_schemas",
-    "find_transform",
-    "gather_into",
-    "get_accumulation_hooks",
-    "get_base",
-    "get_default_group",
-    "get_group_name",
-    "get_node_number",
-    "get_schema",
-    "get_storage_key",
-    "get_version",
-    "hand_backward_over",
-    "is_changed_in_place",
-    "is_compiled",
-    "is_forward_mode",
-    "is_in_bad_fork",
-    "is_transformed",
-    "is_view",
-    "keep_gpu_busy",
-    "left_out_of_compilation",
-    "lerp_each_",
-    "list_autocast_operators",
-    "log_softmax",
-    "make_wrapper_subclass",
-    "multiply_each",
-    "nn_functions",
-    "overriding_operators",
-    "pytree",
-    "read_value",
-    "softmax",
-    "suggest_memory_format",
-    "to_copy",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-    "unwrap_transformed",
-    "with_overrides",
-    "without_dispatch",
-    "without_dispatch_modes",
-    "without_overrides",
-    "without_subclass_overrides",
-]
+# Trees and modes.
+
+pytree = _pytree
+SUPPORTED_NODES = _pytree.SUPPORTED_NODES
+tree_flatten, tree_unflatten, tree_leaves = _pytree.tree_flatten, _pytree.tree_unflatten, _pytree.tree_leaves
+tree_map, tree_map_only = _pytree.tree_map, _pytree.tree_map_only
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+without_dispatch_modes = _python_dispatch._disable_current_modes
 
 # Tensors.
 
@@ -117,6 +63,9 @@ def as_plain(tensor: Tensor) -> Tensor:
     """
     return torch.ops.aten.alias.default(tensor) if isinstance(tensor, FakeTensor) else tensor.as_subclass(Tensor)
 
+
+suggest_memory_format: Callable[[Tensor], torch.memory_format] = _prims_common.suggest_memory_format
+"""Return the layout that an operator gives its result for this argument."""
 
 to_copy = torch.ops.aten._to_copy.default
 """The operator of ``Tensor.to`` if it copies."""

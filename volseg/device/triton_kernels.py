@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from volseg.device import fake_gpu, gpus
@@ -68,7 +69,7 @@ def hearing_calls(hear: Callable[[KernelCall], None]) -> Iterator[None]:
 
 
 class TritonKernel:
-    """A kernel that takes a grid: ``name[grid](*arguments, **options)``.
+    """A kernel that takes a grid: ``name[grid](*arguments, **options)``, on the device of the first argument.
 
     Parameters
     ----------
@@ -99,13 +100,22 @@ class TritonKernel:
                 "torch compute (in a config training.kernels: torch)"
             )
         run: Callable[..., Any] = self.compiled[grid]
-        return run
+        return lambda *arguments, **options: _run_on_device(run, arguments, options)
 
     def _note(self, grid: Sequence[int], arguments: Sequence[Any], options: dict[str, Any]) -> None:
         for hear in _hearers:
             hear(KernelCall(self, tuple(arguments), options))
         tensors = tuple(value for value in (*arguments, *options.values()) if isinstance(value, Tensor))
         gpus.observer().on_kernel(fake_gpu.NotedKernel(self.name, tuple(grid), tensors, options))
+
+
+def _run_on_device(run: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Run a kernel on the device of its first argument, a tensor; Triton's interpreter runs it on the CPU."""
+    first = arguments[0]
+    if not first.is_cuda or first.get_device() == torch.cuda.current_device():
+        return run(*arguments, **options)
+    with torch.cuda.device(first.device):
+        return run(*arguments, **options)
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], TritonKernel]:

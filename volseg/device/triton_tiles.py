@@ -7,7 +7,6 @@ of channels, and slabs inside a buffer with room for a halo. A tile holds ``BV``
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -109,13 +108,6 @@ def halve(tile: tuple[int, int]) -> tuple[int, int]:
 def is_narrow(tensor: Tensor, tile: tuple[int, int]) -> bool:
     """Return whether lines of channels begin at uneven places, so that each element is loaded by itself."""
     return tile[1] > 1 and tensor.shape[1] % 8 != 0
-
-
-def select_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Let kernels run on the tensor's device; Triton's interpreter runs them on the CPU."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(tensor.device)
 
 
 def count_processors(device: torch.device) -> int:

@@ -14,13 +14,14 @@ whole volume.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from volseg.device.layout import layout_of
-from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import MOST_VOXELS, choose_tile, describe_tile, select_device, takes
+from volseg.device.triton_kernels import TritonKernel, kernel, tl, triton
+from volseg.device.triton_tiles import MOST_VOXELS, choose_tile, describe_tile, takes
 from volseg.errors import ParallelError
 
 __all__ = ["DoubledPart", "double", "gather_gradient", "halve", "spread_gradient", "takes"]
@@ -134,12 +135,6 @@ def _gather_kernel(
     tl.store(out + place, (total * factor).to(out.dtype.element_ty), mask=mask)
 
 
-def _choose_tile(out: Tensor) -> tuple[int, int]:
-    """Return voxels and channels of a tile: smaller than elsewhere, since each voxel is read from many places."""
-    voxels, channels = choose_tile(out)
-    return max(1, voxels // 4), channels
-
-
 def double(slab: Tensor, part: DoubledPart, linear: bool, factor: float = 1.0) -> Tensor:
     """Return the planes ``part.outputs`` of the volume that has twice the size.
 
@@ -159,26 +154,15 @@ def double(slab: Tensor, part: DoubledPart, linear: bool, factor: float = 1.0) -
     ParallelError
         If a channel of the result has more voxels than kernels can count.
     """
-    batch, channels, _, *within = slab.shape
     start, stop = part.outputs
-    shape = batch, channels, stop - start, *(2 * size for size in within)
-    out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=layout_of(slab))
-    tile = _choose_tile(out)
-    voxels = out.shape[2:].numel()
-    if voxels > MOST_VOXELS:
+    sides = stop - start, *(2 * size for size in slab.shape[3:])
+    if prod(sides) > MOST_VOXELS:
         raise ParallelError(
             f"the kernel that doubles volumes counts {MOST_VOXELS} voxels of a channel at most, and the result of "
-            f"{tuple(slab.shape)} has {voxels}; cut it over more devices, or let torch compute it "
+            f"{tuple(slab.shape)} has {prod(sides)}; cut it over more devices, or let torch compute it "
             "(training.kernels: torch)"
         )
-    grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), batch)
-    with select_device(slab):
-        _double_kernel[grid](
-            slab, out, channels, voxels, part.planes, *within, part.first, start, factor,
-            *slab.stride(), *out.stride(),
-            **describe_tile(tile, LINEAR=linear),
-        )  # fmt: skip
-    return out
+    return _run(_double_kernel, slab, sides, (part.planes, *slab.shape[3:], part.first, start, factor), linear)
 
 
 def gather_gradient(
@@ -195,17 +179,21 @@ def gather_gradient(
     part, linear, factor
         See ``double``.
     """
-    batch, channels, _, *within = shape
-    layout = layout_of(gradient)
-    out = torch.empty(tuple(shape), dtype=gradient.dtype, device=gradient.device, memory_format=layout)
-    tile = _choose_tile(out)
-    voxels = out.shape[2:].numel()
-    grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), batch)
-    with select_device(gradient):
-        _gather_kernel[grid](
-            gradient, out, channels, voxels, part.planes, *within, part.first, *part.outputs, factor,
-            *gradient.stride(), *out.stride(), **describe_tile(tile, LINEAR=linear),
-        )  # fmt: skip
+    numbers = part.planes, *shape[3:], part.first, *part.outputs, factor
+    return _run(_gather_kernel, gradient, shape[2:], numbers, linear)
+
+
+def _run(kernel: TritonKernel, given: Tensor, sides: Sequence[int], numbers: Sequence[float], linear: bool) -> Tensor:
+    """Return what a kernel computes from a volume, on a grid of these sides."""
+    batch, channels = given.shape[:2]
+    layout = layout_of(given)
+    out = torch.empty((batch, channels, *sides), dtype=given.dtype, device=given.device, memory_format=layout)
+    height, width = choose_tile(out)
+    tile = max(1, height // 4), width  # smaller than elsewhere, since each voxel is read from many places
+    kernel[(triton.cdiv(prod(sides), tile[0]), triton.cdiv(channels, tile[1]), batch)](
+        given, out, channels, prod(sides), *numbers, *given.stride(), *out.stride(),
+        **describe_tile(tile, LINEAR=linear),
+    )  # fmt: skip
     return out
 
 

@@ -6,11 +6,10 @@ computes its time (`roofline`, `step_time`). `search` chooses the fastest candid
 here.
 """
 
-from volseg.estimate.candidate import Freedom
+from volseg.estimate.candidate import Freedom, Work
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.network_plan import describe_network, plan
 from volseg.estimate.planning import StepPlan
 from volseg.estimate.report import PlanReport
-from volseg.estimate.work import Work
 
 __all__ = ["Freedom", "Machine", "PlanReport", "Planned", "StepPlan", "Work", "describe_network", "plan"]

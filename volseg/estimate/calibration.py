@@ -25,6 +25,7 @@ from volseg.device import triton_tiles
 from volseg.device.gpus import count_gpus
 from volseg.device.graph import Graph
 from volseg.device.norm import passes
+from volseg.device.norm.activation import Term
 from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, name_group, read_host_rates
 from volseg.estimate.operator_work import describe_kernel, list_tensors
@@ -96,23 +97,20 @@ def rates_file_path(gpu: str, version: str, folder: str | Path | None = None) ->
 
 def read_calibration(file: Path, machine: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the stored rates of a machine, or None; log a warning with the reason if they cannot be used."""
+    wanted = {"version": VERSION, **{key: machine[key] for key in ("gpu", "torch", "cudnn")}}
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        found = {"version": stored["version"], **stored["machine"]}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as fault:
+    except (OSError, ValueError, RecursionError, TypeError, KeyError) as fault:
         logger.warning("%s cannot be read (%s): the GPU is measured again", file, fault)
         return None
-    if not isinstance(stored, dict) or stored.get("version") != VERSION:
-        found = stored.get("version") if isinstance(stored, dict) else type(stored).__name__
-        logger.warning("%s is of form %s, and this is form %s: the GPU is measured again", file, found, VERSION)
+    if differs := [key for key in wanted if found.get(key) != wanted[key]]:
+        words = ", ".join(f"{key} {found.get(key)} instead of {wanted[key]}" for key in differs)
+        logger.warning("%s does not hold here (%s): the GPU is measured again", file, words)
         return None
-    told = stored.get("machine", {})
-    if differs := [key for key in ("gpu", "torch", "cudnn") if told.get(key) != machine[key]]:
-        words = ", ".join(f"{key} {told.get(key)} instead of {machine[key]}" for key in differs)
-        logger.warning("%s is of another machine (%s): the GPU is measured again", file, words)
-        return None
-    return dict(stored)
+    return stored
 
 
 def describe_kind(stored: Mapping[str, Any]) -> GpuKind:
@@ -248,7 +246,8 @@ def measure_host(device: torch.device) -> dict[str, float]:
             found[f"{name} forward"], found[f"{name} backward"] = forward, both - forward
         plain, scale = torch.randn(1, 8, 4, 4, 4, device=device), torch.ones(1, 8, device=device)
         found["operator"] = _time_host(lambda: plain.add_(1))
-        found["triton"] = _time_host(lambda: passes.affine(plain, scale, scale)) if triton_tiles.available() else 0.0
+        norm = Term(plain, None, scale, scale)
+        found["triton"] = _time_host(lambda: passes.affine(norm)) if triton_tiles.available() else 0.0
         graph = record(lambda: plain.add_(1), 1000, stream)
         graph.replay()
         found["graph"] = statistics.median(time_once(graph.replay) for _ in range(5)) / 1000

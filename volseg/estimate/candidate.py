@@ -1,15 +1,60 @@
-"""List the ways to run a training step on some GPUs, and hold the estimate of each: pure functions of numbers.
+"""Describe a training step, list the ways to run it on some GPUs, and hold the estimate of each.
 
 Candidates that cannot run are not listed: more replicas than samples, more slabs than planes, micro-batches larger than
 the batch. Recomputation is never faster than the same candidate without it, so the list leaves it out; `relieve` adds
 it where a candidate does not fit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from volseg.estimate.step_memory import MemoryUse
+
+Batch = Mapping[str, Tensor]
+"""Fields with one row per sample."""
+
+Step = Callable[[Batch], Any]
+"""Forward, loss, backward and the optimizer's step, on a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A network and its training step; a trace of a candidate calls these functions under fake tensors.
+
+    Each candidate calls them anew, on its own copy of the network, so candidates do not affect each other.
+    """
+
+    build: Callable[[], nn.Module]
+    """Returns the plain network, in training mode. The network may be the user's, so a trace runs a fake copy."""
+    shape: tuple[int, ...]
+    """Shape of the image of a whole batch, (B, C, D, H, W)."""
+    make_batch: Callable[[int, torch.device], Batch]
+    """Makes a batch of this many rows on a device; ``image`` is the network's input."""
+    build_optimizer: Callable[[nn.Module], Optimizer]
+    """Returns the optimizer of the placed network, which is its argument."""
+    build_step: Callable[[nn.Module, Optimizer], Step]
+    """Makes the step of the placed network, and whatever else the step needs (an average of the weights)."""
+    precision: torch.dtype
+    """Type of the forward pass; ``build_step`` applies it."""
+    validate: Callable[[nn.Module], object] | None = None
+    """Runs the placed network as the validation between epochs does, on one batch of windows."""
+    name: str = "the network"
+    """Name of the network in messages."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step."""
+        return self.shape[0]
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """D, H, W of a volume."""
+        return self.shape[2:]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,12 @@ from volseg.device.fake_gpu import GpuLike
 from volseg.device.gpus import host_values, observer
 from volseg.device.torch_internals import tree_leaves
 from volseg.errors import NotRecordedError, ParallelError
-from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate import Batch, Candidate, Work
 from volseg.estimate.fake_step.single_rank import be_process
 from volseg.estimate.fake_step.tracing import TracedStep, tracing
 from volseg.estimate.gpu_kinds import GpuKind
 from volseg.estimate.operator_work import list_tensors
 from volseg.estimate.trace import KernelRun, StepTrace
-from volseg.estimate.work import Batch, Work
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.fast_kernels import FastKernels

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from volseg.errors import NotRecordedError, OutOfMemoryError, VolsegError
-from volseg.estimate.candidate import Candidate, Estimate, Freedom
+from volseg.estimate.candidate import Candidate, Estimate, Freedom, Work
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.fake_step.tracing import shorten
 from volseg.estimate.instances import Machine
@@ -22,7 +22,6 @@ from volseg.estimate.step_memory import (
 )
 from volseg.estimate.step_time import estimate_times
 from volseg.estimate.trace import StepTrace
-from volseg.estimate.work import Work
 
 __all__ = ["Machine", "Planned", "Resize", "Sides"]
 

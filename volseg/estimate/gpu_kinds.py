@@ -9,14 +9,13 @@ import gzip
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
-from volseg.estimate.kernel_class import FULL, KernelClass, classify, name_dtype
-from volseg.estimate.roofline import Peaks, RateTable
+from volseg.estimate.roofline import FULL, KernelClass, Peaks, RateTable, classify, name_dtype
 from volseg.estimate.trace import KernelRun
 
 BY_CUDA_CORES = 0.6
@@ -189,6 +188,4 @@ def find_kind(name: str) -> GpuKind:
     called = [kind for kind in KINDS.values() if kind.name.lower() == wanted]
     if called:
         return called[0]
-    near = [known for known in KINDS if known.startswith(wanted)] or get_close_matches(wanted, KINDS, n=2, cutoff=0.4)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ConfigError(f"the speed of a GPU called {name!r} is not known; known are {', '.join(KINDS)}{hint}")
+    raise ConfigError(f"the speed of a GPU called {name!r} is not known ({did_you_mean(wanted, KINDS)})")

@@ -6,12 +6,12 @@ Some families are no longer on offer, or not in every region; their figures stil
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, read_table
 from volseg.estimate.trace import Sent
@@ -184,11 +184,9 @@ def get_instance(name: str) -> Machine:
         if len(family) == 1:
             return INSTANCES[family[0]]
         raise ConfigError(f"{name!r} is a family of {len(family)} machines: name one of {', '.join(family)}")
-    near = get_close_matches(wanted, INSTANCES, n=3, cutoff=0.5)
-    nearest = list(dict.fromkeys([*near, *family]))[:5] or list(INSTANCES)
     raise ConfigError(
-        f"no machine is known by the name {name!r}; the nearest are {', '.join(nearest)}; for others give the "
-        "number of GPUs and the memory of one"
+        f"no machine is known by the name {name!r} ({did_you_mean(wanted, INSTANCES)}); for others give the number of "
+        "GPUs and the memory of one"
     )
 
 

@@ -15,13 +15,12 @@ from torch.optim import Adam, Optimizer
 
 from volseg.device.torch_internals import tree_leaves
 from volseg.errors import ParallelError, VolsegError
-from volseg.estimate.candidate import Freedom
+from volseg.estimate.candidate import Batch, Freedom, Step, Work
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.fake_step.tracing import shorten
 from volseg.estimate.gpu_kinds import GpuKind, find_kind
 from volseg.estimate.instances import get_instance, get_links
 from volseg.estimate.planning import StepPlan, plan_work
-from volseg.estimate.work import Batch, Step, Work
 from volseg.parallel.devices import list_gpus, name_devices
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.parallel.pipeline import Pipeline

@@ -13,7 +13,7 @@ from volseg.device.fake_gpu import NotedKernel
 from volseg.device.fake_internals import FakeTensor
 from volseg.device.layout import layout_of
 from volseg.device.torch_internals import get_schema
-from volseg.estimate.kernel_class import LAID_OUT_ANEW, TURNED_ROUND
+from volseg.estimate.roofline import LAID_OUT_ANEW, TURNED_ROUND
 from volseg.estimate.trace import KernelRun
 
 Found = TypeVar("Found")

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import select_device
 from volseg.inference.sampling import Aligned, AxisTable, Box, Held, split_box
 
 BLOCK = 128
@@ -193,19 +192,18 @@ def add_window(
         strides[dim] *= -1
     where = [start, *places, *blend.shape[1:]]
     links = {"AXIS": axis, "SOFTMAX": link == "softmax", "SIGMOID": link == "sigmoid"}
-    with select_device(blend):
-        if strides[0] == 1 and classes > FEW_CLASSES:
-            before = min(width, blend.shape[-1] - places[-1]) if axis == 2 else width
-            parts = triton.cdiv(before, TILE_VOXELS) + triton.cdiv(width - before, TILE_VOXELS)
-            _add_tiles_kernel[depth * height * parts,](
-                window, importance, blend, *where, before, classes, height, width, *strides[1:], *blend.stride(),
-                BV=TILE_VOXELS, BK=TILE_CLASSES, num_warps=8, **links,
-            )  # fmt: skip
-            return
-        _add_kernel[triton.cdiv(importance.numel(), BLOCK),](
-            window, importance, blend, *where, classes, importance.numel(), height, width,
-            *strides, *blend.stride(), BV=BLOCK, num_warps=4, **links,
+    if strides[0] == 1 and classes > FEW_CLASSES:
+        before = min(width, blend.shape[-1] - places[-1]) if axis == 2 else width
+        parts = triton.cdiv(before, TILE_VOXELS) + triton.cdiv(width - before, TILE_VOXELS)
+        _add_tiles_kernel[depth * height * parts,](
+            window, importance, blend, *where, before, classes, height, width, *strides[1:], *blend.stride(),
+            BV=TILE_VOXELS, BK=TILE_CLASSES, num_warps=8, **links,
         )  # fmt: skip
+        return
+    _add_kernel[triton.cdiv(importance.numel(), BLOCK),](
+        window, importance, blend, *where, classes, importance.numel(), height, width,
+        *strides, *blend.stride(), BV=BLOCK, num_warps=4, **links,
+    )  # fmt: skip
 
 
 DECIDED_BLOCK = 256
@@ -322,13 +320,12 @@ def decide(
         labels = torch.empty(shape, dtype=dtype, device=device)
         entropies = torch.empty(shape, device=device) if entropy else None
         places, weights = zip(*map(_locate, sampling.tables, box, [held] * 3), strict=True)
-        with select_device(held.values):
-            _decide_kernel[triton.cdiv(labels.numel(), DECIDED_BLOCK),](
-                held.values, *places, *weights, labels if table is None else table, labels,
-                labels if entropies is None else entropies, classes, held.values.stride(0), *shape, scale,
-                *betweens, VALUES=table is not None and not regions, REGIONS=regions, ENTROPY=entropy,
-                BV=DECIDED_BLOCK, num_warps=4,
-            )  # fmt: skip
+        _decide_kernel[triton.cdiv(labels.numel(), DECIDED_BLOCK),](
+            held.values, *places, *weights, labels if table is None else table, labels,
+            labels if entropies is None else entropies, classes, held.values.stride(0), *shape, scale,
+            *betweens, VALUES=table is not None and not regions, REGIONS=regions, ENTROPY=entropy,
+            BV=DECIDED_BLOCK, num_warps=4,
+        )  # fmt: skip
         d, h, w = (slice(part.start, part.stop) for part in box)
         yield (d, h, w), labels, entropies
 

@@ -11,9 +11,15 @@ Between the two arrows shards add their sums (see ``sharded``). A deep supervisi
 stride. The formula is that of MONAI's ``DiceCELoss(softmax=True, to_onehot_y=True)``.
 
 A label that is no class makes the loss NaN. On the CPU, where the host reads the sums without a wait, it is an error.
+
+A loss returns one number. While a caller gathers, it also records its sums over the voxels of the finest logits, for
+the soft Dice of the training: one reduction per batch. Sums of batches, shards and replicas add up; their Dice values
+do not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -28,9 +34,6 @@ from volseg.device.triton_tiles import takes
 from volseg.errors import DataError
 from volseg.losses.dice import passes, reference
 from volseg.losses.dice.reference import SURPRISE, TRUTH, Terms
-from volseg.losses.overlap import leave_overlap
-
-__all__ = ["Terms", "choose_backend", "compute_loss", "dice_cross_entropy", "read_at_grid", "sum_classes"]
 
 
 def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
@@ -138,3 +141,58 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
         return (slopes * gradient).expand(ctx.shape), None, None
+
+
+class Gathered:
+    """Sums that the losses of one batch record."""
+
+    sums: Tensor | None = None
+    """``(3, F)``: overlap, mass and truth of each foreground class, from the first loss and its finest logits."""
+
+
+_GATHERED: ContextVar[Gathered | None] = ContextVar("gathered", default=None)
+
+
+@contextmanager
+def gathering_overlap() -> Iterator[Gathered]:
+    """Gather the foreground's overlap from the losses that are computed in this block."""
+    gathered = Gathered()
+    token = _GATHERED.set(gathered)
+    try:
+        yield gathered
+    finally:
+        _GATHERED.reset(token)
+
+
+def leave_overlap(sums: Tensor, dims: tuple[int, ...]) -> None:
+    """Record the overlap, if a caller gathers and nothing is recorded yet.
+
+    Parameters
+    ----------
+    sums
+        Overlap, mass and truth along one dim, and the foreground's classes along the last dim.
+    dims
+        The other dims, to sum over: parts, samples.
+    """
+    gathered = _GATHERED.get()
+    if gathered is not None and gathered.sums is None:
+        gathered.sums = sums.detach().sum(dims)
+
+
+def compute_soft_dice(sums: Tensor) -> float | None:
+    """Return the mean soft Dice of the classes in the labels, or None if the labels have no foreground.
+
+    Parameters
+    ----------
+    sums
+        ``(3, F)``, as gathered and added up. The call waits for their device.
+
+    Examples
+    --------
+    >>> import torch
+    >>> compute_soft_dice(torch.tensor([[8.0, 0.0], [10.0, 3.0], [10.0, 0.0]]))
+    0.8
+    """
+    overlap, mass, truth = sums.double().cpu()
+    held = truth > 0
+    return float((2 * overlap / (mass + truth))[held].mean()) if held.any() else None

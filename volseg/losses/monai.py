@@ -4,9 +4,9 @@ import monai.losses
 from torch import Tensor
 
 from volseg.errors import ConfigError
-from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
-from volseg.losses.known_voxels import known_dice_cross_entropy
-from volseg.losses.targets import Targets
+from volseg.losses.dice.reference import Terms
+from volseg.losses.dice_cross_entropy import dice_cross_entropy
+from volseg.losses.known_voxels import Targets, known_dice_cross_entropy
 
 
 class DiceCELoss(monai.losses.DiceCELoss):

@@ -28,10 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.device.first_order import first_order
-from volseg.device.gpus import get_address, is_gpu
+from volseg.device.gpus import current_gpu_stream, get_address, is_gpu, make_stream, on_stream
 from volseg.device.graph import describe_plain
 from volseg.device.module_internals import get_parameters
-from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import Differences, GradientRoom, LayoutNumbers, check_hooks, fill_buckets

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from volseg.device.compiler_internals import ScriptMethod, list_script_graphs, watching_scripts
 from volseg.device.first_order import first_order
 from volseg.device.gpus import has_values, is_recording
-from volseg.device.norm.running import Running, check_sizes
+from volseg.device.norm.reference import Running, check_sizes
 from volseg.device.torch_internals import find_saved_tensors_hooks
 from volseg.errors import ParallelError
 from volseg.parallel.replicas import Replicas

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.device.gpu_memory import move_together
-from volseg.device.gpus import is_gpu
+from volseg.device.gpus import current_gpu_stream, is_gpu, make_stream, move_together, on_stream
 from volseg.device.graph import RecordedFunction
 from volseg.device.record_policy import Recorder
-from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.errors import ParallelError
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.model_parallel import ModelParallel

@@ -30,8 +30,8 @@ from volseg.device.torch_internals import (
 )
 from volseg.estimate.gpu_kinds import GpuKind
 from volseg.estimate.instances import Links
-from volseg.estimate.kernel_class import HALF, classify
 from volseg.estimate.operator_work import describe_kernel, list_tensors
+from volseg.estimate.roofline import HALF, classify
 from volseg.estimate.step_time import select_step
 from volseg.estimate.trace import KernelRun, Sent, StepTrace
 from volseg.profiling.kernels import LOSS, MARK, OPTIMIZER, OUTSIDE, PlacedWork, StepPlace, find_kind, travels

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from monai.data import MetaTensor
-from monai.transforms import MapTransform
+from monai.transforms import MapTransform, NormalizeIntensity
 from torch import Tensor
 
 from volseg.errors import DataError
@@ -37,41 +37,21 @@ class ZScore(MapTransform):
 
     def __init__(self, fields: Sequence[str], *, nonzero: bool = False, channels: Sequence[int] | None = None) -> None:
         super().__init__([field for field in fields if field not in LABEL_FIELDS])
-        self.nonzero, self.channels = nonzero, channels
+        self.channels = channels
+        self._normalise = NormalizeIntensity(nonzero=nonzero, channel_wise=True)
 
     def __call__(self, data: Mapping[str, Any]) -> Case:
         """Return the case with normalised images and unchanged label maps."""
         case = dict(data)
         for field in self.key_iterator(case):
-            # The same bits as MONAI's NormalizeIntensity, without a MetaTensor for each small step.
             voxels = case[field].as_tensor().to(torch.float32, copy=True)
             chosen = _choose_channels(voxels, self.channels, field)
-            is_whole = len(chosen) == len(voxels)
-            part = (voxels if is_whole else voxels[chosen]).to(memory_format=torch.contiguous_format)
-            for channel in part:
-                self._normalise(channel)
-            if is_whole:
-                voxels = part
+            if len(chosen) == len(voxels):
+                voxels = self._normalise(voxels)
             else:
-                voxels[chosen] = part
+                voxels[chosen] = self._normalise(voxels[chosen])
             case[field] = MetaTensor(voxels).copy_meta_from(case[field])
         return case
-
-    def _normalise(self, channel: Tensor) -> None:
-        """Normalise a channel in place."""
-        if not self.nonzero:
-            mean, divisor = channel.mean().item(), _divisor_of(channel)
-            channel.sub_(mean).div_(divisor)
-            return
-        inside = channel != 0
-        if inside.any():
-            held = channel[inside]
-            channel[inside] = (held - held.mean().item()) / _divisor_of(held)
-
-
-def _divisor_of(voxels: Tensor) -> float:
-    """Return the standard deviation, or 1 if it is 0."""
-    return voxels.std(correction=0).item() or 1.0
 
 
 class ClipZScore(MapTransform):

@@ -18,6 +18,7 @@ from monai.transforms import (
     CropForegroundd,
     DivisiblePad,
     MapTransform,
+    Orientationd,
     Padd,  # codespell:ignore padd
     SpatialPad,
 )
@@ -26,7 +27,7 @@ from volseg.config.registry import Registry
 from volseg.config.sections import PREVIOUS_STAGE
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import LABEL_FIELDS, Case
-from volseg.transforms.bounded_spacing import BoundedSpacing, KeptOrientation, PlaneSpacing
+from volseg.transforms.bounded_spacing import BoundedSpacing, PlaneSpacing
 from volseg.transforms.grid import Grid
 from volseg.transforms.intensities import ClipZScore, ZScore
 
@@ -150,7 +151,7 @@ class Preprocessing(Compose):
     @property
     def suits_devices(self) -> bool:
         """Whether a GPU computes the same, except for the last bit of resampled voxels."""
-        kinds = (RememberGrid, KeptOrientation, Pad, StoreVoxels)
+        kinds = (RememberGrid, Orientationd, Pad, StoreVoxels)
         return all(
             isinstance(step, kinds)
             or type(step) is BoundedSpacing
@@ -248,12 +249,12 @@ def choose_label_dtype(label: MetaTensor, field: str = "label") -> torch.dtype:
     return torch.uint8 if low >= 0 and high <= 255 else torch.int32
 
 
-def orientation(fields: Sequence[str], *, axcodes: str = "RAS") -> KeptOrientation:
+def orientation(fields: Sequence[str], *, axcodes: str = "RAS") -> Orientationd:
     """Permute and flip the voxel axes to point to ``axcodes``; no voxel moves in the patient."""
     if sorted(axcodes.translate(str.maketrans("LPI", "RAS"))) != ["A", "R", "S"]:
         raise ValueError(f"axcodes must name each body axis once, as RAS or LPI do, got {axcodes!r}")
     labels = (("L", "R"), ("P", "A"), ("I", "S"))  # affines here are always RAS+
-    return KeptOrientation(fields, axcodes=axcodes, labels=labels, allow_missing_keys=True)
+    return Orientationd(fields, axcodes=axcodes, labels=labels, allow_missing_keys=True)
 
 
 def spacing(

@@ -1,15 +1,14 @@
 """Resample onto another grid like MONAI, a few planes at a time.
 
 MONAI computes the homogeneous float64 coordinates of all new voxels before it interpolates. A CT of 512 x 512 x 160
-takes gigabytes of fresh memory, and page faults take most of the time. A slab of a few planes stays in the cache.
+takes gigabytes of fresh memory, and page faults take most of the time. A slab of a few planes stays in the cache; only
+the source's copy in float64 is whole, as ``grid_sample`` takes positions relative to the whole volume.
 The arithmetic is MONAI's, in the same order, so that a voxel halfway between two others rounds to the same one.
 
 A volume on a GPU is interpolated there, also in float64. A GPU rounds a product and a sum at once, so that a voxel in
 float32 may differ in its last bit. Nearest voxels are selected on the CPU, since a GPU could select others.
 """
 
-import math
-import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,14 +26,8 @@ from volseg.transforms.slabs import run_over_slabs
 SLAB_VOXELS = 1 << 17
 """New voxels at a time; their coordinates take 7 MB."""
 
-CONVERTED_PLANES = 16
-"""Planes that a thread converts to float64 at a time."""
-
 DEVICE_VOXELS = 1 << 23
 """New voxels at a time on a GPU; their coordinates temporarily take half a gigabyte."""
-
-TOGETHER_VOXELS = 1 << 24
-"""New voxels per update of the source's float64 planes: convert the needed planes, release the others."""
 
 
 class SlabResample(SpatialResample):
@@ -70,12 +63,7 @@ class SlabResample(SpatialResample):
         if shape == list(img.shape[1:]) and (_is_close(before, after) or _is_close(moved, torch.eye(4))):
             return as_monai()  # MONAI returns the volume unchanged
         volume, how = img.as_tensor(), (moved, shape, str(mode), str(padding_mode))
-        if img.device.type == "cpu":
-            voxels = _resample(volume, *how)
-        elif mode == "bilinear":
-            voxels = resample_on_device(volume, *how)
-        else:
-            voxels = _resample(volume.cpu(), *how).to(volume.device)
+        voxels = _resample(volume if mode == "bilinear" else volume.cpu(), *how).to(volume.device)
         tracked = self.track_transform_meta(  # updates the affine, and records the step for `Invertd`
             img,
             sp_size=torch.tensor(shape),
@@ -99,23 +87,11 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, padding_mode: str) -> Tensor:
     """Return the values of ``volume`` at the new voxels; ``moved`` maps their indices to old indices."""
-    _, height, width = shape
-    resampled = torch.empty(len(volume), *shape)
-    source = _ExactPlanes(volume)
-    fill = _make_fill(source.exact, resampled, moved, mode, padding_mode)
-    planes = max(1, SLAB_VOXELS // (height * width))
-    together = planes * max(1, TOGETHER_VOXELS // (planes * height * width))
-    for begin in range(0, shape[0], together):
-        end = min(begin + together, shape[0])
-        source.hold(*_reach(moved, [(begin, end - 1), (0, height - 1), (0, width - 1)]))
-        run_over_slabs(fill, (end - begin, height, width), planes, begin)
-    return resampled
-
-
-def resample_on_device(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, padding_mode: str) -> Tensor:
-    """Return the values at the new voxels, computed on the volume's device from a complete float64 copy."""
     resampled = torch.empty(len(volume), *shape, device=volume.device)
     fill = _make_fill(volume.double(), resampled, moved, mode, padding_mode)
+    if volume.device.type == "cpu":
+        run_over_slabs(fill, shape, max(1, SLAB_VOXELS // (shape[1] * shape[2])))
+        return resampled
     planes = max(1, DEVICE_VOXELS // (shape[1] * shape[2]))
     for begin in range(0, shape[0], planes):
         fill(slice(begin, min(begin + planes, shape[0])))
@@ -143,52 +119,6 @@ def _make_fill(
         resampled[:, planes_of] = slab[0]
 
     return fill
-
-
-def _reach(moved: Tensor, box: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the range of source planes, end excluded, that the new voxels of a box need."""
-    ends = [sorted(float(moved[0, axis]) * end for end in ends) for axis, ends in enumerate(box)]
-    low, high = (float(moved[0, 3]) + sum(end[side] for end in ends) for side in (0, 1))
-    return math.floor(low) - 2, math.ceil(high) + 3  # 2 more: for rounding, and the neighbour
-
-
-class _ExactPlanes:
-    """A float64 copy of a volume (C, D, H, W) that holds only the planes in use.
-
-    ``grid_sample`` takes positions relative to the whole volume; relative to a part they would round differently. So it
-    gets the whole volume, but only pages of planes that were written and not yet released take memory.
-    """
-
-    def __init__(self, volume: Tensor) -> None:
-        self.volume = volume
-        # Private pages, since shared pages are not released. Windows has no such flags.
-        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MADV_DONTNEED") else {}
-        self.memory = mmap.mmap(-1, 8 * volume.numel(), **flags)
-        self.exact = torch.frombuffer(self.memory, dtype=torch.float64).view(volume.shape)
-        self.held = range(0)
-
-    def hold(self, start: int, stop: int) -> None:
-        """Convert the planes in ``[start, stop)``, clipped to the volume, to float64, and release the others."""
-        channels, depth, height, width = self.volume.shape
-        start, stop = min(max(start, 0), depth - 1), max(min(stop, depth), 1)
-        old = self.held
-        for forgotten in filter(None, (range(old.start, min(old.stop, start)), range(max(old.start, stop), old.stop))):
-            for first in range(0, channels * depth, depth):
-                ends = (8 * (first + plane) * height * width for plane in (forgotten.start, forgotten.stop))
-                self._release(*ends)
-        kept = range(max(start, old.start), min(stop, old.stop)) or range(start, start)
-        for fresh in filter(None, (range(start, kept.start), range(kept.stop, stop))):
-            run_over_slabs(self._convert, (len(fresh), height, width), CONVERTED_PLANES, fresh.start)
-        self.held = range(start, stop)
-
-    def _convert(self, planes: slice) -> None:
-        self.exact[:, planes] = self.volume[:, planes]
-
-    def _release(self, begin: int, end: int) -> None:
-        if hasattr(mmap, "MADV_DONTNEED"):  # elsewhere the planes stay in memory
-            begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-            if begin < end:
-                self.memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def _place_voxels(side: int) -> Tensor:

@@ -13,14 +13,13 @@ ALONE_VOXELS = 2**22
 MOST_THREADS = 8
 
 
-def run_over_slabs(function: Callable[[slice], object], shape: Sequence[int], planes: int, start: int = 0) -> None:
-    """Call ``function`` with slices of ``planes`` planes that cover D planes of ``shape`` (D, H, W) from ``start`` on.
+def run_over_slabs(function: Callable[[slice], object], shape: Sequence[int], planes: int) -> None:
+    """Call ``function`` with slices of ``planes`` planes that cover D planes of ``shape`` (D, H, W).
 
     A large volume uses several threads, each with single-threaded torch; an error in any thread is raised.
     """
     depth, height, width = shape
-    end = start + depth
-    slabs = [slice(begin, min(begin + planes, end)) for begin in range(start, end, planes)]
+    slabs = [slice(begin, min(begin + planes, depth)) for begin in range(0, depth, planes)]
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     if depth * height * width <= ALONE_VOXELS or threads == 1:
         for slab in slabs:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from volseg.errors import NonFiniteLossError
-from volseg.losses.overlap import compute_soft_dice
+from volseg.losses.dice_cross_entropy import compute_soft_dice
 from volseg.parallel.processes.group import largest_over_processes
 from volseg.signals import ENDING, ONE_EVENT_SECONDS, raise_as_signal
 

@@ -19,8 +19,8 @@ from volseg.config.nearest import did_you_mean
 from volseg.config.registry import Registry
 from volseg.device.module_internals import Loss, NormBase
 from volseg.errors import BatchFieldError, ConfigError
+from volseg.losses.known_voxels import Targets
 from volseg.losses.monai import DiceCELoss
-from volseg.losses.targets import Targets
 from volseg.workflow.named import Named
 
 

@@ -17,7 +17,7 @@ from volseg.device.gpus import has_values
 from volseg.errors import BatchFieldError, ConfigError, VolsegError
 from volseg.formatting import list_some
 from volseg.losses import Targets, Terms, dice_cross_entropy, known_dice_cross_entropy
-from volseg.losses.overlap import gathering_overlap
+from volseg.losses.dice_cross_entropy import gathering_overlap
 
 
 class Named(nn.Module):

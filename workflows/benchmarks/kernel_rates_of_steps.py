@@ -25,8 +25,7 @@ from plan_accuracy_rows import Row
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import KINDS, GpuKind
-from volseg.estimate.kernel_class import classify
-from volseg.estimate.roofline import read_run
+from volseg.estimate.roofline import classify, read_run
 from volseg.estimate.step_time import select_step
 from volseg.estimate.trace import KernelRun
 

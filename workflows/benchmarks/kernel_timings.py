@@ -27,7 +27,7 @@ import torch
 from networks_listed import NETWORKS, build, fit
 from torch import Tensor, nn
 
-from volseg.device.convolution import choice, depth_chunks, rules
+from volseg.device.convolution import choice, depth_chunks
 from volseg.device.convolution.forms import Direction
 from volseg.device.convolution.settings import Settings
 from volseg.monitoring.environment import environment
@@ -233,7 +233,7 @@ def time_shortly(run: Callable[[], object], device: torch.device) -> float:
     return best if best > 8e-3 else min(best, *(time_call(run, 2 if best > 1e-3 else 4) for _ in range(2)))
 
 
-def prepare(shape: Shape, device: torch.device) -> rules.ConvolutionCall:
+def prepare(shape: Shape, device: torch.device) -> choice.ConvolutionCall:
     """Draw what is convolved, and the gradient of the output; on a CPU, whose bfloat16 is its own, in float32."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     ends = [shape.outputs, shape.inputs // shape.settings.groups]
@@ -242,11 +242,11 @@ def prepare(shape: Shape, device: torch.device) -> rules.ConvolutionCall:
     slab = draw(device, (1, shape.inputs, *shape.sides), dtype)
     weight = draw(device, (*ends, *shape.taps), dtype)
     out = torch.ops.aten.convolution(slab.to("meta"), weight.to("meta"), None, *shape.settings.arguments)
-    return rules.ConvolutionCall(slab, weight, None, shape.settings, draw(device, out.shape, dtype))
+    return choice.ConvolutionCall(slab, weight, None, shape.settings, draw(device, out.shape, dtype))
 
 
 def list_ways(
-    direction: Direction, call: rules.ConvolutionCall, whole: rules.ConvolutionCall
+    direction: Direction, call: choice.ConvolutionCall, whole: choice.ConvolutionCall
 ) -> tuple[str | None, list[tuple[str, Callable[[], Tensor]]]]:
     """Return what volseg chooses, and torch's way with each of volseg's that supports the convolution."""
     ways: list[tuple[str, Callable[[], Tensor]]] = [("torch", partial(compute, whole, DIRECTIONS.index(direction)))]
@@ -260,7 +260,7 @@ def list_ways(
     return None if chosen is None else chosen.name, ways
 
 
-def compute(call: rules.ConvolutionCall, place: int) -> Tensor:
+def compute(call: choice.ConvolutionCall, place: int) -> Tensor:
     """Return the output, the input's gradient or the weight's by torch."""
     slab, weight, _, settings, gradient = call
     assert gradient is not None

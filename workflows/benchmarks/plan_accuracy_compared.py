@@ -15,13 +15,12 @@ from svg import circle, line, rectangle, text, write
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.estimate.candidate import Candidate, Estimate, Freedom, list_candidates, relieve
+from volseg.estimate.candidate import Batch, Candidate, Estimate, Freedom, Step, Work, list_candidates, relieve
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.instances import get_links
 from volseg.estimate.search import choose, judge, search
 from volseg.estimate.step_memory import MemoryUse
-from volseg.estimate.work import Batch, Step, Work
 from volseg.models import build_network
 from volseg.workflow.precision import Precision
 

@@ -12,7 +12,7 @@ import torch
 from rate_passes import LAYOUTS, Layout, Prepared, RateCase, count_run, draw, name_layout
 from torch import Tensor
 
-from volseg.device.convolution import choice, rules
+from volseg.device.convolution import choice
 from volseg.device.convolution.settings import Settings
 
 Convolutions = Sequence[tuple[int, int, tuple[int, ...]]]
@@ -231,10 +231,10 @@ class TimedConvolution:
 def _list_ours(slab: Tensor, weight: Tensor, settings: Settings, gradient: Tensor, flops: int) -> Iterator[Prepared]:
     """List what ``device.convolution.choice`` computes by kernels of our own."""
     dtype = slab.dtype
-    call = rules.ConvolutionCall(slab, weight, None, settings)
+    call = choice.ConvolutionCall(slab, weight, None, settings)
     if (forward := choice.choose("forward", call)) is not None and forward.name in FORWARD:
         yield count_run(FORWARD[forward.name], dtype, (slab, weight, gradient), True, flops), forward.compute
-    if rules.is_one_voxel(gradient, weight, settings):
+    if choice.is_one_voxel(gradient, weight, settings):
         gradient = gradient.contiguous()  # as a loss gives it
         yield (
             count_run(

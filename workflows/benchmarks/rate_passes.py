@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.norm import passes, statistics
-from volseg.device.norm.activation import Activation
+from volseg.device.norm.activation import Activation, Term
 from volseg.device.torch_internals import softmax
 from volseg.estimate.trace import KernelRun
 
@@ -207,12 +207,12 @@ def _group_norm_backward(x: Tensor, y: Tensor) -> Callable[[], object]:
 def _our_passes(x: Tensor, y: Tensor) -> dict[str, tuple[Sequence[Tensor], Callable[[], object]]]:
     """Return our norms' kernels, each with what it reads and writes."""
     scale, shift, mean = (torch.rand(1, x.shape[1], device=x.device) for _ in range(3))
-    leaky = Activation("leaky", 0.01)
+    norm = Term(x, mean, scale, shift, Activation("leaky", 0.01))
     return {
         "norm.statistics._moments_kernel": ((x,), lambda: statistics.moments(x)),
-        "norm.passes._affine_kernel": ((x, y), lambda: passes.affine(x, scale, shift, leaky)),
-        "norm.passes._sums_kernel": ((x, y), lambda: passes.gradient_sums(y, x, mean, scale, shift, leaky)),
-        "norm.passes._input_kernel": ((x, y, x), lambda: passes.gradient_input(y, x, scale, shift, mean, shift, leaky)),
+        "norm.passes._affine_kernel": ((x, y), lambda: passes.affine(norm)),
+        "norm.passes._sums_kernel": ((x, y), lambda: passes.gradient_sums(y, norm)),
+        "norm.passes._input_kernel": ((x, y, x), lambda: passes.gradient_input(y, norm, mean, shift)),
     }
 
 

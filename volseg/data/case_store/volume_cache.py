@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from volseg.data.case_store.preprocessed import StoredCase
 from volseg.errors import DataError
-from volseg.transforms.augmentation.sources import PatchSources
+from volseg.transforms.augmentation.triton_reading import PatchSources
 
 MOST_FOREGROUND = 10_000
 """Voxels remembered per case and class for oversampling; nnU-Net's number."""

@@ -18,10 +18,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from volseg.device.convolution.settings import Settings
+from volseg.device.convolution.settings import Settings, new_volume
 from volseg.device.layout import in_layout
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import count_processors, select_device
+from volseg.device.triton_tiles import count_processors
 
 MOST_TAPS = 7
 """Largest number of taps along a side of the kernel."""
@@ -188,12 +188,11 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Se
     numbers = zip(sides, kernel, settings.stride, settings.padding, settings.dilation, strict=True)
     ends = [(n - 1) * s - p + (k - 1) * d + 1 for n, k, s, p, d in numbers]
     read = map(min, ends, fine.shape[2:])
-    with select_device(slab):
-        _depthwise_weight_kernel[(parts * groups,)](
-            fine, coarse, out, coarse.shape[1], *read, *sides, *_read_strides(fine), *_read_strides(coarse),
-            *settings.padding, *counts, tiles, per_program, COLUMNS=columns,
-            **_name_sides(kernel, settings.stride, settings.dilation), **tile, num_warps=4, num_stages=1,
-        )  # fmt: skip
+    _depthwise_weight_kernel[(parts * groups,)](
+        fine, coarse, out, coarse.shape[1], *read, *sides, *_read_strides(fine), *_read_strides(coarse),
+        *settings.padding, *counts, tiles, per_program, COLUMNS=columns,
+        **_name_sides(kernel, settings.stride, settings.dilation), **tile, num_warps=4, num_stages=1,
+    )  # fmt: skip
     return out.sum(0).to(weight.dtype).movedim(-1, 0).reshape(weight.shape)
 
 
@@ -231,7 +230,7 @@ def _count_columns(kernel: Sequence[int]) -> int:
 
 def _gather(x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sequence[int], settings: Settings) -> Tensor:
     """Return the convolution that is not transposed."""
-    x, out = _lay_out(x), _allocate(x, sides)
+    x, out = _lay_out(x), new_volume(x, x.shape[1], sides)
     _, height, width = kernel = weight.shape[2:]
     channels = len(weight)
     steps = height * width * channels, width * channels, channels
@@ -244,7 +243,7 @@ def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sequence[int
 
     Tap ``k`` reaches voxel ``s q + r`` of the output from voxel ``(s q + r + p - d k) / s``, if that is an integer.
     """
-    x, out, taps, ones = _lay_out(x), _allocate(x, sides), _by_taps(weight), (1, 1, 1)
+    x, out, taps, ones = _lay_out(x), new_volume(x, x.shape[1], sides), _by_taps(weight), (1, 1, 1)
     *_, height, width = kernel = weight.shape[2:]
     units = height * width * len(weight), width * len(weight), len(weight)
     for remainders in product(*map(range, settings.stride)):
@@ -264,11 +263,6 @@ def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sequence[int
     return out
 
 
-def _allocate(x: Tensor, sides: Sequence[int]) -> Tensor:
-    shape = *x.shape[:2], *sides
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
-
-
 def _by_taps(weight: Tensor) -> Tensor:
     """Return the weights of all channels for one tap after the other."""
     return weight.flatten(1).t().contiguous()
@@ -280,10 +274,9 @@ def _run(
 ) -> None:  # fmt: skip
     """Write a convolution into ``out``; the first of its taps is at ``at``, the next along each side ``steps`` on."""
     tile, counts = _choose_tile(x.shape[1], out.shape[2:])
-    with select_device(x):
-        _depthwise_kernel[(x.shape[0] * prod(counts),)](
-            x, taps, taps if bias is None else bias, out, x.shape[1], *x.shape[2:], *out.shape[2:],
-            *_read_strides(x), *_read_strides(out), *padding, *counts, at, *steps,
-            COLUMNS=_count_columns(kernel), BIAS=bias is not None,
-            **_name_sides(kernel, stride, dilation), **tile, num_warps=4, num_stages=1,
-        )  # fmt: skip
+    _depthwise_kernel[(x.shape[0] * prod(counts),)](
+        x, taps, taps if bias is None else bias, out, x.shape[1], *x.shape[2:], *out.shape[2:],
+        *_read_strides(x), *_read_strides(out), *padding, *counts, at, *steps,
+        COLUMNS=_count_columns(kernel), BIAS=bias is not None,
+        **_name_sides(kernel, stride, dilation), **tile, num_warps=4, num_stages=1,
+    )  # fmt: skip

@@ -10,11 +10,10 @@ computation with a flipped kernel.
 
 from math import prod
 
-import torch
 from torch import Tensor
 
+from volseg.device.convolution.settings import Settings, new_volume
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import select_device
 
 MOST_CHANNELS = 4
 """Limit of channels in and out: the sums of a voxel are in registers, each in its own variable."""
@@ -71,22 +70,19 @@ def _convolve_few_kernel(
         tl.store(out + v.to(tl.int64) * N + n, total.to(out.dtype.element_ty), mask=there)
 
 
-def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
+def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
     """Return the convolution, ``(B, N, D, H, W)`` with channels last."""
-    sides = [side + 2 * p - k + 1 for side, p, k in zip(slab.shape[2:], padding, weight.shape[2:], strict=True)]
-    channels, shape = weight.shape[0], (slab.shape[0], weight.shape[0], *sides)
-    out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
+    channels, sides = weight.shape[0], settings.compute_sides(slab, weight)
+    out = new_volume(slab, channels, sides)
     voxels = slab.shape[0] * prod(sides)
-    with select_device(slab):
-        _convolve_few_kernel[(triton.cdiv(voxels, VOXELS),)](
-            slab, weight.contiguous(), bias, out, voxels, *slab.shape[2:], *sides, *slab.stride(), *padding,
-            **dict(zip(("C", "N", "KD", "KH", "KW"), (slab.shape[1], channels, *weight.shape[2:]), strict=True)),
-            BIAS=bias is not None, BV=VOXELS, num_warps=4,
-        )  # fmt: skip
+    _convolve_few_kernel[(triton.cdiv(voxels, VOXELS),)](
+        slab, weight.contiguous(), bias, out, voxels, *slab.shape[2:], *sides, *slab.stride(), *settings.padding,
+        **dict(zip(("C", "N", "KD", "KH", "KW"), (slab.shape[1], channels, *weight.shape[2:]), strict=True)),
+        BIAS=bias is not None, BV=VOXELS, num_warps=4,
+    )  # fmt: skip
     return out
 
 
-def input_gradient(gradient: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+def input_gradient(gradient: Tensor, _slab: Tensor, weight: Tensor, settings: Settings) -> Tensor:
     """Return the gradient of the input, with channels last; the convolution pads less than its kernel reaches."""
-    around = tuple(k - 1 - p for k, p in zip(weight.shape[2:], padding, strict=True))
-    return forward(gradient, weight.flip(2, 3, 4).transpose(0, 1), None, around)
+    return forward(gradient, weight.flip(2, 3, 4).transpose(0, 1), None, settings.turn(weight))

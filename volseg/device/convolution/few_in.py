@@ -16,8 +16,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from volseg.device.convolution.settings import Settings, new_volume
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
+from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate
 
 FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
 """Supported output channels."""
@@ -151,23 +152,21 @@ def _choose_most_lines(channels: int, kernel: torch.Size) -> tuple[int, int]:
     return lines, max(16, triton.next_power_of_2(lines * width * channels))
 
 
-def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
+def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
     """Return the convolution, ``(B, C, D, H, W)`` with channels last, of a slab whose lines are dense."""
-    sides = [side + 2 * p - k + 1 for side, p, k in zip(slab.shape[2:], padding, weight.shape[2:], strict=True)]
-    shape, voxels = (slab.shape[0], weight.shape[0], *sides), slab.shape[0] * prod(sides)
-    out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
+    sides = settings.compute_sides(slab, weight)
+    out, voxels = new_volume(slab, weight.shape[0], sides), slab.shape[0] * prod(sides)
     lines, columns = _choose_lines(slab.shape[1], weight.shape[2:])
-    with select_device(slab):
-        _forward_kernel[(triton.cdiv(voxels, VOXELS),)](
-            slab, weight.permute(2, 3, 4, 1, 0).flatten(0, 1).contiguous(), bias, out, voxels,
-            *slab.shape[2:], *sides, *_get_strides(slab), *padding, *compute_dividers(sides),
-            **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
-            LINES=lines, BV=VOXELS, BN=columns, BC=max(16, triton.next_power_of_2(weight.shape[0])), num_warps=WARPS,
-        )  # fmt: skip
+    _forward_kernel[(triton.cdiv(voxels, VOXELS),)](
+        slab, weight.permute(2, 3, 4, 1, 0).flatten(0, 1).contiguous(), bias, out, voxels,
+        *slab.shape[2:], *sides, *_get_strides(slab), *settings.padding, *compute_dividers(sides),
+        **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
+        LINES=lines, BV=VOXELS, BN=columns, BC=max(16, triton.next_power_of_2(weight.shape[0])), num_warps=WARPS,
+    )  # fmt: skip
     return out
 
 
-def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings) -> Tensor:
     """Return the gradient of the weight from that of the output, whose channels are last."""
     sides, (channels, own, *kernel) = gradient.shape[2:], weight.shape
     voxels = gradient.shape[0] * prod(sides)
@@ -183,12 +182,11 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     parts = triton.cdiv(voxels, per_part)
     out = torch.empty((parts, 1, *kernel, own * channels), dtype=torch.float32, device=slab.device)
     gb, _, gd, gh, gw = gradient.stride()
-    with select_device(slab):
-        _weight_kernel[(parts, taps)](
-            slab, gradient, out, voxels, per_part, *slab.shape[2:], *sides, *_get_strides(slab), gb, gd, gh, gw,
-            *padding, *compute_dividers(sides),
-            **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)),
-            LINES=lines, BV=height, BN=columns, BC=max(16, triton.next_power_of_2(channels)), num_warps=warps,
-            num_stages=1,
-        )  # fmt: skip
+    _weight_kernel[(parts, taps)](
+        slab, gradient, out, voxels, per_part, *slab.shape[2:], *sides, *_get_strides(slab), gb, gd, gh, gw,
+        *settings.padding, *compute_dividers(sides),
+        **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)),
+        LINES=lines, BV=height, BN=columns, BC=max(16, triton.next_power_of_2(channels)), num_warps=warps,
+        num_stages=1,
+    )  # fmt: skip
     return out.sum(0).view(*kernel, own, channels).permute(4, 3, 0, 1, 2).to(weight.dtype)

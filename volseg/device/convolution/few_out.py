@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from volseg.device.convolution import few_in
+from volseg.device.convolution.settings import Settings, new_volume
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import count_processors, select_device
+from volseg.device.triton_tiles import count_processors
 
 CHANNELS = (16, 32, 64)
 """Supported input channels: a row of one tap is read whole."""
@@ -83,32 +84,30 @@ def _count_columns(weight: Tensor) -> int:
     return max(16, triton.next_power_of_2(weight.shape[0] * weight.shape[4]))
 
 
-def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
+def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
     """Return the convolution, ``(B, N, D, H, W)``, of a slab; both in channels-last layout; see `keeps_width`."""
-    sides = [side + 2 * p - k + 1 for side, p, k in zip(slab.shape[2:], padding, weight.shape[2:], strict=True)]
-    shape, voxels = (slab.shape[0], weight.shape[0], *sides), slab.shape[0] * prod(sides)
-    out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
+    sides = settings.compute_sides(slab, weight)
+    out, voxels = new_volume(slab, weight.shape[0], sides), slab.shape[0] * prod(sides)
     columns = _count_columns(weight)
     tiles = triton.cdiv(voxels, VOXELS - weight.shape[4] + 1)
     programs = min(tiles, PROGRAMS * count_processors(slab.device))
     room = torch.empty((programs, VOXELS, columns), dtype=torch.float32, device=slab.device)
     sb, _, sd, sh, sw = slab.stride()
-    with select_device(slab):
-        _forward_kernel[(programs,)](
-            slab, weight.permute(2, 3, 1, 4, 0).flatten(0, 1).contiguous(), bias, room, out, voxels,
-            *slab.shape[2:], *sides[:2], sb, sd, sh, sw, *padding[:2],
-            **dict(zip(("N", "C", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
-            BV=VOXELS, BN=columns, BO=triton.next_power_of_2(weight.shape[0]), num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
+    _forward_kernel[(programs,)](
+        slab, weight.permute(2, 3, 1, 4, 0).flatten(0, 1).contiguous(), bias, room, out, voxels,
+        *slab.shape[2:], *sides[:2], sb, sd, sh, sw, *settings.padding[:2],
+        **dict(zip(("N", "C", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
+        BV=VOXELS, BN=columns, BO=triton.next_power_of_2(weight.shape[0]), num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
     return out
 
 
-def input_gradient(gradient: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+def input_gradient(gradient: Tensor, _slab: Tensor, weight: Tensor, settings: Settings) -> Tensor:
     """Return the gradient of the input, with channels last, from that of the output, whose lines are dense."""
-    return few_in.forward(gradient, weight.flip(2, 3, 4).transpose(0, 1), None, _turn(weight, padding))
+    return few_in.forward(gradient, weight.flip(2, 3, 4).transpose(0, 1), None, settings.turn(weight))
 
 
-def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings) -> Tensor:
     """Return the gradient of the weight from that of the output, whose lines are dense; the slab's channels are last.
 
     It equals the flipped gradient of a convolution from the output's gradient to the slab, for at most 64 channels of
@@ -116,11 +115,6 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     """
     count = -(-weight.shape[1] // few_in.MOST_CHANNELS)
     parts = zip(slab.chunk(count, 1), weight.chunk(count, 1), strict=True)
-    turned = _turn(weight, padding)
+    turned = settings.turn(weight)
     found = [few_in.weight_gradient(volume, gradient, part.transpose(0, 1), turned) for volume, part in parts]
     return torch.cat(found).transpose(0, 1).flip(2, 3, 4)
-
-
-def _turn(weight: Tensor, padding: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the padding of a convolution from the output to the input."""
-    return tuple(k - 1 - p for k, p in zip(weight.shape[2:], padding, strict=True))

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.convolution.settings import Settings, new_volume
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
+from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate
 
 MOST_TAPS = 128
 """Limit of taps of one output voxel."""
@@ -96,18 +97,15 @@ def _weight_kernel(
     tl.store(out + (part * BN + n[None, :]) * BT + t[:, None], total)
 
 
-def _describe_geometry(
-    slab: Tensor, kernel: torch.Size, padding: tuple[int, ...], stride: tuple[int, ...]
-) -> tuple[list[int], dict[str, Any]]:
+def _describe_geometry(slab: Tensor, weight: Tensor, settings: Settings) -> tuple[list[int], dict[str, Any]]:
     """Return the output's sides, and the kernels' arguments that describe the volume."""
-    around = zip(slab.shape[2:], padding, kernel, stride, strict=True)
-    sides = [(side + 2 * p - k) // s + 1 for side, p, k, s in around]
+    sides, kernel = settings.compute_sides(slab, weight), weight.shape[2:]
     told = {
         **dict(zip("DHW", slab.shape[2:], strict=True)),
         **dict(zip(("OD", "OH", "OW"), sides, strict=True)),
         **dict(zip(("sb", "sc", "sd", "sh", "sw"), slab.stride(), strict=True)),
-        **dict(zip(("PD", "PH", "PW"), padding, strict=True)),
-        **dict(zip(("SD", "SH", "SW"), stride, strict=True)),
+        **dict(zip(("PD", "PH", "PW"), settings.padding, strict=True)),
+        **dict(zip(("SD", "SH", "SW"), settings.stride, strict=True)),
         **dict(zip(("KD", "KH", "KW"), kernel, strict=True)),
         "TAPS": slab.shape[1] * prod(kernel),
         **dict(zip(DIVIDERS, compute_dividers(sides), strict=True)),
@@ -120,40 +118,29 @@ def _choose_tile(taps: int, channels: int) -> dict[str, int]:
     return {"BT": width, "BN": max(16, triton.next_power_of_2(channels)), "BV": max(32, 4096 // width)}
 
 
-def forward(
-    slab: Tensor,
-    weight: Tensor,
-    padding: tuple[int, ...],
-    stride: tuple[int, ...] = (1, 1, 1),
-    bias: Tensor | None = None,
-) -> Tensor:
+def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
     """Return the convolution, ``(B, N, D, H, W)`` with channels last."""
-    sides, told = _describe_geometry(slab, weight.shape[2:], padding, stride)
+    sides, told = _describe_geometry(slab, weight, settings)
     channels = weight.shape[0]
-    shape = (slab.shape[0], channels, *sides)
-    out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
+    out = new_volume(slab, channels, sides)
     voxels = slab.shape[0] * prod(sides)
     tile = _choose_tile(told["TAPS"], channels)
-    with select_device(slab):
-        _forward_kernel[(triton.cdiv(voxels, tile["BV"]),)](
-            slab, weight.reshape(channels, -1).contiguous(), bias, out, voxels, channels,
-            **told, **tile, BIAS=bias is not None, num_warps=4,
-        )  # fmt: skip
+    _forward_kernel[(triton.cdiv(voxels, tile["BV"]),)](
+        slab, weight.reshape(channels, -1).contiguous(), bias, out, voxels, channels,
+        **told, **tile, BIAS=bias is not None, num_warps=4,
+    )  # fmt: skip
     return out
 
 
-def weight_gradient(
-    gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...], stride: tuple[int, ...] = (1, 1, 1)
-) -> Tensor:
+def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings) -> Tensor:
     """Return the gradient of the weight from that of the output."""
     gradient = gradient.contiguous(memory_format=torch.channels_last_3d)  # planes of several samples are not dense
-    sides, told = _describe_geometry(slab, weight.shape[2:], padding, stride)
+    sides, told = _describe_geometry(slab, weight, settings)
     channels = weight.shape[0]
     voxels = slab.shape[0] * prod(sides)
     tile = _choose_tile(told["TAPS"], channels)
     per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), 4 * count_processors(slab.device)) * tile["BV"]
     parts = triton.cdiv(voxels, per_program)
     out = torch.empty((parts, tile["BN"], tile["BT"]), dtype=torch.float32, device=slab.device)
-    with select_device(slab):
-        _weight_kernel[(parts,)](slab, gradient, out, voxels, channels, per_program, **told, **tile, num_warps=4)
+    _weight_kernel[(parts,)](slab, gradient, out, voxels, channels, per_program, **told, **tile, num_warps=4)
     return out.sum(0)[:channels, : told["TAPS"]].reshape(weight.shape).to(weight.dtype)

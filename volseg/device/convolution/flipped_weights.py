@@ -24,7 +24,7 @@ from volseg.device.convolution import depth_chunks
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import select_device, takes
+from volseg.device.triton_tiles import takes
 
 SIDE = 64
 """Input and output channels of a tile."""
@@ -55,10 +55,9 @@ def turn_by_triton(weight: Tensor) -> Tensor:
     shape = (inputs, outputs, *sides)
     out = torch.empty(shape, dtype=weight.dtype, device=weight.device, memory_format=torch.channels_last_3d)
     taps = out.shape[2:].numel()
-    with select_device(weight):
-        _turn_kernel[(taps, triton.cdiv(outputs, SIDE), triton.cdiv(inputs, SIDE))](
-            weight, out, outputs, inputs, taps, SIDE=SIDE, num_warps=4
-        )  # fmt: skip
+    _turn_kernel[(taps, triton.cdiv(outputs, SIDE), triton.cdiv(inputs, SIDE))](
+        weight, out, outputs, inputs, taps, SIDE=SIDE, num_warps=4
+    )  # fmt: skip
     return out
 
 
@@ -70,7 +69,5 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
     slab, weight, bias, settings
         See ``choice.convolve``.
     """
-    along = zip(weight.shape[2:], settings.dilation, settings.padding, strict=True)
-    padding = tuple((side - 1) * step - around for side, step, around in along)
-    turned = replace(settings, padding=padding, transposed=True, output_padding=(0, 0, 0))
+    turned = replace(settings.turn(weight), transposed=True, output_padding=(0, 0, 0))
     return in_layout(depth_chunks.convolve(slab, turn_round(weight), bias, turned.arguments), channels_last=True)

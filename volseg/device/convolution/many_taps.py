@@ -26,9 +26,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+from volseg.device.convolution.settings import Settings
 from volseg.device.gpus import get_capability, is_gpu
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate, select_device
+from volseg.device.triton_tiles import DIVIDERS, compute_dividers, count_processors, locate
 
 FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
 """Fewest taps and channels: below, cuDNN is faster, except for ``GROUPS``."""
@@ -138,17 +139,19 @@ def count_group(weight: Tensor) -> int:
 
 
 def weight_gradient(
-    gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...], voxels: int = 1
+    gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings, voxels: int | None = None
 ) -> Tensor:
     """Return the gradient of the weight from that of the output; channels are last in all three.
 
     Parameters
     ----------
-    gradient, slab, weight, padding
-        Tensors and padding of a convolution without strides; see ``can_read``.
+    gradient, slab, weight, settings
+        Tensors and settings of a convolution without strides; see ``can_read``.
     voxels
-        Voxels of a group along W; for more than one see ``can_group``: the input channels must divide 128.
+        Voxels of a group along W, by default ``count_group``; for more than one see ``can_group``: the input channels
+        must divide 128.
     """
+    voxels = count_group(weight) if voxels is None else voxels
     gradient = gradient.contiguous(memory_format=torch.channels_last_3d)
     out, own, *kernel = weight.shape
     along = BI // own if voxels > 1 else 1
@@ -164,13 +167,12 @@ def weight_gradient(
     dtype = weight.dtype if parts * voxels == 1 else torch.float32
     found = torch.empty((parts, rows, *kernel[:2], runs, wide), dtype=dtype, device=slab.device)
     sb, _, *ways = slab.stride()
-    with select_device(slab):
-        _weight_kernel[(*columns, parts)](
-            slab, gradient, found, places, per_part, *slab.shape[2:], *sides,
-            sb if slab.shape[0] > 1 else 0, *ways, *padding, *compute_dividers(sides),
-            CI=own, CO=rows, KH=kernel[1], RUNS=runs, TAPS=taps, GROUP=voxels, ALONG=along,
-            BV=BV, BI=BI, **tile, num_warps=8, num_stages=3,
-        )  # fmt: skip
+    _weight_kernel[(*columns, parts)](
+        slab, gradient, found, places, per_part, *slab.shape[2:], *sides,
+        sb if slab.shape[0] > 1 else 0, *ways, *settings.padding, *compute_dividers(sides),
+        CI=own, CO=rows, KH=kernel[1], RUNS=runs, TAPS=taps, GROUP=voxels, ALONG=along,
+        BV=BV, BI=BI, **tile, num_warps=8, num_stages=3,
+    )  # fmt: skip
     # The tap t of voxel v of a group lies under voxel v + t of its run: a sum over shifted views.
     part, row, depth, height, *_ = found.stride()
     shape = (parts, voxels, out, *kernel, own)

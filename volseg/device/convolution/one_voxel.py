@@ -10,8 +10,9 @@ contiguously, as losses and predictions read them. Backward supports few classes
 import torch
 from torch import Tensor
 
+from volseg.device.convolution.settings import Settings
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import count_processors, count_voxels, make_even, read_strides, select_device
+from volseg.device.triton_tiles import count_processors, count_voxels, make_even, read_strides
 
 MOST_CLASSES, MOST_FEATURES = 16, 256
 
@@ -77,18 +78,17 @@ def _choose_tile(features: int, classes: int = MOST_CLASSES) -> dict[str, int]:
     return {"BV": max(32, min(128, 8192 // width)), "BC": width, "BN": together, "num_warps": 8}
 
 
-def forward(slab: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, _settings: Settings | None = None) -> Tensor:
     """Return the logits, ``(B, N, D, H, W)``, contiguous."""
     slab = make_even(slab, slab)
     batch, features = slab.shape[:2]
     classes, voxels, tile = weight.shape[0], count_voxels(slab), _choose_tile(features, weight.shape[0])
     out = slab.new_empty((batch, classes, *slab.shape[2:]))
     weight = weight.reshape(classes, features).contiguous()
-    with select_device(slab):
-        _forward_kernel[(triton.cdiv(voxels, tile["BV"]), batch, triton.cdiv(classes, tile["BN"]))](
-            slab, weight, weight if bias is None else bias, out, voxels, classes, features, *read_strides(slab),
-            BIAS=bias is not None, **tile,
-        )  # fmt: skip
+    _forward_kernel[(triton.cdiv(voxels, tile["BV"]), batch, triton.cdiv(classes, tile["BN"]))](
+        slab, weight, weight if bias is None else bias, out, voxels, classes, features, *read_strides(slab),
+        BIAS=bias is not None, **tile,
+    )  # fmt: skip
     return out
 
 
@@ -102,12 +102,11 @@ def backward(gradient: Tensor, slab: Tensor, weight: Tensor, needs_input: bool) 
     parts = triton.cdiv(voxels, per_program)
     out = torch.empty_like(slab, memory_format=torch.channels_last_3d) if needs_input else None
     sums = slab.new_empty((batch * parts, tile["BN"], tile["BC"] + 1), dtype=torch.float32)
-    with select_device(slab):
-        _backward_kernel[(parts, batch)](
-            slab, gradient, weight.reshape(classes, features).contiguous(), slab if out is None else out, sums,
-            voxels, classes, features, per_program, *read_strides(slab), *read_strides(gradient),
-            INPUT=needs_input, **tile,
-        )  # fmt: skip
+    _backward_kernel[(parts, batch)](
+        slab, gradient, weight.reshape(classes, features).contiguous(), slab if out is None else out, sums,
+        voxels, classes, features, per_program, *read_strides(slab), *read_strides(gradient),
+        INPUT=needs_input, **tile,
+    )  # fmt: skip
     total = sums.sum(0)[:classes]
     of_weight = total[:, :features].reshape(weight.shape).to(weight.dtype)
     return out, of_weight, total[:, -1].to(weight.dtype)

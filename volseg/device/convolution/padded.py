@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.convolution import depth_chunks
-from volseg.device.convolution.settings import Settings
+from volseg.device.convolution.settings import Settings, new_volume
 from volseg.device.layout import in_layout
 
 MULTIPLE = 32
@@ -30,8 +30,7 @@ def _widen(volume: Tensor, wanted: bool) -> Tensor:
     channels, wide = volume.shape[1], fill_up(volume.shape[1])
     if not wanted or channels == wide:
         return volume
-    shape = (volume.shape[0], wide, *volume.shape[2:])
-    out = torch.empty(shape, dtype=volume.dtype, device=volume.device, memory_format=torch.channels_last_3d)
+    out = new_volume(volume, wide, volume.shape[2:])
     out[:, :channels].copy_(volume)
     out[:, channels:].zero_()
     return out
@@ -91,12 +90,7 @@ def _differentiate(
     mask = [place == 0, place == 1, False]
     wide = _widen_weight(weight, inputs, outputs)
     # Only the shape of the differentiated volume is read.
-    given = _widen(slab, inputs) if place == 1 else _shape_like(slab, wide.shape[1])
+    given = _widen(slab, inputs) if place == 1 else new_volume(slab, wide.shape[1], slab.shape[2:])
     found = depth_chunks.differentiate(_widen(gradient, outputs), given, wide, None, settings.arguments, mask)[place]
     assert found is not None
     return found
-
-
-def _shape_like(slab: Tensor, channels: int) -> Tensor:
-    shape = (slab.shape[0], channels, *slab.shape[2:])
-    return torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)

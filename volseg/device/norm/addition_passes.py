@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""The passes over the voxels of a norm plus a second term in Triton: see ``addition``.
+"""The passes over the voxels of a norm plus a second term in Triton: see ``choice``.
 
 These kernels are separate from those of a single norm (``passes``), and share the arithmetic of a voxel with them. In
 one kernel, a single norm would have the second term's arguments too, and its sums would load scale and shift in a loop.
@@ -30,7 +30,6 @@ from volseg.device.triton_tiles import (
     halve,
     make_even,
     read_strides,
-    select_device,
     split_voxels,
 )
 
@@ -193,12 +192,12 @@ def _make_even(term: Term, like: Tensor) -> Term:
 
 
 def add(first: Term, second: Term, activation: Activation, out: Tensor | None = None) -> Tensor:
-    """Compute ``addition.add``.
+    """Compute ``choice.add``.
 
     Parameters
     ----------
     first, second, activation, out
-        See ``addition.add``.
+        See ``choice.add``.
     """
     first = _make_even(first, first.slab)
     second = _make_even(second, first.slab)
@@ -206,23 +205,22 @@ def add(first: Term, second: Term, activation: Activation, out: Tensor | None = 
     out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, y.dtype)) if out is None else out
     tile = choose_tile(x, y)
     grid = (triton.cdiv(count_voxels(x), tile[0]), triton.cdiv(x.shape[1], tile[1]), x.shape[0])
-    with select_device(x):
-        _add_kernel[grid](
-            x, *_make_dense(first.scale, first.shift), first.slope,
-            y, *_make_dense(second.scale, second.shift), second.slope, out, x.shape[1], count_voxels(x),
-            *_list_parameters(first, second, activation), *read_strides(x), *read_strides(y), *read_strides(out),
-            **describe_tile(tile, **_describe_kinds(first, second, activation)),
-        )  # fmt: skip
+    _add_kernel[grid](
+        x, *_make_dense(first.scale, first.shift), first.slope,
+        y, *_make_dense(second.scale, second.shift), second.slope, out, x.shape[1], count_voxels(x),
+        *_list_parameters(first, second, activation), *read_strides(x), *read_strides(y), *read_strides(out),
+        **describe_tile(tile, **_describe_kinds(first, second, activation)),
+    )  # fmt: skip
     return out
 
 
 def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation) -> list[Tensor]:
-    """Compute ``addition.add_sums``.
+    """Compute ``choice.add_sums``.
 
     Parameters
     ----------
     gradient, first, second, activation
-        See ``addition.add_sums``.
+        See ``choice.add_sums``.
     """
     norms = [term for term in (first, second) if term.is_norm]
     first = _make_even(first, first.slab)
@@ -233,14 +231,13 @@ def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation
     parts, per_program = split_voxels(x, tile)
     rows = [3 if term.activation.kind == "prelu" else 2 for term in norms]
     outs = [x.new_empty((parts, count, batch, channels), dtype=torch.float32) for count in rows]
-    with select_device(x):
-        _sums_kernel[(parts, triton.cdiv(channels, tile[1]), batch)](
-            gradient, x, *_make_dense(*first[1:4]), first.slope, second.slab, *_make_dense(*second[1:4]), second.slope,
-            outs[0], outs[1] if second.is_norm else None, channels, count_voxels(x), per_program,
-            *_list_parameters(first, second, activation),
-            *read_strides(gradient), *read_strides(x), *read_strides(second.slab),
-            **describe_tile(tile, STAGES=triton_tiles.STAGES, **_describe_kinds(first, second, activation)),
-        )  # fmt: skip
+    _sums_kernel[(parts, triton.cdiv(channels, tile[1]), batch)](
+        gradient, x, *_make_dense(*first[1:4]), first.slope, second.slab, *_make_dense(*second[1:4]), second.slope,
+        outs[0], outs[1] if second.is_norm else None, channels, count_voxels(x), per_program,
+        *_list_parameters(first, second, activation),
+        *read_strides(gradient), *read_strides(x), *read_strides(second.slab),
+        **describe_tile(tile, STAGES=triton_tiles.STAGES, **_describe_kinds(first, second, activation)),
+    )  # fmt: skip
     return outs
 
 
@@ -254,12 +251,12 @@ def add_gradients(
     *,
     both: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``addition.add_gradients``.
+    """Compute ``choice.add_gradients``.
 
     Parameters
     ----------
     gradient, first, second, found, activation, outs, both
-        See ``addition.add_gradients``.
+        See ``choice.add_gradients``.
     """
     first = _make_even(first, first.slab)
     x = first.slab
@@ -270,13 +267,12 @@ def add_gradients(
     tile = choose_tile(x, y, gradient)
     pairs = [*found, (None, None)][:2]
     grid = (triton.cdiv(count_voxels(x), tile[0]), triton.cdiv(x.shape[1], tile[1]), x.shape[0])
-    with select_device(x):
-        _input_kernel[grid](
-            gradient, x, *_make_dense(first.scale, first.shift, *pairs[0]), first.slope,
-            y, *_make_dense(second.scale, second.shift, *pairs[1]), second.slope, of_first, of_second,
-            x.shape[1], count_voxels(x),
-            *_list_parameters(first, second, activation), *read_strides(gradient), *read_strides(x), *read_strides(y),
-            *read_strides(of_first), *((0, 0, 0) if of_second is None else read_strides(of_second)),
-            **describe_tile(tile, BOTH=both, **_describe_kinds(first, second, activation)),
-        )  # fmt: skip
+    _input_kernel[grid](
+        gradient, x, *_make_dense(first.scale, first.shift, *pairs[0]), first.slope,
+        y, *_make_dense(second.scale, second.shift, *pairs[1]), second.slope, of_first, of_second,
+        x.shape[1], count_voxels(x),
+        *_list_parameters(first, second, activation), *read_strides(gradient), *read_strides(x), *read_strides(y),
+        *read_strides(of_first), *((0, 0, 0) if of_second is None else read_strides(of_second)),
+        **describe_tile(tile, BOTH=both, **_describe_kinds(first, second, activation)),
+    )  # fmt: skip
     return of_first, of_second if both else None

@@ -29,11 +29,11 @@ from volseg.device.norm.grouping import (
     compute_samples,
     compute_slots,
 )
-from volseg.device.norm.running import Running
+from volseg.device.norm.reference import Running
 from volseg.device.norm.statistics import compute_moments_of_parts, join_parts
 from volseg.device.peer.values import CAPACITY, ValueMailbox, count, get, put
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import count_voxels, make_even, select_device
+from volseg.device.triton_tiles import count_voxels, make_even
 
 
 class ExchangedCoefficients(NamedTuple):
@@ -259,13 +259,12 @@ def exchange_coefficients(
         count = lanes.members * (count_voxels(slab) if voxels is None else voxels)
         bessel = running.momentum / (count - 1) if replicas == 1 else 0.0  # with replicas the kernel computes the count
         kept = running.mean, running.variance, running.momentum, bessel
-    with select_device(means):
-        _exchange_coefficients_kernel[(lanes.blocks,)](
-            means, squares, shares, make_dense(weight), make_dense(bias), out, *kept, eps, number, channels,
-            lanes.groups, lanes.members, lanes.steps, batch * channels, parts, count_voxels(slab), per_program,
-            **_describe_peers(mailbox), WEIGHT=weight is not None, BIAS=bias is not None, RUNNING=moves,
-            REPLICAS=replicas, **_describe_lanes(lanes),
-        )  # fmt: skip
+    _exchange_coefficients_kernel[(lanes.blocks,)](
+        means, squares, shares, make_dense(weight), make_dense(bias), out, *kept, eps, number, channels,
+        lanes.groups, lanes.members, lanes.steps, batch * channels, parts, count_voxels(slab), per_program,
+        **_describe_peers(mailbox), WEIGHT=weight is not None, BIAS=bias is not None, RUNNING=moves,
+        REPLICAS=replicas, **_describe_lanes(lanes),
+    )  # fmt: skip
     if running is not None and moves:
         increment_version((running.mean, running.variance))
     return ExchangedCoefficients(out, number)
@@ -301,13 +300,12 @@ def exchange_backward_coefficients(
     out = partials.new_empty((2, batch, channels))
     kept = partials.new_empty((2, batch if lanes.across or lanes.members == 1 else 1, channels))
     number = voxels if isinstance(voxels, Tensor) else float(voxels * lanes.members)
-    with select_device(partials):
-        _exchange_backward_kernel[(lanes.blocks,)](
-            partials, mean, rstd, make_dense(weight), out, kept, number, channels,
-            lanes.groups, lanes.members, lanes.steps, batch * channels, parts, rows,
-            **_describe_peers(mailbox), WEIGHT=weight is not None, REPLICAS=replicas, GIVEN=given,
-            **_describe_lanes(lanes),
-        )  # fmt: skip
+    _exchange_backward_kernel[(lanes.blocks,)](
+        partials, mean, rstd, make_dense(weight), out, kept, number, channels,
+        lanes.groups, lanes.members, lanes.steps, batch * channels, parts, rows,
+        **_describe_peers(mailbox), WEIGHT=weight is not None, REPLICAS=replicas, GIVEN=given,
+        **_describe_lanes(lanes),
+    )  # fmt: skip
     of_weight, of_bias = kept[:, 0] if kept.shape[1] == 1 else kept.sum(1)  # one launch less
     return ExchangedGradients(out[0], out[1], of_weight, of_bias)
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from volseg.device.norm.grouping import compute_pairs, compute_samples, join_lanes
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import select_device
 
 
 @triton.jit
@@ -102,11 +101,10 @@ def given_coefficients(
     batch, channels = slab.shape[:2]
     pairs = batch * channels
     out = mean.new_empty((5, batch, channels), dtype=torch.float32)
-    with select_device(mean):
-        _given_kernel[(triton.cdiv(pairs, 128),)](
-            mean.contiguous(), variance.contiguous(), make_dense(weight), make_dense(bias), out, eps, channels, pairs,
-            WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=128, num_warps=4,
-        )  # fmt: skip
+    _given_kernel[(triton.cdiv(pairs, 128),)](
+        mean.contiguous(), variance.contiguous(), make_dense(weight), make_dense(bias), out, eps, channels, pairs,
+        WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=128, num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from volseg.device import triton_tiles
-from volseg.device.norm.activation import IDENTITY, Activation
+from volseg.device.norm.activation import Term
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import (
     choose_tile,
@@ -17,7 +17,6 @@ from volseg.device.triton_tiles import (
     is_narrow,
     make_even,
     read_strides,
-    select_device,
     split_voxels,
 )
 
@@ -154,23 +153,15 @@ def _input_kernel(
     tl.store(out + elements(ob, oc, ov, b, c, v), result.to(out.dtype.element_ty), mask=mask)
 
 
-def affine(
-    slab: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    activation: Activation = IDENTITY,
-    out: Tensor | None = None,
-    ends: tuple[int, int] | None = None,
-    slope: Tensor | None = None,
-) -> Tensor:
+def affine(term: Term, out: Tensor | None = None, ends: tuple[int, int] | None = None) -> Tensor:
     """Compute ``reference.affine``.
 
     Parameters
     ----------
-    slab, scale, shift, activation, out, ends, slope
+    term, out, ends
         See ``reference.affine``.
     """
-    slab = make_even(slab, slab)
+    slab = make_even(term.slab, term.slab)
     out = torch.empty_like(slab) if out is None else out
     tile = choose_tile(slab, out)
     voxels, front, skipped = count_voxels(slab), 0, 0
@@ -179,12 +170,11 @@ def affine(
         front, skipped = ends[0] * plane, voxels - sum(ends) * plane
         voxels -= skipped
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with select_device(slab):
-        _affine_kernel[grid](
-            slab, scale.contiguous(), shift.contiguous(), slope, out, slab.shape[1], voxels, activation.parameter,
-            compute_channel_stride(slope), *read_strides(slab), *read_strides(out), front, skipped,
-            **describe_tile(tile, KIND=KINDS[activation.kind], ENDS=ends is not None),
-        )  # fmt: skip
+    _affine_kernel[grid](
+        slab, *(pairs.contiguous() for pairs in term.affine), term.slope, out, slab.shape[1], voxels,
+        term.activation.parameter, compute_channel_stride(term.slope), *read_strides(slab), *read_strides(out),
+        front, skipped, **describe_tile(tile, KIND=KINDS[term.activation.kind], ENDS=ends is not None),
+    )  # fmt: skip
     return out
 
 
@@ -193,70 +183,50 @@ def compute_channel_stride(slope: Tensor | None) -> int:
     return 0 if slope is None or slope.numel() == 1 else slope.stride(0)
 
 
-def gradient_sums(
-    gradient: Tensor,
-    slab: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    activation: Activation = IDENTITY,
-    slope: Tensor | None = None,
-) -> Tensor:
+def gradient_sums(gradient: Tensor, term: Term) -> Tensor:
     """Compute ``reference.gradient_sums`` of each part of the slab, ``(parts, 2 or 3, B, C)``.
 
     Parameters
     ----------
-    gradient, slab, mean, scale, shift, activation, slope
+    gradient, term
         See ``reference.gradient_sums``.
     """
-    slab = make_even(slab, slab)
+    assert term.mean is not None
+    slab, kind = make_even(term.slab, term.slab), term.activation.kind
     gradient = make_even(gradient, slab)
     batch, channels = slab.shape[:2]
     tile = choose_tile(slab, gradient)
-    keeps_much = activation.kind in ("elu", "prelu", "gelu") or slab.element_size() > 2
+    keeps_much = kind in ("elu", "prelu", "gelu") or slab.element_size() > 2
     tile = halve(tile) if keeps_much or is_narrow(slab, tile) else tile
     parts, per_program = split_voxels(slab, tile)
-    rows = 3 if activation.kind == "prelu" else 2
+    rows = 3 if kind == "prelu" else 2
     out = slab.new_empty((parts, rows, batch, channels), dtype=torch.float32)
-    grid = (parts, triton.cdiv(channels, tile[1]), batch)
-    with select_device(slab):
-        _sums_kernel[grid](
-            gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), slope, out, channels,
-            count_voxels(slab), per_program, activation.parameter, compute_channel_stride(slope),
-            *read_strides(gradient), *read_strides(slab),
-            **describe_tile(tile, KIND=KINDS[activation.kind], STAGES=triton_tiles.STAGES),
-        )  # fmt: skip
+    _sums_kernel[(parts, triton.cdiv(channels, tile[1]), batch)](
+        gradient, slab, *(pairs.contiguous() for pairs in (term.mean, *term.affine)), term.slope, out, channels,
+        count_voxels(slab), per_program, term.activation.parameter, compute_channel_stride(term.slope),
+        *read_strides(gradient), *read_strides(slab),
+        **describe_tile(tile, KIND=KINDS[kind], STAGES=triton_tiles.STAGES),
+    )  # fmt: skip
     return out
 
 
-def gradient_input(
-    gradient: Tensor,
-    slab: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    factor: Tensor,
-    offset: Tensor,
-    activation: Activation = IDENTITY,
-    out: Tensor | None = None,
-    slope: Tensor | None = None,
-) -> Tensor:
+def gradient_input(gradient: Tensor, term: Term, factor: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute ``reference.gradient_input``.
 
     Parameters
     ----------
-    gradient, slab, scale, shift, factor, offset, activation, out, slope
+    gradient, term, factor, offset, out
         See ``reference.gradient_input``.
     """
-    slab = make_even(slab, slab)
+    slab = make_even(term.slab, term.slab)
     gradient = make_even(gradient, slab)
     out = torch.empty_like(slab) if out is None else out
     tile = choose_tile(slab, gradient, out)
     grid = (triton.cdiv(count_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with select_device(slab):
-        _input_kernel[grid](
-            gradient, slab, *(t.contiguous() for t in (scale, shift, factor, offset)), slope, out, slab.shape[1],
-            count_voxels(slab), activation.parameter, compute_channel_stride(slope),
-            *read_strides(gradient), *read_strides(slab), *read_strides(out),
-            **describe_tile(tile, KIND=KINDS[activation.kind]),
-        )  # fmt: skip
+    _input_kernel[grid](
+        gradient, slab, *(t.contiguous() for t in (*term.affine, factor, offset)), term.slope, out, slab.shape[1],
+        count_voxels(slab), term.activation.parameter, compute_channel_stride(term.slope),
+        *read_strides(gradient), *read_strides(slab), *read_strides(out),
+        **describe_tile(tile, KIND=KINDS[term.activation.kind]),
+    )  # fmt: skip
     return out

@@ -5,11 +5,12 @@ inside and rounded once at the end. ``(B, C)`` values broadcast over the voxels.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from volseg.device.norm.activation import IDENTITY, Activation
+from volseg.device.norm.activation import Term
 
 
 def _widen(tensor: Tensor) -> Tensor:
@@ -126,69 +127,42 @@ def backward_coefficients(
     return torch.stack([factor, offset, moment, total])
 
 
-def affine(
-    slab: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    activation: Activation = IDENTITY,
-    out: Tensor | None = None,
-    ends: tuple[int, int] | None = None,
-    slope: Tensor | None = None,
-) -> Tensor:
-    """Return ``act(slab * scale + shift)``.
+def affine(term: Term, out: Tensor | None = None, ends: tuple[int, int] | None = None) -> Tensor:
+    """Return ``act(slab * scale + shift)`` of a norm.
 
     Parameters
     ----------
-    slab
-        ``(B, C, D, H, W)``.
-    scale, shift
-        ``(B, C)``.
-    activation
-        Applied after both.
+    term
+        The slab ``(B, C, D, H, W)``; scale and shift, ``(B, C)``; the activation after both, and its slope if it is
+        PReLU, of one value or one per channel.
     out
         Memory of the result.
     ends
         Numbers of first and of last planes of ``out`` that are written, instead of all.
-    slope
-        Slope of PReLU, of one value or one per channel.
     """
+    slab = term.slab
     if ends is not None and out is not None:
         front, back = ends
         for start, count in ((0, front), (slab.shape[2] - back, back)):
-            part = out.narrow(2, start, count)
-            affine(slab.narrow(2, start, count), scale, shift, activation, part, slope=slope)
+            affine(term._replace(slab=slab.narrow(2, start, count)), out.narrow(2, start, count))
         return out
-    result = torch.addcmul(_spread_over_voxels(shift, slab), _widen(slab), _spread_over_voxels(scale, slab))
-    result = activation.apply(result, slope).to(slab.dtype)
+    result = term.activation.apply(_scale(term), term.slope).to(slab.dtype)
     return result if out is None else out.copy_(result)
 
 
-def _differentiate_activation(
-    gradient: Tensor, slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation, slope: Tensor | None
-) -> Tensor:
-    """Return the gradient before the activation.
+def _scale(term: Term) -> Tensor:
+    """Return the value before the activation, half precision as float32."""
+    scale, shift = (_spread_over_voxels(pairs, term.slab) for pairs in term.affine)
+    return torch.addcmul(shift, _widen(term.slab), scale)
 
-    Parameters
-    ----------
-    gradient, slab, scale, shift, activation, slope
-        See ``gradient_sums``.
-    """
+
+def _differentiate_activation(gradient: Tensor, term: Term) -> Tensor:
+    """Return the gradient before the activation, from that of the output."""
     wide = _widen(gradient)
-    if activation.kind == "none":
-        return wide
-    value = torch.addcmul(_spread_over_voxels(shift, slab), _widen(slab), _spread_over_voxels(scale, slab))
-    return wide * activation.derivative(value, slope)
+    return wide if term.activation.kind == "none" else wide * term.activation.derivative(_scale(term), term.slope)
 
 
-def gradient_sums(
-    gradient: Tensor,
-    slab: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    activation: Activation = IDENTITY,
-    slope: Tensor | None = None,
-) -> Tensor:
+def gradient_sums(gradient: Tensor, term: Term) -> Tensor:
     """Return the sums over the voxels of ``g`` and of ``g * (slab - mean)``, ``(2, B, C)``.
 
     With PReLU there is a third sum, ``(3, B, C)``: of the output's gradient times the value before the activation
@@ -198,43 +172,94 @@ def gradient_sums(
     ----------
     gradient
         Gradient of the output; ``g`` is the gradient before the activation.
-    slab, scale, shift, activation, slope
-        Arguments of ``affine``.
-    mean
-        Mean of the slab, ``(B, C)``.
+    term
+        Argument of ``affine``, with the mean of the slab, ``(B, C)``.
     """
-    before = _differentiate_activation(gradient, slab, scale, shift, activation, slope).flatten(2)
-    centered = _widen(slab).flatten(2) - mean.unsqueeze(-1)
+    assert term.mean is not None
+    before = _differentiate_activation(gradient, term).flatten(2)
+    centered = _widen(term.slab).flatten(2) - term.mean.unsqueeze(-1)
     sums = [before.sum(2), (before * centered).sum(2)]
-    if activation.kind == "prelu":
-        value = torch.addcmul(_spread_over_voxels(shift, slab), _widen(slab), _spread_over_voxels(scale, slab))
-        sums.append((_widen(gradient) * value.clamp(max=0)).flatten(2).sum(2))
+    if term.activation.kind == "prelu":
+        sums.append((_widen(gradient) * _scale(term).clamp(max=0)).flatten(2).sum(2))
     return torch.stack(sums)
 
 
-def gradient_input(
-    gradient: Tensor,
-    slab: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    factor: Tensor,
-    offset: Tensor,
-    activation: Activation = IDENTITY,
-    out: Tensor | None = None,
-    slope: Tensor | None = None,
-) -> Tensor:
+def gradient_input(gradient: Tensor, term: Term, factor: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the input's gradient, ``scale * g + factor * slab + offset``.
 
     Parameters
     ----------
-    gradient, slab, scale, shift, activation, slope
-        See ``gradient_sums``.
+    gradient, term
+        See ``gradient_sums``; no mean is needed.
     factor, offset
         ``(B, C)``, from ``backward_coefficients``.
     out
         Memory of the result.
     """
-    before = _differentiate_activation(gradient, slab, scale, shift, activation, slope)
+    slab, (scale, _) = term.slab, term.affine
+    before = _differentiate_activation(gradient, term)
     result = torch.addcmul(_spread_over_voxels(offset, slab), _widen(slab), _spread_over_voxels(factor, slab))
     result = result.addcmul_(before, _spread_over_voxels(scale, slab)).to(slab.dtype)
     return result if out is None else out.copy_(result)
+
+
+def check_sizes(channels: int, **given: Tensor | None) -> None:
+    """Refuse parameters and buffers of a norm whose size is not the number of channels, as torch does.
+
+    Raises
+    ------
+    RuntimeError
+        If a size differs; names the tensor.
+    """
+    for name, value in given.items():
+        if value is not None and value.shape != (channels,):
+            raise RuntimeError(f"{name} should hold {channels} values, one per channel, got {tuple(value.shape)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A batch norm's buffers, ``(C,)``, and the momentum of their update."""
+
+    mean: Tensor
+    variance: Tensor
+    momentum: float
+
+    @classmethod
+    def find(cls, mean: Tensor | None, variance: Tensor | None, momentum: float) -> "Running | None":
+        """Return the buffers of a norm in training; None if it has none.
+
+        Raises
+        ------
+        ValueError
+            If the norm has only one of the two.
+        """
+        if (mean is None) != (variance is None):
+            raise ValueError("running_mean and running_var must either both be None or neither be None")
+        return None if mean is None or variance is None else cls(mean, variance, momentum)
+
+    def fits_kernel(self) -> bool:
+        """Return whether a kernel that counts in float32 updates the buffers as torch does."""
+        return all(buffer.dtype == torch.float32 and buffer.is_contiguous() for buffer in (self.mean, self.variance))
+
+    def update(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:
+        """Update the buffers.
+
+        Parameters
+        ----------
+        mean, variance
+            Statistics of the batch, ``(C,)``; the variance is biased.
+        count
+            Voxels of a channel, over all samples; a tensor if replicas share the batch. The running variance is
+            unbiased: multiplied by ``count / (count - 1)``.
+        """
+        self.mean.lerp_(mean.to(self.mean), self.momentum)
+        variance = variance.to(self.variance)
+        self.variance.lerp_(variance, self.momentum)
+        if isinstance(count, Tensor):
+            self.variance.addcdiv_(variance, count - 1, value=self.momentum)
+        else:
+            self.variance.add_(variance, alpha=self.momentum / (count - 1))
+
+    def shift(self, bias: Tensor) -> None:
+        """Move the mean by what the samples lacked that it was moved to, ``(C,)``."""
+        self.mean.add_(bias.to(self.mean.device), alpha=self.momentum)

@@ -17,7 +17,6 @@ from volseg.device.triton_tiles import (
     is_narrow,
     make_even,
     read_strides,
-    select_device,
     split_voxels,
 )
 
@@ -27,19 +26,8 @@ JOIN = {"PARTS": TILE // LANES, "BLOCK": LANES, "num_warps": 4}
 
 @kernel()
 def _moments_kernel(
-    x,
-    means,
-    squares,
-    C,
-    V,
-    per_program,
-    sb,
-    sc,
-    sv,
-    BV: tl.constexpr,
-    BC: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, means, squares, C, V, per_program, sb, sc, sv, BV: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = block * BC + tl.arange(0, BC)
     inside = c < C
@@ -133,12 +121,11 @@ def compute_moments_of_parts(slab: Tensor) -> tuple[Tensor, Tensor, int]:
     tile = halve(tile) if is_narrow(slab, tile) else tile
     parts, per_program = split_voxels(slab, tile)
     means, squares = slab.new_empty((2, parts, batch, channels), dtype=torch.float32)
-    with select_device(slab):
-        grid = (parts, triton.cdiv(channels, tile[1]), batch)
-        _moments_kernel[grid](
-            slab, means, squares, channels, count_voxels(slab), per_program, *read_strides(slab),
-            **describe_tile(tile, STAGES=triton_tiles.STAGES),
-        )  # fmt: skip
+    grid = (parts, triton.cdiv(channels, tile[1]), batch)
+    _moments_kernel[grid](
+        slab, means, squares, channels, count_voxels(slab), per_program, *read_strides(slab),
+        **describe_tile(tile, STAGES=triton_tiles.STAGES),
+    )  # fmt: skip
     return means, squares, per_program
 
 
@@ -149,8 +136,7 @@ def moments(slab: Tensor) -> Tensor:
     parts, batch, channels = means.shape
     pairs = batch * channels
     out = slab.new_empty((2, batch, channels), dtype=torch.float32)
-    with select_device(slab):
-        _join_kernel[(triton.cdiv(pairs, LANES),)](
-            means, squares, out, pairs, parts, count_voxels(slab), per_program, **JOIN
-        )  # fmt: skip
+    _join_kernel[(triton.cdiv(pairs, LANES),)](
+        means, squares, out, pairs, parts, count_voxels(slab), per_program, **JOIN
+    )  # fmt: skip
     return out

@@ -23,12 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import get_address, is_gpu, is_recording, observer
+from volseg.device.gpus import current_gpu_stream, get_address, is_gpu, is_recording, make_stream, observer, on_stream
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
 from volseg.device.peer.values import count
-from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import select_device
 from volseg.errors import ParallelError
 
 LIMIT = 2**22
@@ -300,11 +298,10 @@ class PlaneMailbox(Mailbox):
         assert behind is not None
         whole = all(side.words <= side.run for side in (before, behind))
         programs = 2 * min(PROGRAMS, -(-max(1, before.words, behind.words) // BLOCK))
-        with select_device(self.calls):
-            _exchange_planes_kernel[(programs,)](
-                self.calls, self.patience, *before, *behind, **variant,
-                NAN=NOT_A_NUMBER, WORDS=WORDS, BLOCK=BLOCK, WHOLE=whole, num_warps=8,
-            )  # fmt: skip
+        _exchange_planes_kernel[(programs,)](
+            self.calls, self.patience, *before, *behind, **variant,
+            NAN=NOT_A_NUMBER, WORDS=WORDS, BLOCK=BLOCK, WHOLE=whole, num_warps=8,
+        )  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)

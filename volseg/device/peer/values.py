@@ -25,7 +25,6 @@ from volseg.device.gpus import get_address
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
 from volseg.device.torch_internals import gather_into
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import select_device
 
 Result = TypeVar("Result")
 
@@ -124,10 +123,9 @@ class ValueMailbox(Mailbox):
         """Return every process's tensor, ``(shards, ...)``; NaN for a missing one."""
         partial = partial.contiguous()
         out = partial.new_empty((self.shards, *partial.shape))
-        with select_device(partial):
-            _exchange_values_kernel[(triton.cdiv(partial.numel(), 512),)](
-                partial, out, n=partial.numel(), **self.describe(), BLOCK=512, num_warps=4,
-            )  # fmt: skip
+        _exchange_values_kernel[(triton.cdiv(partial.numel(), 512),)](
+            partial, out, n=partial.numel(), **self.describe(), BLOCK=512, num_warps=4,
+        )  # fmt: skip
         return out
 
     def probe(self) -> bool:

@@ -175,10 +175,8 @@ def _softmax(note: Note, plain: Any, input: Tensor, dim: int, widens: bool) -> T
 
 
 @_replaces(aten._log_softmax_backward_data.default)
-def _differentiate_softmax(
-    note: Note, plain: Any, gradient: Tensor, out: Tensor, dim: int, dtype: torch.dtype
-) -> Tensor:
-    found = _empty(gradient.shape, gradient, CONTIGUOUS, dtype)
+def _differentiate_log_softmax(note: Note, plain: Any, gradient: Tensor, out: Tensor, *rest: Any) -> Tensor:
+    found = _empty(gradient.shape, gradient, CONTIGUOUS, rest[-1])
     copies = gradient.contiguous(), out.contiguous()
     note(found)
     del copies
@@ -186,10 +184,8 @@ def _differentiate_softmax(
 
 
 @_replaces(aten._softmax_backward_data.default)
-def _differentiate_plain_softmax(
-    note: Note, plain: Any, gradient: Tensor, out: Tensor, dim: int, dtype: torch.dtype
-) -> Tensor:
-    found = _empty(gradient.shape, gradient, CONTIGUOUS, dtype)
+def _differentiate_softmax(note: Note, plain: Any, gradient: Tensor, out: Tensor, *rest: Any) -> Tensor:
+    found = _empty(gradient.shape, gradient, CONTIGUOUS, rest[-1])
     product = torch.empty_like(gradient)  # with the output, which is summed
     note(found)
     del product

@@ -34,9 +34,8 @@ from volseg.errors import FollowError, VolsegError
 from volseg.estimate.fake_step.constant_values import ConstantValues
 from volseg.estimate.fake_step.gpu_autocast import casting_like_gpus
 from volseg.estimate.fake_step.gpu_operators import GPU_OPERATORS, WITH_RESULT, composing_like_gpus
-from volseg.estimate.fake_step.inplace_gradients import IN_PLACE
 from volseg.estimate.fake_step.operator_cache import OperatorCache
-from volseg.estimate.fake_step.traced_step import TracedStep, find_gpu
+from volseg.estimate.fake_step.traced_step import IN_PLACE, TracedStep, find_gpu
 from volseg.estimate.operator_work import by_operator, list_tensors
 from volseg.estimate.trace import KernelRun
 

@@ -31,10 +31,9 @@ from volseg.device.fake_gpu import GpuLike
 from volseg.device.gpus import host_values, uses_gpus
 from volseg.device.triton_kernels import hearing_calls
 from volseg.errors import ParallelError, VolsegError
-from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate import Candidate, Work
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.fake_step.tracing import tracing
-from volseg.estimate.work import Work
 from volseg.experiment.network_plan import DataFacts, load_facts
 from volseg.experiment.own_components import components_arguments
 from volseg.experiment.placement.training_work import at_size, describe_training, list_kernels

@@ -12,14 +12,13 @@ import torch
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
 from volseg.estimate.calibration import calibrate, describe_kind, describe_machine, rates_file_path, read_calibration
-from volseg.estimate.candidate import Candidate, name_candidate
+from volseg.estimate.candidate import Candidate, Work, name_candidate
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, find_kind
 from volseg.estimate.instances import get_instance, get_links
 from volseg.estimate.planning import StepPlan, list_largest, plan_work
 from volseg.estimate.report import LargestRow, VolumesReport
 from volseg.estimate.search import GIB
-from volseg.estimate.work import Work
 from volseg.experiment.building import check_components
 from volseg.experiment.network_plan import load_facts
 from volseg.experiment.placement.training_work import (

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.case_store.volume_cache import choose_budget
-from volseg.estimate.candidate import Freedom
-from volseg.estimate.work import Batch, Step, Work
+from volseg.estimate.candidate import Batch, Freedom, Step, Work
 from volseg.experiment.building import build_objective, build_step
 from volseg.experiment.network_plan import DataFacts, plan_for_spacing
 from volseg.experiment.placement.placed_network import build_plain_network, explain_eager, explain_slowness

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import count_processors, select_device
+from volseg.device.triton_tiles import count_processors
 from volseg.losses.dice.reference import Terms, empty_gradient
 
 TILE, TILE_LAST = 4096, 1024
@@ -158,11 +158,10 @@ def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
     parts = triton.cdiv(voxels, per_program)
     out = torch.empty((parts, 4, batch, classes), dtype=torch.float32, device=logits.device)
     label, strides = _describe_label(label)
-    with select_device(logits):
-        _sums_kernel[(parts, batch)](
-            flat, label, out, classes, voxels, *label.shape[3:], per_program, *flat.stride(), *strides,
-            SQUARED=squared, **tile,
-        )  # fmt: skip
+    _sums_kernel[(parts, batch)](
+        flat, label, out, classes, voxels, *label.shape[3:], per_program, *flat.stride(), *strides,
+        SQUARED=squared, **tile,
+    )  # fmt: skip
     return out
 
 
@@ -175,12 +174,11 @@ def combine(sums: Tensor, terms: Terms, shape: Sequence[int]) -> tuple[Tensor, T
     loss = sums.new_empty(())
     slopes = sums.new_empty((4, batch // pool, classes))
     block = min(32, triton.next_power_of_2(pairs))
-    with select_device(sums):
-        _combine_kernel[(1,)](
-            sums, loss, slopes, parts * pool, pool, batch * classes, pairs, classes, int(not terms.include_background),
-            *terms.denominator, terms.smooth_nr, terms.smooth_dr, *terms.factors(shape),
-            ROWS=2048 // block, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+    _combine_kernel[(1,)](
+        sums, loss, slopes, parts * pool, pool, batch * classes, pairs, classes, int(not terms.include_background),
+        *terms.denominator, terms.smooth_nr, terms.smooth_dr, *terms.factors(shape),
+        ROWS=2048 // block, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return loss, slopes
 
 
@@ -191,9 +189,8 @@ def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Te
     batch, classes, voxels = flat.shape
     tile = _choose_tile(flat)
     label, strides = _describe_label(label)
-    with select_device(logits):
-        _gradient_kernel[(triton.cdiv(voxels, tile["BV"]), batch)](
-            flat, label, slopes.contiguous(), flat_out, classes, voxels, *label.shape[3:], *flat.stride(), *strides,
-            *flat_out.stride(), SQUARED=squared, **tile,
-        )  # fmt: skip
+    _gradient_kernel[(triton.cdiv(voxels, tile["BV"]), batch)](
+        flat, label, slopes.contiguous(), flat_out, classes, voxels, *label.shape[3:], *flat.stride(), *strides,
+        *flat_out.stride(), SQUARED=squared, **tile,
+    )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from volseg.device.fake_copies import copying_by_clones
+from volseg.device.fake_gpu import copying_by_clones
 from volseg.device.gpus import has_values, is_gpu, move_in_place, observer
 from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
 from volseg.errors import PartitionError, VolsegError

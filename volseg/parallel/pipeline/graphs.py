@@ -15,9 +15,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import get_device_cache, has_values, is_gpu, release_cache
+from volseg.device.gpus import (
+    current_gpu_stream,
+    get_device_cache,
+    has_values,
+    is_gpu,
+    make_stream,
+    on_stream,
+    release_cache,
+)
 from volseg.device.graph import make_graph, make_pool, undisturbed
-from volseg.device.streams import current_gpu_stream, make_stream, on_stream
 from volseg.device.torch_internals import (
     TorchDispatchMode,
     find_saved_tensors_hooks,

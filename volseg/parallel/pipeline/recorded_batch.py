@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from volseg.device.first_order import first_order
+from volseg.device.gpus import current_gpu_stream
 from volseg.device.module_internals import NormBase
-from volseg.device.streams import current_gpu_stream
 from volseg.device.torch_internals import (
     multiply_each,
     pytree,

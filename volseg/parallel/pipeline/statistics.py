@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from volseg.device.gpus import is_gpu, keeping
+from volseg.device.gpus import current_gpu_stream, is_gpu, keeping
 from volseg.device.module_internals import NormBase
-from volseg.device.streams import current_gpu_stream
 from volseg.device.torch_internals import lerp_each_
 from volseg.errors import ParallelError
 

@@ -23,8 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import get_device_cache, is_gpu, observer
-from volseg.device.streams import current_gpu_stream, make_stream, note_use, on_stream
+from volseg.device.gpus import current_gpu_stream, get_device_cache, is_gpu, make_stream, note_use, observer, on_stream
 from volseg.parallel.timeline import get_timeline
 
 

@@ -21,8 +21,8 @@ from volseg.config.augmentation import AugmentationConfig
 from volseg.errors import ConfigError, GridError
 from volseg.transforms.augmentation import spatial, triton_reading
 from volseg.transforms.augmentation.parameters import AugmentationParameters, draw_parameters
-from volseg.transforms.augmentation.sources import PatchSources
 from volseg.transforms.augmentation.spatial import constant, positions
+from volseg.transforms.augmentation.triton_reading import PatchSources
 
 
 class BatchAugmentation:

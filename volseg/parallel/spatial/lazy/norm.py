@@ -19,7 +19,7 @@ from torch import Tensor
 from volseg.device import fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
-from volseg.device.norm import addition
+from volseg.device.norm import choice
 from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.recipes import Normalize
@@ -98,7 +98,7 @@ class WaitingTerms(Waiting):
         """Return the slabs, with room where convolutions receive a halo, and the wait for the halos."""
         room = compute_halo_room(self.room, halos)
         if not room:
-            return [addition.add(*row, self.outer) for row in rows], None
+            return [choice.add(*row, self.outer) for row in rows], None
         outs = [allocate_with_room(first.slab, room) for first, _ in rows]
 
         def planes(number: int, start: int, count: int) -> None:
@@ -107,7 +107,7 @@ class WaitingTerms(Waiting):
                 for term in rows[number]
             )
             assert first is not None
-            addition.add(first, second, self.outer, outs[number].narrow(DIM, start, count))
+            choice.add(first, second, self.outer, outs[number].narrow(DIM, start, count))
 
         return outs, write_outer_first(outs, room, halos, planes)
 
@@ -231,7 +231,7 @@ class _Add(torch.autograd.Function):
             rest += gradients  # in place of tensors that are not used
         rows = _list_terms(ctx, known, rest)
         pairs_of_terms = zip(gradients, rows, strict=True)
-        sums = [addition.add_sums(own, first, second, ctx.activation) for own, (first, second) in pairs_of_terms]
+        sums = [choice.add_sums(own, first, second, ctx.activation) for own, (first, second) in pairs_of_terms]
         slabs = [first.slab for first, _ in rows]
         factors, of_parameters, of_slopes = [], [], []
         for place, (plan, weight, (mean, rstd, _, _)) in enumerate(zip(ctx.plans, weights, known, strict=True)):
@@ -244,7 +244,7 @@ class _Add(torch.autograd.Function):
         inputs = []
         for gradient, (first, second), *pairs in zip(gradients, rows, *factors, strict=True):
             room, both = _give_room(ctx, first, second), ctx.wants_both
-            of_slabs = addition.add_gradients(gradient, first, second, pairs, ctx.activation, room, both=both)
+            of_slabs = choice.add_gradients(gradient, first, second, pairs, ctx.activation, room, both=both)
             inputs.append(of_slabs[: ctx.num_columns])
         columns = list(zip(*inputs, strict=True))
         for column, plan, (mean, *_), pairs in zip(columns, ctx.plans, known, factors, strict=False):

@@ -20,7 +20,7 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import choice
-from volseg.device.norm.activation import Activation
+from volseg.device.norm.activation import Activation, Term
 from volseg.parallel.spatial.pending import Waiting, build_meta_slabs
 from volseg.parallel.spatial.sources import Moment, Outline, Recipe, Unchanged, Write, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait, compute_halo_room, write_outer_first
@@ -43,7 +43,7 @@ class Normalize:
         """Write planes of the slab."""
         slab, scale, shift, *slope = tensors
         planes = _view_planes(slab, start, out)
-        choice.affine(planes, scale, shift, self.activation, out, slope=slope[0] if slope else None)
+        choice.affine(Term(planes, None, scale, shift, self.activation, *slope), out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions
-from volseg.device.norm import choice, reference
+from volseg.device.norm import choice, exchanged, reference
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.exchanged import ExchangedGradients, count_values
 from volseg.device.norm.grouping import ALONE, Grouping
-from volseg.device.norm.running import Running
+from volseg.device.norm.reference import Running
 from volseg.device.peer.values import CAPACITY, ValueExchange
+from volseg.device.triton_tiles import takes
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.bias import note_vanishing
 from volseg.parallel.spatial.plan.shards import spans
@@ -110,7 +111,7 @@ def compute_statistics(
                 settings["running"], running = running, None
             home = context.communicator.home
             shares = None if pooled.over_replicas else context.communicator.shares(counts, torch.float32, home)
-            calls = [partial(choice.exchange_coefficients, own, shares, *affine, **settings) for own in slabs]
+            calls = [partial(exchanged.exchange_coefficients, own, shares, *affine, **settings) for own in slabs]
             found, number = exchange.run(calls)
         else:
             # (num_shards, 2, B, C)
@@ -120,7 +121,7 @@ def compute_statistics(
                 found, number = _join_replicas(pooled, stacked, shares, voxels, affine)
             else:
                 average, number = pooled.needed(*volume.shape[:2]), None
-                found = choice.coefficients(stacked, shares, *affine, average)
+                found = reference.coefficients(stacked, shares, *affine, average)
         mean, variance, rstd, scale, shift = found.unbind(0)
         if running is not None:
             # Samples that share their statistics have equal ones: they need no average.
@@ -195,7 +196,7 @@ class _OneKernel:
 def _find_exchange(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> _OneKernel | None:
     """Return the exchange by a single kernel, or None; all processes decide the same, whatever rows they hold."""
     batch, channels = slabs[0].shape[:2]
-    if not choice.takes(slabs[0]):
+    if not takes(slabs[0]):
         return None
     count = count_values(pooled.grouping, batch, channels, pooled.over_replicas)
     if pooled.over_replicas:
@@ -254,13 +255,13 @@ class NormPlan:
             settings: dict[str, Any] = {"grouping": pooled.grouping, "given": pooled.given}
             settings["replicas"] = exchange.replicas
             known = mean, rstd, weight, self.voxels
-            calls = [partial(choice.exchange_backward_coefficients, own, *known, **settings) for own in sums]
+            calls = [partial(exchanged.exchange_backward_coefficients, own, *known, **settings) for own in sums]
             return exchange.run(calls)
         stacked = self.context.communicator.collect([own[:, :2].sum(0) for own in sums])
         if isinstance(self.voxels, Tensor):
             return _combine_over_replicas(pooled, stacked, mean, rstd, weight, self.voxels)
         average = pooled.needed(*mean.shape)
-        found = choice.backward_coefficients(stacked, mean, rstd, weight, self.voxels, average, pooled.given)
+        found = reference.backward_coefficients(stacked, mean, rstd, weight, self.voxels, average, pooled.given)
         of_weight, of_bias = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
         return ExchangedGradients(found[0], found[1], of_weight, of_bias)
 

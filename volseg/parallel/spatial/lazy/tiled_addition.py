@@ -17,7 +17,7 @@ from torch import Tensor
 
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into, layout_of
-from volseg.device.norm import addition
+from volseg.device.norm import choice
 from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, find_norm, sum_to_slope
 from volseg.parallel.spatial.lazy.recipes import WaitingRecipe
@@ -76,7 +76,7 @@ class _Addition:
         """Write planes of the sum."""
         for begin, end in self.cut(out.shape[DIM]):
             tile = out.narrow(DIM, begin, end - begin)
-            copy_into(addition.add(*self.read(tensors, start + begin, end - begin), self.activation), tile)
+            copy_into(choice.add(*self.read(tensors, start + begin, end - begin), self.activation), tile)
 
     def cut(self, planes: int) -> list[tuple[int, int]]:
         """Return the spans of planes to write at a time."""
@@ -200,11 +200,11 @@ class _AddInTiles(torch.autograd.Function):
 
 
 def _add_sums(write: _Addition, gradient: Tensor, row: Sequence[Tensor], mean: Tensor) -> Tensor:
-    """Return the sums of a slab's parts, for all tiles (see ``addition.add_sums``)."""
+    """Return the sums of a slab's parts, for all tiles (see ``choice.add_sums``)."""
     parts = []
     for start, stop in write.cut(gradient.shape[DIM]):
         own = gradient.narrow(DIM, start, stop - start).to(write.dtype)
-        parts += addition.add_sums(own, *write.read(row, start, stop - start, mean), write.activation)
+        parts += choice.add_sums(own, *write.read(row, start, stop - start, mean), write.activation)
     return torch.cat(parts)
 
 
@@ -232,7 +232,7 @@ def _differentiate(
         planes = stop - start
         own = gradient.narrow(DIM, start, planes).to(write.dtype)
         terms = write.read(row, start, planes)
-        first, second = addition.add_gradients(own, *terms, [found], write.activation, both=any_wanted)
+        first, second = choice.add_gradients(own, *terms, [found], write.activation, both=any_wanted)
         copy_into(first, of_norm.narrow(DIM, start, planes))
         splits = () if second is None else second.split([channels for channels, _ in columns], 1)
         for part, split in zip(parts, splits, strict=second is not None):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import choice, depthwise, rules
+from volseg.device.convolution import choice, depthwise
 from volseg.device.convolution.depth_chunks import LIMIT
 from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
@@ -210,7 +210,7 @@ def convolve_transposed(
     if dtype is not None and slab.dtype != torch.float64:
         slab, weight = slab.to(dtype), context.cast(weight, dtype)
         bias = None if bias is None else context.cast(bias, dtype)
-    if not rules.is_depthwise(slab, weight, settings):
+    if not choice.is_depthwise(slab, weight, settings):
         return None
     result: Tensor = _OwnTransposed.apply(slab, weight, bias, settings)
     return result

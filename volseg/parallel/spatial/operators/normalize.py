@@ -15,7 +15,7 @@ from volseg.device import fusions
 from volseg.device import layer_norm as lines_normed
 from volseg.device.first_order import first_order
 from volseg.device.norm.grouping import Grouping
-from volseg.device.norm.running import Running, check_sizes
+from volseg.device.norm.reference import Running, check_sizes
 from volseg.parallel.spatial.lazy.bias import take_without_bias
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
 from volseg.parallel.spatial.lazy.statistics import Affine, NormStatistics, Pooled, compute_statistics, take_statistics

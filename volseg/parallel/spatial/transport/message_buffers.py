@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.gpu_memory import MemoryPool
-from volseg.device.gpus import is_gpu
-from volseg.device.streams import current_gpu_stream
+from volseg.device.gpus import MemoryPool, current_gpu_stream, is_gpu
 
 FEWEST_BYTES = 512
 

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.first_order import first_order
-from volseg.device.gpus import get_address, is_gpu
-from volseg.device.streams import current_gpu_stream, make_stream, on_stream
+from volseg.device.gpus import current_gpu_stream, get_address, is_gpu, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams, as_savable, get_version
 from volseg.parallel.buckets import (
     Differences,
