@@ -324,7 +324,7 @@ def test_threads_replay_their_recordings_on_gpus(classes):
     torch.manual_seed(0)
     network = DynUNet(3, 1, classes, [3, 3, 3], [1, 2, 2], [2, 2], filters=[8, 16, 32]).eval()
     devices = [torch.device("cuda", number % torch.cuda.device_count()) for number in range(2)]
-    settings = {"num_classes": classes, "window": (16, 16, 16), "autocast": torch.bfloat16}
+    settings = {"num_classes": classes, "window": (16, 16, 16), "windows_per_step": 1, "autocast": torch.bfloat16}
 
     def predict_on(device):
         model = FastKernels(copy.deepcopy(network), device)

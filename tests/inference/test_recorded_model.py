@@ -54,6 +54,7 @@ def test_models_that_no_gpu_holds_stay_as_they_are():
     ("window", "classes", "free", "count"),
     [
         ((128, 128, 128), 3, 100 * GIB, 1),  # keeps the device busy by itself
+        ((192, 128, 96), 3, 100 * GIB, 1),
         ((40, 56, 40), 3, 100 * GIB, 23),
         ((8, 8, 8), 3, 100 * GIB, MOST_WINDOWS),
         ((40, 56, 40), 117, 4 * GIB, 3),
@@ -61,13 +62,18 @@ def test_models_that_no_gpu_holds_stay_as_they_are():
     ],
 )
 def test_as_many_windows_go_together_as_keep_a_gpu_busy_and_fit(window, classes, free, count):
-    assert choose_windows_per_step(window, classes, GPU, free_bytes=free) == count
+    models = [FastKernels(nn.Conv3d(1, 2, 1), "cpu")]
+    assert choose_windows_per_step(models, window, classes, GPU, free_bytes=free) == count
+
+
+def test_more_windows_go_together_through_kernels_of_torch():
+    assert choose_windows_per_step([nn.Conv3d(1, 2, 1)], (128,) * 3, 3, GPU, free_bytes=100 * GIB) == 2
 
 
 def test_a_cpu_takes_one_window_at_a_time_and_another_device_is_refused():
-    assert choose_windows_per_step((8, 8, 8), 3, torch.device("cpu")) == 1
+    assert choose_windows_per_step([], (8, 8, 8), 3, torch.device("cpu")) == 1
     with pytest.raises(ParallelError, match="got meta"):
-        choose_windows_per_step((8, 8, 8), 3, torch.device("meta"))
+        choose_windows_per_step([], (8, 8, 8), 3, torch.device("meta"))
 
 
 @pytest.mark.gpu
@@ -190,7 +196,7 @@ class Counts(nn.Module):
 @pytest.mark.parametrize("kind", [LooksAtValues, Counts])
 def test_what_a_replay_would_get_wrong_runs_kernel_by_kernel_and_says_so(kind, caplog):
     model, image = kind().to(GPU), torch.randn(1, 1, 32, 32, 32)
-    settings = {"num_classes": 3, "window": (16, 16, 16)}
+    settings = {"num_classes": 3, "window": (16, 16, 16), "windows_per_step": 1}
     plain = Predictor(model=model, fast=False, **settings).probabilities(image)
     if isinstance(model, Counts):
         model.calls = 0

@@ -173,7 +173,8 @@ def test_a_gpu_holds_what_was_planned(window):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model = nn.Conv3d(1, num_classes, 1).cuda()
-    labels = Predictor(model=model, num_classes=num_classes, window=window, autocast=torch.bfloat16)(case_of(*shape))
+    settings = {"num_classes": num_classes, "window": window, "windows_per_step": 1, "autocast": torch.bfloat16}
+    labels = Predictor(model=model, **settings)(case_of(*shape))
     assert labels.device.type == "cpu"
     plan = plan_blend(shape, window, 0.5, num_classes, BEYOND)
     a_window = window[0] ** 3 * num_classes * 4

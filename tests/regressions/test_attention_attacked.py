@@ -47,7 +47,8 @@ def calls() -> Iterator[list[str]]:
 
 def compare(plain: nn.Module, x: Tensor, tolerance: float = 1e-11, shards: int = 1) -> None:
     """Compare outputs, gradients and parameters of two steps."""
-    model = WAYS["fast" if shards == 1 else "two"](copy.deepcopy(plain))
+    own = copy.deepcopy(plain)
+    model = FastKernels(own, x.device) if shards == 1 else WAYS["two"](own)
     assert_small(beside_plain.compare(plain, model, [x], steps=2), tolerance)
 
 

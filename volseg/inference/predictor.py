@@ -248,9 +248,6 @@ class Predictor:
         device = self._choose_device(images)
         stitch_on = torch.device(self.stitch_on or device)
         trained = any(parameter.grad is not None for parameter in self._list_parameters())
-        windows = self.windows_per_step or 1
-        if self.windows_per_step is None and self.window is not None and not trained:
-            windows = choose_windows_per_step(self.window, self.num_classes, device)
         fast = None if trained or not self.fast or self.window is None else _FAST.setdefault(self, _FastModels())
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use them, nor a
         # recording its inputs. Threads may share a predictor, and a replay overwrites the logits of the one before.
@@ -264,6 +261,9 @@ class Predictor:
             if fast is not None:
                 fast.models = fast.models or record_models(self.models, kernels=True)
                 step = replace(step, models=fast.models)
+            windows = self.windows_per_step or 1
+            if self.windows_per_step is None and self.window is not None and not trained:
+                windows = choose_windows_per_step(step.models, self.window, self.num_classes, device)
             yield Streamer(self, step, self.rule, device, stitch_on, windows)
 
     def _list_parameters(self) -> list[nn.Parameter]:
