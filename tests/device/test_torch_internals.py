@@ -1,5 +1,6 @@
 """What torch's private names do, where a torch in which one does something else would fail no other test."""
 
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import pytest
@@ -42,8 +43,8 @@ def test_hooks_with_settings_are_listed() -> None:
     part.register_forward_hook(print, with_kwargs=True, always_call=True)
     part.register_forward_pre_hook(print, with_kwargs=True)
     for name, get_hooks in (
-        (of_modules.FORWARD_HOOKS_WITH_KWARGS, of_modules.get_forward_hooks),
-        (of_modules.FORWARD_HOOKS_ALWAYS_CALLED, of_modules.get_forward_hooks),
+        (of_modules.FORWARD_HOOKS_WITH_KWARGS, attrgetter(of_modules.FORWARD_HOOKS)),
+        (of_modules.FORWARD_HOOKS_ALWAYS_CALLED, attrgetter(of_modules.FORWARD_HOOKS)),
         (of_modules.FORWARD_PRE_HOOKS_WITH_KWARGS, of_modules.get_forward_pre_hooks),
     ):
         assert list(vars(part)[name]) == list(get_hooks(part))

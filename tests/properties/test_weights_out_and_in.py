@@ -202,7 +202,7 @@ def require_every_format(run, expected, network, config_of, folder):
     else:
         script = torch.jit.load(export(run, folder / "model.ts", to="torchscript")).state_dict()
         assert len(script) > 3
-        require_bits(script, {name: expected[name.removeprefix("network.")] for name in script})
+        require_bits(script, {name: expected[name.removeprefix("model.")] for name in script})
     torch.save(expected, folder / "plain.pt")
     torch.save({"state_dict": {f"module.model.{n}": v for n, v in expected.items()}}, folder / "wrapped.pt")
     unique = {}  # as safetensors writes them: a tensor under one of its names
