@@ -7,7 +7,8 @@
         --result workflows/benchmarks/results/networks_h200_left_atrium.json
 
 ``datasets/left_atrium.py`` makes the data sets of 80 and of 16 labelled cases, which 40 and 20 epochs are for. A run's
-folder is called by its network, number of labelled cases and seed, and holds its prediction of the 20 test cases.
+folder is called by its network, number of labelled cases and seed, and holds its prediction of the 20 test cases. Rows
+of ``--result`` stay.
 
 The scores follow ``code/test_util.py`` of the repository ``yulequan/UA-MT``, which calls medpy: surfaces are voxels
 that an erosion by six neighbours removes, distances are in voxels, HD95 is the 95th percentile over both directions
@@ -15,6 +16,7 @@ together, ASD the mean over the predicted surface. ASSD (mm) of ``volseg evaluat
 """
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,8 +87,13 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="run folders NETWORK_LABELLED_SEED")
     parser.add_argument("--result", type=Path, required=True, help="JSON file")
     chosen = parser.parse_args()
-    rows = [score_run(run, sorted(chosen.labels.glob("*.nii.gz"))) for run in chosen.runs]
-    write_result(chosen.result, summary=summarise(rows), rows=rows)
+    earlier = json.loads(chosen.result.read_text(encoding="utf-8"))["rows"] if chosen.result.exists() else []
+    rows = {tuple(row[key] for key in ("network", "labelled", "seed")): row for row in earlier}
+    for run in chosen.runs:
+        row = score_run(run, sorted(chosen.labels.glob("*.nii.gz")))
+        rows[row["network"], row["labelled"], row["seed"]] = row
+    kept = [rows[key] for key in sorted(rows)]
+    write_result(chosen.result, summary=summarise(kept), rows=kept)
 
 
 if __name__ == "__main__":
