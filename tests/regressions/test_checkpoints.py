@@ -116,6 +116,7 @@ def test_what_is_cut_off_or_added_is_refused_or_changes_nothing(trained, tmp_pat
 
 MISSING = object()
 ODD = [(name, value) for name in made().state_dict() for value in (MISSING, None, 7, "x", [None], {3: 4})]
+ODD += [("average", value) for value in ({}, {"updates": 1}, {"average": 1, "updates": 1}, {"average": {}})]
 
 
 @pytest.mark.parametrize(("name", "value"), ODD, ids=[f"{n}: {'missing' if v is MISSING else v}" for n, v in ODD])

@@ -5,10 +5,17 @@ import importlib
 import json
 import logging
 import os
+import re
 import shutil
+import ssl
+import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import nibabel
 import numpy as np
@@ -25,6 +32,7 @@ from volseg import experiment
 from volseg.data import (
     check_cases,
     check_task,
+    fetching,
     inspect_cases,
     load_task,
     make_task,
@@ -40,6 +48,7 @@ from volseg.data.case_store.preprocessed import write_case
 from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.cases import read_splits
 from volseg.data.checks.reading import check_case, read_case
+from volseg.data.download import download
 from volseg.data.patches import PatchBatches
 from volseg.data.readers import SUFFIXES
 from volseg.errors import ConfigError, DataError, GridError, NonFiniteLossError, ReaderError
@@ -47,6 +56,7 @@ from volseg.experiment import load_config, train
 from volseg.experiment.prediction.sources import load_trained
 from volseg.planning import Fingerprint, plan, take_fingerprint
 from volseg.planning.fingerprint import CaseSizes, keep_fingerprint, load_fingerprint
+from volseg.transforms import bounded_spacing
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 from volseg.workflow.checks import EpochLosses
@@ -805,3 +815,56 @@ def test_a_mended_copy_of_a_table_keeps_its_folds(folder, tmp_path):
         task.splits
     )
     assert f"the folds of the table are in {tmp_path / 'copy' / 'splits.json'}" in repaired.lines()[0]
+
+
+def test_shared_cases_without_a_free_descriptor_are_refused_with_the_remedy():
+    """Each shared case takes an open file; the bare "Too many open files" was told as the fault of a case."""
+    script = (
+        "import resource, torch\n"
+        "from volseg.data.case_store.preprocessed import SharedCases\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        "store = SharedCases()\n"
+        "for number in range(40):\n"
+        "    store.add({'image': torch.zeros(1, 2, 2, 2)}, {'case': str(number)})\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
+    assert re.search(r"DataError: \d+ cases are in shared memory.*ulimit -n.*data\.cache", ended.stderr)
+
+
+def test_a_server_whose_certificate_is_not_trusted_is_asked_once(tmp_path, monkeypatch):
+    """It was asked eight times, over two minutes."""
+    fault = urllib.error.URLError(ssl.SSLCertVerificationError(1, "self-signed"))
+    fault.reason.verify_message = "self-signed certificate"
+    opener = mock.Mock(**{"open.side_effect": fault})
+    monkeypatch.setattr(urllib.request, "build_opener", lambda *_: opener)
+    with (
+        (tmp_path / "part").open("w+b", buffering=0) as part,
+        pytest.raises(DataError, match="not trusted: self-signed"),
+    ):
+        download("https://a.invalid/x.tar", part, tmp_path / "part", md5="0")
+    assert opener.open.call_count == 1
+
+
+def test_a_part_that_its_last_holder_removes_is_opened_again(tmp_path, monkeypatch):
+    """The bytes went to a file without a name, and unpacking did not find them."""
+    lock, path = fetching._lock, tmp_path / "x.part"
+
+    def removing(part, of):
+        monkeypatch.setattr(fetching, "_lock", lock)
+        path.unlink()
+
+    monkeypatch.setattr(fetching, "_lock", removing)
+    with fetching._only_fetch(path) as part:
+        part.write(b"1")
+    assert path.read_bytes() == b"1"
+
+
+def test_the_copy_of_a_large_source_counts_before_resampling(monkeypatch):
+    """A volume of a coarser spacing is small, but its source is copied in float64."""
+    monkeypatch.setattr(bounded_spacing, "ALWAYS_FITS", 1 << 20)
+    monkeypatch.setattr(bounded_spacing, "available_bytes", lambda: 2 << 20)
+    volume = MetaTensor(torch.zeros(1, 72, 72, 72), affine=torch.eye(4, dtype=torch.float64))
+    with pytest.raises(GridError, match="GiB to resample"):
+        bounded_spacing.BoundedSpacing(["image"], pixdim=[4.0, 4.0, 4.0], mode="bilinear")({"image": volume})

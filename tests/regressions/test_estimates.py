@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ from volseg.estimate.fake_step.operator_cache import OperatorCache
 from volseg.estimate.fake_step.tracing import tracing
 from volseg.estimate.gpu_kinds import KINDS, find_kind
 from volseg.estimate.instances import get_links
+from volseg.estimate.largest_volume import Need
 from volseg.estimate.network_plan import describe_network
 from volseg.estimate.planning import _find_volumes
 from volseg.estimate.roofline import classify
@@ -565,3 +567,26 @@ def test_the_largest_volume_is_found_from_such_a_size():
     assert forecast.more_than is not None
     assert forecast.memory is None
     assert not forecast.runs
+
+
+@pytest.mark.parametrize("fixed", [1, 3, 6])
+@pytest.mark.parametrize("per_voxel", [2000, 9000, 12000])
+def test_the_largest_volume_is_found_by_few_traces(fixed, per_voxel):
+    """Each aspect was searched anew, by scaling bytes that every size takes: up to 16 traces, three times the time."""
+    asked = []
+
+    def need(candidate, sides):
+        asked.append(sides)
+        held = int(fixed * 2**30 + math.prod(sides) * per_voxel)
+        return Need(total=held, held=None) if held > 1.3 * 16 * 2**30 else Need(total=int(1.04 * held), held=held)
+
+    work, machine = SimpleNamespace(sides=(32, 32, 48)), SimpleNamespace(gpu_bytes=16 * 2**30)
+    planned = SimpleNamespace(work=work, divisors=(16, 16, 16), machine=machine, need=need)
+    assert all(_find_volumes(planned, Candidate(), ((1, 1, 1), (32, 32, 48))))
+    assert len(asked) <= 6
+
+
+def test_a_kind_of_gpu_that_begins_a_name_brings_the_kinds_of_that_name():
+    """For ``a100`` the first hint was ``h100``."""
+    with pytest.raises(ConfigError, match=r"'a100' is not known \(did you mean 'a100-\d0' or 'a100-\d0'\?\)"):
+        find_kind("a100")

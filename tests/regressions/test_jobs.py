@@ -12,9 +12,11 @@ from training_hooks import At
 
 from tests.experiment.conftest import write_config
 from volseg.checkpointing.file import load_checkpoint
+from volseg.data.layouts import load_task
 from volseg.data.synthetic import make_task
-from volseg.errors import CheckpointError, DataError
+from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment import load_config, train
+from volseg.experiment.placement import placed_network
 from volseg.monitoring.run_files import look_at
 
 # ``--max-restarts`` started everything again after a refusal, as often as it was allowed, and the second attempt did
@@ -158,3 +160,17 @@ def test_the_status_of_a_job_that_hung_says_where_each_process_was(start, tmp_pa
     message = run_job("signal.pause()", start, tmp_path, "parallel.data=2", "parallel.timeout=10")
     assert re.search(r"no process has made progress for \d+ s", message), message
     assert re.search(r"process 1 of 2 \(\S+, cpu\): train, epoch 2, batch 1", message), message
+
+
+def test_a_batch_is_compared_with_the_memory_of_all_machines(tmp_path, monkeypatch):
+    """A batch that eight machines share was refused, as more than the memory of one."""
+    root = make_task(tmp_path / "Task00_Made", num_cases=2)
+    config = load_config(write_config(root, tmp_path), ["patch.size=[64,64,64]", "patch.batch=64"])
+    task = load_task(root)
+    monkeypatch.setattr(placed_network, "list_gpus", list)
+    monkeypatch.setattr(placed_network, "total_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(placed_network, "count_launched", lambda: 8)
+    placed_network.require_room(config, task)
+    monkeypatch.setattr(placed_network, "count_launched", lambda: 1)
+    with pytest.raises(ConfigError, match=r"times patch\.batch 64 takes .* and this machine has 0\.1 GiB"):
+        placed_network.require_room(config, task)

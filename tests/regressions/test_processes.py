@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from in_group import in_group
 from ready_python import wait_until
 
 from volseg.launched import OWN_LAUNCHER
 from volseg.parallel.processes import supervision as module
+from volseg.parallel.processes.progress import run_together
 from volseg.parallel.processes.supervision import Supervision
 
 # A job whose work was done was told to have failed: "process 0 of 2 died silently".
@@ -269,3 +271,25 @@ def test_a_process_outlives_the_thread_that_started_it_and_not_its_parent(family
     parent.kill()
     parent.wait()
     wait_until(lambda: is_gone(child), 30)
+
+
+def listener_that_fails_late():
+    """Process 0 has a listener that fails once its work is done."""
+    begun = []
+
+    def hear(counts):
+        if dist.get_rank() == 0 and begun and begun[0]._ended.is_set():
+            raise OSError("the bar's file is full")
+
+    def work(rounds):
+        begun.append(rounds)
+        time.sleep(dist.get_rank())
+        return dist.get_rank()
+
+    return run_together(dist.group.WORLD, work, heard=hear)
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_a_listener_that_fails_after_the_work_ends_no_process_alone():
+    """One process raised the listener's error, and the others went on with all results."""
+    assert in_group(2, listener_that_fails_late) == [[0, 1], [0, 1]]

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 from torch import Tensor
 
 from volseg.errors import CheckpointError
@@ -61,6 +61,13 @@ Count = Annotated[int, Field(ge=0, strict=True)]
 Tensors = dict[str, InstanceOf[Tensor]]
 
 
+def _require_average(value: Any) -> Any:
+    is_whole = isinstance(value, dict) and isinstance(value.get("average"), dict) and type(value.get("updates")) is int
+    if value is not None and not is_whole:
+        raise ValueError("needed: average, tensors by name, and updates, a count")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
     """Everything that a training needs to resume exactly.
@@ -77,7 +84,7 @@ class TrainingState:
     optimizer: dict[str, Any] = field(metadata={"holds": "momenta and settings of the optimizer"})
     steps_done: Count = field(metadata={"holds": "optimizer steps, which give the learning rate"})
     scaler: dict[str, Any] = field(metadata={"holds": "scale of the gradients; empty without float16"})
-    average: dict[str, Count | Tensors] | None = field(
+    average: Annotated[dict[str, Tensors | Count] | None, BeforeValidator(_require_average)] = field(
         metadata={"holds": "averaged weights and the number of updates; none without `training.ema`"}
     )
     random: dict[str, Any] = field(

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -154,7 +155,10 @@ def _ask(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) ->
     except (http.client.InvalidURL, ValueError, OverflowError) as fault:
         raise DataError(f"{url} cannot be fetched: {fault}, in this URL or in one that it redirects to") from fault
     except (OSError, http.client.HTTPException) as fault:  # timeouts and urllib's own errors are OSErrors
-        raise _Passing(str(getattr(fault, "reason", fault)) or type(fault).__name__) from fault
+        reason = getattr(fault, "reason", fault)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            raise DataError(f"{url}: the server's certificate is not trusted: {reason.verify_message}") from fault
+        raise _Passing(str(reason) or type(reason).__name__) from fault
 
 
 def _read_lengths(url: str, response: Any) -> tuple[int, int]:

@@ -111,15 +111,19 @@ def _only_fetch(path: Path) -> Iterator[BinaryIO]:
     DataError
         If another process holds it.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    with open(descriptor, "r+b", buffering=0) as part:  # a write to a full disk raises
-        _lock(part, path)
-        try:
-            yield part
-        finally:
-            if part.seek(0, os.SEEK_END) == 0:
-                with suppress(PermissionError):  # Windows removes no open file
-                    path.unlink(missing_ok=True)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with open(descriptor, "r+b", buffering=0) as part:  # a write to a full disk raises
+            _lock(part, path)
+            if not path.exists() or not os.path.samestat(os.fstat(part.fileno()), path.stat()):
+                continue  # its last holder removed it between the opening and the lock
+            try:
+                yield part
+                return
+            finally:
+                if part.seek(0, os.SEEK_END) == 0:
+                    with suppress(PermissionError):  # Windows removes no open file
+                        path.unlink(missing_ok=True)
 
 
 def _lock(part: BinaryIO, path: Path) -> None:

@@ -188,4 +188,5 @@ def find_kind(name: str) -> GpuKind:
     called = [kind for kind in KINDS.values() if kind.name.lower() == wanted]
     if called:
         return called[0]
-    raise ConfigError(f"the speed of a GPU called {name!r} is not known ({did_you_mean(wanted, KINDS)})")
+    near = [known for known in KINDS if known.startswith(wanted)] or KINDS
+    raise ConfigError(f"the speed of a GPU called {name!r} is not known ({did_you_mean(wanted, near)})")

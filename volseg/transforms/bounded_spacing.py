@@ -16,7 +16,8 @@ from volseg.transforms.grid import ANISOTROPY, Grid, find_coarse_axis
 from volseg.transforms.resampling import SlabResample
 
 RESAMPLING_BYTES = 24
-"""Bytes per new voxel while MONAI resamples: three coordinates in float64; each channel takes 8 more."""
+"""Bytes per new voxel while MONAI resamples: three coordinates in float64; each channel takes 8 more, and 8 per old
+voxel for a copy in float64."""
 
 MOST_VOXELS = 2**31 - 1
 """Most voxels of a resampled volume, since torch's kernels count voxels in 32 bits."""
@@ -60,7 +61,7 @@ class BoundedSpacing(Spacingd):
                 continue  # nothing is resampled
             sides = axes.norm(dim=0).tolist()
             shape = [math.ceil(n * side / to) for n, side, to in zip(grid.shape, sides, target, strict=True)]
-            needed = math.prod(shape) * (RESAMPLING_BYTES + 8 * len(data[field]))
+            needed = math.prod(shape) * (RESAMPLING_BYTES + 8 * len(data[field])) + 8 * data[field].numel()
             if math.prod(shape) > MOST_VOXELS or (needed > ALWAYS_FITS and needed > available_bytes()):
                 raise GridError(
                     f"{field} has {grid.shape} voxels of {' x '.join(f'{side:.4g}' for side in sides)} mm; at the "

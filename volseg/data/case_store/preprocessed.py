@@ -301,7 +301,15 @@ class SharedCases:
 
     def add(self, case: Mapping[str, Any], about: Mapping[str, Any]) -> str:
         """Write a case as `write_case` does; return the path for `StoredCase.open` in another process. Thread-safe."""
-        file = os.memfd_create("volseg", os.MFD_CLOEXEC)
+        try:
+            file = os.memfd_create("volseg", os.MFD_CLOEXEC)
+        except OSError as fault:
+            if fault.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise DataError(
+                f"{len(self._files)} cases are in shared memory, an open file each, and no more may be open; "
+                "raise the limit (ulimit -n), or name a folder by data.cache, whose cases take none"
+            ) from fault
         self._files.append(file)
         with open(file, "wb", closefd=False) as writer:
             write_case(writer, case, about)

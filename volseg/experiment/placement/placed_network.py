@@ -25,6 +25,7 @@ from volseg.parallel.compiled_network import refusing
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.devices import (
     count_gpus,
+    count_launched,
     current_gpu_or_cpu,
     is_distributed,
     list_devices,
@@ -79,7 +80,7 @@ def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
 
 
 def require_room(config: ExperimentConfig, task: Task, *, trains: bool = True) -> None:
-    """Raise for a batch of patches or a window that exceeds this machine's memory, only as images and logits.
+    """Raise for a window that exceeds this machine's memory, or a batch that exceeds all GPUs', as images and logits.
 
     Raises
     ------
@@ -88,13 +89,17 @@ def require_room(config: ExperimentConfig, task: Task, *, trains: bool = True) -
     """
     channels = task.num_inputs + task.num_outputs + 4  # and the weights of a window
     batch, window = config.patch.batch if trains else 1, config.inference.window or ()
-    for key, sides, count in (("patch.size", config.patch.size, batch), ("inference.window", window, 1)):
+    patch = config.patch.size
+    for key, sides, count in (("patch.size", patch, batch), ("patch.size", patch, 1), ("inference.window", window, 1)):
         needed, total = 4 * channels * math.prod(sides) * count, total_bytes()
+        if count > 1:  # dealt to the processes of all machines, and made on their GPUs
+            gpus = (torch.cuda.get_device_properties(gpu).total_memory for gpu in list_gpus())
+            total = max(total, sum(gpus)) * count_launched()
         if needed > total:
             times = f" times patch.batch {count}" if count > 1 else ""
             raise ConfigError(
                 f"{key} {list(sides)}{times} takes {needed / 2**30:.1f} GiB for an image and its logits, and this "
-                f"machine has {total / 2**30:.1f} GiB; take a smaller one"
+                f"{'job' if count_launched() > 1 else 'machine'} has {total / 2**30:.1f} GiB; take a smaller one"
             )
 
 
