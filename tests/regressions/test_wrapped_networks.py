@@ -314,6 +314,15 @@ def test_a_predictor_takes_every_network_that_predicts_by_itself(
         assert torch.equal(predictor({"image": image}), wanted)
 
 
+def test_torchs_replicas_on_several_gpus_are_not_recorded() -> None:
+    """Their threads launch kernels on GPUs that a recording on one stream does not see."""
+    net = nn.Conv3d(1, 2, 1)
+    replicas = nn.DataParallel(net)
+    replicas.module, replicas.device_ids = net, [0, 1]  # as on a machine with two
+    for model in (replicas, nn.Sequential(replicas)):
+        assert "several devices" in str(window_step.explain_kernel_by_kernel(model))
+
+
 def test_a_predictor_follows_its_network_to_another_device() -> None:
     """Its recordings are of the device on which the network was at first."""
     net, image = nn.Conv3d(1, 2, 1), MetaTensor(torch.rand(1, 8, 8, 8))

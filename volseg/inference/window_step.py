@@ -261,7 +261,9 @@ def explain_kernel_by_kernel(model: Any) -> str | None:
         return "it is a function, of which nobody can tell what it depends on"
     if isinstance(model, RecordedModel):
         return "it is recorded already"
-    if isinstance(model, ModelParallel) and not isinstance(model, FastKernels):
+    if (isinstance(model, ModelParallel) and not isinstance(model, FastKernels)) or any(
+        isinstance(part, nn.DataParallel) and len(part.device_ids) > 1 for part in model.modules()
+    ):
         return "it works on several devices together"
     if any(isinstance(part, ModelParallel) for part in model.modules() if part is not model):
         return "a part of it has a strategy of its own"
