@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import RunLayers, assert_small, compare
+from beside_plain import RunLayers, assert_small, compare, noted
 from made_up_networks import Apply, WithLayers
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
@@ -590,3 +590,34 @@ def test_the_gradient_of_a_join_that_went_past_it_is_refused(ask: Callable[[Tens
     model = ModelParallel(Joins(ask, late=True).double(), strategy="spatial", devices=["cpu"])
     with pytest.raises(UnsupportedOperatorError, match="before the volume is used"):
         model(torch.randn(1, 2, 9, 4, 4, dtype=torch.float64))
+
+
+def assign_channels(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, torch.tensor([2, 0])] = x[:, :2] * 3.0
+    y[:, [1]] = 0.5
+    return y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.adaptive_avg_pool3d(x, (4, 2, 3)),
+        lambda x: F.adaptive_max_pool3d(x, (5, 2, 2)),
+        assign_channels,
+    ],
+    ids=["average", "largest", "channels"],
+)
+def test_no_volume_is_gathered_for_windows_and_for_channels(function: Callable[[Tensor], Tensor]) -> None:
+    with noted(ShardedVolume, full_tensor=ShardedVolume.full_tensor) as gathered:
+        model = spatial(function)
+        assert isinstance(model(VOLUME), ShardedVolume)
+    assert not gathered
+    assert_equal(function)
+
+
+def test_changes_by_index_whose_volume_is_named() -> None:
+    def add(x: Tensor) -> Tensor:
+        return x.clone().index_add_(dim=1, index=torch.tensor([1, 1, 0]), source=x, alpha=2)
+
+    assert_equal(add)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import DataParallel, ModelParallel, Pipeline, Spatial, join_mesh
 from volseg.parallel.state.module import remember
+from volseg.parallel.state.watch import Watch
 from volseg.parallel.verification.comparison import whole
 
 # State has one owner: each story here ended in a wrong number without a word until the rule beside it was made.
@@ -714,3 +715,26 @@ def test_a_pipeline_recomputes_a_batch_norm_of_the_networks_own_checkpoint(split
             torch.testing.assert_close(one, other)
     for one, other in zip(net.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+class OwnParameter(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parameter: setattr(parameter, "data", torch.zeros(2)),
+        lambda parameter: parameter.requires_grad_(False),
+    ],
+    ids=["memory", "frozen"],
+)
+def test_a_parameter_of_another_class_is_watched_where_it_lies(change: Callable[[nn.Parameter], object]) -> None:
+    """A replay would read the memory that it had."""
+    net = nn.Module()
+    net.scale = OwnParameter(torch.ones(2))
+    watch = Watch(net)
+    assert not watch.changes()
+    change(net.scale)
+    assert [found.name for found in watch.changes()] == ["scale"]
+    assert not watch.changes()

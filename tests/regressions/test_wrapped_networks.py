@@ -3,14 +3,20 @@
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from monai.data import MetaTensor
 from torch import Tensor, nn
 from traced_graphs import trace_only
 
 from volseg.device import compiler_internals
 from volseg.errors import ParallelError, UnsupportedOperatorError
+from volseg.inference import window_step
+from volseg.inference.predictor import _FAST as FAST
+from volseg.inference.predictor import Predictor, SharedPredictor
 from volseg.parallel import CompiledNetwork, DataParallel, FastKernels, ModelParallel, Spatial, join_mesh
 
 # Networks that torch.compile has taken apart: each story ended in another training without a word.
@@ -257,3 +263,79 @@ def test_a_layer_used_twice_sums_its_bias_gradient_in_float32() -> None:
     found = net.linear.bias.grad
     assert found is not None
     assert not found.equal(found.to(torch.bfloat16).float()), "rounded to 16 bits"
+
+
+class NoParameters(nn.Module):
+    """A network whose weights are a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.ones(2, 1, 1, 1, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return F.conv3d(image, self.weights)
+
+
+class ExpectsTensors(nn.Module):
+    """A network that looks at the type of its own results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv3d(1, 2, 3, padding=1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        found: Tensor = self.layer(image)
+        assert type(found) is Tensor
+        return found
+
+
+class CalledStep:
+    """Stands in for a recorded step, on a machine without a GPU."""
+
+    def __init__(self, model: nn.Module, step: Callable[[Tensor], Tensor], **options: Any) -> None:
+        self.step = step
+
+    def __call__(self, windows: Tensor) -> Tensor:
+        return self.step(windows)
+
+
+@pytest.mark.parametrize("make", [NoParameters, ExpectsTensors])
+def test_a_predictor_takes_every_network_that_predicts_by_itself(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the fast kernels do not run, in whatever way it fails, torch's run."""
+    net, image = make(), MetaTensor(torch.rand(1, 9, 8, 8, generator=torch.Generator().manual_seed(0)))
+    wanted = Predictor(model=net, num_classes=2, window=(8, 8, 8), fast=False)({"image": image})
+    monkeypatch.setattr(window_step, "explain_kernel_by_kernel", lambda model: None)
+    monkeypatch.setattr(window_step, "explain_absence", lambda device: None)
+    monkeypatch.setattr(window_step, "RecordedStep", CalledStep)
+    predictor = Predictor(model=net, num_classes=2, window=(8, 8, 8))
+    for _ in range(2):
+        assert torch.equal(predictor({"image": image}), wanted)
+
+
+def test_torchs_replicas_on_several_gpus_are_not_recorded() -> None:
+    """Their threads launch kernels on GPUs that a recording on one stream does not see."""
+    net = nn.Conv3d(1, 2, 1)
+    replicas = nn.DataParallel(net)
+    replicas.module, replicas.device_ids = net, [0, 1]  # as on a machine with two
+    for model in (replicas, nn.Sequential(replicas)):
+        assert "several devices" in str(window_step.explain_kernel_by_kernel(model))
+
+
+def test_a_predictor_follows_its_network_to_another_device() -> None:
+    """Its recordings are of the device on which the network was at first."""
+    net, image = nn.Conv3d(1, 2, 1), MetaTensor(torch.rand(1, 8, 8, 8))
+    predictor = Predictor(model=net, num_classes=2, window=(8, 8, 8))
+    wanted = predictor({"image": image})
+    FAST[predictor].models, FAST[predictor].device = (None,), torch.device("cuda", 0)
+    assert torch.equal(predictor({"image": image}), wanted)
+
+
+def test_a_volume_is_shared_by_predictors_in_inference_mode() -> None:
+    """The volumes of the result were made in inference mode, and written to outside of it."""
+    image = MetaTensor(torch.rand(1, 17, 8, 8))
+    predictors = [Predictor(model=nn.Conv3d(1, 2, 1), num_classes=2, window=(8, 8, 8)) for _ in range(2)]
+    with torch.inference_mode():
+        (found,) = SharedPredictor(predictors).predict([{"image": image}])
+    assert found.labels.shape == image.shape

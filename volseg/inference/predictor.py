@@ -234,7 +234,8 @@ class Predictor:
 
     def begin(self, image: MetaTensor, also: Collection[Also]) -> Decision:
         """Return the empty volumes of a prediction."""
-        return WayBack.of(image).begin(self.rule, also=also)
+        with torch.inference_mode(False):  # the windows are computed outside of it
+            return WayBack.of(image).begin(self.rule, also=also)
 
     @property
     def rule(self) -> LabelRule:
@@ -259,10 +260,11 @@ class Predictor:
         ):
             step = self.window_step
             if fast is not None:
-                fast.models = fast.models or record_models(self.models, kernels=True)
+                if fast.device != device:  # the first call, or the network has moved since
+                    fast.models, fast.device = record_models(self.models, kernels=True), device
                 step = replace(step, models=fast.models)
             windows = self.windows_per_step or 1
-            if self.windows_per_step is None and self.window is not None and not trained:
+            if self.windows_per_step is None and self.window is not None and not trained and device.type == "cuda":
                 windows = choose_windows_per_step(step.models, self.window, self.num_classes, device)
             yield Streamer(self, step, self.rule, device, stitch_on, windows)
 
@@ -281,6 +283,7 @@ class _FastModels:
     """A predictor's models with fast kernels and recordings, made at its first call."""
 
     models: tuple[Model, ...] = ()
+    device: torch.device | None = None
     lock: Any = field(default_factory=RLock)
 
 

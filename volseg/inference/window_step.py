@@ -4,12 +4,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from volseg.device.gpus import is_recording
 from volseg.device.torch_internals import is_compiled
 from volseg.errors import GridError, ParallelError
 from volseg.parallel import CompiledNetwork, FastKernels, ModelParallel
@@ -189,9 +190,11 @@ class RecordedModel(nn.Module):
     def _run(self, windows: Tensor) -> Tensor:
         try:
             return full_logits(self.model(windows))
-        except ParallelError as fault:
-            if self._plain is None:
+        except Exception as fault:  # of a network that expects torch's own tensors, too
+            if self._plain is None or isinstance(fault, torch.OutOfMemoryError):
                 raise
+            if not isinstance(fault, ParallelError) and is_recording(windows.device):
+                raise  # no step that waits for values can be captured, by any kernels
             logger.info("%s predicts with torch's kernels: %s", type(self._plain).__name__, fault)
             self.model, self._plain = self._plain, None
             return full_logits(self.model(windows))
@@ -217,7 +220,7 @@ class RecordedModel(nn.Module):
 
 def _wrap(network: nn.Module) -> FastKernels | None:
     """Return a plain network with volseg's kernels, or None where there are none; its parameters keep their layout."""
-    device = next(network.parameters()).device
+    device = next(chain(network.parameters(), network.buffers())).device
     other = isinstance(network, FastKernels | CompiledNetwork) or any(map(is_compiled, network.modules()))
     if other or explain_absence(device) is not None:
         return None
@@ -258,7 +261,9 @@ def explain_kernel_by_kernel(model: Any) -> str | None:
         return "it is a function, of which nobody can tell what it depends on"
     if isinstance(model, RecordedModel):
         return "it is recorded already"
-    if isinstance(model, ModelParallel) and not isinstance(model, FastKernels):
+    if (isinstance(model, ModelParallel) and not isinstance(model, FastKernels)) or any(
+        isinstance(part, nn.DataParallel) and len(part.device_ids) > 1 for part in model.modules()
+    ):
         return "it works on several devices together"
     if any(isinstance(part, ModelParallel) for part in model.modules() if part is not model):
         return "a part of it has a strategy of its own"
@@ -304,5 +309,7 @@ def choose_windows_per_step(
     voxels = math.prod(window)
     fit = int(STEP_MEMORY * free / (BYTES_PER_LOGIT * num_classes * voxels))
     parts = [part for model in models if isinstance(model, nn.Module) for part in model.modules()]
+    if any(isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and part.running_mean is None for part in parts):
+        return 1  # its statistics are those of the batch: a window would depend on the others
     wanted = VOXELS_PER_STEP if any(isinstance(part, FastKernels) for part in parts) else 2 * VOXELS_PER_STEP
     return max(1, min(wanted // voxels, fit, MOST_WINDOWS))

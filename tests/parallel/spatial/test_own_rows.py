@@ -284,3 +284,20 @@ def test_no_network_is_looked_at_that_cuts_nothing_large(found: list[str]) -> No
     model(torch.rand(1, 1, 4, 4, 4))
     assert not model.strategy.context.large_rows
     assert not found
+
+
+def test_a_mask_that_two_models_and_the_plain_network_share(found: list[str]) -> None:
+    """Networks cache their masks in a function, which every model of the process calls."""
+    kept: list[Tensor] = []
+
+    def add_shared(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
+        kept[:] = kept or [mask(difference)]
+        return windows(volume) + kept[0]
+
+    image = torch.rand(1, 4, 4, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = Used(USES["mask"])(image)
+    first = WAYS["two"](Used(add_shared))
+    first.strategy.context.large_rows[4] = None
+    for call in (first, WAYS["three"](Used(add_shared)), WAYS["fast"](Used(add_shared)), Used(add_shared)):
+        torch.testing.assert_close(whole(call(image)), wanted, rtol=0, atol=1e-12)
+    assert found

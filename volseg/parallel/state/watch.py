@@ -32,6 +32,7 @@ from volseg.device.module_internals import (
     PARAMETERS,
     get_modules,
 )
+from volseg.device.torch_internals import PLAIN_TENSORS
 from volseg.parallel.state.description import (
     Description,
     Same,
@@ -186,7 +187,11 @@ class Watch:
                 self._note_dictionary(each)
         self._holders = [each.holder for each in held]
         self._sizes = list(map(len, self._holders))
-        self._tensors = [tensor for _, tensor in name_tensors(self._net)]
+        self._tensors = []
+        for name, tensor in name_tensors(self._net):
+            self._tensors.append(tensor)
+            if type(tensor) not in PLAIN_TENSORS:  # whose description is its identity
+                self.described[name, "place", ""] = ((get_address(tensor), tensor.requires_grad),)
         self._places = self._list_places()
 
     def _note_dictionary(self, held: _Held) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.torch_internals import tree_map
 from volseg.parallel.spatial.dispatch import Copied
 from volseg.parallel.spatial.gathered import cut_if_thick, run_gathered, say_gathered, whole_of
 from volseg.parallel.spatial.operators.operands import aligned, each_slab
@@ -139,16 +140,15 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     refuse_if(any(entry is None for entry in index), "None is not supported as an index of an assignment")
     volume.context.change(volume)
     entries = expanded(_tensors(index, volume), volume.ndim)
-    picks = any(isinstance(entry, Tensor) for entry in entries)
     if _is_masked(volume, entries, value):
         _assign_masked(volume, entries[0], value)
-    elif picks:
+    elif _is_local(volume, entries):
+        _assign_within(volume, entries, value)
+    elif any(isinstance(entry, Tensor) for entry in entries):
         # Index tensors may be on another device: move them to the volume's home device.
         home = volume.context.communicator.home
         local = tuple(whole_of(i).to(home) if isinstance(i, Tensor) else i for i in entries)
         _change_gathered(volume, lambda whole: whole.__setitem__(local, whole_of(value)))
-    elif all(entries[dim] == slice(None) for dim in volume.dims):
-        _assign_within(volume, tuple(entries), value)
     else:
         assign_across(volume, entries, value)
 
@@ -171,16 +171,34 @@ def _assign_masked(volume: ShardedVolume, mask: Tensor, value: Any) -> None:
         slab[own] = constant
 
 
-def _assign_within(volume: ShardedVolume, index: tuple, value: Any) -> None:
+def _is_local(volume: ShardedVolume, entries: Sequence[Any]) -> bool:
+    """Return whether the index takes all planes along the cut."""
+    if any(isinstance(entry, ShardedVolume) for entry in entries):
+        return False
+    dim, free = 0, []
+    for entry in entries:
+        if isinstance(entry, slice) and entry == slice(None):
+            free.append(dim)
+        dim += entry.ndim if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
+    return set(volume.dims) <= set(free)
+
+
+def _assign_within(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> None:
     """Assign on each slab."""
-    values = [value] * len(volume.slabs)
+    context = volume.context
     if isinstance(value, Tensor):
         with torch.no_grad():  # to find the cut dim of the assigned part
-            part = sliced(wrap(volume, [slab.detach() for slab in volume.slabs]), index)
-        assert isinstance(part, ShardedVolume)
-        values = aligned(value, part)
-    for slab, own in zip(volume.slabs, values, strict=True):
-        slab[index] = own
+            bare = wrap(volume, [slab.detach() for slab in volume.slabs])
+            part = sliced(bare, [slice(None) if isinstance(entry, Tensor) else entry for entry in entries])
+            picks = _picks(entries)
+            like = _picked(part, picks) if picks else part
+        assert isinstance(like, ShardedVolume)
+        values = aligned(value, like)
+    else:
+        values = [value] * len(volume.slabs)
+    columns = [context.spread(entry) if isinstance(entry, Tensor) else [entry] * len(values) for entry in entries]
+    for slab, own, *local in zip(volume.slabs, values, *columns, strict=True):
+        slab[tuple(local)] = own
 
 
 @handles("Slices and joins", "index_select", merged=True)
@@ -197,7 +215,8 @@ def index_changed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     volume = args[0]
     refuse_if(not isinstance(volume, ShardedVolume), "a volume would be written to an ordinary tensor")
     volume.context.change(volume)
-    _change_gathered(volume, lambda whole: func(whole, *map(whole_of, args[1:]), **kwargs))
+    given, named = tree_map(whole_of, (args[1:], kwargs))
+    _change_gathered(volume, lambda whole: func(whole, *given, **named))
     return volume
 
 

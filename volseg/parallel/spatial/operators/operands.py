@@ -96,11 +96,21 @@ def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
     # Cut dims counted from the end, as broadcasting does.
     wanted = [dim - like.ndim for dim in like.dims]
     if isinstance(operand, ShardedVolume):
-        dims = [dim - operand.ndim for dim in operand.dims]
-        if dims == wanted and operand.sizes == like.sizes:
+        if _is_cut_alike(operand, wanted, like):
             return list((operand if operand.merged == like.merged else relaid(operand, like.merged)).slabs)
         operand = operand.full_tensor()
     return _cut_or_spread(operand, wanted, like.sizes, like.context, like.merged)
+
+
+def _is_cut_alike(operand: ShardedVolume, wanted: Sequence[int], like: ShardedVolume) -> bool:
+    """Return whether a volume has the slabs of ``like``; one that another model cut may have others."""
+    own, other = operand.context.communicator, like.context.communicator
+    dims = [dim - operand.ndim for dim in operand.dims]
+    return (
+        dims == wanted
+        and operand.sizes == like.sizes
+        and (own is other or own.owned(like.sizes) == other.owned(like.sizes))
+    )
 
 
 def _cut_or_spread(
@@ -203,7 +213,7 @@ def cut_like(operand: Tensor, like: ShardedVolume) -> ShardedVolume:
     """Return a volume or an ordinary tensor of the same grid, cut like ``like`` (dims count from the last)."""
     wanted = [dim - like.ndim for dim in like.dims]
     if isinstance(operand, ShardedVolume):
-        if [dim - operand.ndim for dim in operand.dims] == wanted and operand.sizes == like.sizes:
+        if _is_cut_alike(operand, wanted, like):
             return relaid(operand, like.merged)
         operand = operand.full_tensor()
     dims = [dim + operand.ndim for dim in wanted]

@@ -1,6 +1,6 @@
 """Max and average pooling (overlapping, padded, ``ceil_mode``) and their adaptive forms."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, prod
 from typing import Any
 
@@ -9,15 +9,18 @@ from torch import Tensor
 
 from volseg.device import fusions, upsample2x
 from volseg.device.first_order import LinearMap
-from volseg.parallel.spatial.gathered import cut_if_thick, say_gathered
+from volseg.parallel.spatial.gathered import say_gathered
 from volseg.parallel.spatial.operators.operands import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
+    AxisPlan,
     LocalWindow,
     convolution_plans,
     outside_cut,
     sharded_windows,
 )
 from volseg.parallel.spatial.operators.reductions import over_dims
+from volseg.parallel.spatial.plan.shards import can_split
+from volseg.parallel.spatial.plan.windows import AdaptivePool
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume
 
@@ -140,8 +143,17 @@ def adaptive_pool(func: Callable, input: Any, output_size: Any) -> Any:
         return over_dims(kind, volume, list(volume.dims), keepdim=True)
     if all(outputs[i] == 1 for i in cut):
         return _first_largest(func, volume, outputs)
-    say_gathered(volume, f"calls {func.__name__} with")
-    return cut_if_thick(func(volume.full_tensor(), outputs), volume)
+    own = [1 if i in cut else n for i, n in enumerate(outputs)]
+    plans = [AxisPlan(AdaptivePool(n, outputs[i]), outputs[i]) for i, n in zip(cut, volume.sizes, strict=True)]
+    grid = volume.context.communicator.grid
+    if not all(can_split(plan.outputs, shards) for plan, shards in zip(plans, grid, strict=True)):
+        say_gathered(volume, f"calls {func.__name__} with")
+        return func(volume.full_tensor(), outputs)
+
+    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
+        return _pool_boxes(func, slab, list(zip(volume.dims, plans, windows, strict=True)), own)
+
+    return sharded_windows(volume, plans, local, lambda tensor: func(tensor, outputs))
 
 
 def _first_largest(func: Callable, volume: ShardedVolume, outputs: list[int]) -> Tensor:
@@ -166,6 +178,24 @@ def _first_largest(func: Callable, volume: ShardedVolume, outputs: list[int]) ->
         behind = places.masked_fill((whole != largest) & ~whole.isnan(), torch.iinfo(torch.int64).max)
         chosen = behind.argmin(0, keepdim=True)
     return whole.gather(0, chosen)[0]
+
+
+def _pool_boxes(
+    func: Callable, slab: Tensor, cuts: Sequence[tuple[int, AxisPlan, LocalWindow]], outputs: list[int]
+) -> Tensor:
+    """Pool plane by plane along the cut dims, whose intervals need not start at the slab's first plane.
+
+    Each interval is pooled along all dims at once: among equal voxels torch takes the first in memory order, and
+    pooling one dim after another would miss it.
+    """
+    if not cuts:
+        return func(slab, outputs)
+    (dim, plan, window), *others = cuts
+    planes = []
+    for plane in range(*window.output):
+        start, stop = plan.window.need(plane, plane + 1)
+        planes.append(_pool_boxes(func, slab.narrow(dim, start - window.span[0], stop - start), others, outputs))
+    return torch.cat(planes, dim)
 
 
 def _spatial(func: Callable) -> int:

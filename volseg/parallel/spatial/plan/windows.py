@@ -104,6 +104,18 @@ class Strided(Window):
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptivePool(Window):
+    """Adaptive pooling of ``size`` planes to ``outputs``."""
+
+    size: int
+    outputs: int
+
+    def need(self, start: int, stop: int) -> Span:
+        """Return the union of the pooled intervals."""
+        return start * self.size // self.outputs, -((-stop * self.size) // self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
 class Resize(Window):
     """Linear interpolation of ``size`` planes to ``outputs``.
 
