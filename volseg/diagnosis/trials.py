@@ -207,8 +207,9 @@ def try_kernel(device: str = "cuda") -> bool:
     """Compile one of volseg's kernels with an empty cache, which would hide a broken compiler; compare with torch."""
     with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
+        # Both import Triton, which may fail, and which reads the variable above.
         from volseg.device.norm.activation import Term
-        from volseg.device.norm.passes import affine  # imports Triton, which may fail
+        from volseg.device.norm.passes import affine
 
         x = torch.arange(216.0, device=device).reshape(1, 1, 6, 6, 6)
         scale, shift = torch.full((1, 1), 3.0, device=device), torch.full((1, 1), 4.0, device=device)
