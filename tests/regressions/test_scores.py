@@ -13,6 +13,7 @@ from monai.data import MetaTensor
 from scipy.spatial.transform import Rotation
 from typer.testing import CliRunner
 
+from tests.reporting.run_folders import make_run
 from volseg.cli import app
 from volseg.errors import CheckpointError, DataError
 from volseg.evaluation.comparing import compare_methods, read_method
@@ -24,6 +25,7 @@ from volseg.exchange.archive import is_archive, read_archive, write_archive
 from volseg.inference.predictor import Predictor
 from volseg.planning.fingerprint import CaseSizes, Fingerprint
 from volseg.planning.geometry import plan_geometry
+from volseg.reporting import write_brief, write_report
 from volseg.transforms.grid import measure_sides, spacing_after
 from volseg.workflow.components import build_metric
 from volseg.workflow.validation import Validation
@@ -253,3 +255,20 @@ def test_the_median_counts_them_as_the_largest(validated, tmp_path):
     assert '"undefined"' in text
     assert "Infinity" not in text
     assert all(math.isfinite(value) for value in validated.summary["mean"]["2"].values())
+
+
+def test_the_short_form_of_a_report_names_the_lowest_cases(tmp_path):
+    run = make_run(tmp_path / "run", names=())
+    judged = json.loads((run / "validation" / "summary.json").read_text(encoding="utf-8"))["metric_per_case"]
+    dices = {
+        case["prediction_file"].removeprefix("/runs/validation/").removesuffix(".nii.gz"): np.mean(
+            [values["Dice"] for values in case["metrics"].values()]
+        )
+        for case in judged
+    }
+    section = write_brief(run).partition("## Validation\n")[2].partition("\n## ")[0].splitlines()
+    assert [line.partition(":")[0] for line in section if line.startswith("- ")] == [
+        f"- {name}" for name in sorted(dices, key=dices.__getitem__)[:5]
+    ]
+    assert any(line.startswith("| Anterior ") for line in section)
+    assert "<h2>Validation</h2>" not in write_report(run).read_text(encoding="utf-8")

@@ -207,7 +207,7 @@ def try_kernel(device: str = "cuda") -> bool:
     """Compile one of volseg's kernels with an empty cache, which would hide a broken compiler; compare with torch."""
     with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        # These import Triton, which may fail.
+        # Both import Triton, which may fail, and which reads the variable above.
         from volseg.device.norm.activation import Term
         from volseg.device.norm.passes import affine
 

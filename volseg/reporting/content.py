@@ -143,6 +143,8 @@ class Section:
     blocks: Sequence[Block]
     brief: bool = False
     """Whether the short form includes the section."""
+    only_brief: bool = False
+    """Whether only the short form includes the section; the page shows the same in another way."""
     warns: bool = False
 
 

@@ -23,7 +23,7 @@ LONG = 24
 
 def write_page(report: content.ReportContent) -> str:
     """Return the page."""
-    named = [(f"s{number}", section) for number, section in enumerate(report.sections)]
+    named = [(f"s{number}", section) for number, section in enumerate(report.sections) if not section.only_brief]
     links = [tag("li", tag("a", section.title, href=f"#{name}")) for name, section in named]
     body = [
         _write_header(report),

@@ -26,6 +26,9 @@ def describe_scores(scores: Scores | None, compose: content.Composer) -> list[co
     if scores is None:
         return []
     return [
+        compose.section(
+            "Validation", lambda: [_tabulate_dice(scores), *_list_lowest(scores)], brief=True, only_brief=True
+        ),
         compose.section("Scores", lambda: _tabulate_labels(scores), brief=True),
         compose.section("Spread over the cases", lambda: _draw_boxes(scores)),
         compose.section("Cases", lambda: _tabulate_cases(scores)),
@@ -38,6 +41,18 @@ def name_metric(metric: str) -> str:
     return {"volume_diff_ml": "volume difference (ml)", "lesion_F1": "lesion F1"}.get(
         metric, f"{metric} ({UNITS[metric]})" if metric in UNITS else metric
     )
+
+
+def _tabulate_dice(scores: Scores) -> content.TextTable:
+    rows = [[name, format_value(scores.of("mean", key, "Dice"), "Dice")] for key, name in scores.labels.items()]
+    rows.append(["mean", format_value(scores.dice, "Dice")])
+    return content.TextTable(caption="Mean Dice", header=("label", "Dice"), rows=rows, bold=frozenset([len(rows) - 1]))
+
+
+def _list_lowest(scores: Scores) -> list[content.Block]:
+    worst, _ = choose_extremes(scores.cases)
+    lowest = [f"{case.name}: {format_value(case.dice, 'Dice')}" for case in worst]
+    return [content.Text("Lowest:"), content.Items(lowest)] if worst else []
 
 
 def _tabulate_labels(scores: Scores) -> list[content.Block]:

@@ -202,7 +202,7 @@ class Objective:
         return fields
 
     def compute(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-        """Return the fields with every loss, and the foreground's overlap ``(3, F)`` of `volseg.losses.overlap`.
+        """Return the fields with every loss, and the foreground's overlap ``(3, F)``.
 
         Dice plus cross entropy computes the overlap as part of its sums. Other losses need an additional pass over
         ``logits`` and ``label``, which needs the targets; without targets the overlap is None.
