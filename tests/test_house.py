@@ -151,13 +151,13 @@ def test_the_text_of_processes_has_an_encoding() -> None:
 
 
 LIMITS = {
-    "lines of code": 60_420,
-    "modules": 510,
-    "modules of the largest folder": 23,
-    "functions called find_": 36,
-    "lines of tests": 71_640,
+    "lines of code": 56_920,
+    "modules": 427,
+    "modules of the largest folder": 20,
+    "functions called find_": 33,
+    "lines of tests": 69_920,
     "benchmark scripts": 25,
-    "lines of benchmarks": 7_500,
+    "lines of benchmarks": 6_600,
     "words of docs": 57_800,
 }
 """How large the house may be. Lower a number when the house shrinks; raise none: what a change adds, it takes away.

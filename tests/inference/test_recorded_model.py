@@ -70,6 +70,11 @@ def test_more_windows_go_together_through_kernels_of_torch():
     assert choose_windows_per_step([nn.Conv3d(1, 2, 1)], (128,) * 3, 3, GPU, free_bytes=100 * GIB) == 2
 
 
+def test_statistics_of_a_batch_keep_windows_apart():
+    models = [nn.Sequential(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2, track_running_stats=False))]
+    assert choose_windows_per_step(models, (8,) * 3, 3, GPU, free_bytes=100 * GIB) == 1
+
+
 def test_a_cpu_takes_one_window_at_a_time_and_another_device_is_refused():
     assert choose_windows_per_step([], (8, 8, 8), 3, torch.device("cpu")) == 1
     with pytest.raises(ParallelError, match="got meta"):

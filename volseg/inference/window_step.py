@@ -146,6 +146,8 @@ many: of one such window cuDNN's took 21 ms (DynUNet) and 27 ms (V-Net), of two 
 
 MOST_WINDOWS = 32
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 STEP_MEMORY = 1 / 8
 """Part of a GPU's free memory for the logits and probabilities of a batch of windows."""
 
@@ -309,7 +311,7 @@ def choose_windows_per_step(
     voxels = math.prod(window)
     fit = int(STEP_MEMORY * free / (BYTES_PER_LOGIT * num_classes * voxels))
     parts = [part for model in models if isinstance(model, nn.Module) for part in model.modules()]
-    if any(isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and part.running_mean is None for part in parts):
+    if any(isinstance(part, BATCH_NORMS) and part.running_mean is None for part in parts):
         return 1  # its statistics are those of the batch: a window would depend on the others
     wanted = VOXELS_PER_STEP if any(isinstance(part, FastKernels) for part in parts) else 2 * VOXELS_PER_STEP
     return max(1, min(wanted // voxels, fit, MOST_WINDOWS))

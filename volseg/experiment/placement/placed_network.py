@@ -98,8 +98,8 @@ def require_room(config: ExperimentConfig, task: Task, *, trains: bool = True) -
         if needed > total:
             times = f" times patch.batch {count}" if count > 1 else ""
             raise ConfigError(
-                f"{key} {list(sides)}{times} takes {needed / 2**30:.1f} GiB for an image and its logits, and this "
-                f"{'job' if count_launched() > 1 else 'machine'} has {total / 2**30:.1f} GiB; take a smaller one"
+                f"{key} {list(sides)}{times} takes {needed / 2**30:.1f} GiB for an image and its logits, and there "
+                f"are {total / 2**30:.1f} GiB; take a smaller one"
             )
 
 
