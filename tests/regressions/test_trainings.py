@@ -693,7 +693,7 @@ def test_a_patch_that_does_not_fit_into_memory_is_refused():
     trained = load_trained(STORED)
     patch = trained.config.patch.model_copy(update={"size": (10**6,) * 3})
     config = trained.config.model_copy(update={"patch": patch})
-    with pytest.raises(ConfigError, match=r"patch.size .* and this machine has"):
+    with pytest.raises(ConfigError, match=r"patch.size .* and there are"):
         build_model(config, trained.task, torch.device("cpu"))
 
 
