@@ -1,8 +1,15 @@
-"""Draw a clean data set, and plant faults into its cases."""
+"""Draw a clean data set, and plant faults into its cases.
+
+``python tests/planted_faults.py DATA_SET [ROUNDS]`` copies a data set in MSD's layout, plants every kind of fault into
+another case, checks the copy, and prints how often each fault is found and under which names.
+"""
 
 import gzip
 import json
 import shutil
+import sys
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import combinations
 from pathlib import Path
@@ -425,3 +432,32 @@ def plant_copy(source: Path, root: Path, seed: int) -> dict[str, dict[str, set[s
     labels = {str(value): name for value, name in task.labels.items()}
     write_manifest(root, names, [], labels=labels, modality={"0": task.modalities[0]})
     return plant(root, np.random.default_rng(seed).permutation(names).tolist(), [])
+
+
+def main(source: Path, rounds: int) -> None:
+    """Print a row for each kind of fault, and the findings of other cases."""
+    named: dict[str, list[bool]] = {}
+    kinds: dict[str, Counter[str]] = {}
+    others: Counter[str] = Counter()
+    for seed in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            expected = plant_copy(source, Path(folder) / "Task00_Planted", seed)
+            found, _ = found_in(Path(folder) / "Task00_Planted")
+        for fault, cases in expected.items():
+            seen = set().union(*(found.get(name, set()) for name in cases))
+            wanted = set().union(*cases.values())
+            named.setdefault(fault, []).append(bool(seen & wanted))
+            kinds.setdefault(fault, Counter()).update(seen)
+        planted = {name for cases in expected.values() for name in cases}
+        others.update(f"{name}: {', '.join(sorted(kinds))}" for name, kinds in found.items() if name not in planted)
+    for fault, hits in named.items():
+        sys.stdout.write(f"{sum(hits)}/{rounds}  {fault:28}{', '.join(kinds[fault])}\n")
+    often = sum(sum(hits) >= 0.8 * rounds for hits in named.values())
+    sys.stdout.write(
+        f"{often} of {len(named)} kinds of fault are found in at least four of five rounds; "
+        f"findings of other cases: {dict(others)}\n"
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 5)

@@ -131,7 +131,7 @@ def test_a_predictor_is_fast_by_itself_and_leaves_the_network_as_it_is(autocast)
         with torch.no_grad():  # as an optimizer does
             for mine, its in zip(model.parameters(), other.parameters(), strict=True):
                 mine.lerp_(its, 0.5)
-    (recorded,) = FAST[predictor].models
+    (recorded,) = FAST[predictor].make([model], GPU)
     assert isinstance(recorded.model, FastKernels)
     assert recorded.num_recorded == 2
     assert [parameter.stride() for parameter in model.parameters()] == strides

@@ -327,7 +327,7 @@ def test_a_bucket_with_a_parameter_that_is_not_used_is_summed_all_the_same():
             replicas(torch.empty(2, 4, device=device)).sum().backward()
     (trace,) = followed.traces()
     sums = [event for event in trace.events if isinstance(event, Sent) and event.kind == "all_reduce"]
-    assert [each.size for each in sums] == [4 * 40] * 2, "that of the last pass is told of by the next"
+    assert [each.size for each in sums] == [4 * 40] * 2, "the next pass reports the size of the last one"
 
 
 # Forecasts that were wrong: results remembered of other arguments, passes that there are none of, refused steps.

@@ -1,4 +1,4 @@
-"""Jobs that ended wrongly, or did not say why, for whoever started them."""
+"""Jobs that ended with a wrong status or without a reason."""
 
 import json
 import os

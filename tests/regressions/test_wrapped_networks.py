@@ -328,7 +328,7 @@ def test_a_predictor_follows_its_network_to_another_device() -> None:
     net, image = nn.Conv3d(1, 2, 1), MetaTensor(torch.rand(1, 8, 8, 8))
     predictor = Predictor(model=net, num_classes=2, window=(8, 8, 8))
     wanted = predictor({"image": image})
-    FAST[predictor].models, FAST[predictor].device = (None,), torch.device("cuda", 0)
+    FAST[predictor]._models, FAST[predictor]._device = (None,), torch.device("cuda", 0)
     assert torch.equal(predictor({"image": image}), wanted)
 
 

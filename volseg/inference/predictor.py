@@ -12,8 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from threading import RLock
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from volseg.errors import BatchFieldError, ConfigError, NonFinitePredictionError
 from volseg.inference.original_grid import Also, Decision, LabelRule, Prediction, WayBack
 from volseg.inference.streaming import Streamer, pad_shape
-from volseg.inference.window_step import Model, WindowStep, choose_windows_per_step, record_models
+from volseg.inference.window_step import FastModels, Model, WindowStep, choose_windows_per_step
 from volseg.inference.windows import MONAI, Windowing
 
 Item = TypeVar("Item")
@@ -249,7 +248,7 @@ class Predictor:
         device = self._choose_device(images)
         stitch_on = torch.device(self.stitch_on or device)
         trained = any(parameter.grad is not None for parameter in self._list_parameters())
-        fast = None if trained or not self.fast or self.window is None else _FAST.setdefault(self, _FastModels())
+        fast = None if trained or not self.fast or self.window is None else _FAST.setdefault(self, FastModels())
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use them, nor a
         # recording its inputs. Threads may share a predictor, and a replay overwrites the logits of the one before.
         with (
@@ -260,9 +259,7 @@ class Predictor:
         ):
             step = self.window_step
             if fast is not None:
-                if fast.device != device:  # the first call, or the network has moved since
-                    fast.models, fast.device = record_models(self.models, kernels=True), device
-                step = replace(step, models=fast.models)
+                step = replace(step, models=fast.make(self.models, device))
             windows = self.windows_per_step or 1
             if self.windows_per_step is None and self.window is not None and not trained and device.type == "cuda":
                 windows = choose_windows_per_step(step.models, self.window, self.num_classes, device)
@@ -278,16 +275,7 @@ class Predictor:
         return next((parameter.device for parameter in self._list_parameters()), images.device)
 
 
-@dataclass(slots=True)
-class _FastModels:
-    """A predictor's models with fast kernels and recordings, made at its first call."""
-
-    models: tuple[Model, ...] = ()
-    device: torch.device | None = None
-    lock: Any = field(default_factory=RLock)
-
-
-_FAST: WeakKeyDictionary[Predictor, _FastModels] = WeakKeyDictionary()
+_FAST: WeakKeyDictionary[Predictor, FastModels] = WeakKeyDictionary()
 """Beside the predictors: a copy of a predictor, in another process too, makes its own."""
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
+from threading import RLock
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ SHAPES = 2
 
 VOXELS_PER_STEP = 2**21
 """Voxels per pass through the network, one window of 128^3: fewer leave a GPU idle. With torch's kernels it is twice as
-many: of one such window cuDNN's took 21 ms (DynUNet) and 27 ms (V-Net), of two 14 and 15 ms each (H200)."""
+many: DynUNet takes 1.5 times as long where windows go one by one ("plain" in dynunet_h200_predictor.json)."""
 
 MOST_WINDOWS = 32
 
@@ -197,7 +198,9 @@ class RecordedModel(nn.Module):
                 raise
             if not isinstance(fault, ParallelError) and is_recording(windows.device):
                 raise  # no step that waits for values can be captured, by any kernels
-            logger.info("%s predicts with torch's kernels: %s", type(self._plain).__name__, fault)
+            # An error that is no refusal may be a fault of the kernels, which the user should know.
+            level = logging.INFO if isinstance(fault, ParallelError) else logging.WARNING
+            logger.log(level, "%s predicts with torch's kernels: %s", type(self._plain).__name__, fault)
             self.model, self._plain = self._plain, None
             return full_logits(self.model(windows))
 
@@ -255,6 +258,21 @@ def record_models(models: Sequence[Model], *, kernels: bool = False) -> tuple[Mo
             logger.debug("%s is not recorded: %s", type(model).__name__, reason)
             recorded.append(model)
     return tuple(recorded)
+
+
+class FastModels:
+    """A predictor's models with fast kernels and recordings; ``lock`` lets one thread at a time use them."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self._models: tuple[Model, ...] = ()
+        self._device: torch.device | None = None
+
+    def make(self, models: Sequence[Model], device: torch.device) -> tuple[Model, ...]:
+        """Return the fast models, made at the first call, and again after the networks moved to another device."""
+        if self._device != device:
+            self._models, self._device = record_models(models, kernels=True), device
+        return self._models
 
 
 def explain_kernel_by_kernel(model: Any) -> str | None:

@@ -14,8 +14,6 @@ guesses their names has a mean Dice of about 0.5.
 import argparse
 import json
 import os
-import shlex
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,10 +21,10 @@ from typing import Any
 
 import nibabel as nib
 import numpy as np
+from results import write_result
 
 from volseg.config.loading import build_config
 from volseg.experiment import train
-from volseg.monitoring.environment import environment
 
 NOISE = 0.3  # standard deviation; balls are 1 above the background, the cube 1 below
 PATCHES = {"whole": (1, 1, 1), "half": (2, 1, 1), "eighth": (2, 2, 2)}
@@ -118,8 +116,7 @@ def main() -> None:
     rows = []
     for name in chosen.patches:
         rows.append({"name": name, **train_on(PATCHES[name], folder, chosen)})
-        result = {"command": shlex.join(["python", *sys.argv]), "environment": environment(), "rows": rows}
-        chosen.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_result(chosen.output, rows=rows)
 
 
 if __name__ == "__main__":

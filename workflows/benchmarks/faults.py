@@ -6,11 +6,17 @@ python workflows/benchmarks/faults.py --only kill --kill 5 --result /tmp/faults.
 kill       SIGKILL at random moments; `volseg train --restart` until it ends; every bit equals the undisturbed run
 terminate  SIGTERM at random moments: seconds until the process is gone, and seconds of training that were lost
 spot       a spot notice from a metadata service (a local HTTP server) in place of SIGTERM
+worker     one of four processes is killed: the job continues by itself, and ends with the weights of an undisturbed job
+torchrun   two processes under torchrun, many times: all of them end with status 0
+signals    SIGINT, SIGTERM or SIGHUP at random moments of the first ten seconds of `train`, `predict`, `data check`,
+           while modules are imported: status 128 + number, one line, no traceback, no process left
 
 Trainings run on a synthetic task. Those of one process are forked from this one, which has imported everything: the
-start of Python and torch would take most of the time, and kills would mostly hit imports.
+start of Python and torch would take most of the time, and kills would mostly hit imports. The processes of `signals`
+start as a user starts them.
 
-The result is JSON: counts, and the runs that failed.
+The result is JSON: a list of sittings, to which each call of this script adds one. A sitting holds counts, and the runs
+that failed.
 """
 
 import argparse
@@ -20,8 +26,10 @@ import http.server
 import json
 import os
 import random
+import shlex
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -34,12 +42,13 @@ from pathlib import Path
 
 import torch
 import yaml
-from results import write_result
 
 from volseg import cli, experiment  # noqa: F401  (the forked trainings find it imported)
 from volseg.checkpointing.state import CLOCKED
+from volseg.commands import run_module
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError
+from volseg.monitoring.environment import environment
 from volseg.workflow import load_checkpoint
 
 CONFIG = {
@@ -52,9 +61,14 @@ CONFIG = {
     "optimizer": {"name": "AdamW", "lr": 0.003},
     "training": {"epochs": 3, "iterations": 20, "validate_every": 1, "ema": 0.9, "checkpoint_minutes": 0.002},
 }
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NAMES = ("latest.pt", "previous.pt", "best.pt")
 LIMIT = 300.0
 """Seconds after which a process that should have ended is called hung."""
+FIRST_SECONDS = 10.0
+"""Of a command, in which signals are sent to it while it imports modules."""
+SECONDS_TO_FOLLOW = 10.0
+"""Time for the child processes of an ended process to end."""
 
 
 class Sitting:
@@ -134,16 +148,19 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # imports what optimizers import late, so that no fork does
-    result: dict = {}
+    result: dict = {"command": shlex.join(["python", *sys.argv]), "environment": environment()}
+    chosen.result.parent.mkdir(parents=True, exist_ok=True)
+    earlier = json.loads(chosen.result.read_text(encoding="utf-8"))["sittings"] if chosen.result.exists() else []
     with tempfile.TemporaryDirectory(prefix="faults") as place:
         bench = Bench(Path(place), chosen.seed, chosen.side_by_side)
-        result["undisturbed"] = bench.reference()
+        if chosen.only != ["signals"]:
+            result["undisturbed"] = bench.reference()
         for part in chosen.only:
             begin = time.perf_counter()
             result[part] = PARTS[part][0](bench, getattr(chosen, part))
             result[part]["took_seconds"] = time.perf_counter() - begin
             print(part, json.dumps(result[part]), flush=True)
-            write_result(chosen.result, **result)
+            chosen.result.write_text(json.dumps({"sittings": [*earlier, result]}, indent=1) + "\n", encoding="utf-8")
     failed = [part for part in chosen.only if not result[part]["all_well"]]
     sys.exit(f"not all well: {', '.join(failed)}" if failed else 0)
 
@@ -389,10 +406,214 @@ def metadata_service() -> Iterator[tuple[str, Callable[[], None]]]:
             server.shutdown()
 
 
+def worker(bench: Bench, count: int) -> dict:
+    """Kill one of four processes of a job with restarts."""
+    config = bench.write_config("four.yaml", {"deterministic": True, "epochs": 4}, parallel={"data": 4})
+
+    def job(folder: Path) -> subprocess.Popen:
+        command = run_module("volseg", "train", str(config), "--gpus", "4", "--max-restarts", "2")
+        with folder.with_suffix(".log").open("wb") as log:
+            return subprocess.Popen([*command, "--restart", "-o", str(folder)], stdout=log, stderr=log)
+
+    calm = bench.place / "calm"
+    if job(calm).wait(timeout=LIMIT) != 0:
+        raise SystemExit(read_tail(calm.with_suffix(".log")))
+    expected = fingerprint(calm)
+    runs = []
+    for number in range(count):
+        folder = bench.place / f"worker_{number}"
+        running = job(folder)
+        deadline = time.monotonic() + LIMIT
+        while not (folder / "checkpoints" / "latest.pt").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(bench.random.uniform(0, 1))
+        victims = children(running.pid)
+        victim = bench.random.randrange(len(victims))
+        os.kill(victims[victim], signal.SIGKILL)
+        begin = time.monotonic()
+        status = running.wait(timeout=LIMIT)
+        seconds = time.monotonic() - begin
+        equal = status == 0 and fingerprint(folder) == expected
+        left_over = children_of_group(folder)
+        runs.append(
+            {
+                "killed": victim,
+                "processes": len(victims),
+                "status": status,
+                "seconds_to_the_end": seconds,
+                "equal": equal,
+                "left_over": left_over,
+                "well": equal and len(victims) == 4 and not left_over,
+            }
+        )
+    return {**count_well(runs), "seconds_to_the_end": {"largest": max(run["seconds_to_the_end"] for run in runs)}}
+
+
+def children(pid: int) -> list[int]:
+    """Return the child processes of a process."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    return sorted(int(child) for child in text.split())
+
+
+def children_of_group(folder: Path) -> int:
+    """Return the number of processes that still train in a folder."""
+    found = 0
+    for commandline in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            found += str(folder).encode() in commandline.read_bytes()
+    return found
+
+
+def torchrun(bench: Bench, count: int) -> dict:
+    """Train in two processes, and count their exit statuses."""
+    launcher = run_module("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    statuses, seconds, tails = [], [], []
+    for number in range(count):
+        folder = bench.place / f"torchrun_{number}"
+        command = [*launcher, "-m", "volseg", "train", str(bench.config), "-o", str(folder)]
+        begin = time.monotonic()
+        done = subprocess.run(
+            [*command, "--set", "training.epochs=1", "--set", "training.iterations=3"],
+            capture_output=True,
+            encoding="utf-8",
+            timeout=LIMIT,
+            check=False,
+        )
+        seconds.append(time.monotonic() - begin)
+        statuses.append(done.returncode)
+        if done.returncode:
+            tails.append(done.stderr[-2000:])
+    return {
+        "all_well": not any(statuses),
+        "statuses": Counter(statuses),
+        "median_seconds": statistics.median(seconds),
+        "what_failed": tails,
+    }
+
+
+def signals(bench: Bench, count: int) -> dict:
+    """Send signals to commands in their first seconds."""
+    # Under nohup, or in the background of a script, this process ignores signals, and its children would too.
+    for ignored in NUMBERS:
+        if signal.getsignal(ignored) is signal.SIG_IGN:
+            signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
+    large = make_task(bench.place / "Task01_Large", num_cases=200)  # takes more than ten seconds
+    run = bench.place / "predicts"
+    bench.finish(run)
+    endless = ["--set", "training.epochs=100000", "--set", "training.checkpoint_minutes=60"]
+
+    def attempt(number: int, chance: random.Random) -> dict:
+        folder = bench.place / f"signal_{number}"
+        verb, arguments = (
+            ("train", [str(bench.config), "-o", str(folder / "run"), "--no-cache", *endless]),
+            ("predict", [str(run), str(large / "imagesTr"), "-o", str(folder / "predictions")]),
+            ("data check", [str(large)]),
+        )[number % 3]
+        return try_signal(verb, arguments, NUMBERS[number // 3 % 3], folder, chance)
+
+    return summarise_tries(bench.each(count, attempt))
+
+
+def try_signal(
+    verb: str, arguments: Sequence[str], number: signal.Signals, folder: Path, chance: random.Random
+) -> dict:
+    """Send a signal at a random moment of a command's first ten seconds; return how the process ends."""
+    folder.mkdir()
+    module = run_module("volseg")
+    start = module if chance.random() < 0.5 else [str(Path(sys.executable).with_name("volseg"))]
+    moment = chance.uniform(0, FIRST_SECONDS)
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        process = subprocess.Popen(
+            [*start, *verb.split(), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,  # to find its child processes
+        )
+        try:
+            process.wait(moment)
+        except subprocess.TimeoutExpired:
+            pass
+        else:
+            return {"over": True}
+        process.send_signal(number)
+        begin = time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)  # on a busy machine too
+        gone = time.monotonic() - begin
+    hung = process.poll() is None
+    left = _end_left(process.pid)
+    process.wait()
+    errors = (folder / "err").read_text(encoding="utf-8", errors="replace")
+    lines = errors.count("volseg: interrupted")
+    by_signal = process.returncode == -number  # before the first statement of volseg
+    well = (process.returncode == 128 + number and lines == 1) or (by_signal and lines == 0)
+    well = well and not hung and not left and "Traceback" not in errors
+    # Python handles Ctrl-C itself in its first hundredths of a second, before it runs a line of volseg.
+    in_python_start = "KeyboardInterrupt" in errors and "/volseg/" not in errors
+    return {
+        "verb": verb,
+        "signal": number.name,
+        "start": "-m" if start is module else "script",
+        "moment": moment,
+        "status": process.returncode,
+        "seconds_until_gone": gone,
+        "hung": hung,
+        "left_alive": left,
+        "in_python_start": in_python_start,
+        "well": well,
+        "errors": errors[-3000:],
+    }
+
+
+def _end_left(session: int) -> int:
+    """Return how many processes of a session outlive its leader, and kill them."""
+    end = time.monotonic() + SECONDS_TO_FOLLOW
+    while (left := [pid for pid in _list_session(session) if pid != session]) and time.monotonic() < end:
+        time.sleep(0.1)
+    for pid in {*left, *_list_session(session)}:
+        os.kill(pid, signal.SIGKILL)
+    return len(left)
+
+
+def _list_session(session: int) -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session and fields[0] not in (b"Z", b"X"):
+            yield int(folder.name)
+
+
+def summarise_tries(runs: Sequence[dict]) -> dict:
+    """Return counts by verb and signal, and the failed tries; a process that ended before its signal is no try."""
+    tries = [run for run in runs if "over" not in run]
+    gone = [run["seconds_until_gone"] for run in tries]
+    wrong = [run for run in tries if not run["well"]]
+    pairs = Counter((run["verb"], run["signal"]) for run in tries)
+    failed = Counter((run["verb"], run["signal"]) for run in wrong)
+    return {
+        "all_well": all(run["in_python_start"] for run in wrong) and len(tries) > 0.8 * len(runs),
+        "tries": len(tries),
+        "well": len(tries) - len(wrong),
+        "by_verb_and_signal": {
+            f"{verb}, {name}": f"{count - failed[verb, name]} of {count}"
+            for (verb, name), count in sorted(pairs.items())
+        },
+        "statuses": Counter(str(run["status"]) for run in tries),
+        "seconds_until_gone": {"median": statistics.median(gone), "largest": max(gone)},
+        "not_well": wrong,
+    }
+
+
 PARTS = {
     "kill": (kill, 50),
     "terminate": (terminate, 20),
     "spot": (spot, 20),
+    "worker": (worker, 5),
+    "torchrun": (torchrun, 100),
+    "signals": (signals, 200),
 }
 """Each part, and how many runs it has by default."""
 

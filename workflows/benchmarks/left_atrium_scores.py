@@ -1,14 +1,11 @@
 """Dice, Jaccard, HD95 and ASD on the left atrium benchmark: networks, numbers of labelled cases, and seeds, as JSON.
 
-    volseg train configs/left_atrium_vnet.yaml -o RUNS/vnet_16_0 --set data.root=DIR/LeftAtrium16 --set seed=0
-        --set split.validation=none --set training.iterations=250 --set training.epochs=20
-    volseg predict RUNS/vnet_16_0 DIR/LeftAtrium16/imagesTs -o RUNS/vnet_16_0/test
-    python workflows/benchmarks/left_atrium_scores.py DIR/LeftAtrium16/labelsTs RUNS/*
-        --result workflows/benchmarks/results/networks_h200_left_atrium.json
+python workflows/benchmarks/left_atrium_scores.py --data 80=DIR/LeftAtrium 16=DIR/LeftAtrium16 --networks vnet unet \
+        --seeds 0 1 2 3 4 --gpus 4 --result workflows/benchmarks/results/networks_h200_left_atrium.json
 
-``datasets/left_atrium.py`` makes the data sets of 80 and of 16 labelled cases, which 40 and 20 epochs are for. A run's
-folder is called by its network, number of labelled cases and seed, and holds its prediction of the 20 test cases. Rows
-of ``--result`` stay.
+``datasets/left_atrium.py`` makes the two data sets. A row is one training by ``configs/left_atrium_NETWORK.yaml`` on
+all labelled cases, without validation, and its prediction of the 20 test cases. Rows of ``--result`` stay. A row that
+has label maps of all test cases in ``--runs`` is scored without a training, so that a command that was stopped goes on.
 
 The scores follow ``code/test_util.py`` of the repository ``yulequan/UA-MT``, which calls medpy: surfaces are voxels
 that an erosion by six neighbours removes, distances are in voxels, HD95 is the 95th percentile over both directions
@@ -17,21 +14,49 @@ together, ASD the mean over the predicted surface. ASSD (mm) of ``volseg evaluat
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import torch
 from monai.metrics.utils import get_mask_edges, get_surface_distance
 from numpy.typing import NDArray
 from results import write_result
 from scipy.stats import t
 
+from volseg.commands import run_module
 from volseg.data.readers import read_label
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+ITERATIONS = {80: 10_000, 16: 5_000}
+"""Batches of a training by its number of labelled cases."""
+PER_EPOCH = 250
 METRICS = ("dice", "jaccard", "hd95", "asd")
 
 Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training."""
+
+    network: str
+    labelled: int
+    data: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its run folder."""
+        return f"{self.network}_{self.labelled}_{self.seed}"
 
 
 def score(prediction: Mask, reference: Mask) -> dict[str, float]:
@@ -64,15 +89,95 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def score_run(run: Path, labels: Sequence[Path]) -> dict[str, Any]:
-    """Return the row of a run: its scores of each test case, and their means."""
-    network, labelled, seed = run.name.rsplit("_", 2)
+def main() -> None:
+    """Train, predict and score; write the result after each row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="+", required=True, metavar="LABELLED=FOLDER")
+    parser.add_argument("--networks", nargs="+", default=["vnet", "unet"], choices=["vnet", "unet"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--gpus", type=int, default=1, help="rows at a time, each on a GPU of its own")
+    parser.add_argument("--runs", type=Path, default=Path("runs/left_atrium"), help="where the run folders go")
+    parser.add_argument("--result", type=Path, required=True, help="JSON file")
+    chosen = parser.parse_args()
+    folders = {int(labelled): folder for labelled, _, folder in (item.partition("=") for item in chosen.data)}
+    jobs = [
+        Job(network=network, labelled=labelled, data=folder, seed=seed)
+        for seed in chosen.seeds
+        for labelled, folder in folders.items()
+        for network in chosen.networks
+    ]
+    gpus: SimpleQueue[int] = SimpleQueue()
+    for gpu in range(chosen.gpus):
+        gpus.put(gpu)
+    rows: dict[str, dict[str, Any]] = {}
+    if chosen.result.exists():
+        earlier = json.loads(chosen.result.read_text(encoding="utf-8"))
+        if changed := [name for name, text in earlier["configs"].items() if text != _read_config(name)]:
+            sys.exit(f"{chosen.result} has rows of another left_atrium_{changed[0]}.yaml; name another --result")
+        rows = {row["name"]: row for row in earlier["rows"]}
+        jobs = [job for job in jobs if job.name not in rows]
+
+    def finish(job: Job) -> None:
+        gpu = gpus.get()
+        try:
+            rows[job.name] = _run(job, chosen, gpu if chosen.gpus > 1 else None)
+        finally:
+            gpus.put(gpu)
+        _write(chosen.result, [rows[name] for name in sorted(rows)])
+
+    with ThreadPoolExecutor(chosen.gpus) as pool:
+        waiting = {job.name: pool.submit(finish, job) for job in jobs}
+    if failed := {name: error for name, one in waiting.items() if (error := one.exception()) is not None}:
+        sys.exit(f"{len(failed)} row(s) failed: {failed}")
+
+
+def _run(job: Job, chosen: argparse.Namespace, gpu: int | None) -> dict[str, Any]:
+    """Train, unless it was; predict the test cases; return the row."""
+    run, data = chosen.runs / job.name, Path(job.data)
+    labels = sorted((data / "labelsTs").glob("*.nii.gz"))
+    clock = run / "clock.json"
+    if not all((run / "test" / label.name).exists() for label in labels):
+        settings = [
+            f"output={run}",
+            f"data.root={data}",
+            f"seed={job.seed}",
+            "split.validation=none",
+            f"training.iterations={PER_EPOCH}",
+            f"training.epochs={ITERATIONS[job.labelled] // PER_EPOCH}",
+            *chosen.overrides,
+        ]
+        config = CONFIGS / f"left_atrium_{job.network}.yaml"
+        started = time.perf_counter()
+        _call(gpu, "train", str(config), *(part for setting in settings for part in ("--set", setting)))
+        trained = time.perf_counter()
+        _call(gpu, "predict", str(run), str(data / "imagesTs"), "--output", str(run / "test"))
+        seconds = {"training": trained - started, "prediction": time.perf_counter() - trained}
+        clock.write_text(json.dumps(seconds), encoding="utf-8")
     cases = {
         label.name.removesuffix(".nii.gz"): score(_read(run / "test" / label.name), _read(label)) for label in labels
     }
     means = {metric: float(np.mean([case[metric] for case in cases.values()])) for metric in METRICS}
-    print(f"{run.name:<14}" + "  ".join(f"{metric} {value:.4f}" for metric, value in means.items()), flush=True)
-    return {"network": network, "labelled": int(labelled), "seed": int(seed), **means, "cases": cases}
+    row = {
+        "name": job.name,
+        **asdict(job),
+        "gpu": _name_gpu(),
+        "seconds": json.loads(clock.read_text(encoding="utf-8")),
+        **means,
+        "cases": cases,
+    }
+    print(f"{job.name:<14}" + "  ".join(f"{metric} {value:.4f}" for metric, value in means.items()), flush=True)
+    return row
+
+
+def _call(gpu: int | None, *arguments: str) -> None:
+    """Run a command of volseg on a GPU."""
+    own = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    subprocess.run(run_module("volseg", *arguments), env={**os.environ, **own}, check=True)
+
+
+def _name_gpu() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 
 def _read(path: Path) -> Mask:
@@ -80,20 +185,14 @@ def _read(path: Path) -> Mask:
     return np.asarray(read_label(path)[0]) > 0
 
 
-def main() -> None:
-    """Score the runs, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("labels", type=Path, help="folder of the test cases' labels")
-    parser.add_argument("runs", type=Path, nargs="+", help="run folders NETWORK_LABELLED_SEED")
-    parser.add_argument("--result", type=Path, required=True, help="JSON file")
-    chosen = parser.parse_args()
-    earlier = json.loads(chosen.result.read_text(encoding="utf-8"))["rows"] if chosen.result.exists() else []
-    rows = {tuple(row[key] for key in ("network", "labelled", "seed")): row for row in earlier}
-    for run in chosen.runs:
-        row = score_run(run, sorted(chosen.labels.glob("*.nii.gz")))
-        rows[row["network"], row["labelled"], row["seed"]] = row
-    kept = [rows[key] for key in sorted(rows)]
-    write_result(chosen.result, summary=summarise(kept), rows=kept)
+def _read_config(network: str) -> str:
+    return (CONFIGS / f"left_atrium_{network}.yaml").read_text(encoding="utf-8")
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    networks = dict.fromkeys(row["network"] for row in rows)
+    configs = {network: _read_config(network) for network in networks}
+    write_result(path, configs=configs, summary=summarise(rows), rows=rows)
 
 
 if __name__ == "__main__":

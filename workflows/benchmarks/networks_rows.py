@@ -21,7 +21,7 @@ from typing import Any, TextIO
 import torch
 from monai.losses import DiceCELoss
 from networks_listed import CLASSES, build, find_logits
-from svg import rectangle, text, write
+from results import rectangle, text, write
 from torch import Tensor, nn
 
 from volseg.device import fusions

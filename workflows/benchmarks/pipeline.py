@@ -40,7 +40,7 @@ import torch
 
 # The folder of this script is on the path.
 from pipeline_rows import Row, check, measure
-from svg import rectangle, text, write
+from results import rectangle, text, write
 
 PARTS = ("check", "vnet", "blocks", "resnet", "swin", "timeline", "peers", "whole")
 ROW_LIMIT_S = 60

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from plan_accuracy_rows import CLASSES, NETWORKS, Row, build_step, fill_row, make_optimizer
-from svg import circle, line, rectangle, text, write
+from results import circle, line, rectangle, text, write
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

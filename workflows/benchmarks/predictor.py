@@ -11,9 +11,7 @@ is given too. ``equal`` is the share of voxels with MONAI's label; the networks 
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,10 +22,10 @@ import torch
 from monai.data import MetaTensor
 from monai.inferers import SlidingWindowInferer
 from networks_listed import CLASSES, NETWORKS, build
+from results import write_result
 from torch import Tensor, nn
 
 from volseg import Predictor
-from volseg.monitoring.environment import environment
 
 TURNS = 5
 
@@ -39,11 +37,11 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--result", type=Path, required=True)
     chosen = parser.parse_args()
-    result: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "environment": environment(), "rows": []}
+    rows: list[dict[str, Any]] = []
     for name in chosen.networks:
-        result["rows"].append(measure(name, chosen.device))
-        print(json.dumps(result["rows"][-1]), flush=True)
-        chosen.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        rows.append(measure(name, chosen.device))
+        print(json.dumps(rows[-1]), flush=True)
+        write_result(chosen.result, rows=rows)
 
 
 def measure(name: str, device: torch.device) -> dict[str, Any]:

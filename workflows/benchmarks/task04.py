@@ -23,8 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from results import write_result
-from svg import circle, line, rectangle, text, write
+from results import circle, line, rectangle, text, write, write_result
 
 CLOCK = "clock.json"
 """File of a fold's run folder: when its training began and its validations were done, since the process was started."""
