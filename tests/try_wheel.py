@@ -91,7 +91,7 @@ def use(scripts: Path, folder: Path) -> None:
     """Type what a user types first, in an empty folder."""
     volseg = scripts / "volseg"
     assert "quickstart" in run(volseg, "--help", folder=folder)
-    assert json.loads(run(volseg, "doctor", "--quick", "--json", folder=folder))["schema"] == 1
+    assert json.loads(run(volseg, "doctor", "--quick", "--json", folder=folder))["schema"] == 2
     assert "train" in run(volseg, "init", "--like", "task04_cpu", "-o", "mine.yaml", folder=folder)
     schema = json.loads(run(volseg, "schema", folder=folder))
     line = (folder / "mine.yaml").read_text(encoding="utf-8").splitlines()[0]
