@@ -240,34 +240,24 @@ class Counts(nn.Module):
         return self.layer(x) * self.calls
 
 
-def test_a_network_that_changes_each_time_is_refused(traced):
-    model = CompiledNetwork(Counts())
-
-    def run():
-        for _ in range(20):
-            model(torch.ones(1, 1, 2, 2, 2))
-
-    with pytest.raises(
-        ParallelError, match=r"cannot compile Counts \(.*more than 16 variants were needed.*kernels: torch"
-    ):
-        run()
+def fail_to_compile(graph, inputs):
+    raise ValueError("no such kernel")
 
 
-def test_what_the_compiler_cannot_do_is_refused(monkeypatch):
-    def fails(graph, inputs):
-        raise ValueError("no such kernel")
-
-    monkeypatch.setattr(compiler_internals, "compile_graph", fails)
-    with pytest.raises(ParallelError, match=r"torch\.compile cannot compile Conv3d \(.*no such kernel.*kernels: torch"):
-        CompiledNetwork(nn.Conv3d(1, 1, 1))(torch.ones(1, 1, 2, 2, 2))
-
-
-def test_where_nothing_is_compiled_that_is_an_error(traced):
-    with (
-        torch.compiler.set_stance("force_eager"),
-        pytest.raises(ParallelError, match="found nothing to compile in Conv3d, and ran it as it is"),
-    ):
-        CompiledNetwork(nn.Conv3d(1, 1, 1))(torch.ones(1, 1, 2, 2, 2))
+@pytest.mark.parametrize(
+    ("compiler", "stance", "calls", "message"),
+    [
+        (trace_only, "default", 20, r"cannot compile Counts \(.*more than 16 variants were needed.*kernels: torch"),
+        (fail_to_compile, "default", 1, r"torch\.compile cannot compile Counts \(.*no such kernel.*kernels: torch"),
+        (trace_only, "force_eager", 1, "found nothing to compile in Counts, and ran it as it is"),
+    ],
+    ids=["changes each time", "fails", "nothing"],
+)
+def test_what_cannot_be_compiled_is_refused(compiler, stance, calls, message, monkeypatch):
+    monkeypatch.setattr(compiler_internals, "compile_graph", compiler)
+    model, image = CompiledNetwork(Counts()), torch.ones(1, 1, 2, 2, 2)
+    with torch.compiler.set_stance(stance), pytest.raises(ParallelError, match=message):
+        _ = [model(image) for _ in range(calls)]
 
 
 def test_hooks_are_refused_whenever_they_come(traced):

@@ -39,12 +39,9 @@ def messages_of_different_lengths():
     return exchange([dist.get_rank(), "x" * 100 * dist.get_rank(), *NUMBERS], dist.group.WORLD)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_messages_reach_all_with_every_bit(processes):
-    for told in in_group(processes, messages_of_different_lengths):
-        assert [repr(message) for message in told] == [
-            repr([rank, "x" * 100 * rank, *NUMBERS]) for rank in range(processes)
-        ]
+def test_messages_reach_all_with_every_bit():
+    for told in in_group(4, messages_of_different_lengths):
+        assert list(map(repr, told)) == [repr([rank, "x" * 100 * rank, *NUMBERS]) for rank in range(4)]
 
 
 def uneven_work():
