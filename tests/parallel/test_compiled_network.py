@@ -343,15 +343,6 @@ def test_nothing_of_a_network_is_kept_when_it_goes(traced):
     assert gone() is None
 
 
-def test_replicas_refuse_norms_that_they_cannot_share(traced):
-    image = torch.randn(2, 1, 4, 4, 4)
-    shared = DataParallel(CompiledNetwork(Heads(nn.InstanceNorm3d)), Replicas(2, None, False))
-    shared(image[:1])
-    apart = DataParallel(CompiledNetwork(Heads()), Replicas(2, None, False))
-    with pytest.raises(ParallelError, match=r"cannot run under torch\.compile: batch_norm is compiled"):
-        apart(image[:1])
-
-
 class CallsTorchsNorm(nn.Module):
     """Past ``torch.nn.functional``, with running statistics."""
 
@@ -368,15 +359,22 @@ class CallsTorchsNorm(nn.Module):
         )
 
 
-@pytest.mark.parametrize("name", ["instance_norm", "batch_norm"])
-def test_replicas_refuse_torchs_own_norms_that_move_statistics(traced, name):
+def share(net):
+    return DataParallel(net, Replicas(2, None, False))
+
+
+def test_replicas_refuse_norms_that_they_cannot_share(traced):
+    """Compiled ones of the whole batch, and torch's own ones that move statistics."""
     image = torch.randn(1, 1, 4, 4, 4)
-    with pytest.raises(ParallelError, match=f"torch's {name} is called for training; replicas support"):
-        DataParallel(CallsTorchsNorm(name), Replicas(2, None, False))(image)
-    with pytest.raises(ParallelError, match=f"{name} is compiled"):
-        DataParallel(CompiledNetwork(CallsTorchsNorm(name)), Replicas(2, None, False))(image)
-    evaluated = DataParallel(CallsTorchsNorm(name), Replicas(2, None, False)).eval()
-    assert evaluated(image).shape == (1, 2, 4, 4, 4)
+    share(CompiledNetwork(Heads(nn.InstanceNorm3d)))(image)
+    with pytest.raises(ParallelError, match=r"cannot run under torch\.compile: batch_norm is compiled"):
+        share(CompiledNetwork(Heads()))(image)
+    for name in ("instance_norm", "batch_norm"):
+        with pytest.raises(ParallelError, match=f"torch's {name} is called for training; replicas support"):
+            share(CallsTorchsNorm(name))(image)
+        with pytest.raises(ParallelError, match=f"{name} is compiled"):
+            share(CompiledNetwork(CallsTorchsNorm(name)))(image)
+        assert share(CallsTorchsNorm(name)).eval()(image).shape == (1, 2, 4, 4, 4)
 
 
 def train_replicas():

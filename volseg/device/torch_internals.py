@@ -291,7 +291,8 @@ def assign_buckets(parameters: Sequence[Tensor], limits: Sequence[int]) -> list[
     limits
         Bytes at which the first bucket of a device and dtype is full, and the others.
     """
-    found: list[list[int]] = dist._compute_bucket_assignment_by_size(list(parameters), list(limits))[0]
+    assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    found: list[list[int]] = assign(list(parameters), list(limits))[0]
     return found
 
 

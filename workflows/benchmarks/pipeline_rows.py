@@ -245,14 +245,11 @@ def replica(rank: int, row: Row, folder: str) -> None:
 
 def explain(model: Any, row: Row, ms: float) -> Row:
     """Compare with the bound of the measured partition."""
-    from volseg.parallel.pipeline.recorder import choose_lanes
-
     partition = model.partition
     micro_batches = -(-row["shape"][0] // partition.samples)
     bound_ms = (micro_batches + len(partition.stages) - 1) * partition.slowest_ms
     return {
         "recorded": model.strategy.is_replaying,
-        "lanes": choose_lanes(len(partition.stages), micro_batches) if model.strategy.is_replaying else None,
         "micro_batches": micro_batches,
         "stage_ms": [stage.ms for stage in partition.stages],
         "layers_ms": partition.total_ms,
