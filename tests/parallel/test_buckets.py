@@ -43,11 +43,13 @@ def test_gradients_lie_where_they_belong(put: tuple[int, ...], missing: tuple[in
     given, further = gradients(), torch.arange(5.0)
     room = GradientRoom(parameters(), 5)
     handed: list[Tensor | None] = [None if number in missing else one for number, one in enumerate(given)]
-    for number in put:
-        if number not in missing:
-            placed = handed[number] = room.put(number, given[number].bfloat16())
-            assert placed.dtype == torch.float32
+    placed = {number: room.put(number, given[number].bfloat16()) for number in put if number not in missing}
+    for number, gradient in placed.items():
+        handed[number] = gradient
+        assert gradient.dtype == torch.float32
     flat = room.gather(handed, further)
+    storages = {gradient.untyped_storage().data_ptr() for gradient in placed.values()}
+    assert storages <= {flat.untyped_storage().data_ptr()}  # gathered where it lies
     kept = flat.clone()
     room.gather([None, room.put(1, 2 * given[1]), *[None] * 3], further)  # a second pass has memory of its own
     assert torch.equal(flat, kept)

@@ -82,15 +82,18 @@ def test_a_pass_that_does_not_count_leaves_no_trace() -> None:
 
 def test_a_recomputation_sees_the_state_of_then_and_changes_nothing() -> None:
     net, x = Counting(), torch.randn(4, 2)
-    before, known = state(net), remember(net)
+    before, known, weight = state(net), remember(net), net.weight
     net(x)
     after, versions = state(net), (net.count._version, net.norm.running_mean._version)
-    for _ in range(2):
+    for runs in (True, False):
         with known.lent():
             assert state(net) == before
-            net(x)
-            assert state(net) == after
+            assert net.weight is weight
+            if runs:
+                net(x)
+                assert state(net) == after
         assert state(net) == after
+        assert not weight.requires_grad
         assert (net.count._version, net.norm.running_mean._version) == versions
 
 
