@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.following import count_held, count_kernels, pick
 from tests.in_group import in_group
-from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tree_leaves
+from volseg.device.torch_internals import TorchDispatchMode, assign_buckets, get_storage_key, tree_leaves
 from volseg.errors import NotRecordedError, OutOfMemoryError, ParallelError, UnsupportedOperatorError
 from volseg.estimate import candidate_trace
 from volseg.estimate.candidate import Candidate, Work
@@ -25,7 +25,7 @@ from volseg.estimate.step_time import select_step
 from volseg.estimate.trace import Allocate, Free, Mark, Sent, StepTrace
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.recorded_step import RecordedStep
-from volseg.parallel.replica_strategies import _fill_buckets
+from volseg.parallel.replica_strategies import BUCKET_LIMITS
 from volseg.parallel.spatial.transport import halo
 
 GPU = find_kind("h200")
@@ -422,8 +422,8 @@ def collect_buckets() -> list[int]:
 
 def test_buckets_are_those_of_torch() -> None:
     real = in_group(2, collect_buckets)[0]
-    followed = [
-        sum(parameter.nbytes for parameter in bucket) for bucket in _fill_buckets(list(build_wide().parameters()))
-    ]
+    parameters = list(build_wide().parameters())
+    buckets = assign_buckets(parameters, BUCKET_LIMITS)
+    followed = [sum(parameters[place].nbytes for place in bucket) for bucket in buckets]
     assert len(followed) > 2
     assert sorted(followed) == sorted(real)

@@ -240,34 +240,24 @@ class Counts(nn.Module):
         return self.layer(x) * self.calls
 
 
-def test_a_network_that_changes_each_time_is_refused(traced):
-    model = CompiledNetwork(Counts())
-
-    def run():
-        for _ in range(20):
-            model(torch.ones(1, 1, 2, 2, 2))
-
-    with pytest.raises(
-        ParallelError, match=r"cannot compile Counts \(.*more than 16 variants were needed.*kernels: torch"
-    ):
-        run()
+def fail_to_compile(graph, inputs):
+    raise ValueError("no such kernel")
 
 
-def test_what_the_compiler_cannot_do_is_refused(monkeypatch):
-    def fails(graph, inputs):
-        raise ValueError("no such kernel")
-
-    monkeypatch.setattr(compiler_internals, "compile_graph", fails)
-    with pytest.raises(ParallelError, match=r"torch\.compile cannot compile Conv3d \(.*no such kernel.*kernels: torch"):
-        CompiledNetwork(nn.Conv3d(1, 1, 1))(torch.ones(1, 1, 2, 2, 2))
-
-
-def test_where_nothing_is_compiled_that_is_an_error(traced):
-    with (
-        torch.compiler.set_stance("force_eager"),
-        pytest.raises(ParallelError, match="found nothing to compile in Conv3d, and ran it as it is"),
-    ):
-        CompiledNetwork(nn.Conv3d(1, 1, 1))(torch.ones(1, 1, 2, 2, 2))
+@pytest.mark.parametrize(
+    ("compiler", "stance", "calls", "message"),
+    [
+        (trace_only, "default", 20, r"cannot compile Counts \(.*more than 16 variants were needed.*kernels: torch"),
+        (fail_to_compile, "default", 1, r"torch\.compile cannot compile Counts \(.*no such kernel.*kernels: torch"),
+        (trace_only, "force_eager", 1, "found nothing to compile in Counts, and ran it as it is"),
+    ],
+    ids=["changes each time", "fails", "nothing"],
+)
+def test_what_cannot_be_compiled_is_refused(compiler, stance, calls, message, monkeypatch):
+    monkeypatch.setattr(compiler_internals, "compile_graph", compiler)
+    model, image = CompiledNetwork(Counts()), torch.ones(1, 1, 2, 2, 2)
+    with torch.compiler.set_stance(stance), pytest.raises(ParallelError, match=message):
+        _ = [model(image) for _ in range(calls)]
 
 
 def test_hooks_are_refused_whenever_they_come(traced):
@@ -353,15 +343,6 @@ def test_nothing_of_a_network_is_kept_when_it_goes(traced):
     assert gone() is None
 
 
-def test_replicas_refuse_norms_that_they_cannot_share(traced):
-    image = torch.randn(2, 1, 4, 4, 4)
-    shared = DataParallel(CompiledNetwork(Heads(nn.InstanceNorm3d)), Replicas(2, None, False))
-    shared(image[:1])
-    apart = DataParallel(CompiledNetwork(Heads()), Replicas(2, None, False))
-    with pytest.raises(ParallelError, match=r"cannot run under torch\.compile: batch_norm is compiled"):
-        apart(image[:1])
-
-
 class CallsTorchsNorm(nn.Module):
     """Past ``torch.nn.functional``, with running statistics."""
 
@@ -378,15 +359,22 @@ class CallsTorchsNorm(nn.Module):
         )
 
 
-@pytest.mark.parametrize("name", ["instance_norm", "batch_norm"])
-def test_replicas_refuse_torchs_own_norms_that_move_statistics(traced, name):
+def share(net):
+    return DataParallel(net, Replicas(2, None, False))
+
+
+def test_replicas_refuse_norms_that_they_cannot_share(traced):
+    """Compiled ones of the whole batch, and torch's own ones that move statistics."""
     image = torch.randn(1, 1, 4, 4, 4)
-    with pytest.raises(ParallelError, match=f"torch's {name} is called for training; replicas support"):
-        DataParallel(CallsTorchsNorm(name), Replicas(2, None, False))(image)
-    with pytest.raises(ParallelError, match=f"{name} is compiled"):
-        DataParallel(CompiledNetwork(CallsTorchsNorm(name)), Replicas(2, None, False))(image)
-    evaluated = DataParallel(CallsTorchsNorm(name), Replicas(2, None, False)).eval()
-    assert evaluated(image).shape == (1, 2, 4, 4, 4)
+    share(CompiledNetwork(Heads(nn.InstanceNorm3d)))(image)
+    with pytest.raises(ParallelError, match=r"cannot run under torch\.compile: batch_norm is compiled"):
+        share(CompiledNetwork(Heads()))(image)
+    for name in ("instance_norm", "batch_norm"):
+        with pytest.raises(ParallelError, match=f"torch's {name} is called for training; replicas support"):
+            share(CallsTorchsNorm(name))(image)
+        with pytest.raises(ParallelError, match=f"{name} is compiled"):
+            share(CompiledNetwork(CallsTorchsNorm(name)))(image)
+        assert share(CallsTorchsNorm(name)).eval()(image).shape == (1, 2, 4, 4, 4)
 
 
 def train_replicas():

@@ -55,14 +55,6 @@ def say_gradients(model: nn.Module, plain: nn.Module) -> str | None:
 # What training loops do.
 
 
-def accumulate() -> str | None:
-    model, plain = wrap(build()), build()
-    for seed in (1, 2):
-        own_loss(model, draw(seed, 3)).backward()
-        plain(draw(seed, 3)).square().mean().backward()
-    return say_gradients(model, plain)
-
-
 def two_forwards() -> str | None:
     model, plain = wrap(build()), build()
     (own_loss(model, draw(1)) * own_loss(model, draw(1)).detach() + own_loss(model, draw(2, 3))).backward()
@@ -232,7 +224,7 @@ def restore_other_states() -> str | None:
     return expect_refusal("were given different random states", lambda: restore_random_state(state, model))
 
 
-HABITS = [accumulate, two_forwards, two_losses, ask_gradients, freeze_later, change_output_in_place]
+HABITS = [two_forwards, two_losses, ask_gradients, freeze_later, change_output_in_place]
 HABITS += [copy_in_one_process, keep_names]
 REFUSED = [other_parameters, penalty, reentrant, other_buffers, running_instance_norm, hidden_outputs]
 REFUSED += [averaged_already, another_mesh, restore_other_states]

@@ -55,28 +55,18 @@ def test_a_process_alone(monkeypatch):
 
 
 def test_a_launched_process_has_the_gpu_of_its_local_rank(monkeypatch, gpus):
+    """Unless the job stays on the CPU: its group was one of GPUs, and refused its tensors."""
     monkeypatch.setenv("LOCAL_RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(devices, "_on_cpu", False)
     assert devices.is_launched()
     assert devices.count_launched() == 8
     assert not devices.is_distributed()  # it has not joined the others yet
-    gpus(4)
-    assert devices.get_own_device() == torch.device("cuda:1")
-    gpus(0)
-    assert devices.get_own_device() == torch.device("cpu")
-
-
-def test_processes_that_stay_on_the_cpu_take_no_gpu(monkeypatch, gpus):
-    """Their group was one of GPUs, and refused their tensors."""
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(devices, "_on_cpu", False)
-    gpus(4)
-    devices.stay_on_cpu(True)
-    assert devices.get_own_device() == torch.device("cpu")
-    assert "cpu" in devices.name_own_place()
-    devices.stay_on_cpu(False)
-    assert devices.get_own_device() == torch.device("cuda:1")
+    for visible, stays, expected in ((4, False, "cuda:1"), (4, True, "cpu"), (4, False, "cuda:1"), (0, False, "cpu")):
+        gpus(visible)
+        devices.stay_on_cpu(stays)
+        assert devices.get_own_device() == torch.device(expected)
+        assert expected in devices.name_own_place()
 
 
 def test_named_devices(gpus):

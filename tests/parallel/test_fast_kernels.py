@@ -90,22 +90,21 @@ def test_a_rehearsal_leaves_no_trace():
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_a_function_without_a_form_is_told_by_rehearsal_and_in_a_step():
-    model = FastKernels(Spectral(), "cpu")
+class Smoothed(Spectral):
+    """Meets it only in evaluation."""
+
+    def forward(self, x):
+        return self.convolution(x) if self.training else super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Spectral, Smoothed])
+def test_a_function_without_a_form_is_told_by_rehearsal_and_in_a_step(kind):
+    model = FastKernels(kind(), "cpu")
     with pytest.raises(UnsupportedOperatorError, match="fft_fftn called from"):
         model.rehearse(torch.zeros(1, 1, 4, 4, 4))
     assert model.module.norm.num_batches_tracked == 0
     with pytest.raises(UnsupportedOperatorError, match=r"call the plain network instead .*training\.kernels: torch"):
-        model(torch.zeros(1, 1, 4, 4, 4))
-
-
-def test_only_evaluation_may_meet_it():
-    class Smoothed(Spectral):
-        def forward(self, x):
-            return self.convolution(x) if self.training else super().forward(x)
-
-    with pytest.raises(UnsupportedOperatorError, match="fft_fftn"):
-        FastKernels(Smoothed(), "cpu").rehearse(torch.zeros(1, 1, 4, 4, 4))
+        model.eval()(torch.zeros(1, 1, 4, 4, 4))
 
 
 def test_the_public_name_and_what_it_refuses():

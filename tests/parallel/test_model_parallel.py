@@ -20,14 +20,21 @@ def parallel(plain: nn.Module) -> ModelParallel:
     return ModelParallel(plain, strategy="spatial", devices=["cpu"] * 2)
 
 
-def test_names_are_those_of_the_network() -> None:
+def test_names_modes_and_gradients_are_those_of_the_network() -> None:
     plain = net()
     model = parallel(plain)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
     assert dict(model.named_buffers()).keys() == dict(plain.named_buffers()).keys()
     assert all(a is b for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    assert model.module is plain
+    assert not model.eval().module[1].training
+    assert model.train().module.training
+    model(torch.randn(1, 1, 6, 4, 4)).mean().backward()
+    assert plain[0].weight.grad is not None
+    model.zero_grad()
+    assert plain[0].weight.grad is None
+    model.requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in plain.parameters())
 
 
 def test_state_moves_between_plain_and_parallel_also_inside_another_module() -> None:
@@ -41,25 +48,6 @@ def test_state_moves_between_plain_and_parallel_also_inside_another_module() -> 
     assert model.module[0].bias[0].item() == 3
     with pytest.raises(RuntimeError, match="Missing key"):
         parent.load_state_dict({})
-
-
-def test_modes_and_gradients_reach_the_network() -> None:
-    model = parallel(net())
-    assert not model.eval().module[1].training
-    assert model.train().module.training
-    model(torch.randn(1, 1, 6, 4, 4)).mean().backward()
-    assert model.module[0].weight.grad is not None
-    model.zero_grad()
-    assert model.module[0].weight.grad is None
-    model.requires_grad_(False)
-    assert not any(parameter.requires_grad for parameter in model.module.parameters())
-
-
-@pytest.mark.parametrize(("split_size", "chosen"), [(None, "spatial"), (2, "pipeline")])
-def test_auto_says_what_it_takes_and_why(split_size, chosen, caplog):
-    with caplog.at_level("INFO", logger="volseg.parallel.model_parallel"):
-        ModelParallel(nn.Conv3d(1, 1, 1), split_size=split_size, devices=["cpu", "cpu"])
-    assert f"takes {chosen}" in caplog.text
 
 
 class Unshardable(nn.Module):

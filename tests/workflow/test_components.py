@@ -1,13 +1,15 @@
 """MONAI's losses and metrics, told what our fields are."""
 
+import monai.losses
 import pytest
 import torch
-from monai.losses import DeepSupervisionLoss, DiceCELoss, DiceLoss
+from monai.losses import DeepSupervisionLoss
 from torch.nn.functional import one_hot
 
 from volseg.errors import BatchFieldError, ConfigError
 from volseg.losses import Targets
 from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS, OVERLAPPING, build_loss, build_metric
+from volseg.workflow.named import Objective
 
 
 @pytest.fixture
@@ -26,6 +28,9 @@ def metric(name, **parameters):
 def test_an_overlap_is_that_of_each_foreground_label(label_maps, name, expected):
     """MONAI's MeanIoU of label maps, not one-hot, is 2.6 here and no error."""
     torch.testing.assert_close(metric(name)(label_maps)["x"], torch.tensor([expected]))
+    gaps = {**label_maps, **{key: torch.tensor([0, 7, 500])[label_maps[key].long()] for key in ("pred", "label")}}
+    of_values = build_metric({"name": name}, inputs=["pred", "label"], output="x", columns=[(0,), (7,), (500,)])
+    torch.testing.assert_close(of_values(gaps)["x"], torch.tensor([expected]))
 
 
 @pytest.mark.filterwarnings("ignore:.*always_return_as_numpy:FutureWarning")  # MONAI 1.6 warns of itself
@@ -53,6 +58,35 @@ def test_every_loss_falls_when_logits_become_right(name):
 def test_what_cannot_work_on_logits_and_label_maps_is_not_offered(registry, name):
     with pytest.raises(ConfigError, match=f"is called '{name}'"):
         registry.check({"name": name})
+
+
+BOTH, WEIGHTED = {"softmax": True, "to_onehot_y": True}, {"weight": [0.5, 1.0, 3.0]}
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("DiceCELoss", {}, BOTH),
+        ("DiceCELoss", WEIGHTED, BOTH),
+        ("DiceLoss", WEIGHTED, BOTH),
+        ("DiceLoss", {"softmax": False, "sigmoid": True}, {"to_onehot_y": True, "sigmoid": True}),
+        ("FocalLoss", WEIGHTED, {"use_softmax": True, "to_onehot_y": True}),
+        ("DiceFocalLoss", WEIGHTED, BOTH),
+    ],
+)
+def test_a_loss_is_monais_of_what_the_config_says(name, given, expected, heads):
+    """With deep supervision too, and with class weights, which follow the objective to its device."""
+    label = torch.randint(0, 3, (2, 1, 8, 8, 8))
+    logits = [torch.randn(2, 3, side, side, side) for side in (8, 4, 2)[:heads]]
+    weights = {key: torch.tensor(value) for key, value in given.items() if key == "weight"}
+    theirs = DeepSupervisionLoss(getattr(monai.losses, name)(**expected, **weights))(logits, label.float())
+    loss = loss_of(None, name, **given)
+    for labels in (label, label.to(torch.uint8)):
+        torch.testing.assert_close(compute(loss, logits, labels)[0].detach(), theirs)
+    buffers = [*Objective(loss).to(torch.device("meta")).losses[0].buffers()]
+    assert all(buffer.is_meta for buffer in buffers)
+    assert bool(buffers) == bool(weights)
 
 
 REGIONS = Targets(num_classes=4, regions=((1, 2, 3), (2, 3), (3,)))
@@ -130,25 +164,3 @@ def test_a_metric_of_regions_counts_each_of_them():
         build_metric(
             {"name": "DiceMetric", "include_background": False}, inputs=["pred", "label"], output="x", columns=[(1, 2)]
         )
-
-
-def test_a_metric_of_values_with_gaps_is_that_of_the_classes(label_maps):
-    gaps = {**label_maps, **{key: torch.tensor([0, 7, 500])[label_maps[key].long()] for key in ("pred", "label")}}
-    dice = build_metric({"name": "DiceMetric"}, inputs=["pred", "label"], output="x", columns=[(0,), (7,), (500,)])
-    torch.testing.assert_close(dice(gaps)["x"], metric("DiceMetric")(label_maps)["x"])
-
-
-def test_heads_are_weighted_as_monai_weights_them():
-    label = torch.randint(0, 3, (2, 1, 8, 8, 8))
-    heads = [torch.randn(2, 3, side, side, side) for side in (8, 4, 2)]
-    named = loss_of(None)
-    expected = DeepSupervisionLoss(DiceCELoss(to_onehot_y=True, softmax=True))(heads, label.to(torch.uint8))
-    for labels in (label, label.to(torch.uint8)):
-        torch.testing.assert_close(named({"logits": heads, "label": labels})["loss"], expected)
-
-
-def test_what_the_user_says_counts():
-    label, logits = torch.randint(0, 3, (2, 1, 8, 8, 8)), torch.randn(2, 3, 8, 8, 8)
-    named = loss_of(None, "DiceLoss", softmax=False, sigmoid=True)
-    expected = DiceLoss(to_onehot_y=True, sigmoid=True)(logits, label)
-    assert torch.equal(named({"logits": logits, "label": label})["loss"], expected)

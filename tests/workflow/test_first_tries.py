@@ -19,8 +19,9 @@ def squeezed_cross_entropy(logits, label):
 
 def train(network=None, loss=nn.functional.cross_entropy, batches=(BATCH,), **options):
     network = nn.Conv3d(1, 2, 1) if network is None else network
-    weights = network.parameters() if isinstance(network, nn.Module) else [nn.Parameter(torch.zeros(1))]
-    return Training(network, loss, torch.optim.SGD(weights, lr=0.1), batches, epochs=2, **options).run()
+    weights = [*network.parameters()] if isinstance(network, nn.Module) else []
+    optimizer = torch.optim.SGD(weights or [nn.Parameter(torch.zeros(1))], lr=0.1)
+    return Training(network, loss, optimizer, batches, epochs=2, **options).run()
 
 
 @pytest.mark.parametrize("devices", [None, ["cpu", "cpu:1"]])
@@ -41,6 +42,7 @@ def test_a_bare_network_and_a_bare_loss_train_as_named_ones_do(devices):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
+        ({"network": Named(abs, ["a"], ["b"])}, ConfigError, r"Training needs a Named nn\.Module, got a Named abs"),
         ({"network": nn.Conv3d}, ConfigError, "a module that takes image and gives logits.* got <class"),
         ({"loss": "dice"}, ConfigError, "a module that takes logits, label and gives loss.* got 'dice'"),
         ({"loss": nn.CrossEntropyLoss(reduction="none")}, BatchFieldError, r"gave loss of shape \(2, 4, 4, 4\).*mean"),

@@ -84,6 +84,7 @@ def spread(folder, num_cases, output):
 def test_scores_are_those_of_one_process(folder, tmp_path, processes, num_cases):
     alone, order = validation(folder, lambda index: True, num_cases=num_cases, output=tmp_path / "out")
     expected = alone()
+    assert repr(SpreadValidation(alone, order, None)()) == repr(expected)
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     for path in (tmp_path / "out").iterdir():
         path.unlink()
@@ -104,9 +105,9 @@ def ended(folder, what):
         os.kill(os.getpid(), signal.SIGTERM)
 
     rank = dist.get_rank()
-    made, order = validation(
-        folder, lambda index: (index == 0) == (rank == 0), rank=1, then=interrupt if what == "signal" else fail
-    )
+    then = {"signal": interrupt, "misdealt": None}.get(what, fail)
+    own = (lambda index: index < 3) if what == "misdealt" else (lambda index: (index == 0) == (rank == 0))
+    made, order = validation(folder, own, rank=1, then=then)
     with catch_signals() as caught:
         try:
             SpreadValidation(made, order, dist.group.WORLD)()
@@ -115,35 +116,24 @@ def ended(folder, what):
     return "went on", None, None
 
 
-def test_a_process_that_is_asked_to_stop_stops_all(folder):
-    """Process 0 has judged its only case long before."""
-    assert [(kind, caught) for kind, _, caught in in_group(2, ended, folder, "signal")] == [
-        ("StopRequested", False),
-        ("StopRequested", True),
-    ]
+GONE = "the weights are gone"
 
 
-def test_an_error_in_one_process_is_raised_in_all(folder):
-    assert in_group(2, ended, folder, "error") == [
-        ("ParallelError", "process 1 failed, so this process stops too: ValueError: the weights are gone", False),
-        ("ValueError", "the weights are gone", False),
-    ]
-    assert in_group(2, ended, folder, "ours") == [("DataError", "the weights are gone", False)] * 2
-
-
-def misdealt(folder):
-    made, order = validation(folder, lambda index: index < 3)
-    with pytest.raises(DataError, match=r"must hold each of its 5 cases once, got \["):
-        SpreadValidation(made, order, dist.group.WORLD)()
-
-
-def test_cases_that_are_held_twice_or_by_nobody_are_refused(folder):
-    in_group(2, misdealt, folder)
-
-
-def test_numbers_are_told_without_a_group_too(folder):
-    alone, order = validation(folder, lambda index: True)
-    assert repr(SpreadValidation(alone, order, None)()) == repr(alone())
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("signal", ("StopRequested", "", False), ("StopRequested", "", True)),  # process 0 has judged its case before
+        ("error", ("ParallelError", f"process 1 failed, so this process stops too: ValueError: {GONE}", False), None),
+        ("ours", ("DataError", GONE, False), ("DataError", GONE, False)),
+        ("misdealt", ("DataError", "the processes of a validation must hold each of its 5 cases once", False), None),
+    ],
+)
+def test_what_ends_one_process_ends_all(folder, what, first, second):
+    found = in_group(2, ended, folder, what)
+    second = second or (("ValueError", GONE, False) if what == "error" else first)
+    for (kind, text, caught), (expected, begin, was_caught) in zip(found, (first, second), strict=True):
+        assert (kind, caught) == (expected, was_caught)
+        assert text.startswith(begin)
 
 
 def real_validation(folder, output):

@@ -7,7 +7,7 @@ the mean is the sum.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -21,7 +21,13 @@ from torch.overrides import TorchFunctionMode
 from volseg.device.compiler_internals import watching_scripts
 from volseg.device.gpus import has_values, observer
 from volseg.device.module_internals import NormBase
-from volseg.device.torch_internals import find_backward_pass, tree_flatten, tree_map_only, tree_unflatten
+from volseg.device.torch_internals import (
+    assign_buckets,
+    find_backward_pass,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+)
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.gradient_sums import GradientSums
@@ -233,8 +239,8 @@ class FollowedReplicas(nn.Module):
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in trained if parameter.device == device])
             observer().on_sent(device, "broadcast", flat.nbytes, processes)
             del flat
-        for bucket in _fill_buckets(trained):
-            _Bucket(bucket, processes)
+        for places in assign_buckets(trained, BUCKET_LIMITS):
+            _Bucket([trained[place] for place in places], processes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network, and copy its outputs."""
@@ -272,20 +278,3 @@ class _Bucket:
             observer().on_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
         multiplied.copy_(view)
         return multiplied
-
-
-def _fill_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Group parameters of one device and dtype until a bucket is full."""
-    kinds = dict.fromkeys((parameter.device, parameter.dtype) for parameter in parameters)
-    for kind in kinds:
-        limit, size, bucket = BUCKET_LIMITS[0], 0, list[Tensor]()
-        for parameter in parameters:
-            if (parameter.device, parameter.dtype) != kind:
-                continue
-            bucket.append(parameter)
-            size += parameter.nbytes
-            if size >= limit:
-                yield bucket
-                limit, size, bucket = BUCKET_LIMITS[1], 0, []
-        if bucket:
-            yield bucket

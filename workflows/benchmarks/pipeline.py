@@ -244,7 +244,7 @@ def describe(row: Row) -> str:
     if "ms" not in row:
         errors = f"{row['largest_output_error']:.1e}, {row['largest_relative_gradient_error']:.1e}"
         return f"{name} errors {errors}, recorded {row['recorded']}"
-    tail = f"  {row['of_bound']:.0%} of its bound, lanes {row['lanes']}" if "of_bound" in row else ""
+    tail = f"  {row['of_bound']:.0%} of its bound" if "of_bound" in row else ""
     return f"{name} {row['ms']:9.2f} ms  {row['samples_per_s']:8.1f}/s  {max(row['peak_gib']):6.2f} GiB{tail}"
 
 

@@ -250,7 +250,6 @@ def explain(model: Any, row: Row, ms: float) -> Row:
     bound_ms = (micro_batches + len(partition.stages) - 1) * partition.slowest_ms
     return {
         "recorded": model.strategy.is_replaying,
-        "lanes": model.strategy.lanes,
         "micro_batches": micro_batches,
         "stage_ms": [stage.ms for stage in partition.stages],
         "layers_ms": partition.total_ms,

@@ -23,17 +23,11 @@ class Net(nn.Module):
         return self.d(torch.cat([self.c(second)[:, :1], first[:, 1:]], 1)) + second
 
 
-def test_every_segment_with_a_gradient_has_a_backward_time():
-    net, x = Net(), torch.randn(2, 2, 16, 16)
-    found = measure(net, (x,), {}, CPU)
-    assert [layer.modules for layer in found.layers] == [("a",), ("b",), ("norm", "drop"), ("c",), ("d",)] or [
-        layer.modules for layer in found.layers
-    ] == [("a",), ("b",), ("norm",), ("drop",), ("c",), ("d",)]
-    assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in found.layers)
-
-
-def test_timing_sees_the_functions_that_recording_saw():
+def test_timing_sees_the_functions_that_recording_saw_and_times_each_segment_both_ways():
     net, x = Net(), torch.randn(2, 2, 8, 8)
+    layers = measure(net, (x,), {}, CPU).layers
+    assert [name for layer in layers for name in layer.modules] == ["a", "b", "norm", "drop", "c", "d"]
+    assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in layers)
     probe, trace, _ = observe_copy(net, (x,), {}, CPU)
     found = list_segments(trace)
     for _ in range(2):
@@ -72,13 +66,3 @@ def test_a_tensor_that_two_layers_keep_is_known_to_both():
         KeptActivation(between, made=1, read=(2,), kept=(1, 2)),
         KeptActivation(4 * 2 * 4, made=2, read=(3,)),
     )
-
-
-def test_measuring_changes_nothing():
-    net, x = Net(), torch.randn(2, 2, 8, 8)
-    before = {name: state.clone() for name, state in net.state_dict().items()}
-    state = torch.get_rng_state()
-    measure(net, (x,), {}, CPU)
-    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in net.parameters())

@@ -145,34 +145,6 @@ def test_time_is_spent_where_it_evens_memory_out():
     assert balance([10, 10, 4, 16], 2, None, held) == [2, 2]
 
 
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(PartitionError, match=r"cannot split 2 layers into 3 non-empty stages; use 1 to 2 devices"):
-        balance([1, 1], 3)
-
-
-def test_impossible_memory_says_what_is_needed_and_had():
-    with pytest.raises(
-        PartitionError, match=r"even the most even one needs 3\.000 GiB .* have 1\.000, 1\.000 GiB; use more"
-    ):
-        balance([1, 1], 2, None, sum_runs([3 * 2**30, 2**30]), [2**30, 2**30])
-
-
-def layer(name, ms):
-    return LayerCost(modules=(name,), forward_ms=ms / 3, backward_ms=2 * ms / 3)
-
-
-def test_bound_is_fill_and_heaviest_stage():
-    partition = Partition.from_lengths([layer(str(n), 1) for n in range(4)], [1, 1, 1, 1], ["cpu"] * 4, 2, [0] * 4)
-    assert partition.bound(13) == pytest.approx(13 * 4 / 16)
-
-
-def test_table_names_calls_and_the_largest_gain():
-    layers = [layer("down", 1), layer("up_tr32", 6), layer("head", 1)]
-    text = str(Partition.from_lengths(layers, [1, 2], ["cuda:0", "cuda:1"], 2, [2**20, 8 * 2**20]))
-    assert "up_tr32 ... head (2 calls)" in text
-    assert "8.000 ms in all, slowest stage 7.000 ms; at most 1.14x of one device" in text
-
-
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=4), st.integers(1, 6))
 def test_predicted_time_is_that_of_a_simulated_flow(stages, micro_batches):
     forward, backward = zip(*stages, strict=True)
@@ -190,3 +162,22 @@ def test_predicted_time_is_that_of_a_simulated_flow(stages, micro_batches):
 
 def test_of_equal_times_the_largest_is_taken():
     assert choose_quickest({2: 10.0, 1: 12.0, 4: 10.1}) == 4
+
+
+def test_cuts_that_do_not_exist_are_refused():
+    with pytest.raises(PartitionError, match=r"cannot split 2 layers into 3 non-empty stages; use 1 to 2 devices"):
+        balance([1, 1], 3)
+    needs = r"even the most even one needs 3\.000 GiB .* have 1\.000, 1\.000 GiB; use more"
+    with pytest.raises(PartitionError, match=needs):
+        balance([1, 1], 2, None, sum_runs([3 * 2**30, 2**30]), [2**30, 2**30])
+
+
+def test_table_names_calls_and_the_largest_gain():
+    layers = [LayerCost(modules=(name,), forward_ms=ms / 3, backward_ms=2 * ms / 3) for name, ms in TIMES.items()]
+    partition = Partition.from_lengths(layers, [1, 2], ["cuda:0", "cuda:1"], 2, [2**20, 8 * 2**20])
+    assert partition.bound(13) == pytest.approx(13 * 8 / (14 * 7))  # the fill, and the heaviest stage
+    assert "up_tr32 ... head (2 calls)" in str(partition)
+    assert "8.000 ms in all, slowest stage 7.000 ms; at most 1.14x of one device" in str(partition)
+
+
+TIMES = {"down": 1, "up_tr32": 6, "head": 1}

@@ -5,7 +5,7 @@ import torch
 
 from volseg.parallel.pipeline.balance import KeptActivation
 from volseg.parallel.pipeline.costs import Measured
-from volseg.parallel.pipeline.partition import LayerCost
+from volseg.parallel.pipeline.partition import LayerCost, Partition
 from volseg.parallel.pipeline.stages import plan_stages
 from volseg.parallel.pipeline.trace import Trace
 
@@ -21,48 +21,54 @@ def measured(*times: float, activation_bytes: int = 0) -> Measured:
     return Measured(Trace(), layers, kept)
 
 
+def count_layers(plan: Partition) -> tuple[int, ...]:
+    return tuple(len(stage.layers) for stage in plan.stages)
+
+
 def test_many_micro_batches_use_all_devices():
-    plan = plan_stages(measured(*[1.0] * 8), GPUS, 16, None, is_recorded=True)
-    assert plan.lengths == (2, 2, 2, 2)
-    assert plan.note == ""
+    plan = plan_stages(measured(*[1.0] * 8), GPUS, 1, 16, None, is_recorded=True)
+    assert count_layers(plan) == (2, 2, 2, 2)
+    assert plan.notes == ()
 
 
 def test_devices_that_would_not_help_stay_idle_and_it_is_said():
-    plan = plan_stages(measured(0.001, 0.001, 0.001, 0.001), GPUS, 2, None, is_recorded=True)
-    assert plan.lengths == (4,)
-    assert plan.note.startswith("3 of 4 devices idle: a batch should take 0.3")
-    assert plan.ms == min(plan.predicted_ms.values())
+    plan = plan_stages(measured(0.001, 0.001, 0.001, 0.001), GPUS, 1, 2, None, is_recorded=True)
+    assert count_layers(plan) == (4,)
+    assert plan.notes[0].startswith("3 of 4 devices idle: a batch should take 0.3")
+    assert plan.batch_ms == min(plan.predicted_ms.values())
 
 
 def test_few_layers_are_told_from_slow_stages():
-    plan = plan_stages(measured(5.0, 5.0), GPUS, 16, None, is_recorded=True)
-    assert plan.lengths == (1, 1)
-    assert plan.note == "2 of 4 devices idle: only 2 layers separate"
+    plan = plan_stages(measured(5.0, 5.0), GPUS, 1, 16, None, is_recorded=True)
+    assert count_layers(plan) == (1, 1)
+    assert plan.notes[0] == "2 of 4 devices idle: only 2 layers separate"
 
 
 def test_memory_that_fewer_devices_lack_is_spread():
     slow_copies = measured(0.001, 0.001, 0.001, 0.001, activation_bytes=100)
-    plan = plan_stages(slow_copies, GPUS, 2, [500.0] * 4, is_recorded=True)
-    assert plan.lengths == (2, 2)
+    plan = plan_stages(slow_copies, GPUS, 1, 2, [500.0] * 4, is_recorded=True)
+    assert count_layers(plan) == (2, 2)
     assert sorted(plan.predicted_ms) == [2, 3, 4]
 
 
 def test_what_seems_too_large_is_cut_for_even_memory(caplog):
-    plan = plan_stages(measured(9.0, 1.0, 1.0, 1.0, activation_bytes=100), GPUS[:2], 2, [100.0] * 2, is_recorded=True)
-    assert plan.lengths == (2, 2)
-    assert plan.ms == float("inf")
+    plan = plan_stages(
+        measured(9.0, 1.0, 1.0, 1.0, activation_bytes=100), GPUS[:2], 1, 2, [100.0] * 2, is_recorded=True
+    )
+    assert count_layers(plan) == (2, 2)
+    assert plan.batch_ms == float("inf")
     assert "cutting for even memory" in caplog.text
 
 
 def test_time_is_that_of_the_slowest_stage_and_its_copies():
-    plan = plan_stages(measured(1.0, 1.0), GPUS[:2], 8, None, is_recorded=True)
-    assert plan.ms == pytest.approx(2 + 7 * 1 + 2 * 0.05)
+    plan = plan_stages(measured(1.0, 1.0), GPUS[:2], 1, 8, None, is_recorded=True)
+    assert plan.batch_ms == pytest.approx(2 + 7 * 1 + 2 * 0.05)
 
 
 def test_a_full_device_is_named():
     layers = measured(1.0, 1.0, 1.0, 1.0)
     uneven = replace(layers, activations=tuple(KeptActivation(size, made=n, kept=(n,)) for n, size in enumerate(SIZES)))
-    plan = plan_stages(uneven, GPUS[:2], 16, None, is_recorded=True)
-    assert plan.lengths == (2, 2)
-    assert plan.held == [5 * 2**30, 2 * 2**30]
-    assert plan.memory_note == "stage 0 holds 80.00 GiB with parameters and optimizer, 1.43 times the mean"
+    plan = plan_stages(uneven, GPUS[:2], 1, 16, None, is_recorded=True)
+    assert count_layers(plan) == (2, 2)
+    assert [stage.activation_bytes for stage in plan.stages] == [5 * 2**30, 2 * 2**30]
+    assert plan.notes[0] == "stage 0 holds 80.00 GiB with parameters and optimizer, 1.43 times the mean"

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from volseg.parallel.pipeline import Pipeline, PipelineStrategy
-from volseg.parallel.pipeline.recorder import IDLE_BATCHES, MOST_RECORDINGS, WARM_UP, Conditions, identify_batch
+from volseg.parallel.pipeline.recorder import MOST_RECORDINGS, WARM_UP, Conditions, identify_batch
 
 
 class Net(nn.Module):
@@ -22,17 +22,14 @@ def pipeline(net: nn.Module) -> PipelineStrategy:
     return PipelineStrategy(net, Pipeline(split_size=1, cuts=["b"], record=True), devices=["cpu"] * 2)
 
 
-def test_at_most_a_few_kinds_are_kept_and_an_idle_one_gives_way():
+def test_at_most_a_few_kinds_are_kept():
+    """``tests/device/test_record_policy.py`` says which gives way."""
     strategy = pipeline(Net())
     for batch in range(1, MOST_RECORDINGS + 3):
         for _ in range(WARM_UP + 1):
-            strategy(torch.zeros(batch, 2))
-    assert len(strategy._recorder) == MOST_RECORDINGS
-    newest = torch.zeros(MOST_RECORDINGS + 2, 2)
-    assert type(strategy(newest).grad_fn).__name__ == "CatBackward0"
-    for _ in range(IDLE_BATCHES):
-        strategy(newest)
-    assert type(strategy(newest).grad_fn).__name__ == "_ReplayedBackward"
+            output = strategy(torch.zeros(batch, 2))
+        kind = "_ReplayedBackward" if batch <= MOST_RECORDINGS else "CatBackward0"
+        assert type(output.grad_fn).__name__ == kind
     assert len(strategy._recorder) == MOST_RECORDINGS
 
 
@@ -89,17 +86,6 @@ def test_hooks_and_arguments_that_are_not_plain_are_never_recorded():
     assert identify_batch(look(), ((x, object()), {}), cpu) is None
     net.b.register_forward_hook(lambda module, args, output: None)
     assert identify_batch(look(), ((x,), {}), cpu) is None
-
-
-def test_a_batch_whose_predecessor_waits_for_its_backward_runs_eagerly():
-    strategy = pipeline(Net())
-    for _ in range(WARM_UP):
-        strategy(torch.randn(2, 2))
-    waiting = strategy(torch.randn(2, 2))
-    assert type(waiting.grad_fn).__name__ == "_ReplayedBackward"
-    assert type(strategy(torch.randn(2, 2)).grad_fn).__name__ == "CatBackward0"
-    waiting.sum().backward()
-    assert type(strategy(torch.randn(2, 2)).grad_fn).__name__ == "_ReplayedBackward"
 
 
 def test_a_condition_that_was_there_before_is_known_again() -> None:

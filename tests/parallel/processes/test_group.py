@@ -35,25 +35,22 @@ def assert_nothing_is_left(folder: Path) -> None:
     assert not [name for names in threads for name in names if "gloo" in name]
 
 
-def test_an_error_is_told_first_and_once(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    with pytest.raises(ParallelError) as told:
-        launch([*SCRIPT, "raise", str(tmp_path)], 2)
-    assert re.fullmatch(
-        r"process 1 of 2 \(\S+, \S+\): KeyError: 'something of ours' \(see its traceback\)", str(told.value)
-    )
+@pytest.mark.parametrize(
+    ("mode", "told", "tracebacks"),
+    [
+        ("raise", r"process 1 of 2 \(\S+, \S+\): KeyError: 'something of ours' \(see its traceback\)", 1),
+        ("kill", r"process 1 of 2 \(.*\) was killed by SIGKILL: the usual cause is a lack of memory.*", 0),
+    ],
+)
+def test_an_error_is_told_first_and_once(
+    mode: str, told: str, tracebacks: int, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(ParallelError) as raised:
+        launch([*SCRIPT, mode, str(tmp_path)], 2)
+    assert re.fullmatch(told, str(raised.value), re.DOTALL)
     shown = capfd.readouterr().err
-    assert shown.count("Traceback") == 1
+    assert shown.count("Traceback") == tracebacks
     assert "gloo" not in shown
-    assert not [pid for pid, *_ in written(tmp_path, "start") if is_running(pid)]
-
-
-def test_sigkill_is_named(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    with pytest.raises(
-        ParallelError,
-        match=r"process 1 of 2 \(.*\) was killed by SIGKILL: the usual cause is a lack of memory",
-    ):
-        launch([*SCRIPT, "kill", str(tmp_path)], 2)
-    assert "Traceback" not in capfd.readouterr().err
     assert not [pid for pid, *_ in written(tmp_path, "start") if is_running(pid)]
 
 

@@ -11,15 +11,6 @@ from volseg.parallel import is_worker, launch
 pytestmark = pytest.mark.usefixtures("ready_python")
 
 
-def test_processes_know_their_rank(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, pathlib, sys\npathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n", encoding="utf-8"
-    )
-    launch([str(script), str(tmp_path)], 2)
-    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
-
-
 def test_signals_find_their_handlers_again_afterwards() -> None:
     def mine(number: int, frame: object) -> None:
         raise AssertionError

@@ -39,12 +39,9 @@ def messages_of_different_lengths():
     return exchange([dist.get_rank(), "x" * 100 * dist.get_rank(), *NUMBERS], dist.group.WORLD)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_messages_reach_all_with_every_bit(processes):
-    for told in in_group(processes, messages_of_different_lengths):
-        assert [repr(message) for message in told] == [
-            repr([rank, "x" * 100 * rank, *NUMBERS]) for rank in range(processes)
-        ]
+def test_messages_reach_all_with_every_bit():
+    for told in in_group(4, messages_of_different_lengths):
+        assert list(map(repr, told)) == [repr([rank, "x" * 100 * rank, *NUMBERS]) for rank in range(4)]
 
 
 def uneven_work():
@@ -68,74 +65,54 @@ def test_who_is_done_first_waits_and_hears_how_far_the_others_are():
         assert "rounds" not in threads
 
 
-def work_that_fails(error):
-    """Process 1 fails at once; the others have work for a minute, in small parts."""
+def ended(what):
+    """Process 1 fails, or process 0 stops while it waits or hears wrongly; the others have a minute's work."""
+    rank, asked = dist.get_rank(), threading.Event()
 
     def work(rounds):
-        if dist.get_rank() == 1:
-            raise DataError("case 3: is empty") if error == "ours" else OSError("no such disk")
+        if rank == 1 and what in ERRORS:
+            raise ERRORS[what]
+        if rank == 0 and what == "stop":
+            threading.Timer(0.3, asked.set).start()
+            return
         for _ in range(600):
+            rounds.count()
             time.sleep(0.1)
             rounds.check()
 
-    return caught(work)
-
-
-def test_an_error_of_one_is_raised_in_all_within_seconds():
-    for kind, text, seconds in in_group(4, work_that_fails, "ours"):
-        assert (kind, text) == ("DataError", "case 3: is empty")
-        assert seconds < 10
-    ends = in_group(4, work_that_fails, "other")
-    assert ends[1][:2] == ("OSError", "no such disk")
-    for kind, text, _ in [ends[0], *ends[2:]]:
-        assert kind == "ParallelError"
-        assert text == "process 1 failed, so this process stops too: OSError: no such disk"
-
-
-def stopped_while_waiting():
-    """Process 0 has nothing to do, and is asked to stop while it waits for the others."""
-    asked = threading.Event()
+    def hear(counts):
+        if what == "listener" and rank == 0 and counts[1][0]:
+            raise OSError("the bar's file is full")
 
     def poll():
         if asked.is_set():
             raise StopError("asked to")
 
-    def work(rounds):
-        if dist.get_rank() == 0:
-            threading.Timer(0.3, asked.set).start()
-            return
-        for _ in range(600):
-            time.sleep(0.1)
-            rounds.check()
-
-    return caught(work, stops=StopError, poll=poll)
+    return caught(work, heard=hear, stops=StopError, poll=poll)
 
 
-def test_a_process_that_waits_can_stop_all():
-    for kind, _, seconds in in_group(2, stopped_while_waiting):
-        assert kind == "StopError"
-        assert seconds < 10
+ERRORS = {"ours": DataError("case 3: is empty"), "other": OSError("no such disk")}
+OURS, FULL, DISK = ("DataError", "case 3: is empty"), "the bar's file is full", "no such disk"
+STOPPED = "StopError", "process 0 stopped"
 
 
-def listener_that_fails():
-    def hear(counts):
-        if dist.get_rank() == 0 and counts[1][0]:
-            raise OSError("the bar's file is full")
-
-    def work(rounds):
-        for _ in range(50):
-            rounds.count()
-            time.sleep(0.1)
-            rounds.check()
-
-    return caught(work, heard=hear)
+def follow(rank, text):
+    return "ParallelError", f"process {rank} failed, so this process stops too: OSError: {text}"
 
 
-def test_a_listener_that_fails_ends_the_work_of_all():
-    first, second = in_group(2, listener_that_fails)
-    assert first[:2] == ("OSError", "the bar's file is full")
-    assert second[0] == "ParallelError"
-    assert "process 0 failed" in second[1]
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("ours", [OURS, OURS, OURS]),
+        ("other", [follow(1, DISK), ("OSError", DISK), follow(1, DISK)]),
+        ("stop", [STOPPED, STOPPED, STOPPED]),
+        ("listener", [("OSError", FULL), follow(0, FULL), follow(0, FULL)]),
+    ],
+)
+def test_what_ends_one_ends_all_within_seconds(what, expected):
+    found = in_group(3, ended, what)
+    assert [(kind, text) for kind, text, _ in found] == expected
+    assert all(seconds < 10 for *_, seconds in found)
 
 
 def test_one_process_needs_no_group():

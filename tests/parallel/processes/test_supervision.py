@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from volseg.lifetime import is_running
 from volseg.parallel.processes import supervision as module
-from volseg.parallel.processes.progress import Milestone, get_milestone, report_progress
+from volseg.parallel.processes.progress import Milestone
 from volseg.parallel.processes.supervision import Supervision, name_machine
 
 TIMEOUT = 1.0
@@ -87,12 +87,13 @@ def test_who_waits_for_one_that_goes_on_is_left_alone():
 
 def test_when_nobody_goes_on_everybody_is_told_where_each_is():
     with job(2) as running:
+        running.reached[0] = Milestone(1, "read", None, "hippocampus_042")
         running.go_on(1)
         told, again = running.wait(10 * TIMEOUT)
         assert told == again
         assert "no process has made progress for" in told
         assert "(parallel.timeout is 1):" in told
-        assert "process 0 of 2 (host0, cpu): start\n" in told
+        assert "process 0 of 2 (host0, cpu): read, hippocampus_042\n" in told
         assert "process 1 of 2 (host1, cpu): train, epoch 3, batch 18\n" in told
         assert "raise parallel.timeout" in told
         assert all("running.wait(10 * TIMEOUT)" in stack for stack in running.stacks)
@@ -153,12 +154,3 @@ def test_without_its_store_a_job_ends_after_a_while(monkeypatch):
         (told,) = running.wait(10, 0)
         assert "the store of this job is gone" in told
         assert "Broken pipe" in told
-
-
-def test_progress():
-    before = get_milestone()
-    report_progress("train", 3, 17)
-    assert get_milestone().count == before.count + 1
-    assert str(get_milestone()) == "train, epoch 3, batch 17"
-    report_progress("read", item="hippocampus_042")
-    assert str(get_milestone()) == "read, hippocampus_042"

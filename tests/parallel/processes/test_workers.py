@@ -61,15 +61,10 @@ def test_a_worker_that_is_killed_says_by_what_and_what_it_said_last(tmp_path):
         worker.send("end")
         assert pool.hear(120) == (worker, None)
         worker.send("lost, and no error")
+        half = pool.start("kernels", python("print('{\"half', flush=True)"), tmp_path / "half", talks=True)
+        assert pool.hear(120) == (half, None)  # half a message is none
     assert worker.describe_end(str(worker.log)).startswith("fold 3 was killed by SIGKILL")
     assert "earlier" not in worker.describe_end()
-
-
-@pytest.mark.usefixtures("ready_python")
-def test_half_a_message_is_none(tmp_path):
-    with WorkerPool() as pool:
-        worker = pool.start("kernels", python("print('{\"half', flush=True)"), tmp_path / "log", talks=True)
-        assert pool.hear(120) == (worker, None)
 
 
 @pytest.mark.usefixtures("ready_python")

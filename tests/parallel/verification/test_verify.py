@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import compare
 from torch import Tensor, nn
 
 from volseg.errors import GridError, ParallelError, UnsupportedOperatorError
@@ -148,7 +147,8 @@ def different(report: Report) -> dict[str, list[str]]:
     return {mode.name: list(mode.wrong) for mode in report.modes if mode.status == "different"}
 
 
-ALL = {"train", "train, recomputed", "eval", "eval, recomputed", "eval, without gradients"}
+IN_ORDER = ("train", "train, recomputed", "eval", "eval, recomputed", "eval, without gradients")
+ALL = set(IN_ORDER)
 TRAINED = ALL - {"eval, without gradients"}
 IN_TRAINING = {"train", "train, recomputed"}
 
@@ -205,25 +205,24 @@ def test_what_is_wrong_in_the_second_step_is_right_in_the_first(verify_with):
     assert "output 0, step 2" in str(report)
 
 
-def test_a_strategy_that_is_right_passes(verify_with):
-    report = verify_with(None)
-    assert report.ok, report
-    assert set(report.errors.values()) == {0.0}
-
-
-def test_an_untyped_error_counts_as_a_difference(verify_with):
-    report = verify_with(lambda fake, x: [][1])
-    assert report.verdict == "different"
-    assert "Failed, train; train, recomputed; eval; eval, recomputed; eval, without gradients: IndexError" in str(
-        report
-    )
-
-
-def test_a_mode_that_is_refused_is_named_with_its_message(verify_with):
-    report = verify_with(refuses_recomputation)
-    assert report.ok
-    assert [mode.name for mode in report.modes if mode.status == "refused"] == ["train, recomputed", "eval, recomputed"]
-    assert "Refused, train, recomputed; eval, recomputed: torch.frobnicate has no sharded form" in str(report)
+@pytest.mark.parametrize(
+    ("run", "verdict", "text"),
+    [
+        (None, "equal", "2 shards and one device are equal to round-off"),
+        (lambda fake, x: [][1], "different", f"Failed, {'; '.join(IN_ORDER)}: IndexError"),
+        (
+            refuses_recomputation,
+            "equal",
+            "Refused, train, recomputed; eval, recomputed: torch.frobnicate has no sharde",
+        ),
+    ],
+    ids=["right", "fails", "refuses"],
+)
+def test_a_refused_mode_is_named_and_an_untyped_error_is_a_difference(run, verdict, text, verify_with):
+    report = verify_with(run)
+    assert report.verdict == verdict
+    assert text in str(report)
+    assert verdict == "different" or set(report.errors.values()) == {0.0}
 
 
 def test_a_network_that_is_refused_in_every_mode_raises():
@@ -260,9 +259,6 @@ def test_a_pipeline_is_compared_by_micro_batches_and_recorded():
     assert modes["train, one micro-batch"].errors["buffer 1.running_var"] < 1e-12
     assert "buffer 1.running_var" not in modes["train, micro-batches of 1"].errors
     assert any("a pipeline takes those of the whole batch" in note for note in report.notes)
-
-
-def test_one_sample_makes_no_micro_batches():
     report = verify(nn.Sequential(conv(), conv()), (1, *SHAPE[1:]), CPU, strategy="pipeline")
     assert report.ok
     assert "a batch of 1 makes one micro-batch of 1; give a larger first side" in str(report)
@@ -302,49 +298,46 @@ def test_random_numbers_that_do_not_follow_the_seed_are_found(fake, name, verify
     assert name in different(report)
 
 
-def test_random_functions_outside_of_dropout_leave_only_repetition_to_compare():
-    net = Function(lambda net, x: net.a(x) + net.a(x).mean() * torch.rand(()).to(x), a=conv())
-    report = verify(net, SHAPE, CPU)
-    assert report.verdict == "not compared"
-    assert not report.ok
-    assert "NOT COMPARED" in str(report)
-    assert "draws random numbers outside of Dropout modules" in str(report)
-    assert {mode.status for mode in report.modes if mode.name == "train, one seed twice"} == {"equal"}
+DRAW = random.Random(0)
+OUTSIDE = "draws random numbers outside of Dropout modules"
 
 
-def test_random_functions_in_training_leave_evaluation_to_compare():
-    net = Function(lambda net, x: net.a(F.dropout(x, 0.5, net.training)), a=conv())
-    report = verify(net, SHAPE, CPU)
+@pytest.mark.parametrize(
+    ("function", "evaluated", "reason"),
+    [
+        (lambda net, x: net.a(x) + net.a(x).mean() * torch.rand(()).to(x), "not compared", OUTSIDE),
+        (lambda net, x: net.a(F.dropout(x, 0.5, net.training)), "equal", OUTSIDE),
+        (lambda net, x: net.a(x) * DRAW.random(), "not compared", "not repeat itself: one seed gives two outputs"),
+    ],
+)
+def test_what_draws_random_numbers_leaves_only_repetition_to_compare(function, evaluated, reason):
+    report = verify(Function(function, a=conv()), SHAPE, CPU)
     status = {mode.name: mode.status for mode in report.modes}
-    assert status["train"] == "not compared"
-    assert status["eval"] == "equal"
+    assert (status["train"], status["eval"]) == ("not compared", evaluated)
+    assert status.get("train, one seed twice", "equal") == "equal"
+    assert report.ok == (evaluated == "equal")
+    assert ("NOT COMPARED" in str(report)) != report.ok
+    assert reason in str(report)
 
 
-def test_a_network_that_does_not_repeat_itself_is_said_so():
-    draw = random.Random(0)
-    report = verify(Function(lambda net, x: net.a(x) * draw.random(), a=conv()), SHAPE, CPU)
-    assert report.verdict == "not compared"
-    assert "does not repeat itself: one seed gives two outputs" in str(report)
-
-
-def test_modules_in_eval_inside_train_stay_so_and_are_told():
+def build_frozen_norm() -> nn.Module:
     net = nn.Sequential(conv(1, 3), nn.BatchNorm3d(3), nn.ReLU(), conv(3, 2))
     net[1].eval()
-    report = verify(net, SHAPE, CPU)
-    assert report.ok, report
-    assert "in eval mode inside train: 1" in report.notes
+    return net
 
 
-def test_equal_nan_is_told():
-    report = verify(Function(lambda net, x: torch.sqrt(net.a(x)), a=conv()), SHAPE, CPU)
-    assert any("NaN in the same places on both sides: output 0" in note for note in report.notes)
-
-
-def test_a_network_that_changes_its_input_is_told(verify_with):
-    net = Function(lambda net, x: net.a(x.mul_(2)), a=conv())
+@pytest.mark.parametrize(
+    ("net", "note"),
+    [
+        (build_frozen_norm(), "in eval mode inside train: 1"),
+        (Function(lambda net, x: torch.sqrt(net.a(x)), a=conv()), "NaN in the same places on both sides: output 0"),
+        (Function(lambda net, x: net.a(x.mul_(2)), a=conv()), "train: the network changes input 0 in place"),
+    ],
+)
+def test_what_is_compared_otherwise_is_told(net, note, verify_with):
     report = verify_with(None, net)
     assert report.ok, report
-    assert any(note.startswith("train: the network changes input 0 in place") for note in report.notes)
+    assert any(note in one for one in report.notes)
 
 
 def chaotic(net: Function, x: Tensor) -> Tensor:
@@ -428,16 +421,6 @@ def test_nan_on_one_side_differs_and_on_both_does_not():
     inf = torch.tensor([1.0, float("inf")])
     assert not compare_values({"output 0": inf}, {"output 0": inf.clone()}).wrong
     assert compare_values({"output 0": inf}, {"output 0": -inf}).wrong
-
-
-def test_compare_leaves_alone_what_differed_from_the_start():
-    """Two networks that were built apart hold other random fillers; a counter that runs apart is found all the same."""
-    plain, sharded = Net(), Net()
-    sharded.load_state_dict(plain.state_dict())
-    plain.filler, sharded.filler = torch.zeros(1), torch.ones(1)
-    errors = compare(plain, sharded, [torch.randn(SHAPE)])
-    assert "attribute filler" not in errors
-    assert errors["attribute calls"] == 0.0
 
 
 @pytest.mark.gpu

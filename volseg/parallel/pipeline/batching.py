@@ -121,8 +121,10 @@ class Batching:
             ) from (failures[0] if failures else None)
         return found[0][0]
 
-    def check(self, condition: Hashable, call: Call, is_batch: Sequence[bool], size: int, runner: Runner) -> Hashable:
-        """Check that the network's outputs grow with the number of samples; return a key for ``confirm``.
+    def prove(
+        self, condition: Hashable, call: Call, is_batch: Sequence[bool], size: int, runner: Runner
+    ) -> Callable[[Any], None]:
+        """Check that the network's outputs grow with the number of samples; return a check of the batch's own output.
 
         Parameters
         ----------
@@ -138,43 +140,29 @@ class Batching:
         Raises
         ------
         ParallelError
-            If an output does not have one row per sample.
+            If an output does not have one row per sample; from the returned function, if an output is of another kind
+            for another number of samples.
         """
         key = condition, _describe(call), tuple(is_batch), size
         if key not in self._returned:
             if len(self._returned) >= MOST_KNOWN:
                 self._returned.clear()
             self._returned[key] = [self._look(call, is_batch, size, runner)]
-        return key
+        kinds = self._returned[key]
 
-    def confirm(self, key: Hashable, output: Any, call: Call, is_batch: Sequence[bool], runner: Runner) -> None:
-        """Check that ``output`` is of a kind that was tested.
+        def confirm(output: Any) -> None:
+            returned = _describe(output)
+            if any(_covers(known, returned) for known in kinds):
+                return
+            again = self._look(call, is_batch, size, runner)
+            if not _covers(again, returned):
+                raise ParallelError(
+                    f"the network returns {again[1:]} for another number of samples than {size}, for which it returns "
+                    f"{returned[1:]}: values that depend on the size of a micro-batch would not be those of the batch"
+                )
+            kinds.append(again)
 
-        Parameters
-        ----------
-        key
-            From ``check``.
-        output
-            Of one micro-batch, or of the batch.
-        call, is_batch, runner
-            As for ``check``.
-
-        Raises
-        ------
-        ParallelError
-            If another number of samples gives another kind of output.
-        """
-        returned = _describe(output)
-        if any(_covers(known, returned) for known in self._returned[key]):
-            return
-        size = key[3]  # type: ignore[index]
-        again = self._look(call, is_batch, size, runner)
-        if not _covers(again, returned):
-            raise ParallelError(
-                f"the network returns {again[1:]} for another number of samples than {size}, for which it returns "
-                f"{returned[1:]}: values that depend on the size of a micro-batch would not be those of the batch"
-            )
-        self._returned[key].append(again)
+        return confirm
 
     def _look(self, call: Call, is_batch: Sequence[bool], size: int, runner: Runner) -> Returned:
         samples = _choose_unusual_number(call, size)

@@ -6,8 +6,9 @@ References
    arXiv:1811.06965, section 2.2: the fill of a pipeline of p stages and m micro-batches.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 MIB = 2**20
@@ -77,6 +78,8 @@ class Partition:
     """Samples of the measured micro-batch."""
     notes: tuple[str, ...] = ()
     """Notes on idle devices, and on devices that are fuller than others."""
+    predicted_ms: Mapping[int, float] = field(default_factory=dict)
+    """Predicted time of a batch, by each number of stages that fits into the devices' memory; empty if not measured."""
 
     @classmethod
     def from_lengths(
@@ -87,6 +90,7 @@ class Partition:
         samples: int,
         held: Sequence[float],
         notes: Sequence[str] = (),
+        predicted_ms: Mapping[int, float] | None = None,
     ) -> "Partition":
         """Group layers into consecutive stages.
 
@@ -102,6 +106,8 @@ class Partition:
             Bytes of activations that each stage holds.
         notes
             Lines for the printed partition.
+        predicted_ms
+            Time of a batch by number of stages.
         """
         ends = [0, *accumulate(lengths)]
         return cls(
@@ -111,7 +117,13 @@ class Partition:
             ),
             samples=samples,
             notes=tuple(notes),
+            predicted_ms=predicted_ms or {},
         )
+
+    @property
+    def batch_ms(self) -> float:
+        """Predicted time of the batch for which the network was cut; infinite if memory may not suffice."""
+        return self.predicted_ms.get(len(self.stages), math.inf)
 
     @property
     def total_ms(self) -> float:

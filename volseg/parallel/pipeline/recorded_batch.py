@@ -109,11 +109,6 @@ class RecordedBatch:
         self._roots.clear()  # free the autograd graph; the recording keeps the memory
 
     @property
-    def lanes(self) -> int:
-        """Number of streams per device among which the micro-batches alternate."""
-        return self._lanes.count
-
-    @property
     def is_free(self) -> bool:
         """Whether no forward waits for its backward."""
         ticket = None if self._ticket is None else self._ticket()

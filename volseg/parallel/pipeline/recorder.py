@@ -158,11 +158,6 @@ class BatchRecorder:
     def __len__(self) -> int:
         return len(self._recordings)
 
-    @property
-    def lanes(self) -> list[int]:
-        """Number of lanes of each recording."""
-        return [kind.recording.lanes for kind in self._recordings.kept if kind.recording is not None]
-
     def find(self, placement: Placement, batch: CutBatch) -> RecordedBatch | None:
         """Return a usable recording for batches of this kind, made if it is due; otherwise count an eager batch."""
         if not self.is_active:

@@ -7,8 +7,7 @@ they would not help; the partition reports this.
 
 import gc
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -28,7 +27,7 @@ from volseg.parallel.pipeline.balance import (
     sum_runs,
 )
 from volseg.parallel.pipeline.costs import Measured
-from volseg.parallel.pipeline.partition import LayerCost
+from volseg.parallel.pipeline.partition import LayerCost, Partition
 
 logger = logging.getLogger(__name__)
 
@@ -40,49 +39,14 @@ COPY_MS = 0.05
 COPY_BYTES_PER_MS = 200e6
 
 
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """A cut, and the predicted time of a batch."""
-
-    measured: Measured
-    lengths: tuple[int, ...]
-    """Layers of each stage."""
-    predicted_ms: dict[int, float]
-    """Time of a batch, by the number of stages that fit into the devices' memory."""
-    num_devices: int
-    """Number of available devices."""
-    held: Sequence[float]
-    """Activations of one micro-batch on each stage, in bytes."""
-    memory_note: str = ""
-    """Reason why one device holds much more than the others, if it does."""
-
-    @property
-    def ms(self) -> float:
-        """Time of a batch for the chosen cut; infinite if memory may not suffice."""
-        return self.predicted_ms.get(len(self.lengths), float("inf"))
-
-    @property
-    def note(self) -> str:
-        """Reason for idle devices."""
-        stages = len(self.lengths)
-        if stages == self.num_devices:
-            return ""
-        most = max(self.predicted_ms, default=stages)
-        if most == stages:
-            return f"{self.num_devices - stages} of {self.num_devices} devices idle: only {stages} layers separate"
-        return (
-            f"{self.num_devices - stages} of {self.num_devices} devices idle: a batch should take "
-            f"{self.predicted_ms[most]:.3f} ms on {most}, {self.predicted_ms[stages]:.3f} ms on {stages}"
-        )
-
-
 def plan_stages(
     measured: Measured,
     devices: Sequence[torch.device],
+    samples: int,
     micro_batches: int,
     limits: Sequence[float] | None,
     is_recorded: bool,
-) -> StagePlan:
+) -> Partition:
     """Choose the fastest number of stages, and for it the fastest cut that fits.
 
     Parameters
@@ -91,8 +55,8 @@ def plan_stages(
         Layers of one micro-batch.
     devices
         In the order of the stages.
-    micro_batches
-        Number per batch.
+    samples, micro_batches
+        Samples of the measured micro-batch, and the number of micro-batches per batch.
     limits
         Bytes available on each device.
     is_recorded
@@ -106,10 +70,10 @@ def plan_stages(
         [fixed + micro_batches * each for fixed, each in zip(*rows, strict=True)]
         for rows in zip(states, held, strict=True)
     ]
+    most = min(len(devices), len(layers))
     cuts: dict[int, list[int]] = {}
     predicted: dict[int, float] = {}
-    failure: PartitionError | None = None
-    for stages in range(1, min(len(devices), len(layers)) + 1):
+    for stages in range(1, most + 1):
         try:
             cuts[stages] = balance(forward, stages, backward, memory, None if limits is None else limits[:stages])
         except PartitionError as refused:
@@ -119,13 +83,26 @@ def plan_stages(
         copies = _predict_copies_ms(layers, cuts[stages]) if is_gpu(devices[0]) else 0.0
         predicted[stages] = predict_ms(*phases, micro_batches, copies)
     if predicted:
-        lengths = tuple(cuts[choose_quickest(predicted)])
-        note = _describe_memory(memory, lengths)
-        return StagePlan(measured, lengths, predicted, len(devices), list_held(held, lengths), note)
-    # An estimate must not forbid a batch that may fit: even memory out and let the device decide.
-    logger.warning("%s; cutting for even memory", failure)
-    lengths = tuple(balance_stages(memory, min(len(devices), len(layers))))
-    return StagePlan(measured, lengths, {}, len(devices), list_held(held, lengths))
+        lengths = cuts[choose_quickest(predicted)]
+        notes = [_explain_idle(predicted, len(lengths), len(devices)), _describe_memory(memory, lengths)]
+    else:
+        # An estimate must not forbid a batch that may fit: even memory out and let the device decide.
+        logger.warning("%s; cutting for even memory", failure)
+        lengths = balance_stages(memory, most)
+        notes = [_explain_idle({most: 0.0}, most, len(devices))]
+    names = list(map(str, devices))
+    notes = list(filter(None, notes))
+    return Partition.from_lengths(layers, lengths, names, samples, list_held(held, lengths), notes, predicted)
+
+
+def _explain_idle(predicted: Mapping[int, float], stages: int, devices: int) -> str:
+    """Return why devices stay idle."""
+    if stages == devices:
+        return ""
+    idle, most = f"{devices - stages} of {devices} devices idle", max(predicted)
+    if most == stages:
+        return f"{idle}: only {stages} layers separate"
+    return f"{idle}: a batch should take {predicted[most]:.3f} ms on {most}, {predicted[stages]:.3f} ms on {stages}"
 
 
 def _describe_memory(memory: Held, lengths: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from volseg.parallel.devices import name_devices
 from volseg.parallel.pipeline.balance import choose_quickest, compute_held_bytes, list_held
 from volseg.parallel.pipeline.batch import lend_untraced, run_batch
 from volseg.parallel.pipeline.batching import Batching, Runner
-from volseg.parallel.pipeline.costs import Measured, list_layers, measure, observe_copy
+from volseg.parallel.pipeline.costs import list_layers, measure, observe_copy
 from volseg.parallel.pipeline.micro_batch import (
     Call,
     CutBatch,
@@ -29,8 +29,8 @@ from volseg.parallel.pipeline.micro_batch import (
 from volseg.parallel.pipeline.partition import Partition
 from volseg.parallel.pipeline.placement import Placement, place
 from volseg.parallel.pipeline.recorder import BatchRecorder
-from volseg.parallel.pipeline.stages import StagePlan, plan_stages, read_memory_limits
-from volseg.parallel.pipeline.trace import list_segments
+from volseg.parallel.pipeline.stages import plan_stages, read_memory_limits
+from volseg.parallel.pipeline.trace import Trace, list_segments
 from volseg.parallel.state.random import own_random_numbers
 from volseg.parallel.strategy import Devices
 
@@ -212,17 +212,17 @@ class PipelineStrategy:
         # Different sizes show by themselves whether outputs scale with them, and a batch that is not cut needs no test.
         is_open = len(sizes) > 1 and sizes[0] == sizes[-1]
         cut = CutBatch((args, kwargs), is_batch, calls, sizes, target)
-        proof = None
+        confirm: Callable[[Any], None] | None = None
         if is_open:
             self._recorder.conditions()
             condition = self._recorder.conditions.form, self.net.training
-            proof = self._batching.check(condition, (args, kwargs), is_batch, sizes[0], self._runner)
+            confirm = self._batching.prove(condition, (args, kwargs), is_batch, sizes[0], self._runner)
         replay = self._recorder.find(placement, cut)
         if replay is not None:
             return replay(cut.call)
         output = run_batch(self.net, placement, cut)
-        if proof is not None:
-            self._batching.confirm(proof, output, (args, kwargs), is_batch, self._runner)
+        if confirm is not None:
+            confirm(output)
         return output
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -246,11 +246,6 @@ class PipelineStrategy:
     def is_replaying(self) -> bool:
         """Whether a kind of batch is replayed."""
         return len(self._recorder) > 0
-
-    @property
-    def lanes(self) -> list[int]:
-        """For each replayed kind of batch, the number of micro-batches that share a device."""
-        return self._recorder.lanes
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
         """Measure, cut and place without running, as ``DistributedDataParallel`` requires beforehand."""
@@ -280,29 +275,30 @@ class PipelineStrategy:
 
         if self.cuts is not None and self.placement is None:
             samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
-            self._place(self._plan_by_hand(micro_batch(samples)), samples)
+            self._place(*self._cut_by_hand(micro_batch(samples), samples))
         if isinstance(self.split_size, int):
             if self.placement is None:
-                self._place(self._plan(micro_batch, batch, self.split_size), min(self.split_size, batch))
+                self._place(*self._plan(micro_batch, batch, self.split_size))
             return self.split_size
         sizes = [size for size in (2**power for power in range(batch.bit_length())) if size < batch] + [batch]
         plans = {size: self._plan(micro_batch, batch, size) for size in sizes}
-        predicted = {size: plan.ms for size, plan in plans.items()}
+        predicted = {size: partition.batch_ms for size, (partition, _) in plans.items()}
         chosen = choose_quickest(predicted)
         logger.info("split_size='auto': %s ms per batch of %d; taking %d", predicted, batch, chosen)
         if self.placement is None:
-            self._place(plans[chosen], chosen)
+            self._place(*plans[chosen])
         return chosen
 
-    def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> StagePlan:
-        """Measure a micro-batch and choose a cut, unless the network is placed."""
+    def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> tuple[Partition, Trace]:
+        """Measure a micro-batch and choose a cut."""
         measured = measure(self.net, *micro_batch(split_size), self.devices[0])
-        micro_batches = len(compute_split_sizes(batch, split_size))
+        sizes = compute_split_sizes(batch, split_size)
         limits = read_memory_limits(self.devices)
         with host_values():
-            return plan_stages(measured, self.devices, micro_batches, limits, self._recorder.is_active)
+            is_recorded = self._recorder.is_active
+            return plan_stages(measured, self.devices, sizes[0], len(sizes), limits, is_recorded), measured.trace
 
-    def _plan_by_hand(self, call: Call) -> StagePlan:
+    def _cut_by_hand(self, call: Call, samples: int) -> tuple[Partition, Trace]:
         """Cut at the user's modules; nothing is timed."""
         assert self.cuts is not None
         with own_random_numbers(self.devices[:1]):
@@ -315,21 +311,18 @@ class PipelineStrategy:
             raise PartitionError(
                 f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}"
             )
-        lengths = tuple(end - start for start, end in pairwise(ends))
+        lengths = [end - start for start, end in pairwise(ends)]
         with host_values():
             held = list_held(compute_held_bytes(activations, len(found), self._recorder.is_active), lengths)
-        return StagePlan(Measured(trace, tuple(layers), tuple(activations)), lengths, {}, len(lengths), held)
+        return Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, held), trace
 
-    def _place(self, plan: StagePlan, samples: int) -> None:
+    def _place(self, partition: Partition, trace: Trace) -> None:
         """Move the layers to their devices."""
-        if plan.note:
-            logger.warning("%s: %s", type(self.net).__name__, plan.note)
-        self.placement = place(self.net, plan.measured.trace, plan.lengths, self.devices)
-        notes = [note for note in (plan.note, plan.memory_note) if note]
-        self._partition = Partition.from_lengths(
-            plan.measured.layers, plan.lengths, list(map(str, self.devices)), samples, plan.held, notes
-        )
-        logger.info("pipeline of %d stages:\n%s", len(plan.lengths), self._partition)
+        if partition.notes and len(partition.stages) < len(self.devices):
+            logger.warning("%s: %s", type(self.net).__name__, partition.notes[0])
+        self.placement = place(self.net, trace, [len(stage.layers) for stage in partition.stages], self.devices)
+        self._partition = partition
+        logger.info("pipeline of %d stages:\n%s", len(partition.stages), partition)
 
     def _bring_to_first_stage(self, call: Call) -> Call:
         """Copy tensors that are on none of the devices to the first one."""

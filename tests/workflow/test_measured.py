@@ -1,4 +1,4 @@
-"""The soft Dice of the foreground that a training finds, beside its loss."""
+"""What a training finds beside its loss: the soft Dice of the foreground, the norm of the gradient, its speed."""
 
 import copy
 import logging
@@ -62,12 +62,44 @@ def expect(network, batches, classes=(1, 2)):
     return float(torch.stack(found).mean())
 
 
+def measure_norms(batches, loss, accumulate):
+    """Return the norms of the mean gradients of groups of batches."""
+    norms = []
+    for start in range(0, len(batches), accumulate):
+        network, group = make_network(), batches[start : start + accumulate]
+        for batch in group:
+            (loss(network(batch["image"]), batch["label"]) / len(group)).backward()
+        norms.append(nn.utils.get_total_norm([parameter.grad for parameter in network.parameters()]).item())
+    return norms
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        (None, {}),
+        (None, {"accumulate": 2, "clip": 1e-3}),
+        (Spatial(axes="D"), {"clip": 1e-3}),
+        (Pipeline(split_size=1, cuts=["2"]), {"clip": 12.0}),
+    ],
+    ids=["one", "gathered", "spatial", "pipeline"],
+)
 @pytest.mark.parametrize("include_background", [True, False])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_is_of_all_voxels_of_the_epoch(include_background, accumulate):
-    expected = expect(make_network(), make_batches())
+def test_they_are_of_all_voxels_and_steps_of_the_epoch_on_any_devices(strategy, settings, include_background, caplog):
+    """The norm is that before clipping; both are told and logged."""
+    batches = make_batches()
+    expected = expect(make_network(), batches)
     loss = DiceCELoss(**FUSED, include_background=include_background)
-    assert train(make_network(), loss, accumulate=accumulate).run()[0].soft_dice == pytest.approx(expected, rel=1e-6)
+    norms = measure_norms(batches, loss, settings.get("accumulate", 1))
+    model = make_network()
+    model = model if strategy is None else ModelParallel(model, strategy=strategy, devices=["cpu", "cpu"])
+    with caplog.at_level(logging.INFO):
+        record = train(model, loss, hooks=Progress(), **settings).run()[0]
+    assert record.soft_dice == pytest.approx(expected, rel=1e-6)
+    assert record.gradient_norm == pytest.approx(sum(norms) / len(norms), rel=1e-5)
+    assert record.batches == 3
+    assert record.voxels_per_second == pytest.approx(3 * 2 * 8 * 6 * 4 / record.seconds)
+    assert list_scalars(record)["train/soft_dice"] == record.soft_dice
+    assert f"loss {record.losses['loss']:.4f}, soft Dice {record.soft_dice:.4f}" in caplog.text
 
 
 def test_a_class_that_no_label_holds_is_left_out():
@@ -77,15 +109,6 @@ def test_a_class_that_no_label_holds_is_left_out():
     assert train(make_network(), batches=batches).run()[0].soft_dice == pytest.approx(expected, rel=1e-6)
     empty = [{**batch, "label": torch.zeros_like(batch["label"])} for batch in batches]
     assert train(make_network(), batches=empty).run()[0].soft_dice is None
-
-
-@pytest.mark.parametrize(
-    "strategy", [Spatial(axes="D"), Pipeline(split_size=1, cuts=["2"])], ids=["spatial", "pipeline"]
-)
-def test_it_is_the_same_over_several_devices(strategy):
-    expected = expect(make_network(), make_batches())
-    model = ModelParallel(make_network(), strategy=strategy, devices=["cpu", "cpu"])
-    assert train(model).run()[0].soft_dice == pytest.approx(expected, rel=1e-6)
 
 
 def on_replicas(data, spatial, count):
@@ -116,32 +139,16 @@ class Rows(list):
         self.batch_size = batch_size
 
 
-def test_of_the_finest_head_under_deep_supervision():
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = make_network()
-
-        def forward(self, image):
-            logits = self.net(image)
-            return [logits, -logits[..., ::2, ::2, ::2]]
-
-    loss = build_loss({"name": "DiceCELoss"}, inputs=["logits", "label"], output="loss", targets=PLAIN)
-    expected = expect(make_network(), make_batches())
-    assert train(Heads(), loss).run()[0].soft_dice == pytest.approx(expected, rel=1e-6)
-
-
 def test_beside_another_loss_it_is_found_where_label_maps_are_known():
     network, batch = make_network(), make_batches(1)[0]
     fields = {**batch, "logits": network(batch["image"])}
     own = build_loss({"name": "TverskyLoss"}, inputs=["logits", "label"], output="loss")
-    _, sums = Objective(own, targets=PLAIN).compute(fields)
-    assert compute_soft_dice(sums) == pytest.approx(expect(network, [batch]), rel=1e-6)
-    assert not sums.requires_grad
-    _, sums = Objective(own, targets=PLAIN).compute(
-        {**fields, "logits": [fields["logits"], fields["logits"][..., ::2]]}
-    )
-    assert compute_soft_dice(sums) == pytest.approx(expect(network, [batch]), rel=1e-6)
+    heads = [fields["logits"], -fields["logits"][..., ::2, ::2, ::2]]  # of deep supervision the finest counts
+    fused = build_loss({"name": "DiceCELoss"}, inputs=["logits", "label"], output="loss", targets=PLAIN)
+    for loss, logits in ((own, fields["logits"]), (own, heads), (fused, heads)):
+        _, sums = Objective(loss, targets=PLAIN).compute({**fields, "logits": logits})
+        assert compute_soft_dice(sums) == pytest.approx(expect(network, [batch]), rel=1e-6)
+        assert not sums.requires_grad
     for other in (
         {"label": batch["label"].float() / 2},  # of which a voxel may be half
         {"label": batch["label"].expand(-1, 3, -1, -1, -1)},
@@ -184,13 +191,6 @@ def test_an_epoch_that_goes_on_has_the_batches_before():
     assert second.run()[0].soft_dice == expected
 
 
-def test_it_is_told_and_logged(caplog):
-    with caplog.at_level(logging.INFO):
-        record = train(make_network(), hooks=Progress()).run()[0]
-    assert list_scalars(record)["train/soft_dice"] == record.soft_dice
-    assert f"loss {record.losses['loss']:.4f}, soft Dice {record.soft_dice:.4f}" in caplog.text
-
-
 @pytest.mark.gpu
 def test_a_recorded_step_finds_it_in_each_batch():
     batches = make_batches(2) * 6
@@ -201,3 +201,31 @@ def test_a_recorded_step_finds_it_in_each_batch():
     record = training.run()[0]
     assert training.step.recorded is not None
     assert record.soft_dice == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_gives_the_norm_of_each_batch():
+    batches = make_batches()
+    expected = measure_norms(batches[:1], DiceCELoss(**FUSED), 1)
+    network = make_network().cuda()
+    optimizer, loss = torch.optim.SGD(network.parameters(), lr=0.0, fused=True), DiceCELoss(**FUSED)
+    training = Training(network, loss, optimizer, batches[:2] * 5, epochs=1, precision="fp32", clip=12.0)
+    step, norms = training.step, []
+    training.step = Noted(step, norms)
+    training.run()
+    assert step.recorded is not None
+    assert [norm.item() for norm in norms][0::2] == pytest.approx(expected * 5, rel=1e-4)
+    assert norms[1].item() != pytest.approx(expected[0], rel=1e-3)
+
+
+class Noted:
+    def __init__(self, step, norms):
+        self._step, self._norms = step, norms
+
+    def __call__(self, *args, **named):
+        losses = self._step(*args, **named)
+        self._norms.append(self._step.gradient_norm)
+        return losses
+
+    def __getattr__(self, name):
+        return getattr(self._step, name)
