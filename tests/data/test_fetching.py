@@ -225,6 +225,9 @@ def test_what_no_other_attempt_mends_is_refused_at_once_and_not_kept(serve, fetc
         fetch(url)
     assert len(requests) == 1
     assert (tmp_path / "file.part").stat().st_size == 0
+    with pytest.raises(DataError, match=message):
+        fetch_task(public(CONTENT, url), tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_redirects_are_followed_within_the_web(serve, fetch):
@@ -370,8 +373,10 @@ def test_an_archive_that_holds_no_whole_task_leaves_no_folder(serve, tmp_path, c
     assert [path.name for path in (tmp_path / "new").iterdir() if path.is_dir()] == []
 
 
-def test_an_archive_without_a_folder_becomes_one(serve, tmp_path):
+def test_an_archive_without_a_folder_becomes_one_beside_what_a_killed_process_left(serve, tmp_path):
     content = make_archive(root=".")
+    (tmp_path / ".Task77_Test.partial").mkdir()
+    (tmp_path / ".Task77_Test.partial/half").touch()
     url, _ = serve(whole(content))
     found = fetch_task(public(content), tmp_path, url=url)  # a mirror
     assert listed(found) == ["dataset.json", "imagesTr/a.nii.gz", "labelsTr/a.nii.gz"]
@@ -383,22 +388,6 @@ def test_a_folder_of_that_name_that_holds_something_else_stays(tmp_path):
     with pytest.raises(DataError, match=r"is there and holds no whole task .*; move it away, or name another folder"):
         fetch_task(public(b""), tmp_path)
     assert listed(tmp_path) == ["Task77_Test/mine.txt"]
-
-
-def test_a_refusal_leaves_nothing(serve, tmp_path):
-    url, _ = serve(refuse(404))
-    with pytest.raises(DataError, match="answers 404"):
-        fetch_task(public(b"", url), tmp_path / "new")
-    assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_what_a_killed_process_left_unpacked_is_no_task(serve, tmp_path):
-    content = make_archive()
-    (tmp_path / ".Task77_Test.partial/Task77_Test").mkdir(parents=True)
-    (tmp_path / ".Task77_Test.partial/Task77_Test/half").touch()
-    url, _ = serve(whole(content))
-    fetch_task(public(content, url), tmp_path)
-    assert "half" not in " ".join(listed(tmp_path))
 
 
 FETCH = """
