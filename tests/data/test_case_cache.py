@@ -19,7 +19,6 @@ import pytest
 import SimpleITK
 import torch
 from digests import digest
-from in_group import in_group
 from monai.data import MetaTensor
 
 from volseg.data.case_store import cache_folder, case_cache, preprocessed
@@ -33,7 +32,6 @@ from volseg.data.case_store.cache_folder import (
 from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.case_store.preparing import prepare_together
 from volseg.data.case_store.preprocessed import DamagedCaseError, StoredCase, write_case
-from volseg.data.case_store.reading_group import meet_readers
 from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
@@ -200,14 +198,8 @@ def test_what_is_prepared_otherwise_has_another_name(task, folder, monkeypatch, 
         monkeypatch.setattr(case_cache, "installed_version", lambda name: "9.9" if name == "monai" else "1.0")
     steps = CHANGES[change].get("steps", STEPS)
     changed = replace(task, **{name: value for name, value in CHANGES[change].items() if name != "steps"})
-    assert CaseCache(folder, changed, build_preprocessing(steps)).key_of(case) != key
-
-
-def test_whatever_else_a_case_says_is_part_of_its_name(task, folder):
-    cache = CaseCache(folder, task, build_preprocessing(STEPS))
-    case = task.training[0]
-    keys = {cache.key_of({**case, **more}) for more in ({}, {"labelled": (1,)}, {"labelled": (1, 2)})}
-    assert len(keys) == 3
+    cache = CaseCache(folder, changed, build_preprocessing(steps))
+    assert len({key, *(cache.key_of({**case, **more}) for more in ({}, {"labelled": (1,)}, {"labelled": (1, 2)}))}) == 4
     with pytest.raises(ConfigError, match="cannot be stored by object"):
         cache.key_of({**case, "more": object()})
 
@@ -286,7 +278,7 @@ def damage(file, how):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["flipped", "description", 0, 0.01, 0.5, 0.999])
+@pytest.mark.parametrize("how", ["flipped", "description", 0.5])
 def test_a_damaged_case_is_made_again(task, folder, read, how):
     without = prepared_by(task)
     prepared_by(task, folder)
@@ -330,34 +322,38 @@ def test_metadata_keep_every_bit_and_type(tmp_path):
         write_case(BytesIO(), {"image": MetaTensor(torch.ones(1), meta={"x": object()})}, {})
 
 
-def test_a_write_to_a_mapped_case_stays_with_who_writes(task, folder):
+def count_descriptors():
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+def test_mapped_cases_outlive_their_files_and_take_no_descriptors_and_no_writes(task, folder):
     without = prepared_by(task)
+    prepared_by(task, folder)
+    before = count_descriptors()
+    prepared = prepared_by(task, folder)
+    assert count_descriptors() == before
     for case in prepared_by(task, folder).training:
         case["image"].zero_()
-    assert_same(prepared_by(task, folder), without)
+    assert len(remove_entries(folder, unused_seconds=3600)) == 0
+    assert len(remove_entries(folder)) == NUM_CASES
+    assert list_entries(folder) == []
+    assert_same(prepared, without)
 
 
 def test_bad_cases_are_told_afresh_and_good_ones_kept(task, folder, read):
-    bad = task.training[1]["label"]
-    bad.write_bytes(bad.read_bytes()[:100])
-    preprocessing = build_preprocessing(STEPS)
-    told = []
-    for _ in range(2):
-        cache = CaseCache(folder, task, preprocessing)
-        prepared = prepare_together(task.training, (), task, preprocessing, skip_bad=True, cache=cache)
-        told.append([str(problem) for problem in prepared.problems])
-    assert told[0] == told[1]
-    assert len(told[0]) == 1
-    assert len(read) == NUM_CASES + 1
-
-
-def test_a_doubled_image_is_refused_from_the_cache_too(task, folder, read):
-    first, last = task.training[0], task.training[-1]
+    first, bad, *_, last = task.training
+    bad["label"].write_bytes(bad["label"].read_bytes()[:100])
     for field in ("image", "label"):
         shutil.copy(first[field], last[field])
+    told = []
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"{first['case']}: .* holds the same voxels as the validation case"):
+        with pytest.raises(DataError) as refused:
             prepared_by(task, folder)
+        told.append(str(refused.value))
+    assert told[0] == told[1]
+    assert told[0].startswith("2 case(s) cannot be used")
+    assert f"{first['case']}: " in told[0]
+    assert "holds the same voxels as the validation case" in told[0]
 
 
 @pytest.mark.parametrize("reason", ["they stay in memory", "a tenth of the disk is left free"])
@@ -472,50 +468,6 @@ def test_two_trainings_at_once_make_every_case_once_and_one_that_is_killed_leave
     assert list((folder / "cases").iterdir()) == []
 
 
-def mapped_from(folder):
-    """Return the kilobytes of each stored case that this process maps, and how many are its own copies."""
-    found, file = {}, None
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
-        words = line.split()
-        if "-" in words[0] and not words[0].endswith(":"):
-            file = words[-1] if words[-1].startswith(f"{folder}/cases/") else None
-        elif file and words[0] in ("Size:", "Anonymous:"):
-            found.setdefault(file, {})[words[0]] = int(words[1])
-    return found
-
-
-def shared_in_group(root, folder):
-    task, preprocessing = load_task(root), build_preprocessing(STEPS)
-    cache = CaseCache(folder, task, preprocessing)
-    prepared = prepare_together(
-        task.training[:NUM_TRAINING],
-        task.training[NUM_TRAINING:],
-        task,
-        preprocessing,
-        readers=meet_readers(torch.distributed.group.WORLD),
-        cache=cache,
-    )
-    batch = next(PatchBatches(VolumeCache(prepared.training), (12, 14, 10), 3, 1).epoch(0))
-    own = [found["Anonymous:"] for file, found in mapped_from(folder).items()]
-    digests = [digest(case["image"]) for case in prepared.training]
-    held = [case["case"] for case in prepared.validation]
-    return digests, held, digest(batch["image"]), own, cache.num_found + cache.num_stored
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mappings")
-def test_readers_of_a_machine_map_the_same_files(task, folder):
-    alone = prepared_by(task)
-    for _ in range(2):  # cold, and warm
-        told = in_group(2, shared_in_group, task.root, folder)
-        for digests, _, first, own, _ in told:
-            assert digests == [digest(case["image"]) for case in alone.training]
-            assert first == told[0][2]
-            assert len(own) >= NUM_TRAINING
-            assert max(own) == 0
-        assert sorted(name for _, held, *_ in told for name in held) == sorted(alone.order)
-        assert sum(count for *_, count in told) == NUM_CASES
-
-
 @pytest.mark.parametrize("budget_bytes", [0, 10**9])
 def test_an_epoch_does_not_begin_on_a_mapped_file_that_was_cut_off(task, folder, budget_bytes):
     """Reading behind the end of a file that is mapped ends the process by SIGBUS, with nothing said."""
@@ -535,22 +487,6 @@ def test_an_epoch_does_not_begin_on_a_mapped_file_that_was_cut_off(task, folder,
             match=rf"{mapped.name}, the prepared case of \S+, was overwritten while it was used: it had {size} bytes",
         ):
             list(batches.epoch(1))
-
-
-def test_no_descriptor_stays_open(task, folder):
-    prepared_by(task, folder)
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    prepared = prepared_by(task, folder, training=NUM_CASES)
-    after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    assert (len(prepared.training), after) == (NUM_CASES, before)
-
-
-def test_a_removed_case_lives_as_long_as_it_is_mapped(task, folder):
-    prepared = prepared_by(task, folder)
-    assert len(remove_entries(folder, unused_seconds=3600)) == 0
-    assert len(remove_entries(folder)) == NUM_CASES
-    assert list_entries(folder) == []
-    assert_same(prepared, prepared_by(task))
 
 
 def test_the_folder_is_the_variables_then_the_users(monkeypatch, tmp_path):

@@ -36,11 +36,16 @@ def test_several_series_are_named(tmp_path):
         read_volume(folder)
 
 
-def test_truncated_slice(tmp_path):
+def test_truncated_slice_and_a_folder_without_series(tmp_path, capfd):
     path = stack(tmp_path) / "s003.dcm"
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(ReaderError, match=r"s003\.dcm is no readable DICOM file; fetch it again"):
         read_volume(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/notes.txt").write_text("nothing here", encoding="utf-8")
+    with pytest.raises(ReaderError, match="holds no readable DICOM series; name the folder that holds the slices"):
+        read_volume(tmp_path / "empty")
+    assert capfd.readouterr().err == ""
 
 
 def test_file_that_is_no_dicom(tmp_path):
@@ -50,13 +55,6 @@ def test_file_that_is_no_dicom(tmp_path):
     (tmp_path / "series/notes.txt").write_text("not an image", encoding="utf-8")
     with pytest.raises(ReaderError, match=r"series/s001\.dcm is no readable DICOM file"):
         read_volume(tmp_path / "series")
-
-
-def test_folder_without_series_stays_quiet(tmp_path, capfd):
-    (tmp_path / "notes.txt").write_text("nothing here", encoding="utf-8")
-    with pytest.raises(ReaderError, match="holds no readable DICOM series; name the folder that holds the slices"):
-        read_volume(tmp_path)
-    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.real_data

@@ -178,12 +178,6 @@ def test_a_download_that_broke_off_is_gone_on_with_or_begun_anew(serve, fetch, a
     assert ranges(requests) == asked
 
 
-def test_bytes_of_another_file_are_fetched_anew(serve, fetch):
-    url, requests = serve(ranged())
-    assert fetch(url, before=b"what somebody left") == CONTENT
-    assert ranges(requests) == ["bytes=18-", None]
-
-
 @pytest.mark.parametrize("told", [len(CONTENT) + 5000, len(CONTENT) - 5000], ids=["too long", "too short"])
 def test_a_length_that_is_a_lie(serve, fetch, told):
     url, requests = serve(whole(Content_Length=told))
@@ -218,13 +212,7 @@ def test_a_server_that_stalls_is_asked_again(serve, fetch, monkeypatch):
 
 
 AT_ONCE = {
-    **{
-        str(status): (
-            refuse(status),
-            rf"the server answers {status} \(.*\); check the address, or name a mirror by --url",
-        )
-        for status in (401, 403, 404, 410)
-    },
+    "404": (refuse(404), r"the server answers 404 \(.*\); check the address, or name a mirror by --url"),
     "no length": (whole(Content_Length=None), "the server does not give the length of the file; name a mirror by"),
     "other bytes": (whole(NEWER), r"is another file than the one wanted: its md5 is \w{32}, needed \w{32}; name"),
 }
@@ -237,6 +225,9 @@ def test_what_no_other_attempt_mends_is_refused_at_once_and_not_kept(serve, fetc
         fetch(url)
     assert len(requests) == 1
     assert (tmp_path / "file.part").stat().st_size == 0
+    with pytest.raises(DataError, match=message):
+        fetch_task(public(CONTENT, url), tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_redirects_are_followed_within_the_web(serve, fetch):
@@ -250,8 +241,12 @@ def test_redirects_are_followed_within_the_web(serve, fetch):
 
 
 ADDRESSES = [
-    *("http://[::1", "http://[", "//[", "http://h:abc/", "http://127.0.0.1:99999/", "http://" + "a" * 70 + "/"),
-    *("file:///etc/passwd", "ftp://h/x", "data:,x", "http://\u00ff..x/"),
+    "http://[",
+    "http://h:abc/",
+    "http://127.0.0.1:99999/",
+    "file:///etc/passwd",
+    "data:,x",
+    "http://\u00ff..x/",
 ]
 
 
@@ -273,17 +268,7 @@ def test_wrong_addresses_and_numbers_in_headers_are_refused(serve, fetch, status
         fetch(url)
 
 
-def test_an_encrypted_place_leads_to_no_open_one():
-    from urllib.request import Request  # beside its only use
-
-    from volseg.data.download import _SafeRedirects
-
-    request = Request("https://host/file")
-    with pytest.raises(DataError, match=r"https://host/file leads to http://host/file, which is not encrypted"):
-        _SafeRedirects().redirect_request(request, None, 302, "Found", {}, "http://host/file")
-
-
-NO_WEB = ("file:///etc/passwd", "ftp://host/x", "x.tar", "https://", "http://[", "data:,x", "")
+NO_WEB = ("file:///etc/passwd", "x.tar", "https://", "http://[")
 
 
 @pytest.mark.parametrize(
@@ -371,22 +356,14 @@ def test_a_task_is_fetched_whole(serve, tmp_path):
     assert len(requests) == 2  # what is there is not asked for
 
 
-def test_a_mirror_has_the_same_file(serve, tmp_path):
-    content = make_archive()
-    url, _ = serve(whole(content))
-    assert fetch_task(public(content), tmp_path, url=url).is_dir()
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"no archive", r"is damaged, or no tar archive"),
-        (make_archive(("../outside", b"x")), r"holds '\.\./outside', which lies outside the archive; it is not"),
-        (make_archive()[:3000], r"is damaged, or no tar archive \(unexpected end of data\)|absent file"),
+        (b"no archive", r"is no tar archive"),
         (make_archive(training=[]), r"declares no training cases"),
         (make_archive(training=[{"image": "imagesTr/b.nii", "label": "labelsTr/b.nii"}]), r"declares 2 absent file"),
     ],
-    ids=["text", "outside", "cut", "no cases", "absent files"],
+    ids=["text", "no cases", "absent files"],
 )
 def test_an_archive_that_holds_no_whole_task_leaves_no_folder(serve, tmp_path, content, message):
     url, _ = serve(whole(content))
@@ -396,10 +373,12 @@ def test_an_archive_that_holds_no_whole_task_leaves_no_folder(serve, tmp_path, c
     assert [path.name for path in (tmp_path / "new").iterdir() if path.is_dir()] == []
 
 
-def test_an_archive_without_a_folder_becomes_one(serve, tmp_path):
+def test_an_archive_without_a_folder_becomes_one_beside_what_a_killed_process_left(serve, tmp_path):
     content = make_archive(root=".")
+    (tmp_path / ".Task77_Test.partial").mkdir()
+    (tmp_path / ".Task77_Test.partial/half").touch()
     url, _ = serve(whole(content))
-    found = fetch_task(public(content, url), tmp_path)
+    found = fetch_task(public(content), tmp_path, url=url)  # a mirror
     assert listed(found) == ["dataset.json", "imagesTr/a.nii.gz", "labelsTr/a.nii.gz"]
 
 
@@ -409,22 +388,6 @@ def test_a_folder_of_that_name_that_holds_something_else_stays(tmp_path):
     with pytest.raises(DataError, match=r"is there and holds no whole task .*; move it away, or name another folder"):
         fetch_task(public(b""), tmp_path)
     assert listed(tmp_path) == ["Task77_Test/mine.txt"]
-
-
-def test_a_refusal_leaves_nothing(serve, tmp_path):
-    url, _ = serve(refuse(404))
-    with pytest.raises(DataError, match="answers 404"):
-        fetch_task(public(b"", url), tmp_path / "new")
-    assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_what_a_killed_process_left_unpacked_is_no_task(serve, tmp_path):
-    content = make_archive()
-    (tmp_path / ".Task77_Test.partial/Task77_Test").mkdir(parents=True)
-    (tmp_path / ".Task77_Test.partial/Task77_Test/half").touch()
-    url, _ = serve(whole(content))
-    fetch_task(public(content, url), tmp_path)
-    assert "half" not in " ".join(listed(tmp_path))
 
 
 FETCH = """

@@ -34,11 +34,13 @@ def test_values_come_back(values):
     assert torch.equal(to_values(classes, gaps).long(), files)
 
 
-def test_values_are_as_wide_as_the_largest_needs():
+def test_values_are_as_wide_as_the_largest_needs_and_keep_their_place():
     classes = torch.tensor([[[[0, 1]]]], dtype=torch.uint8)
     assert to_values(classes, task(255)).dtype == torch.uint8
     wide = to_values(classes, task(256))
     assert (wide.dtype, wide.flatten().tolist()) == (torch.int32, [0, 256])
+    volume = MetaTensor(torch.zeros(1, 2, 2, 2), affine=2 * torch.eye(4))
+    assert torch.equal(to_values(to_classes(volume, task(1)), task(1)).affine, volume.affine)
 
 
 @pytest.mark.parametrize("ignore", [3, 7, 255])
@@ -66,21 +68,10 @@ def test_the_background_of_a_partially_labelled_case_is_a_number_of_its_own():
     assert to_values(torch.tensor([5, 4, 3]), partial).tolist() == [0, 0, 4]
 
 
-def test_metadata_stays():
-    volume = MetaTensor(torch.zeros(1, 2, 2, 2), affine=2 * torch.eye(4))
-    classes = to_classes(volume, task(1))
-    assert isinstance(classes, MetaTensor)
-    assert torch.equal(classes.affine, volume.affine)
-    assert isinstance(to_values(classes, task(1)), MetaTensor)
-
-
 @pytest.mark.parametrize("strange", [3.0, 1.5, -1.0, float("nan"), 600.0])
 def test_other_values_are_refused(strange):
     with pytest.raises(DataError, match=r"case a: its label holds \[.*the values of T are \[0, 1, 2, 4\]"):
         to_classes(torch.tensor([[[[1.0, strange]]]]), task(1, 2, 4), {"case": "a"})
-
-
-def test_an_index_that_stands_for_nothing_is_refused():
     with pytest.raises(DataError, match="class indices of T are 0 to 2, got 0 to 3"):
         to_values(torch.tensor([0, 3]), task(1, 2))
 

@@ -45,7 +45,6 @@ def test_fields_agree_with_each_other(name):
 def test_nnunets_plan_is_whole_and_agrees_with_monais(name):
     manifest = MANIFESTS[name]
     plan = manifest["nnunet"]
-    assert plan["source"].startswith(f"automl/AutoNNUnet, output/baseline/Dataset{int(name[4:6]):03d}_{name[7:]}/")
     assert len(plan["strides"]) == len(plan["kernels"]) == len(plan["filters"])
     assert all(len(of) == 3 for of in (plan["patch"], plan["spacing"], *plan["strides"], *plan["kernels"]))
     divisors = [math.prod(stride[axis] for stride in plan["strides"]) for axis in range(3)]
@@ -58,15 +57,6 @@ def test_nnunets_plan_is_whole_and_agrees_with_monais(name):
     assert found["median_spacing"][2] >= plan["spacing"][2]
     # MONAI rounds, and plans HepaticVessel and Colon for an older nnU-Net.
     assert plan["spacing"] == pytest.approx(manifest["plan"]["spacing"], abs=0.02)
-
-
-@pytest.mark.parametrize("name", [name for name in MANIFESTS if "stored" in MANIFESTS[name]])
-def test_stored_ranges_enclose_nnunets_medians(name):
-    stored, found = MANIFESTS[name]["stored"], MANIFESTS[name]["nnunet"]["fingerprint"]
-    low, median, high = stored["spacing"]
-    assert all(a <= b <= c for a, b, c in zip(low, median, high, strict=True))
-    assert found["median_spacing"] == pytest.approx(median, abs=0.01)  # two digits there
-    assert all(inner <= outer for inner, outer in zip(found["median_shape"], stored["shape"][2], strict=True))
 
 
 @pytest.mark.real_data

@@ -58,29 +58,22 @@ def test_the_quirks_of_the_real_files(msd, caplog):
     assert "numTest is 140, but 1 cases were found" in caplog.text
 
 
-def test_values_of_labels_may_leave_gaps(msd):
-    assert load_task(msd(labels={"0": "background", "7": "b", "3": "a"})).labels == {0: "background", 3: "a", 7: "b"}
+def test_labels_may_leave_gaps_and_channels_have_nnunets_key(msd):
+    task = load_task(msd(labels={"0": "background", "7": "b", "3": "a"}, modality=..., channel_names={"0": "T1"}))
+    assert (task.labels, task.modalities) == ({0: "background", 3: "a", 7: "b"}, ("T1",))
 
 
 def test_without_a_list_of_cases_names_say_what_belongs_together(msd):
-    root = msd()
-    listed = load_task(root)
+    listed = load_task(msd())
     assert load_task(msd(training=..., test=...)) == listed
 
 
-def test_channels_may_be_named_as_nnunet_names_them(msd):
-    assert load_task(msd(modality=..., channel_names={"0": "T1"})).modalities == ("T1",)
-
-
 def test_byte_order_mark(msd):
-    root = msd()
+    root = msd("my_data")
     text = (root / "dataset.json").read_text(encoding="utf-8")
     (root / "dataset.json").write_text(text, encoding="utf-8-sig")
-    assert len(load_task(root).training) == 2
-
-
-def test_name_of_a_folder_without_number(msd):
-    assert load_task(msd("my_data")).name == "Test"
+    task = load_task(root)
+    assert (task.name, len(task.training)) == ("Test", 2)  # a folder without a number has the declared name
 
 
 def test_tests_that_were_not_fetched_are_left_out(msd, caplog):
@@ -97,12 +90,6 @@ def test_absent_files_are_counted_and_named(msd):
     assert len(load_task(root, require_files=False).training) == 2
 
 
-def test_many_absent_files_are_abridged(msd):
-    pairs = [{"image": f"imagesTr/{n}.nii.gz", "label": f"labelsTr/{n}.nii.gz"} for n in range(4)]
-    with pytest.raises(DataError, match=r"declares 8 absent file\(s\): imagesTr/0.nii.gz, .* and 3 more; fetch them"):
-        load_task(msd(training=pairs, files=False))
-
-
 def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
     return {"image": image, "label": label}
 
@@ -113,32 +100,23 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
         ({"training": []}, r"declares no training cases; needed: 'training': \[\{'image'"),
         ({"training": None}, r"'training' should be a list of cases, got NoneType"),
         ({"training": ["imagesTr/a.nii.gz"]}, r"training\[0\] should name image and label, got 'imagesTr/a"),
-        ({"training": [{"image": "a.nii.gz"}]}, r"training\[0\] should name image and label, got \{'image'"),
         ({"training": [pair(), pair()]}, r"declares 1 case\(s\) more than once, first 'a'; keep each once"),
         ({"training": [pair("../a.nii.gz")]}, r"training\[0\] names '\.\./a\.nii\.gz'; needed: a path inside"),
         ({"training": [pair("imagesTr\\..\\..\\a.nii")]}, r"training\[0\] names .*; needed: a path inside"),
-        ({"training": [pair("/etc/a.nii.gz")]}, r"training\[0\] names '/etc/a\.nii\.gz'; needed: a path inside"),
         ({"training": [pair("C:\\a.nii.gz")]}, r"training\[0\] names 'C:.*; needed: a path inside"),
         ({"training": [pair(label=" ")]}, r"training\[0\] names ''; needed: a path inside"),
         ({"test": ["imagesTs/case_a.nii.gz"]}, r"declares 1 case\(s\) more than once, first 'case_a'"),
         ({"labels": ...}, r"'labels' should map values to names .* or names to values, got None"),
-        ({"labels": []}, r"'labels' should map values to names .* or names to values, got \[\]"),
         ({"labels": {"background": 0}}, r"declares the labels \{0: 'background'\}; needed: 0 .* one structure"),
-        ({"labels": {"0": "background"}}, r"declares the labels \{0: 'background'\}; needed: 0 .* at least one"),
         ({"labels": {"1": "a", "2": "b"}}, r"declares the labels \{1: 'a', 2: 'b'\}; needed: 0 for the background"),
         ({"labels": {"0": "b", "-1": "a"}}, r"the label 'a' should have an integer from 0 to 16777215 .*, got '-1'"),
         ({"labels": {"0": "b", "1": "a", "01": "c"}}, r"gives the value 1 to 'a' and to 'c'"),
         ({"labels": {"0": "b", "1": "a", "2": "a"}}, r"gives the name 'a' to several labels"),
         ({"labels": {"0": "background", "1": None}}, r"'labels' should give 1 a name, got None; reports go by names"),
-        ({"labels": {"0": "background", "1": " "}}, r"'labels' should give 1 a name, got ' '"),
-        ({"labels": {"0": "background", "1": {"a": 1}}}, r"'labels' should give 1 a name, got \{'a': 1\}"),
-        ({"modality": []}, r"'modality' should map the numbers .*, got \[\]"),
         ({"modality": {"0": ""}}, r"'modality' should give 0 a name, got ''"),
-        ({"modality": [None]}, r"'modality' should give 0 a name, got None"),
         ({"training": [pair(), pair("imagesTr/b.nii.gz")]}, r"1 file\(s\) more than once, first labelsTr/a\.nii\.gz"),
         ({"training": [pair(label="imagesTr/a.nii.gz")]}, r"1 file\(s\) more than once, first imagesTr/a\.nii\.gz"),
         ({"training": [pair("imagesTr/" + "a" * 5000 + ".nii")]}, r"of 5013 characters, which no file can be called"),
-        ({"training": [pair("imagesTr/" + "a" * 240 + ".nii")]}, r"names of 200 bytes at most, which leave room"),
         ({"training": [pair("imagesTr/\0.nii")]}, r"which no file can be called"),
         ({"training": [pair("imagesTr/\ud800.nii")]}, r"which is not valid UTF-8"),
         ({"modality": ...}, r"'modality' should map the numbers 0, 1, 2 \.\.\. to names, got None"),
@@ -166,12 +144,7 @@ def test_folder_with_several_tasks(msd, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{,}", "cannot be read as JSON: .*line 1"),
-        ("[]", "should hold a JSON object, got list"),
-        ("[" * 100_000, "cannot be read as JSON: it is nested too deeply"),
-    ],
+    ("text", "message"), [("{,}", "cannot be read as JSON: .*line 1"), ("[]", "should hold a JSON object, got list")]
 )
 def test_manifest_that_is_no_json_object(tmp_path, text, message):
     (tmp_path / "dataset.json").write_text(text, encoding="utf-8")

@@ -157,20 +157,14 @@ def test_small_cases_are_padded_with_zeros_around():
                 assert image[:, 1:-1].all()
 
 
-def test_batches_have_what_the_contract_says():
-    made = batches(source_size=(12, 10, 8))
-    batch = next(made.epoch(0))
-    assert len(made) == 12
-    assert batch["image"].shape == (4, 1, 12, 10, 8)
-    assert batch["image"].dtype == torch.float32
-    assert batch["label"].shape == (4, 1, 12, 10, 8)
-    assert batch["label"].dtype == torch.uint8
-
-
 def test_the_patch_is_the_centre_of_the_source():
-    for small, wide in zip(batches().epoch(1), batches(source_size=(14, 12, 8)).epoch(1), strict=True):
+    wide_batches = batches(source_size=(14, 12, 8))
+    for small, wide in zip(batches().epoch(1), wide_batches.epoch(1), strict=True):
+        assert (wide["image"].shape, wide["image"].dtype) == ((4, 1, 14, 12, 8), torch.float32)
+        assert (wide["label"].shape, wide["label"].dtype) == ((4, 1, 14, 12, 8), torch.uint8)
         assert torch.equal(wide["image"][:, :, 3:-3, 2:-2], small["image"])
         assert torch.equal(wide["label"][:, :, 3:-3, 2:-2], small["label"])
+    assert len(wide_batches) == 12
 
 
 def test_an_epoch_depends_on_seed_and_number_alone():
@@ -182,11 +176,14 @@ def test_an_epoch_depends_on_seed_and_number_alone():
     assert first != [batch["case"] for batch in batches(seed=4).epoch(0)]
 
 
-def test_the_thread_ends_with_the_loop():
-    made = batches(prefetch=2).epoch(0)
-    next(made)
+def test_the_thread_ends_with_the_loop_and_waiting_is_counted_for_the_current_epoch():
+    made = batches(prefetch=2)
+    made.seconds_waited = 1e9  # an earlier epoch's
+    epoch = made.epoch(1)
+    next(epoch)
+    assert 0 < made.seconds_waited < 1e9
     assert any(thread.name.startswith("patches") for thread in threading.enumerate())
-    made.close()
+    epoch.close()
     assert not any(thread.name.startswith("patches") for thread in threading.enumerate())
 
 
@@ -199,13 +196,6 @@ def test_a_fault_in_the_thread_reaches_the_loop():
     broken.foreground = ForegroundVoxels.find([torch.zeros(1, 8, 8, 8)] * 2, 1, 0)
     with pytest.raises(IndexError):
         list(PatchBatches(broken, PATCH, 2, 3, prefetch=2).epoch(0))
-
-
-def test_waiting_is_counted_for_the_current_epoch():
-    made = batches()
-    made.seconds_waited = 1e9  # an earlier epoch's
-    next(made.epoch(1))
-    assert 0 < made.seconds_waited < 1e9
 
 
 @pytest.mark.parametrize(

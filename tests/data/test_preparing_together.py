@@ -17,6 +17,7 @@ from digests import digest
 from in_group import in_group
 
 from volseg.data.case_store import preparing, preprocessed, reading_group
+from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.case_store.preparing import prepare_together
 from volseg.data.case_store.preprocessed import SharedCases, StoredCase
 from volseg.data.case_store.reading_group import meet_readers
@@ -63,15 +64,15 @@ def counting(change=lambda checked: checked):
         yield names
 
 
-def prepared_in(root, *, steps=STEPS, reads=True, training=NUM_TRAINING, end=None, **options):
+def prepared_in(root, *, steps=STEPS, reads=True, **options):
     task = load_task(root, require_files=False)
     readers = meet_readers(dist.group.WORLD, reads=reads)
-    sides = task.training[:training], task.training[training:end]
+    sides = task.training[:NUM_TRAINING], task.training[NUM_TRAINING:]
     return prepare_together(*sides, task, build_preprocessing(steps), readers=readers, workers=2, **options)
 
 
-def prepare_alone(task, training=NUM_TRAINING, end=None):
-    sides = task.training[:training], task.training[training:end]
+def prepare_alone(task):
+    sides = task.training[:NUM_TRAINING], task.training[NUM_TRAINING:]
     return prepare_together(*sides, task, build_preprocessing(STEPS))
 
 
@@ -80,22 +81,24 @@ def fingerprint(cases):
     return [(case["case"], [digest(case[name]) for name in ("image", "label")]) for case in cases]
 
 
-def mappings():
-    """Return the memory of cases that this process maps: inode, and kilobytes that are its own."""
+def mappings(of="/memfd:volseg"):
+    """Return the memory of cases that this process maps, or the stored ones: inode, and kilobytes that are its own."""
     found, own = [], None
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         fields = line.split()
         if "-" in fields[0] and not fields[0].endswith(":"):
-            own = fields[4] if fields[-2:-1] == ["/memfd:volseg"] else None
+            own = fields[4] if of in line else None
         elif own and fields[0] == "Anonymous:":
             found.append((own, int(fields[1])))
     return found
 
 
-def read_and_kept(root):
-    counted = []
+def read_and_kept(root, folder):
+    counted, cache = [], None
+    if folder is not None:
+        cache = CaseCache(folder, load_task(root), build_preprocessing(STEPS))
     with counting() as files:
-        prepared = prepared_in(root, progress=lambda: counted.append(1))
+        prepared = prepared_in(root, progress=lambda: counted.append(1), cache=cache)
     bank = VolumeCache(prepared.training, keep="memory")
     assert [bank._images[index].data_ptr() for index in range(len(bank))] == [
         case["image"].data_ptr() for case in prepared.training
@@ -110,31 +113,36 @@ def read_and_kept(root):
         "order": list(prepared.order),
         "problems": list(prepared.problems),
         "progress": len(counted),
-        "mapped": mappings(),
+        "mapped": mappings() if cache is None else mappings(f"{folder}/cases/"),
     }
 
 
 @pytest.mark.skipif(not preprocessed.can_share(), reason="this platform cannot share memory between processes")
-def test_every_file_is_read_once_and_every_voxel_kept_once(made):
+@pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "cache"])
+def test_every_file_is_read_once_and_every_voxel_kept_once(made, tmp_path, is_stored):
     processes = 4
     task = load_task(made)
     alone = prepare_alone(task)
-    told = in_group(processes, read_and_kept, made)
     ids = [case["case"] for case in task.training]
-    assert sorted(name for found in told for name in found["files"]) == sorted(ids)
-    assert sorted(case for found in told for case in found["validation"]) == sorted(fingerprint(alone.validation))
-    for rank, found in enumerate(told):
-        assert set(ids[rank:NUM_TRAINING:processes]) <= set(found["files"])
-        assert found["training"] == fingerprint(alone.training)
-        assert found["order"] == ids[NUM_TRAINING:]
-        assert {case for case, _ in found["validation"]} <= set(found["files"])
-        assert found["references"] == [1] * len(found["validation"])
-        assert found["problems"] == []
-        assert found["progress"] == len(ids)
-        # The same pages in every process: one mapping per reader, and no page is anybody's own.
-        assert len(found["mapped"]) == NUM_TRAINING
-        assert {inode for inode, _ in found["mapped"]} == {inode for inode, _ in told[0]["mapped"]}
-        assert all(own == 0 for _, own in found["mapped"])
+    for is_warm in (False, True)[: 1 + is_stored]:
+        told = in_group(processes, read_and_kept, made, tmp_path / "cache" if is_stored else None)
+        assert sorted(name for found in told for name in found["files"]) == ([] if is_warm else sorted(ids))
+        assert sorted(case for found in told for case in found["validation"]) == sorted(fingerprint(alone.validation))
+        for rank, found in enumerate(told):
+            assert found["training"] == fingerprint(alone.training)
+            assert found["order"] == ids[NUM_TRAINING:]
+            assert found["references"] == [1] * len(found["validation"])
+            assert found["problems"] == []
+            assert found["progress"] == len(ids)
+            # The same pages in every process: one mapping per case, and no page is anybody's own.
+            assert len(found["mapped"]) == NUM_TRAINING + is_stored * len(found["validation"])
+            assert (
+                len({inode for inode, _ in found["mapped"]} & {inode for inode, _ in told[0]["mapped"]}) >= NUM_TRAINING
+            )
+            assert all(own == 0 for _, own in found["mapped"])
+            if not is_warm:
+                assert set(ids[rank:NUM_TRAINING:processes]) <= set(found["files"])
+                assert {case for case, _ in found["validation"]} <= set(found["files"])
 
 
 def with_a_follower(root):
@@ -213,29 +221,20 @@ def ended(root, options):
     return [case["case"] for case in prepared.training], list(prepared.order), [str(p) for p in prepared.problems]
 
 
-def test_all_bad_cases_are_named_at_once_in_every_process(root):
+def test_bad_cases_are_named_at_once_or_left_out_in_every_process(root):
     task = load_task(root)
-    truncate(task.training[0]["image"])
+    truncate(task.training[1]["image"])
     truncate(task.training[3]["label"])
     task.training[6]["label"].unlink()
+    ids = [case["case"] for case in task.training]
     problems = [str(problem) for problem in check_cases(task.training, task)]
     assert len(problems) == 3
     told = in_group(2, ended, root, {})
     assert told[0] == told[1]
     assert told[0][0] == "DataError"
     assert told[0][1].splitlines()[:4] == ["3 case(s) cannot be used:", *(f"  {problem}" for problem in problems)]
-
-
-def test_the_same_bad_cases_are_left_out_everywhere(root):
-    task = load_task(root)
-    truncate(task.training[1]["image"])
-    truncate(task.training[6]["label"])
-    ids = [case["case"] for case in task.training]
-    told = in_group(2, ended, root, {"skip_bad": True})
-    assert told[0] == told[1]
-    assert told[0][0] == [ids[0], *ids[2:NUM_TRAINING]]
-    assert told[0][1] == [ids[5], ids[7]]
-    assert [problem.split(":")[0] for problem in told[0][2]] == [ids[1], ids[6]]
+    expected = [ids[index] for index in (0, 2, 4)], [ids[5], ids[7]], problems
+    assert in_group(2, ended, root, {"skip_bad": True}) == [expected] * 2
 
 
 def broken_reader(root):
@@ -264,21 +263,6 @@ def test_any_other_error_ends_all_and_is_named(made):
     first, second = in_group(2, broken_reader, made)
     assert second == ("ZeroDivisionError", "a bug")
     assert first == ("ParallelError", "process 1 failed, so this process stops too: ZeroDivisionError: a bug")
-
-
-def real_cases(root, training, end):
-    prepared = prepared_in(root, training=training, end=end)
-    return fingerprint(prepared.training), fingerprint(prepared.validation), mappings()
-
-
-@pytest.mark.real_data
-def test_real_cases_are_those_of_one_process(msd_task04):
-    alone = prepare_alone(load_task(msd_task04), 12, 16)
-    told = in_group(2, real_cases, msd_task04, 12, 16)
-    for training, _, mapped in told:
-        assert training == fingerprint(alone.training)
-        assert mapped == told[0][2]
-    assert sorted(case for _, validated, _ in told for case in validated) == sorted(fingerprint(alone.validation))
 
 
 def test_writing_to_shared_memory_changes_ones_own_copy_only():

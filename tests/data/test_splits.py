@@ -8,9 +8,8 @@ from random import Random
 
 import pytest
 
-from volseg.data.cases import Split, folds, read_splits, write_splits
+from volseg.data.cases import folds, read_splits, write_splits
 from volseg.data.groups import propose_group
-from volseg.data.layouts import load_task
 from volseg.errors import DataError
 
 PUBLISHED = json.loads((Path(__file__).parent / "msd_task04_folds.json").read_text(encoding="utf-8"))
@@ -24,6 +23,7 @@ def test_folds_are_the_published_ones_of_task04():
     assert list(first.validation) == PUBLISHED["validation_fold0"]
     assert list(first.training) == PUBLISHED["train_fold0"]
     assert list(second.validation) == PUBLISHED["validation_fold1"]
+    assert sorted(name for split in folds(ids) for name in split.validation) == sorted(ids)
 
 
 def test_the_first_folds_take_what_does_not_divide():
@@ -58,13 +58,12 @@ def test_written_splits_are_nnunets_and_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("no json", "splits.json cannot be read as a split file: "),
+        (None, "splits.json cannot be read as a split file: "),
         ("{}", r"should be a list of folds, \[\{\"train\""),
         ("[]", "should be a list of folds"),
         ('[["a"]]', r'fold 0 should be \{"train": \[...\], "val": \[...\]\}, got list'),
         ('[{"train": ["a"]}]', r"fold 0 should be .*, got keys \['train'\]"),
         ('[{"train": "a", "val": ["b"]}]', r"fold 0: 'train' should be a list of case ids \(strings\)"),
-        ('[{"train": [1], "val": ["b"]}]', r"fold 0: 'train' should be a list of case ids \(strings\)"),
         ('[{"train": ["a"], "val": ["b"]}, {"train": ["a", "b"], "val": ["b"]}]', "fold 1: 'b' stand in training and"),
         ('[{"train": ["a", "a"], "val": ["b"]}]', "fold 0: 'a' stand twice among the training cases; keep each once"),
         ('[{"train": [], "val": ["a"]}]', r"fold 0: a split needs cases to train on, got none \(1 for validation\)"),
@@ -72,26 +71,10 @@ def test_written_splits_are_nnunets_and_read_back(tmp_path):
     ],
 )
 def test_bad_split_files(tmp_path, content, message):
-    (tmp_path / "splits.json").write_text(content, encoding="utf-8")
+    if content is not None:
+        (tmp_path / "splits.json").write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         read_splits(tmp_path / "splits.json", ["a", "b", "hippocampus_001"])
-
-
-def test_absent_split_file(tmp_path):
-    with pytest.raises(DataError, match=r"none\.json cannot be read as a split file"):
-        read_splits(tmp_path / "none.json")
-
-
-def test_long_lists_are_abridged():
-    with pytest.raises(DataError, match="'a', 'b', 'c', 'd', 'e' and 2 more stand in training and in validation"):
-        Split(training=tuple("abcdefg"), validation=tuple("abcdefg"))
-
-
-@pytest.mark.real_data
-def test_the_real_cases_validate_once_each(msd_task04):
-    ids = [case["case"] for case in load_task(msd_task04).training]
-    validated = [name for split in folds(ids) for name in split.validation]
-    assert sorted(validated) == ids
 
 
 def each(template, endings, count=8):
@@ -223,12 +206,9 @@ def test_the_search_for_many_endings_ends(again, last):
     assert propose_group(names) is None
 
 
-def test_the_proposal_does_not_depend_on_the_order():
-    names = [name for cases in EVIDENT["bids"] for name in cases]
-    assert propose_group(names) == propose_group(names[::-1])
-
-
 def test_the_reason_names_two_cases_of_one_patient():
-    reason = propose_group([name for cases in EVIDENT["acdc"] for name in cases]).reason
+    names = [name for cases in EVIDENT["acdc"] for name in cases]
+    reason = propose_group(names).reason
+    assert propose_group(names[::-1]).reason == reason
     assert "patient001_frame01 and patient001_frame12 are of one" in reason
     assert "16 cases are of 8 patients" in reason

@@ -55,13 +55,8 @@ def test_a_twin_declares_and_holds_what_its_task_does(twins, name):
         assert image.get_data_dtype() == np.int16
         assert set(np.unique(label)) == set(task.labels)
         assert max(label.shape) <= 64
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_spacings_are_about_the_tasks(twins, name):
-    manifest = manifest_of(name)
     found, target = manifest["nnunet"]["fingerprint"]["median_spacing"], manifest["nnunet"]["spacing"]
-    sides = np.array([image.header.get_zooms()[:3] for image, *_ in volumes(twins(name))])
+    sides = np.array([image.header.get_zooms()[:3] for image, *_ in volumes(task)])
     assert (sides[:, 0] == sides[:, 1]).all()  # pixels are square
     assert (sides >= 0.89 * np.minimum(found, target)).all()
     assert (sides <= 1.11 * np.array(found)).all()
@@ -141,27 +136,20 @@ def test_the_same_arguments_write_the_same_bytes(twins, tmp_path):
     assert not set(other.values()) & {digest for path, digest in digests(task.root).items() if path.suffix == ".gz"}
 
 
-def test_a_scale_gives_its_share_of_the_sides(tmp_path):
-    task = load_task(make_mock_task(tmp_path / "half", "Task04_Hippocampus", num_cases=2, num_test=0, scale=0.5))
+def test_a_scale_gives_its_share_of_the_sides_and_replaces_other_synthetic_data(tmp_path):
+    folder = make_task(tmp_path / "half", num_cases=3, num_test=0)
+    task = load_task(make_mock_task(folder, "Task04_Hippocampus", num_cases=2, num_test=0, scale=0.5))
     assert nibabel.load(task.training[0]["image"]).shape == (18, 25, 18)
+    assert (task.name, len(list((folder / "imagesTr").iterdir()))) == ("Hippocampus", 2)
 
 
-def test_one_kind_of_synthetic_data_replaces_another(tmp_path):
-    folder = make_task(tmp_path / "task", num_cases=3, num_test=0)
-    make_mock_task(folder, "Task09_Spleen", num_cases=2, num_test=0)
-    assert len(list((folder / "imagesTr").iterdir())) == 2
-    assert json.loads((folder / "dataset.json").read_text(encoding="utf-8"))["name"] == "Spleen"
-
-
-@pytest.mark.parametrize("scale", [0, -1, 1.5, float("nan")])
-def test_a_scale_out_of_range_is_refused(tmp_path, scale):
-    with pytest.raises(DataError, match="scale of a mock"):
-        make_mock_task(tmp_path / "task", "9", scale=scale)
-
-
-def test_an_unknown_task_is_refused_with_the_nearest(tmp_path):
-    with pytest.raises(DataError, match="Task09_Spleen"):
-        make_mock_task(tmp_path / "task", "Task09_Splen")
+@pytest.mark.parametrize(
+    ("like", "scale", "message"),
+    [("9", 0, "scale of a mock"), ("9", float("nan"), "scale of a mock"), ("Splen", 1, "09_Spleen")],
+)
+def test_a_scale_out_of_range_and_an_unknown_task_are_refused(tmp_path, like, scale, message):
+    with pytest.raises(DataError, match=message):
+        make_mock_task(tmp_path / "task", like, scale=scale)
     assert not (tmp_path / "task").exists()
 
 
@@ -170,14 +158,9 @@ def task(tmp_path_factory):
     return load_task(make_task(tmp_path_factory.mktemp("data") / "synthetic", num_cases=8, num_test=2))
 
 
-def test_it_is_an_msd_task(task):
-    assert task.name == "Synthetic"
-    assert len(task.training) == 8
-    assert len(task.test) == 2
-    assert task.foreground == {1: "Anterior", 2: "Posterior"}
-
-
 def test_a_case_depends_on_its_number_and_the_seed_only(task, tmp_path):
+    assert (task.name, len(task.training), len(task.test)) == ("Synthetic", 8, 2)
+    assert task.foreground == {1: "Anterior", 2: "Posterior"}
     fewer = digests(make_task(tmp_path / "fewer", num_cases=2, num_test=0))
     other = digests(make_task(tmp_path / "other", num_cases=2, num_test=0, seed=1))
     whole = digests(task.root)
@@ -200,8 +183,10 @@ def test_cases_differ_as_scanners_do(task):
 
 
 def test_two_structures_in_one_piece_touch_and_lie_front_to_back(task):
-    for case in task.training:
-        image = nibabel.as_closest_canonical(nibabel.load(case["label"]))
+    """On one grid with the image, in which they are grey in white matter."""
+    for scan, intensities, mask in volumes(task):
+        assert np.median(intensities[mask > 0]) < 0.8 * np.median(intensities[mask == 0])
+        image = nibabel.as_closest_canonical(nibabel.Nifti1Image(mask, scan.affine))
         voxels = np.asarray(image.dataobj)
         assert set(np.unique(voxels)) == {0, 1, 2}
         assert all(number_parts(voxels == value)[1] == 1 for value in (1, 2))
@@ -211,17 +196,6 @@ def test_two_structures_in_one_piece_touch_and_lie_front_to_back(task):
         volume = np.bincount(voxels.ravel())[1:] * abs(np.linalg.det(image.affine[:3, :3]))
         assert (volume > 300).all()  # mm3; the real ones have about 1700 and 1500
         assert (volume < 4000).all()
-
-
-def test_label_and_image_share_one_grid(task):
-    for case in task.training:
-        image, mask = nibabel.load(case["image"]), nibabel.load(case["label"])
-        np.testing.assert_array_equal(image.affine, mask.affine)
-        structure, rest = (
-            image.get_fdata()[np.asarray(mask.dataobj) > 0],
-            image.get_fdata()[np.asarray(mask.dataobj) == 0],
-        )
-        assert np.median(structure) < 0.8 * np.median(rest)  # grey in white matter
 
 
 def test_its_own_output_is_replaced_and_foreign_files_stay(tmp_path):

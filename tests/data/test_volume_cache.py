@@ -52,9 +52,12 @@ def test_boxes_are_the_case_inside_and_zero_outside(budget_bytes, size, places):
         assert torch.equal(label[row].float(), by_padding(truth[case]["label"], corner, size))
 
 
-@pytest.mark.parametrize(("keep", "stacked"), [("auto", False), ("memory", False), ("device", True)])
-def test_on_a_cpu_cases_are_not_copied_unless_asked(keep, stacked):
-    assert VolumeCache(list(cases()), keep=keep).on_device is stacked
+@pytest.mark.parametrize(
+    ("keep", "budget", "num_on_device"),
+    [("auto", None, 0), ("memory", None, 0), ("memory", 10**9, 0), ("device", None, 3)],
+)
+def test_on_a_cpu_cases_are_not_copied_unless_asked(keep, budget, num_on_device):
+    assert VolumeCache(list(cases()), keep=keep, budget_bytes=budget).num_on_device == num_on_device
 
 
 SIZES_BYTES = [5 * 9 * 4 * 9, 7 * 3 * 6 * 9, 6 * 6 * 6 * 9]  # two channels of float32 and a label
@@ -81,21 +84,14 @@ def test_the_smallest_cases_lie_on_the_device_without_padding(budget_bytes, resi
         assert f"{sum(resident)} of 3 training cases lie on cpu" in caplog.text
 
 
-def test_main_memory_stays_main_memory_whatever_the_budget():
-    assert VolumeCache(list(cases()), keep="memory", budget_bytes=10**9).num_on_device == 0
-
-
 @pytest.mark.parametrize("keep", ["device", "memory"])
-def test_half_precision_storage_gives_float32_boxes(keep):
-    bank = VolumeCache(list(cases()), keep=keep, image_dtype=torch.float16)
-    image, _ = bank.gather(torch.tensor([1]), torch.zeros(1, 3, dtype=torch.int64), SHAPES[1])
-    assert torch.equal(image[0], list(cases())[1]["image"].half().float())
-
-
-def test_metadata_stays_behind():
-    case = next(cases())
-    bank = VolumeCache([{**case, "image": MetaTensor(case["image"]), "label": MetaTensor(case["label"])}])
-    image, label = bank.gather(torch.tensor([0]), torch.zeros(1, 3, dtype=torch.int64), (2, 2, 2))
+def test_half_precision_storage_gives_float32_boxes_without_metadata(keep):
+    case = list(cases())[1]
+    case |= {name: MetaTensor(case[name]) for name in ("image", "label")}
+    image, label = VolumeCache([case], keep=keep, image_dtype=torch.float16).gather(
+        torch.tensor([0]), torch.zeros(1, 3, dtype=torch.int64), SHAPES[1]
+    )
+    assert torch.equal(image[0], case["image"].as_tensor().half().float())
     assert type(image) is type(label) is torch.Tensor
 
 

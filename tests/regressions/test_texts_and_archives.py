@@ -1,6 +1,5 @@
 """Texts, archives and paths that led to untyped errors, other numbers, endless reading, or late refusals."""
 
-import io
 import json
 import os
 import random
@@ -131,78 +130,26 @@ def test_a_manifest_with_a_number_that_is_not_finite_is_not_written(tmp_path, ma
     assert read_archive(tmp_path / "model.zip")[0]["score"] is None
 
 
-# Damaged archives ended in untyped errors or an endless loop. All members are checked before the first is written.
+# An archive with another checksum is never unpacked. Of one with the right checksum only plain files are written.
 
-
-def member(name, content=b"x", **settings):
-    info = tarfile.TarInfo(name)
-    info.size = len(content or b"")
-    for key, value in settings.items():
-        setattr(info, key, value)
-    return info, content
-
-
-def pack(*members):
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for info, content in members:
-            archive.addfile(info, io.BytesIO(content))
-    return packed.getvalue()
-
-
-def chain_of_long_names(count):
-    header = tarfile.TarInfo("long")
-    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 4
-    return (header.tobuf(tarfile.GNU_FORMAT) + b"abc".ljust(512, b"\0")) * count + bytes(1024)
-
-
-GOOD = member("T/a.nii.gz")
 
 TARS = {
-    "a folder inside a file": (pack(GOOD, member("T/a.nii.gz/b")), "as a file and as a folder"),
-    "a file, then its folder": (pack(GOOD, member("T/a.nii.gz", b"", type=tarfile.DIRTYPE)), "as a file and as a fold"),
-    "a folder, then its file": (pack(member("T/a/b"), member("T/a")), "'T/a' as a file and as a folder"),
-    "twice": (pack(GOOD, GOOD), "holds 'T/a.nii.gz' twice"),
-    "twice by a dot": (pack(GOOD, member("T/./a.nii.gz")), "twice"),
-    "upper case": (pack(GOOD, member("T/A.nii.gz")), "are one name on some disks"),
-    "composed": (pack(member("T/\u00e9"), member("T/e\u0301")), "are one name on some disks"),
-    "a long name": (pack(member("T/" + "n" * 300)), "a name of 302 bytes"),
-    "a deep name": (pack(member("/".join("d" * 40))), "a name of 79 bytes"),
-    "a negative size": (pack(member("T/a", pax_headers={"size": "-512"})), "is damaged"),
-    "a huge size": (pack(member("T/a", pax_headers={"size": str(10**18)})), "unexpected end of data"),
-    "a sparse file": (pack(member("T/a", pax_headers={"GNU.sparse.realsize": "1"})), "no plain file|is damaged"),
-    "a sparse map": (pack(member("T/a", pax_headers={"GNU.sparse.map": "0,x"})), "no plain file|is damaged"),
-    "a link": (pack(member("T/a", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd")), "is no plain file"),
-    "a hard link": (pack(member("T/a", b"", type=tarfile.LNKTYPE, linkname="/etc/passwd")), "is no plain file"),
-    "a pipe": (pack(member("T/a", b"", type=tarfile.FIFOTYPE)), "is no plain file"),
-    "a sparse file of GNU": (pack(member("T/a", b"", type=tarfile.GNUTYPE_SPARSE)), "no plain file|is damaged"),
-    **{
-        f"outside as {name}": (pack(member(name)), "which lies outside the archive")
-        for name in ("../outside", "T/../../outside", "/outside", "C:\\outside", "T\\..\\..\\outside")
-    },
-    "a device": (pack(member("T/a", b"", type=tarfile.BLKTYPE)), "is no plain file"),
-    "long names of long names": (chain_of_long_names(5000), "is damaged"),
-    "cut": (pack(GOOD)[:600], "unexpected end of data"),
-    "junk for a header": (pack(GOOD)[:1024] + b"\xff" * 512, "unexpected end of data"),
-    "gzip": (b"\x1f\x8b\x08" + bytes(600), "no tar archive"),
-    "empty": (b"", "no tar archive"),
-}  # fmt: skip
+    "outside": ("T/../../outside", tarfile.REGTYPE, "is no plain file inside it"),
+    "absolute": ("/outside", tarfile.REGTYPE, "is no plain file inside it"),
+    "link": ("T/a", tarfile.SYMTYPE, "is no plain file inside it"),
+    "device": ("T/a", tarfile.BLKTYPE, "is no plain file inside it"),
+}
 
 
-@pytest.mark.parametrize("name", TARS)
-def test_a_refused_tar_archive_writes_nothing_outside(name, tmp_path):
-    content, message = TARS[name]
-    (tmp_path / "a.tar").write_bytes(content)
+@pytest.mark.parametrize(("name", "kind", "message"), TARS.values(), ids=TARS)
+def test_a_refused_tar_archive_writes_nothing_outside(name, kind, message, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind, "/etc/passwd"
+        archive.addfile(info)
     with pytest.raises(DataError, match=message):
         unpack(tmp_path / "a.tar", tmp_path / "new")
-    assert {path.name for path in tmp_path.iterdir()} <= {"a.tar", "new"}
-    assert not [path for path in tmp_path.rglob("*") if path.is_symlink()]
-
-
-def test_bytes_after_the_end_of_a_tar_archive_are_ignored(tmp_path):
-    (tmp_path / "a.tar").write_bytes(pack(GOOD) + b"junk")
-    unpack(tmp_path / "a.tar", tmp_path / "new")
-    assert (tmp_path / "new" / "T" / "a.nii.gz").read_bytes() == b"x"
+    assert {path.name for path in tmp_path.rglob("*")} <= {"a.tar", "new", "T"}
 
 
 def test_a_damaged_byte_of_a_model_file_is_harmless_or_refused(tmp_path):

@@ -135,12 +135,12 @@ def _ask(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) ->
         url, headers=headers | ({"Range": f"bytes={held}-"} if held else {})
     )
     try:
-        with urllib.request.build_opener(_SafeRedirects()).open(request, timeout=TIMEOUT) as response:
+        with urllib.request.build_opener().open(request, timeout=TIMEOUT) as response:
             start, total = _read_lengths(url, response)
             part.truncate(start if start == held else 0)
             if start not in (0, held):
                 raise _Passing("the server sends another part of the file")
-            require_room(path.parent, total - start + int(spare * total), "fetch and unpack")
+            _require_room(path.parent, total - start + int(spare * total))
             _receive(response, part, path, start, total, show)
     except VolsegError:
         raise
@@ -199,19 +199,6 @@ def _digest(part: BinaryIO, show: ShowBytes) -> str:
     return hashed.hexdigest()
 
 
-class _SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """Follow redirects to web addresses, but not from an encrypted one to an open one."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
-    ) -> urllib.request.Request | None:
-        """Return the next request."""
-        require_web(newurl)
-        if req.type == "https" and urlsplit(newurl).scheme != "https":
-            raise DataError(f"{req.full_url} leads to {newurl}, which is not encrypted; name another mirror by --url")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
 def require_web(url: str) -> None:
     """Raise unless a URL is one of the web: files on this machine need no fetching."""
     try:
@@ -223,10 +210,9 @@ def require_web(url: str) -> None:
         raise DataError(f"{url} cannot be fetched; needed: https://... (an archive on a disk is unpacked by tar xf)")
 
 
-def require_room(folder: Path, needed: int, verb: str) -> None:
-    """Raise unless a folder's disk has ``needed`` bytes free, to ``verb`` an archive."""
+def _require_room(folder: Path, needed: int) -> None:
     if needed > (free := shutil.disk_usage(folder).free):
         raise DataError(
-            f"{folder} has {free / 2**30:.1f} GiB free, and {needed / 2**30:.1f} GiB are needed to {verb} the archive; "
-            "free space, or name another folder by --output"
+            f"{folder} has {free / 2**30:.1f} GiB free, and {needed / 2**30:.1f} GiB are needed to fetch and unpack "
+            "the archive; free space, or name another folder by --output"
         )

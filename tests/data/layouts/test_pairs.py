@@ -57,15 +57,11 @@ def test_two_folders(folder, images, labels):
     "names",
     [
         ("images/a.nii.gz", "labels/a_seg.nii.gz"),
-        ("images/a_image.nii.gz", "labels/a_label.nii.gz"),
         ("images/a_0000.nii.gz", "labels/a.nii.gz"),
         ("a.nii.gz", "a_seg.nii.gz"),
-        ("a_image.nii.gz", "a_label.nii.gz"),
         ("a-img.nrrd", "a-Mask.nrrd"),
         ("a/image.nii.gz", "a/label.nii.gz"),
         ("a/a.nii.gz", "a/a.seg.nii.gz"),
-        ("a/scan.mha", "a/segmentation.mha"),
-        ("a/image.nii.gz", "a/_seg.nii.gz"),
     ],
 )
 def test_one_image_per_case_in_every_arrangement(folder, names):
@@ -84,11 +80,6 @@ def test_a_folder_per_case_with_a_file_per_channel(folder):
     modalities, cases = paired(root)
     assert modalities == ("T1", "T1ce", "T2", "FLAIR")
     assert cases["BraTS_10"] == [f"BraTS_10/BraTS_10_{word}.nii.gz" for word in words]
-
-
-def test_folders_of_one_name_inside_are_told_apart_by_the_case(folder):
-    root = folder("p1/scan.nii.gz", "p1/mask.nii.gz", "p2/scan.nii.gz", "p2/mask.nii.gz")
-    assert list(paired(root)[1]) == ["p1", "p2"]
 
 
 def test_numbered_channels_beside_labels(folder):
@@ -139,9 +130,7 @@ def test_what_a_yaml_file_declares(folder):
     [
         (("a.nii", "a_seg.nii", "b.nii"), r"1 file\(s\) have no partner: b\.nii; an image begins .* to imagesTs, or"),
         (("a.nii", "a_seg.nii", "b_seg.nii"), r"1 file\(s\) have no partner: b_seg\.nii"),
-        (("images/a.nii", "images/b.nii", "labels/a.nii"), r"1 file\(s\) have no partner: images/b\.nii"),
         (("a.nii", "a_seg.nii", "a_mask.nii"), r"a_mask\.nii and a_seg\.nii are both labels of one case; keep one"),
-        (("p/a.nii", "p/a_seg.nii", "p/b_seg.nii"), r"a_seg\.nii and b_seg\.nii are both labels of one case"),
         (("a.nii", "a.nii.gz", "a_seg.nii"), r"a\.nii and a\.nii\.gz are one image twice; keep one of them"),
         (("a.nii", "a_t1.nii", "a_seg.nii"), r"channels \(no word\), t1: a has a\.nii, a_t1\.nii; needed: the same"),
         (("a_t1.nii", "a_t2.nii", "a_seg.nii", "b_t1.nii", "b_seg.nii"), r"not every case has one file for each of"),
@@ -169,16 +158,10 @@ def test_a_manifest_that_does_not_fit_the_files(folder, declared, message):
         load_task(folder("a_t1.nii", "a_t3.nii", "a_seg.nii", manifest=declared))
 
 
-def test_files_without_any_label_are_no_data_set(folder):
-    root = folder("a.nii.gz", "b.nii.gz", manifest=None)
-    with pytest.raises(DataError, match=r"is no data set: .* pairs such as CASE\.nii\.gz and CASE_seg\.nii\.gz"):
-        load_task(root)
-
-
 def save_label(path, *values):
     path.parent.mkdir(parents=True, exist_ok=True)
-    voxels = np.zeros((3, 4, 5), np.int16)
-    voxels[0, 0, : len(values)] = values
+    voxels = np.zeros((10, 10, 12), np.int16)
+    voxels.flat[: len(values)] = values
     nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), path)
 
 
@@ -205,6 +188,7 @@ def test_labels_that_nobody_named_are_read_once(folder, caplog, reads):
     ("values", "message"),
     [
         ((0,), r"the 1 label maps of .* hold background only; label the structures"),
+        (range(1, 1200), r"a\.nii\.gz holds 1200 values; needed: a label map, with a number for each"),
         ((-1, 2), r"a\.nii\.gz is no label map: it holds 1 channel\(s\) of -1 to 2; needed: one, of integers from 0"),
     ],
 )
@@ -227,15 +211,6 @@ def test_a_label_map_that_cannot_be_read_is_left_to_the_check(folder):
     (root / "labels/b.nii.gz").write_bytes(b"")
     with pytest.raises(DataError, match=r"labels/a\.nii\.gz is truncated or damaged"):
         load_task(root, require_files=False)
-
-
-def test_an_image_in_a_labels_place_is_refused(folder):
-    root = folder("images/a.nii.gz", manifest=None)
-    (root / "labels").mkdir()
-    voxels = np.arange(1200, dtype=np.int16).reshape(10, 10, 12)
-    nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), root / "labels/a.nii.gz")
-    with pytest.raises(DataError, match=r"a\.nii\.gz holds 1200 values; needed: a label map, with a number for each"):
-        load_task(root)
 
 
 def test_formats_may_be_mixed(tmp_path):
@@ -265,6 +240,7 @@ def grouped(tmp_path, names, modalities):
 
 
 def test_numbers_and_names_of_channels(tmp_path):
+    assert grouped(tmp_path, ["a_pre_t1.nii", "a_t1.nii"], ("t1", "pre_t1")) == {"a": ["a_t1.nii", "a_pre_t1.nii"]}
     numbered, named = ["a_0001.nii", "a_0000.nii.gz", "d_0007.nii"], ["b_T1.nii", "b_flair.mha", "c.nii"]
     names = [*numbered, *named, "patient/t1", "patient/FLAIR"]
     assert grouped(tmp_path, names, ("T1", "FLAIR")) == {
@@ -274,11 +250,6 @@ def test_numbers_and_names_of_channels(tmp_path):
         "d_0007": "d_0007.nii",  # cases may be numbered: there is no d_0000
         "patient": ["t1", "FLAIR"],
     }
-
-
-def test_of_two_names_the_longer_counts(tmp_path):
-    names = ["a_pre_t1.nii", "a_t1.nii"]
-    assert grouped(tmp_path, names, ("t1", "pre_t1")) == {"a": ["a_t1.nii", "a_pre_t1.nii"]}
 
 
 def test_one_channel(tmp_path):
@@ -303,9 +274,6 @@ def test_the_name_of_the_only_channel_is_no_part_of_a_cases_name(tmp_path):
             r"a has 2 file\(s\), a_0000\.nii, a_0001\.nii; needed: one for each of the 3 channels, called a_0000, "
             r"a_0001 \.\.\. or by T1, T2, ADC, or one file of all channels, or a table \(CSV\)",
         ),
-        (["a_0000.nii", "a_0001.nii", "a_0003.nii"], r"a has 3 file\(s\), a_0000\.nii, a_0001\.nii, a_0003\.nii"),
-        ([f"a_000{n}.nii" for n in range(4)], r"a has 4 file\(s\)"),
-        (["a_T1.nii", "a_ADC.nii"], r"a has 2 file\(s\), a_T1\.nii, a_ADC\.nii"),
         (["a.nii", "a_T1.nii"], r"a has 2 file\(s\), a\.nii, a_T1\.nii"),
         (["a_T1.nii", "a_0000.nii"], r"a_T1\.nii and .*a_0000\.nii are both channel 0 of a; name one of them"),
         (["a.nii", "a.mha"], r"a\.nii and .*a\.mha are both all channels of a; name one of them"),

@@ -85,14 +85,6 @@ def test_a_column_per_channel_what_was_looked_for_and_tests(table, tmp_path):
     assert task.splits == ()
 
 
-def test_channels_are_put_in_the_declared_order(table, tmp_path):
-    (tmp_path / "dataset.json").write_text(json.dumps({**NAMES, "modality": ["flair", "t1"]}), encoding="utf-8")
-    path = table("case,image_T1,image_FLAIR,label\na,files/x.nii,files/x2.nii,files/xl.nii\n")
-    task = load_task(path)
-    assert task.modalities == ("flair", "t1")
-    assert [image.name for image in task.training[0]["image"]] == ["x2.nii", "x.nii"]
-
-
 ROWS = [f"{case},files/{name}.nii,files/{name}l.nii" for case, name in (("a", "x"), ("b", "y"), ("c", "z"))]
 
 
@@ -121,28 +113,19 @@ def test_a_split_of_a_column(table):
     ("text", "message"),
     [
         ("", r"cases\.csv lists no case; needed: a line of column names \(case, image, label"),
-        ("case,image,label\n", r"lists no case"),
         ("case,image,lable\na,files/x.nii,files/xl.nii", r"needs a column 'label'; did you mean 'lable'\?"),
         ("id,image,label\na,files/x.nii,files/xl.nii", r"needs a column 'case'; known: id, image, label"),
         ("case,scan,label\na,files/x.nii,files/xl.nii", r"needs a column 'image', or one for each channel.*case, scan"),
         ("case,image,image_T1,label\na,x,x,x", r"needs a column 'image', or one for each channel"),
         ("case,image,label,labeled\na,x,x,1", r"has a column 'labeled'; rename it to 'labelled', or to a less similar"),
         ("case,image_T2,imageADC,label\na,x,x,x", r"has a column 'imageADC'; rename it to 'image_ADC' if it is a"),
-        ("case,image_T2,Image-ADC,label\na,x,x,x", r"has a column 'Image-ADC'; rename it to 'image_ADC'"),
         ("case,image,label,Label\na,x,x,x", r"has two columns called 'label'; keep one of them"),
         ("case,image,label\na,x", r"line 2 has 2 cells; needed: 3, as the first line"),
-        ("case,image,label\n\na,x,y,z", r"line 3 has 4 cells"),
         ('case,image,label\na,"x,y', r"cannot be read as a table: unexpected end of data"),
         ("case,image,label\na,files/x.nii,", r"line 2: 'label' is empty; needed: a path \(cases without a label have"),
         ("case,image,label\n,files/x.nii,files/xl.nii", r"line 2 calls a case ''; needed: a name that a file can have"),
-        ("case,image,label\na/b,files/x.nii,files/xl.nii", r"line 2 calls a case 'a/b'; needed"),
         ("case,image,label\na,C:\\x.nii,files/xl.nii", r"'image' is 'C:\\\\x\.nii', a place on another system"),
         ("case,image,label\na,files/x.nii,files/gone.nii", r"declares 1 absent file\(s\): files/gone\.nii; fetch them"),
-        ("case,image,label\na,files/x.nii,files/xl.nii\na,files/y.nii,files/yl.nii", r"declares 1 case\(s\) more than"),
-        (
-            "case,image,label\na,files/x.nii,files/xl.nii\nb,files/../files/x.nii,files/yl.nii",
-            r"names 1 file\(s\) more than once, first files/x\.nii",
-        ),
         (with_column("fold", 0, 1, 3), r"'fold' holds \[0, 1, 3\]; needed: the numbers from 0 on, without a gap"),
         (with_column("fold", 0, 1, "x"), r"line 4: 'fold' is 'x'; needed: the number of the fold"),
         (with_column("fold", 0, 0, 0), r"a split needs cases to train on, got none"),

@@ -31,9 +31,6 @@ PIXELS = (0x7FE0, 0x0010)
 SYNTAX = (0x0002, 0x0010)
 IMPLICIT, BIG_ENDIAN, DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
 DEEPEST = 30
-MOST_BYTES, MOST_ITEMS = 1 << 22, 1 << 20
-"""Largest value, and most items of sequences, that are read from a header."""
-
 NUMBER = re.compile(rb"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 Order = Literal["little", "big"]
 
@@ -176,8 +173,6 @@ class _Walk:
     """Tags to keep, if `into` is given."""
     pixels: list[Pixels] = field(default_factory=list)
     """``PixelData`` of the file itself, once it has been passed."""
-    kept: list[Item] = field(default_factory=list)
-    """Every kept item, to count them."""
 
     def pass_elements(
         self,
@@ -220,8 +215,6 @@ class _Walk:
             if kind == b"SQ" or (may_nest and length >= 8 and self._tag(value) == ITEM):
                 self._pass_items(tag, value, after, depth + 1, into)
             elif into is not None:
-                if length > MOST_BYTES:
-                    raise damaged(self.path, f"element ({tag[0]:04x},{tag[1]:04x}) has {length} bytes")
                 self._keep(into, tag, self.content[value:after])
         if tag == PIXELS and depth == 0:
             if self.pixels:
@@ -240,7 +233,9 @@ class _Walk:
             begin += 8
             if tag == SEQUENCE_END:
                 return begin
-            item = None if into is None else self._add_to(items)
+            item = None if into is None else Item(self.order)
+            if item is not None:
+                items.append(item)
             if tag == ITEM and length == UNDEFINED:
                 begin = self.pass_elements(begin, end, depth, ITEM_END, item)
                 continue
@@ -249,13 +244,6 @@ class _Walk:
                 self.pass_elements(begin, begin + length, depth, into=item)
             begin += length
         return end
-
-    def _add_to(self, items: list[Item]) -> Item:
-        items.append(Item(self.order))
-        self.kept.append(items[-1])
-        if len(self.kept) > MOST_ITEMS:
-            raise damaged(self.path, f"its sequences have over {MOST_ITEMS} items")
-        return items[-1]
 
     def _keep(self, into: Item, tag: Tag, found: "bytes | list[Item]") -> None:
         if tag in into.elements and (isinstance(found, list) or into.elements[tag] != found):

@@ -25,7 +25,7 @@ from typing import Any
 from volseg.data.cases import Case, Task
 from volseg.data.dicom.labels import find_dicom_label
 from volseg.data.layouts.declared import make_task, note_columns, read_channel_names, read_labelled, read_regions
-from volseg.data.layouts.naming import image_of, log_once, number_channels
+from volseg.data.layouts.naming import group_channels, image_of, log_once, number_channels
 from volseg.data.readers import SUFFIXES, list_case_files, list_files, match_suffix, stem
 from volseg.errors import DataError
 from volseg.files import require_text
@@ -282,11 +282,10 @@ def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: b
         fields = ("image", "label")
         training = _read_cases(named, fields, manifest, len(modalities), labels.labels, columns, _expand)
     else:
-        training = _list_training(folder, ending, len(modalities))
-    test = _list_images(folder / "imagesTs", ending, len(modalities)) if (folder / "imagesTs").is_dir() else {}
+        training = _list_training(folder, ending, modalities)
+    test = _group_images(folder / "imagesTs", ending, modalities) if (folder / "imagesTs").is_dir() else []
     _log_counts(declared, {"training": training}, manifest, logging.WARNING)
-    tests = [{"case": require_id(case, str(folder / "imagesTs")), "image": image} for case, image in test.items()]
-    cases = sort_cases(training, tests, manifest, require_files=require_files)
+    cases = sort_cases(training, test, manifest, require_files=require_files)
     return make_task(manifest, declared, modalities, labels, cases, columns)
 
 
@@ -296,7 +295,7 @@ def _expand(folder: Path, path: str, where: str) -> Path:
     return Path(os.path.abspath(folder / os.path.expandvars(path)))
 
 
-def _list_training(folder: Path, ending: str | None, num_channels: int) -> list[Case]:
+def _list_training(folder: Path, ending: str | None, modalities: Sequence[str]) -> list[Case]:
     images, labels = folder / "imagesTr", folder / "labelsTr"
     for needed in (images, labels):
         if not needed.is_dir():
@@ -308,49 +307,19 @@ def _list_training(folder: Path, ending: str | None, num_channels: int) -> list[
         by_name[stem(path)].append(path)
     if doubled := [name for name, paths in by_name.items() if len(paths) > 1]:
         raise DataError(f"{labels} holds {list_some([path.name for path in by_name[doubled[0]]])}; keep one of them")
-    found = _list_images(images, ending, num_channels)
-    if not found:
+    cases = _group_images(images, ending, modalities)
+    if not cases:
         raise DataError(f"{images} holds no image; needed: CASE_0000{ending or '.nii.gz'}, a file per channel")
-    if alone := sorted(by_name.keys() - found.keys()):
+    if alone := sorted(by_name.keys() - {case["case"] for case in cases}):
         logger.warning("%s: %d label(s) have no image and are left out: %s", labels, len(alone), list_some(alone))
-    return [
-        {
-            "case": require_id(case, str(images)),
-            "image": image,
-            "label": by_name[case][0] if case in by_name else labels / f"{case}{ending or '.nii.gz'}",
-        }
-        for case, image in found.items()
-    ]
+    for case in cases:
+        found = by_name.get(case["case"])
+        case["label"] = found[0] if found else labels / f"{case['case']}{ending or '.nii.gz'}"
+    return cases
 
 
-def _list_images(folder: Path, ending: str | None, num_channels: int) -> dict[str, Path | tuple[Path, ...]]:
-    """Return the image of each case: a path per channel, including absent files, so that they are named.
-
-    If several channels are declared and every case has only channel 0, its file holds all channels.
-    """
-    found: dict[str, dict[int, Path]] = defaultdict(dict)
-    for path in (path for path in list_images(folder) if ending is None or path.name.endswith(ending)):
-        numbered = number_channels(stem(path))
-        if numbered is None:
-            raise DataError(
-                f"{path} names no channel; needed: CASE_0000{ending or ''} for the first one, CASE_0001 ..."
-            )
-        case, channel = numbered
-        if channel in found[case]:
-            raise DataError(f"{found[case][channel]} and {path.name} are the same channel of {case}; keep one of them")
-        found[case][channel] = path
-    if surplus := [of[max(of)].name for of in found.values() if max(of) >= num_channels]:
-        raise DataError(
-            f"{folder}: {len(surplus)} case(s) have more than the {num_channels} declared channel(s): "
-            f"{list_some(surplus)}; declare the channel in 'channel_names', or move its files away"
-        )
-    if all(list(channels) == [0] for channels in found.values()):
-        return {case: channels[0] for case, channels in found.items()}
-    return {case: _fill(case, channels, num_channels) for case, channels in found.items()}
-
-
-def _fill(case: str, channels: Mapping[int, Path], num_channels: int) -> Path | tuple[Path, ...]:
-    known: Sequence[Path] = list(channels.values())
-    ending = known[0].name[len(stem(known[0])) :]
-    expected = [known[0].with_name(f"{case}_{number:04d}{ending}") for number in range(num_channels)]
-    return image_of([channels.get(number, path) for number, path in enumerate(expected)])
+def _group_images(folder: Path, ending: str | None, modalities: Sequence[str]) -> list[Case]:
+    """Return the images of a folder; an image without all its channels is refused."""
+    files = [path for path in list_images(folder) if ending is None or path.name.endswith(ending)]
+    cases = group_channels(files, modalities)
+    return [{**case, "case": require_id(case["case"], str(folder))} for case in cases]
