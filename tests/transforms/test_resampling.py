@@ -10,8 +10,9 @@ from monai.transforms import Spacingd
 
 from volseg.data.volume import as_volume
 from volseg.errors import GridError
-from volseg.transforms import bounded_spacing, resampling, slabs
-from volseg.transforms.preprocessing import build_preprocessing, spacing
+from volseg.transforms import resampling, slabs
+from volseg.transforms.preprocessing import build_preprocessing
+from volseg.transforms.resampling import Spacing
 from volseg.transforms.slabs import run_over_slabs
 
 FIELDS = ("image", "label")
@@ -38,7 +39,7 @@ def test_it_is_monais_resampling(grid, slab_voxels, monkeypatch):
         "label": MetaTensor(torch.randint(0, 4, (1, *shape)).float(), affine=affine.clone()),
     }
     monai = Spacingd(FIELDS, pixdim=target, mode=("bilinear", "nearest"), padding_mode="border")(dict(case))
-    ours = spacing(FIELDS, spacing=target)(dict(case))
+    ours = Spacing(FIELDS, spacing=target)(dict(case))
     for field in FIELDS:
         assert ours[field].dtype == monai[field].dtype == torch.float32
         assert ours[field].shape == monai[field].shape
@@ -50,13 +51,13 @@ def test_it_is_monais_resampling(grid, slab_voxels, monkeypatch):
 
 
 def test_a_case_that_is_not_resampled_needs_no_memory_for_it(monkeypatch):
-    monkeypatch.setattr(bounded_spacing, "ALWAYS_FITS", 0)
-    monkeypatch.setattr(bounded_spacing, "available_bytes", lambda: 0)
+    monkeypatch.setattr(resampling, "ALWAYS_FITS", 0)
+    monkeypatch.setattr(resampling, "available_bytes", lambda: 0)
     affine = torch.diag(torch.tensor([1.0, 0.8, 2.5, 1.0], dtype=torch.float64))
     case = {"image": MetaTensor(torch.rand(1, 2, 3, 4), affine=affine)}
-    assert spacing(FIELDS, spacing=(1.0, 0.8, 2.5))(case)["image"].as_tensor().equal(case["image"].as_tensor())
+    assert Spacing(FIELDS, spacing=(1.0, 0.8, 2.5))(case)["image"].as_tensor().equal(case["image"].as_tensor())
     with pytest.raises(GridError, match="GiB to resample"):
-        spacing(FIELDS, spacing=(1, 1, 1))(case)
+        Spacing(FIELDS, spacing=(1, 1, 1))(case)
 
 
 @pytest.fixture

@@ -35,8 +35,8 @@ from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import WindowStep
 from volseg.inference.windows import Windowing
 from volseg.memory import available_bytes
-from volseg.transforms.bounded_spacing import ALWAYS_FITS, MOST_VOXELS
 from volseg.transforms.preprocessing import Preprocessing, RememberGrid, StoreVoxels, orientation
+from volseg.transforms.resampling import ALWAYS_FITS, MOST_VOXELS
 
 LEAST_DEVIATION = 1e-8
 
