@@ -7,7 +7,7 @@
                            |<------- held, as a ring: plane i at i % depth ->|
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from volseg.device.triton_tiles import takes
 from volseg.inference import triton_prediction
-from volseg.inference.window_step import WindowStep
+from volseg.inference.window_step import LINKS, WindowStep
 from volseg.inference.windows import BlendPlan, Layer, Region
 
 
@@ -133,20 +133,13 @@ def add_window(
     if takes(blend):
         triton_prediction.add_window(blend, window, importance, first, axis, link, flips)
         return
-    window = LINKS[link](window.flip(tuple(flips)) if flips else window).mul_(importance)
+    window = LINKS[link](window.flip(tuple(flips)) if flips else window, 0).mul_(importance)
     spans = [
         _overlap(at, wide, side, ring=dim == axis)
         for dim, (at, wide, side) in enumerate(zip(first, importance.shape, blend.shape[1:], strict=True))
     ]
     for d, h, w in product(*spans):
         blend[:, d[0], h[0], w[0]].add_(window[:, d[1], h[1], w[1]])
-
-
-LINKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "": lambda probabilities: probabilities,
-    "softmax": lambda logits: logits.float().softmax(0),
-    "sigmoid": lambda logits: logits.float().sigmoid(),
-}
 
 
 def _run(step: WindowStep, windows: Tensor, by_pass: bool) -> Iterator[tuple[Tensor, str, list[int]]]:

@@ -148,16 +148,6 @@ class MeanLogits(WindowStep):
         """Empty: logits are blended."""
         return ""
 
-    def __call__(self, windows: Tensor) -> Tensor:
-        """Return the mean over all passes of the logits: ``(B, K, d, h, w)`` float32."""
-        total: Tensor | None = None
-        for logits, dims in self.passes(windows):
-            one = logits.flip(dims) if dims else logits
-            # A copy: a recorded network's next pass overwrites what it has returned.
-            total = one.clone() if total is None else total.add_(one)
-        assert total is not None
-        return total.div_(self.num_passes)
-
     def passes(self, windows: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
         """Yield the logits of each pass in float32, those of regions moved, and the dims that were mirrored."""
         for logits, dims in WindowStep.passes(self, windows):
