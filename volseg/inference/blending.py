@@ -43,7 +43,6 @@ def blend_slabs(
     *,
     windows_per_step: int,
     device: torch.device,
-    stitch_on: torch.device,
     skips_background: bool = False,
 ) -> Iterator[Slab]:
     """Yield a region of the images' probabilities slab by slab; all slabs share one buffer.
@@ -58,8 +57,8 @@ def blend_slabs(
         The plan of held planes, and the strip of the volume to blend.
     windows_per_step : int
         Windows per pass through the models.
-    device, stitch_on : torch.device
-        Device of the models, and device of the blend.
+    device : torch.device
+        Device of the models and of the blend.
     skips_background : bool
         Whether a window in which the image has one value counts as certain background: probability 1 of the first
         class, or 0 of every region. Only for probabilities.
@@ -67,10 +66,10 @@ def blend_slabs(
     sides = [plan.depth if axis == plan.axis else len(part) for axis, part in enumerate(region.held)]
     d, h, w = (0 if axis == plan.axis else part.start for axis, part in enumerate(region.held))
     origin = d, h, w
-    importance = plan.windowing.importance(plan.window, stitch_on)
-    blend = torch.empty(len(images), step.num_classes, *sides, device=stitch_on)
-    weights = torch.empty(1, *sides, device=stitch_on)
-    by_pass = takes(blend) and device == stitch_on
+    importance = plan.windowing.importance(plan.window, device)
+    blend = torch.empty(len(images), step.num_classes, *sides, device=device)
+    weights = torch.empty(1, *sides, device=device)
+    by_pass = takes(blend)
     share = importance / step.num_passes if by_pass else importance
     for layer in plan.layers:
         for planes in locate_planes(layer.fresh, plan.depth):
@@ -92,7 +91,7 @@ def blend_slabs(
             cut = [_cut(images[index], corner, plan.window) for index, corner in together]
             ats = [[place - start for place, start in zip(corner, origin, strict=True)] for _, corner in together]
             for outputs, link, flips in _run(step, torch.stack(cut).to(device, torch.float32), by_pass):
-                for (index, _), at, output in zip(together, ats, outputs.to(stitch_on), strict=True):
+                for (index, _), at, output in zip(together, ats, outputs.to(device), strict=True):
                     add_window(blend[index], output, share, at, plan.axis, link, flips)
             for (index, _), at in zip(together, ats, strict=True):
                 if index == 0:
