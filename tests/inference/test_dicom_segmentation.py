@@ -14,7 +14,7 @@ from volseg.inference.dicom_segmentation import CODES, code_name, require_dicom_
 from volseg.inference.writing import write_prediction
 from volseg.transforms.preprocessing import build_preprocessing
 
-highdicom = pytest.importorskip("highdicom", reason="the extra `dicom` is not installed")
+pytest.importorskip("highdicom", reason="the extra `dicom` is not installed")
 pydicom = pytest.importorskip("pydicom", reason="the extra `dicom` is not installed")
 pytest.importorskip("SimpleITK", reason="a machine that only runs GPU tests may lack it")
 
@@ -98,17 +98,6 @@ def places_by_hand(path):
     return found, places
 
 
-def places_by_highdicom(path):
-    """Return the same from the volume that highdicom makes of the file."""
-    found = highdicom.seg.segread(path)
-    places = {}
-    for number in found.segment_numbers:
-        volume = found.get_volume(segment_numbers=[number], combine_segments=False, allow_missing_positions=True)
-        indices = np.argwhere(volume.array[..., 0])
-        places[number] = list(volume.map_indices_to_reference(indices)) if len(indices) else []
-    return places
-
-
 def places_of(nifti, values):
     """Return the LPS positions of the voxels that have one of some values, in the NIfTI file that we write."""
     volume = read_volume(nifti)
@@ -142,11 +131,8 @@ def test_voxels_lie_at_the_millimetres_of_the_nifti_file(write_series, tmp_path,
     path = write_dicom_segmentation(labels, volume, tmp_path / "case.dcm", task=ORGANS, series=folder, weights="0")
     nifti = write_prediction(labels, volume, tmp_path / "case.nii.gz")
     _, by_hand = places_by_hand(path)
-    by_highdicom = places_by_highdicom(path)
     for number, value in enumerate((3, 40, 700, 800), start=1):
-        expected = places_of(nifti, [value])
-        assert_same_places(by_hand[number], expected)
-        assert_same_places(by_highdicom[number], expected)
+        assert_same_places(by_hand[number], places_of(nifti, [value]))
     assert by_hand[4] == []
     assert len(by_hand[1]) > 5
 
@@ -222,23 +208,18 @@ def test_what_is_no_series_is_refused_before_anything_is_computed(write_series, 
 
 
 def test_slices_that_cannot_be_referred_to_are_refused(write_series, tmp_path):
-    folder = write_series(leave_out=["FrameOfReferenceUID"])
-    volume = read_volume(folder)
+    folder, other = write_series(leave_out=["FrameOfReferenceUID"]), write_series(folder="other", step=3.0)
+    volume, same, files = read_volume(folder), read_volume(other), sorted(other.iterdir())
     labels = torch.zeros(volume.shape, dtype=torch.uint8)
-    arguments = {"task": TUMOUR, "weights": "0"}
-    with pytest.raises(DataError, match=r"has no FrameOfReferenceUID, and a DICOM segmentation cannot refer to it"):
-        write_dicom_segmentation(labels, volume, tmp_path / "a.dcm", series=folder, **arguments)
-    other = write_series(folder="other", step=3.0)
-    with pytest.raises(GridError, match=r"lies 1 mm away from the label map's nearest plane .* the series"):
-        write_dicom_segmentation(labels, volume, tmp_path / "a.dcm", series=other, **arguments)
-    files = sorted(other.iterdir())
-    with pytest.raises(GridError, match=r"one of 5 slices of 5 x 4 voxels, and the label map has 6 of 5 x 4"):
-        write_dicom_segmentation(labels, volume, tmp_path / "a.dcm", series=files[:5], **arguments)
-    same = read_volume(other)
-    with pytest.raises(GridError, match="two lie at one place"):
-        write_dicom_segmentation(labels, same, tmp_path / "a.dcm", series=[*files[:5], files[0]], **arguments)
-    with pytest.raises(DataError, match=r"holds \[9\], and the values of Brain are \[0, 1, 2\]"):
-        write_dicom_segmentation(labels + 9, same, tmp_path / "a.dcm", series=other, **arguments)
+    for label_map, image, series, error, words in (
+        (labels, volume, folder, DataError, r"has no FrameOfReferenceUID, and a DICOM segmentation cannot refer to it"),
+        (labels, volume, other, GridError, r"lies 1 mm away from the label map's nearest plane .* the series"),
+        (labels, volume, files[:5], GridError, r"one of 5 slices of 5 x 4 voxels, and the label map has 6 of 5 x 4"),
+        (labels, same, [*files[:5], files[0]], GridError, "two lie at one place"),
+        (labels + 9, same, other, DataError, r"holds \[9\], and the values of Brain are \[0, 1, 2\]"),
+    ):
+        with pytest.raises(error, match=words):
+            write_dicom_segmentation(label_map, image, tmp_path / "a.dcm", series=series, task=TUMOUR, weights="0")
     assert not (tmp_path / "a.dcm").exists()
 
 
