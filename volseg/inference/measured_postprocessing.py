@@ -106,7 +106,7 @@ class MeasuredPostprocessing:
 
     def lines(self) -> list[str]:
         """Return a table of the tried steps."""
-        rows = [("step", "structure", "Dice before", "after", "cases", "kept")]
+        rows: list[tuple[str, ...]] = [("step", "structure", "Dice before", "after", "cases", "kept")]
         for tried in self.tried:
             means = [f"{_average(dice):.4f}" for dice in (tried.before, tried.after)]
             name = tried.step.operation.replace("_", " ")

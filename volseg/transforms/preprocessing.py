@@ -147,6 +147,13 @@ class Preprocessing(Compose):
         read.clear()
         return self._apply(handed.pop(), self.transforms)  # a variable here would keep the input alive
 
+    def inverse(self, _: Any) -> Any:
+        """Refuse MONAI's inversion by a trace, of which `Spacing` would leave its part out without an error."""
+        raise GridError(
+            "preprocessing keeps no trace to invert; predictions return by the affines of both grids: take Predictor, "
+            "or volseg.inference.original_grid.resample"
+        )
+
     @property
     def suits_devices(self) -> bool:
         """Whether a GPU computes the same, except for the last bit of resampled voxels."""
