@@ -1,8 +1,8 @@
-"""Our way back to the grid of the file against MONAI's Invertd, which replays its trace step by step."""
+"""Our way back to the grid of the file against MONAI's Invertd, which replays MONAI's own chain step by step."""
 
 import torch
 from monai.data import MetaTensor
-from monai.transforms import Invertd
+from monai.transforms import Compose, CropForegroundd, DivisiblePadd, Invertd, Orientationd, Spacingd
 
 from volseg.inference.original_grid import resample
 from volseg.transforms.grid import Grid
@@ -25,9 +25,19 @@ def test_probabilities_come_back_as_by_monai():
         ]
     )
     done = preprocessing({"case": "x", "image": MetaTensor(image, affine=ANTERIOR_SUPERIOR_LEFT)})
+    chain = Compose(
+        [
+            Orientationd("image", axcodes="RAS", labels=(("L", "R"), ("P", "A"), ("I", "S"))),
+            CropForegroundd("image", source_key="image", select_fn=lambda volume: volume != 0),
+            Spacingd("image", pixdim=[1, 1.2, 0.8], padding_mode="border"),
+            DivisiblePadd("image", k=8),
+        ]
+    )
+    same = chain({"image": MetaTensor(image, affine=ANTERIOR_SUPERIOR_LEFT)})
+    assert same["image"].shape == done["image"].shape
     probabilities = torch.rand(2, *done["image"].shape[1:])
-    done["pred"] = MetaTensor(probabilities).copy_meta_from(done["image"])
-    theirs = Invertd("pred", preprocessing, orig_keys="image", nearest_interp=False)(done)["pred"]
+    same["pred"] = MetaTensor(probabilities).copy_meta_from(same["image"])
+    theirs = Invertd("pred", chain, orig_keys="image", nearest_interp=False)(same)["pred"]
     padded = done["image"].meta["padding"]
     inner = tuple(
         slice(before, side - after) for (before, after), side in zip(padded, probabilities.shape[1:], strict=True)

@@ -65,24 +65,27 @@ def test_less_is_better_of_distances_and_infinite_ones_are_in_no_number_but_thei
     assert "HD95: difference by case; the second method is better left of 0" in picture
 
 
-def test_equal_methods_do_not_differ():
+def test_equal_methods_do_not_differ_and_nothing_has_no_numbers():
     [result] = compare_methods([method("a", FIRST), method("b", FIRST)])
     assert (result["p_value"], result["mean_difference"], result["num_equal"]) == (1, 0, 20)
-
-
-def test_nothing_to_compare_has_no_numbers():
     [result] = compare_methods([method("a", [math.nan] * 3), method("b", [math.nan] * 3)])
     assert (result["num_cases"], result["p_value"]) == (0, 1)
     assert math.isnan(result["mean_difference"])
     assert math.isnan(result["median_difference"])
 
 
-def test_what_is_not_the_same_is_refused_in_words():
-    with pytest.raises(DataError, match=r"5 case\(s\) are in both, 15 only in the first \(05, 06, 07, 08, 09 and 10"):
-        compare_methods([method("a", FIRST), method("b", FIRST[:5])])
-    with pytest.raises(DataError, match=r"1 label\(s\) are in both, 0 only in the first \(none\), 1 only in the"):
-        compare_methods([method("a", FIRST), method("b", FIRST, labels=("1", "2"))])
-    with pytest.raises(DataError, match="two methods or more, got 1"):
-        compare_methods([method("a", FIRST)])
-    with pytest.raises(DataError, match="two methods are called 'a'"):
-        compare_methods([method("a", FIRST), method("a", FIRST)])
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (
+            [("a", FIRST), ("b", FIRST[:5])],
+            r"5 case\(s\) are in both, 15 only in the first \(05, 06, 07, 08, 09 and 10",
+        ),
+        ([("a", FIRST), ("b", FIRST, "Dice", "12")], r"1 label\(s\) are in both, 0 only in the first \(none\), 1 only"),
+        ([("a", FIRST)], "two methods or more, got 1"),
+        ([("a", FIRST), ("a", FIRST)], "two methods are called 'a'"),
+    ],
+)
+def test_what_is_not_the_same_is_refused_in_words(methods, message):
+    with pytest.raises(DataError, match=message):
+        compare_methods([method(*arguments) for arguments in methods])

@@ -96,34 +96,50 @@ def test_missing_predictions_are_an_error_unless_they_are_allowed(folders):
     assert len(evaluated.summary["metric_per_case"]) == 3
 
 
-def test_names_are_paired_without_channels_and_words(tmp_path):
-    for name in ("a_0000.nii.gz", "b_pred.nii", "c.mha.nii.gz", "d_0001.nii.gz"):
-        write(tmp_path / "out" / name)
-    for name in ("a.nii.gz", "b_seg.nii.gz", "c.mha.nii.gz", "d_0001.nii.gz", "d_0002.nii.gz"):
-        write(tmp_path / "labels" / name)
-    pairs = pair_files(tmp_path / "out", tmp_path / "labels")
-    assert {case: pair[0].name for case, pair in pairs.matched.items()} == {
-        "a": "a_0000.nii.gz",
-        "b_seg": "b_pred.nii",
-        "c.mha": "c.mha.nii.gz",
-        "d_0001": "d_0001.nii.gz",  # whose number is part of its name
+@pytest.fixture
+def write_names(tmp_path):
+    """Return a function that writes predictions and labels of these names, and their folders."""
+
+    def write_both(predictions, labels):
+        for folder, names in (("out", predictions), ("labels", labels)):
+            for name in names.split():
+                write(tmp_path / folder / f"{name}.nii.gz")
+        return tmp_path / "out", tmp_path / "labels"
+
+    return write_both
+
+
+def test_names_are_paired_without_channels_and_words(write_names):
+    both = write_names("a_0000 b_pred c.mha d_0001", "a b_seg c.mha d_0001 d_0002")
+    pairs = pair_files(*both)
+    assert {case: pair[0].name.removesuffix(".nii.gz") for case, pair in pairs.matched.items()} == {
+        "a": "a_0000",
+        "b_seg": "b_pred",
+        "c.mha": "c.mha",
+        "d_0001": "d_0001",  # whose number is part of its name
     }
     assert pairs.missing == ("d_0002",)
-    write(tmp_path / "out" / "a_0001.nii.gz")
+    write_names("a_0001", "")
     with pytest.raises(DataError, match=r"a_0000.nii.gz, a_0001.nii.gz, which may all be case a; keep one"):
-        pair_files(tmp_path / "out", tmp_path / "labels")
+        pair_files(*both)
 
 
-def test_folders_that_cannot_be_paired_are_refused(tmp_path):
-    write(tmp_path / "out" / "a.nii.gz")
-    write(tmp_path / "labels" / "b.nii.gz")
-    with pytest.raises(DataError, match=r"no case is in both .*out \(a\) and .*labels \(b\)"):
-        pair_files(tmp_path / "out", tmp_path / "labels")
+def test_folders_that_cannot_be_paired_are_refused(write_names, tmp_path):
+    out, labels = write_names("pat13_final pat14_final", "pat13 pat14")
+    words = r"no case is in both .*out \(pat13_final, .*labels \(pat13, .*Is pat13_final the prediction of pat13\?"
+    with pytest.raises(DataError, match=words):
+        pair_files(out, labels)
     with pytest.raises(DataError, match="is no folder"):
-        pair_files(tmp_path / "absent", tmp_path / "labels")
-    write(tmp_path / "out" / "a.nii")
+        pair_files(tmp_path / "absent", labels)
+    write_names("pat14", "")
+    with pytest.raises(DataError, match=r"lacks 1 of 2 case\(s\): pat13; .*Is pat13_final the prediction of pat13"):
+        evaluate_folders(out, labels)
+    (out / "predicted.jsonl").write_text('{"channels": ["t1"\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"predicted\.jsonl does not begin with what made the predictions"):
+        pair_files(out, labels)
+    write(out / "pat14.nii")
     with pytest.raises(DataError, match="of one case; keep one"):
-        pair_files(tmp_path / "out", tmp_path / "labels")
+        pair_files(out, labels)
 
 
 def test_a_table_says_which_prediction_is_of_which_case(tmp_path):
@@ -175,21 +191,6 @@ def test_label_maps_of_a_data_set_are_found_beside_its_images(tmp_path):
     }
 
 
-def test_names_that_differ_are_compared(tmp_path):
-    for name in ("pat13_final", "pat14_final"):
-        write(tmp_path / "out" / f"{name}.nii.gz")
-    for name in ("pat13", "pat14"):
-        write(tmp_path / "labels" / f"{name}.nii.gz")
-    with pytest.raises(DataError, match=r"Is pat13_final the prediction of pat13\? .*table \(CSV\)"):
-        pair_files(tmp_path / "out", tmp_path / "labels")
-    write(tmp_path / "out" / "pat14.nii.gz")
-    with pytest.raises(DataError, match=r"lacks 1 of 2 case\(s\): pat13; .*Is pat13_final the prediction of pat13"):
-        evaluate_folders(tmp_path / "out", tmp_path / "labels")
-    (tmp_path / "out" / "predicted.jsonl").write_text('{"channels": ["t1"\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"predicted\.jsonl does not begin with what made the predictions"):
-        pair_files(tmp_path / "out", tmp_path / "labels")
-
-
 def test_labels_are_named_found_or_taken_from_the_files(folders, tmp_path):
     predictions, labels = folders
     assert load_label_names(labels, predictions).structures == {1: "liver"}
@@ -218,22 +219,17 @@ def test_labels_are_named_found_or_taken_from_the_files(folders, tmp_path):
 
 
 def test_only_what_is_asked_for_is_measured(folders):
-    predictions, labels = folders
-    result = evaluate("--predictions", predictions, "--labels", labels, "--metrics", "dice,iou")
+    arguments = ["--predictions", folders[0], "--labels", folders[1], "--overwrite"]
+    assert evaluate(*arguments, "--lesions", "liver").exit_code == 0
+    told = json.loads((folders[0] / "summary.json").read_text(encoding="utf-8"))
+    assert told["mean"]["1"]["lesion_recall"] == 1.0  # the last shares 1 of 7 planes, which is enough
+    result = evaluate(*arguments, "--metrics", "dice,iou")
     assert result.exit_code == 0, result.output
-    assert "HD95" not in result.output + (predictions / "summary.json").read_text(encoding="utf-8")
+    assert "HD95" not in result.output + (folders[0] / "summary.json").read_text(encoding="utf-8")
     for wrong, message in (("dise", "did you mean 'Dice'"), ("nsd", "--tolerance MM")):
-        result = evaluate("--predictions", predictions, "--labels", labels, "--metrics", wrong, "--overwrite")
+        result = evaluate(*arguments, "--metrics", wrong)
         assert isinstance(result.exception, ConfigError)
         assert message in str(result.exception)
-
-
-def test_lesions_are_counted_where_asked(folders):
-    predictions, labels = folders
-    result = evaluate("--predictions", predictions, "--labels", labels, "--lesions", "liver")
-    assert result.exit_code == 0, result.output
-    told = json.loads((predictions / "summary.json").read_text(encoding="utf-8"))
-    assert told["mean"]["1"]["lesion_recall"] == 1.0  # the last shares 1 of 7 planes, which is enough
 
 
 def test_compare_pairs_cases_and_writes_what_it_says(folders, tmp_path):

@@ -8,17 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from monai.data import MetaTensor
 
+from volseg.data.cases import Task
 from volseg.errors import ConfigError, DataError, GridError
 from volseg.evaluation.overlap import METRICS, evaluate_case
-from volseg.evaluation.scoring import Scoring, choose_scoring, match_lesions
+from volseg.evaluation.scoring import Scoring, choose_scoring, match_lesions, published_results
 from volseg.evaluation.summary import (
     EvaluatedCase,
     complete_summary,
     count_undefined,
     evaluate_files,
     read_names,
+    read_structure,
     read_summary,
     summarise,
     write_summary,
@@ -106,16 +109,6 @@ def test_a_missed_structure_is_missed_whatever_its_voxels(tmp_path):
     assert read_summary(path)["metric_per_case"][0]["metrics"]["1"]["HD95"] == math.inf
 
 
-def test_mm_need_an_affine():
-    with pytest.raises(DataError, match="the label has no affine"):
-        evaluate_case(np.ones((2, 2, 2)), np.ones((2, 2, 2)), {1: "a"}, scoring=Scoring())
-
-
-def test_a_label_map_of_two_channels_is_refused():
-    with pytest.raises(GridError, match="one channel, got 2"):
-        evaluate_case(torch.ones(2, 2, 2, 2), torch.ones(2, 2, 2, 2), {1: "a"})
-
-
 def test_lesions_are_matched_once_each_and_the_best_first():
     reference, prediction = np.zeros((2, 1, 1, 30), dtype=bool)
     reference[..., 0:10] = reference[..., 12:16] = reference[..., 20:22] = True
@@ -147,6 +140,7 @@ def test_structures_are_asked_for_by_name():
 
 @pytest.fixture
 def summary():
+    """Return three cases: equal, moved by a voxel, and without the second label."""
     prediction, reference = label_map((1, 1, 5), (2, 6, 8)), label_map((1, 1, 5), (2, 6, 8))
     moved = MetaTensor(torch.roll(reference.as_tensor(), 1, 3), affine=reference.affine)
     pairs = [(prediction, reference), (moved, reference), (label_map((1, 1, 5)), reference)]
@@ -171,83 +165,61 @@ def test_an_undefined_distance_is_counted_and_in_no_mean(summary):
 
 
 def test_a_summary_comes_back_as_it_was_with_its_infinities(summary, tmp_path):
+    """The keys that nnU-Net's own readers go by come first, and their numbers are those of counts alone."""
     path = write_summary(complete_summary(summary, ALL, LABELS), tmp_path / "validation" / "summary.json")
     assert repr(read_summary(path)) == repr(summary)
     assert read_names(path) == {"0": "background", "1": "organ", "2": "tumour"}
-    json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail)
-
-
-def test_other_programs_find_what_they_look_for(summary, tmp_path):
-    """The keys that nnU-Net's own readers go by come first, and their numbers are those of counts alone."""
-    path = write_summary(complete_summary(summary, ALL, LABELS), tmp_path / "summary.json")
-    told = json.loads(path.read_text(encoding="utf-8"))
+    told = json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert list(told)[:3] == ["foreground_mean", "mean", "metric_per_case"]
     for part in (told["foreground_mean"], told["mean"]["1"], told["metric_per_case"][2]["metrics"]["2"]):
         assert tuple(part)[: len(METRICS)] == METRICS
     assert told["metric_per_case"][2]["metrics"]["2"]["HD95"] is None
 
 
-STRUCTURES = {1: "anterior", 2: "posterior", 3: "never there"}
+STRUCTURES = {1: "anterior", 2: "posterior", (1, 3): "a region"}
 
 
-def case_of(prediction, label, name) -> EvaluatedCase:
-    metrics = evaluate_case(torch.tensor([[prediction]]), torch.tensor([[label]]), STRUCTURES)
+def case_of(prediction, label, name, **settings) -> EvaluatedCase:
+    metrics = evaluate_case(torch.tensor([[prediction]]), torch.tensor([[label]]), STRUCTURES, **settings)
     return EvaluatedCase(metrics=metrics, prediction_file=Path("pred") / name, reference_file=f"ref/{name}")
 
 
-@pytest.fixture
-def short():
-    cases = [
-        case_of([1, 1, 2, 0], [1, 1, 2, 2], "a.nii.gz"),  # Dice 1 and 2/3
-        case_of([1, 0, 0, 0], [1, 1, 0, 0], "b.nii.gz"),  # Dice 2/3 and nothing to find
-    ]
-    return summarise(cases)
-
-
-def test_summary_has_nnunets_shape(short):
+def test_a_summary_is_nnunets_and_its_means_leave_out_what_was_not_there():
+    short = summarise(
+        [
+            case_of(
+                [1, 1, 2, 0], [1, 1, 2, 2], "a.nii.gz", labelled=(1, 2)
+            ),  # Dice 1 and 2/3; value 3 is not annotated
+            case_of([1, 0, 0, 0], [1, 1, 0, 0], "b.nii.gz"),  # Dice 2/3 and nothing to find
+        ]
+    )
     assert list(short) == ["foreground_mean", "mean", "metric_per_case"]
-    assert list(short["mean"]) == ["1", "2", "3"]
+    assert list(short["mean"]) == ["1", "2", "(1, 3)"]  # as nnU-Net names regions
+    assert [read_structure(key) for key in short["mean"]] == list(STRUCTURES)
     assert set(short["foreground_mean"]) == set(short["mean"]["1"]) == set(METRICS)
     first = short["metric_per_case"][0]
     assert list(first) == ["metrics", "prediction_file", "reference_file"]
     assert (first["prediction_file"], first["reference_file"]) == (os.path.join("pred", "a.nii.gz"), "ref/a.nii.gz")
     assert first["metrics"]["2"]["FN"] == 1
-
-
-def test_means_leave_out_what_was_not_there(short):
-    assert short["mean"]["1"]["Dice"] == pytest.approx((1 + 2 / 3) / 2)
-    assert short["mean"]["2"]["Dice"] == pytest.approx(2 / 3)  # the second case has no label 2
-    assert math.isnan(short["mean"]["3"]["Dice"])
-    assert short["foreground_mean"]["Dice"] == pytest.approx((5 / 6 + 2 / 3) / 2)
+    assert math.isnan(first["metrics"]["(1, 3)"]["TP"])
+    dice = {key: mean["Dice"] for key, mean in short["mean"].items()}
+    assert dice == pytest.approx({"1": 5 / 6, "2": 2 / 3, "(1, 3)": 2 / 3})  # the second case has no label 2
+    assert short["foreground_mean"]["Dice"] == pytest.approx((5 / 6 + 2 / 3 + 2 / 3) / 3)
     assert short["mean"]["2"]["n_ref"] == 1  # counts are never absent: 2 and 0
-    assert short["foreground_mean"]["TN"] == pytest.approx((2 + 3 + 4) / 3)
-
-
-def test_summary_of_nnunet_is_read(tmp_path):
-    path = tmp_path / "summary.json"
-    path.write_text(
-        '{"foreground_mean": {"Dice": 0.9}, "mean": {"1": {"Dice": NaN}}, "metric_per_case": []}', encoding="utf-8"
-    )
-    assert math.isnan(read_summary(path)["mean"]["1"]["Dice"])
 
 
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"mean": {}}', '{"foreground_mean": {}, "mean": [], "metric_per_case": 3}']
 )
-def test_what_is_no_summary_is_refused(tmp_path, text):
+def test_nnunets_summary_is_read_and_another_file_refused(tmp_path, text):
     path = tmp_path / "summary.json"
+    path.write_text('{"foreground_mean": {}, "mean": {"1": {"Dice": NaN}}, "metric_per_case": []}', encoding="utf-8")
+    assert math.isnan(read_summary(path)["mean"]["1"]["Dice"])
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=r"summary\.json is not a summary.json as volseg and nnU-Net write it"):
         read_summary(path)
-
-
-def test_failing_write_leaves_the_old_summary(short, tmp_path):
-    path = write_summary(short, tmp_path / "summary.json")
-    old = path.read_text(encoding="utf-8")
-    with pytest.raises(TypeError):
-        write_summary(short | {"mean": object()}, path)
-    assert path.read_text(encoding="utf-8") == old
-    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(DataError, match="a summary's keys are label values"):
+        read_structure("(1, x)")
 
 
 def test_nothing_and_mixed_labels_are_refused():
@@ -273,10 +245,33 @@ def test_files_are_compared_and_named_when_they_cannot_be(tmp_path):
         evaluate_files(moved, reference, STRUCTURES)
 
 
-@pytest.mark.real_data
-def test_real_label_files_equal_themselves(msd_task04):
-    files = sorted((msd_task04 / "labelsTr").glob("hippocampus_*.nii.gz"))[:20]
-    short = summarise([evaluate_files(file, file, {1: "Anterior", 2: "Posterior"}) for file in files])
-    assert short["foreground_mean"]["Dice"] == 1
-    assert short["foreground_mean"]["FP"] == 0
-    assert short["mean"]["1"]["n_ref"] > 500  # anterior: about 1700 voxels a case
+FOLDER = Path(__file__).parents[2] / "datasets" / "msd"
+MANIFESTS = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
+HIPPOCAMPUS = {0: "background", 1: "Anterior", 2: "Posterior"}
+
+
+def task_of(name, labels):
+    return Task(name=name, root=Path("x"), modalities=("MRI",), labels=labels, training=(), test=())
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_every_manifest_gives_its_rows(name):
+    manifest = MANIFESTS[name]
+    labels = {value: label.swapcase() for value, label in manifest["labels"].items()}  # spelt otherwise, the same label
+    results = published_results(task_of(name, labels))
+    for result, row in zip(results, manifest["published"], strict=True):
+        is_crossed = "cross-validation" in row["evaluation"]
+        count = manifest["num_training" if is_crossed else "num_test"]
+        assert result == {**{key: row[key] for key in ("method", "evaluation", "dice", "source")}, "num_cases": count}
+        assert is_crossed or row["evaluation"] == "challenge test set"
+
+
+@pytest.mark.parametrize("name", ["Task00_Synthetic", "../msd/Task04_Hippocampus", "", "*"])
+def test_a_task_without_manifest_has_no_published_results(name):
+    assert published_results(task_of(name, HIPPOCAMPUS)) == []
+
+
+@pytest.mark.parametrize("labels", [{1: "hippocampus"}, {1: "Posterior", 2: "Anterior"}])
+def test_published_results_of_other_labels_are_not_compared(labels, caplog):
+    assert published_results(task_of("Task04_Hippocampus", {0: "background", **labels})) == []
+    assert "published results of Task04_Hippocampus are about labels" in caplog.text

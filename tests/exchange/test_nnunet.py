@@ -82,32 +82,19 @@ def test_probabilities_are_those_of_the_mean_logits(tmp_path):
     assert uncertain[labels == 0].mean() < uncertain[labels > 0].mean()
 
 
-def test_its_measured_postprocessing_is_not_run_and_told(model, caplog):
-    (model / "crossval_results_folds_0").mkdir()
-    (model / "crossval_results_folds_0" / "postprocessing.pkl").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    assert load_trained(model).postprocessing is None
-    assert "postprocessing.pkl is not applied: it is a pickle" in caplog.text
-
-
-def test_a_folder_is_recognised_and_mirrored_as_its_checkpoint_says(model):
+def test_a_folder_is_recognised_and_mirrored_as_its_checkpoint_says(model, caplog):
     assert is_nnunet_model(model)
     assert not is_nnunet_model(model / "fold_0")
+    (model / "crossval_results_folds_0").mkdir()
+    (model / "crossval_results_folds_0" / "postprocessing.pkl").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     trained = load_trained(model)
+    assert trained.postprocessing is None
+    assert "postprocessing.pkl is not applied: it is a pickle" in caplog.text
     assert trained.build_predictor().mirror_axes == (0, 1)
     assert trained.task.regions == {"whole": (1, 2), "core": (2,)}
     assert load_trained(model, overrides=["inference.mirror=false"]).build_predictor().mirror_axes == ()
     with pytest.raises(ConfigError, match=r"windows of the patch of its plans, \[8, 24, 24\], got .*\(32, 32, 32\)"):
         load_trained(model, overrides=["inference.window=[32,32,32]"])
-
-
-def test_regions_without_an_order_are_refused(model):
-    """They were painted in an order of our own, where nnU-Net predicts nothing."""
-    file = model / "dataset.json"
-    declared = json.loads(file.read_text(encoding="utf-8"))
-    del declared["regions_class_order"]
-    file.write_text(json.dumps(declared), encoding="utf-8")
-    with pytest.raises(DataError, match="declares regions and no regions_class_order"):
-        load_trained(model)
 
 
 def test_label_maps_of_other_plans_are_not_gone_on_with(model, tmp_path):
@@ -265,7 +252,14 @@ def test_plans_of_before_describe_the_same_network(model):
     assert dict(old.network) == {**plain.network, "filters": [4, 8, 8]}
 
 
-def test_damaged_plans_are_named(model):
+def test_damaged_plans_and_regions_without_an_order_are_refused(model):
+    """The regions were painted in an order of our own, where nnU-Net predicts nothing."""
+    file = model / "dataset.json"
+    declared = json.loads(file.read_text(encoding="utf-8"))
+    del declared["regions_class_order"]
+    file.write_text(json.dumps(declared), encoding="utf-8")
+    with pytest.raises(DataError, match="declares regions and no regions_class_order"):
+        load_trained(model)
     (model / "plans.json").write_text("{}", encoding="utf-8")
     with pytest.raises(DataError, match="should hold nnU-Net's plans"):
         load_trained(model)
@@ -310,13 +304,13 @@ def test_thick_axes_are_nnunets(rule, before, after, axis):
     assert compute_thick_axis(rule, before, after) == axis
 
 
-def prepare(model, voxels, affine=None):
-    image = MetaTensor(torch.as_tensor(voxels).float(), affine=torch.eye(4) if affine is None else affine)
+def prepare(model, voxels):
+    image = MetaTensor(voxels, affine=torch.eye(4))
     plan = read_plan(model / "plans.json", "3d_fullres")
     return build_preprocessing(plan)({"case": "one", "image": image})["image"]
 
 
-def test_moments_are_those_inside_and_holes_count_as_inside(model):
+def test_images_are_cropped_and_moments_are_those_inside_with_holes(model):
     change_plans(model, spacing=[1.0, 1.0, 1.0])
     voxels = torch.zeros(2, 9, 9, 9)
     voxels[:, 2:7, 2:7, 2:7] = torch.rand(2, 5, 5, 5) + 5
@@ -326,13 +320,6 @@ def test_moments_are_those_inside_and_holes_count_as_inside(model):
     for channel in prepared:
         assert abs(channel.mean()) < 1e-5
         assert abs(channel.std(correction=0) - 1) < 1e-5
-
-
-def test_an_empty_image_is_not_cropped(model):
-    change_plans(model, spacing=[1.0, 1.0, 1.0])
-    assert prepare(model, torch.zeros(2, 6, 7, 8)).shape == (2, 8, 7, 6)  # slowest axis first
-
-
-def test_an_image_of_other_channels_is_refused(model):
+    assert prepare(model, torch.zeros(2, 6, 7, 8)).shape == (2, 8, 7, 6)  # not cropped; slowest axis first
     with pytest.raises(DataError, match=r"case one: the image has 1 channel\(s\), the plans normalise 2"):
         prepare(model, torch.rand(1, 8, 8, 8))

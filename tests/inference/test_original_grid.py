@@ -70,14 +70,16 @@ def test_a_grid_rounded_by_its_file_format_needs_no_interpolation():
     assert resample(rounded, volume, grid((40, 40, 40))).equal(volume)
 
 
-def test_probabilities_must_lie_on_their_grid():
-    with pytest.raises(GridError, match=r"\(2, 4, 4, 5\) does not lie on a grid of \(4, 4, 4\) voxels"):
-        label_map_on(grid((4, 4, 4)), torch.zeros(2, 4, 4, 5), grid((4, 4, 4)))
-
-
-def test_more_classes_than_a_byte_holds_are_refused():
-    with pytest.raises(GridError, match="holds 256 labels, the model has 257"):
-        label_map_on(grid((1, 1, 1)), torch.zeros(257, 1, 1, 1), grid((1, 1, 1)))
+@pytest.mark.parametrize(
+    ("probabilities", "message"),
+    [
+        (torch.zeros(2, 4, 4, 5), r"\(2, 4, 4, 5\) does not lie on a grid of \(4, 4, 4\) voxels"),
+        (torch.zeros(257, 4, 4, 4), "holds 256 labels, the model has 257"),
+    ],
+)
+def test_other_probabilities_are_refused(probabilities, message):
+    with pytest.raises(GridError, match=message):
+        label_map_on(grid((4, 4, 4)), probabilities, grid((4, 4, 4)))
 
 
 def make_image(size=(4, 5, 6)):
@@ -97,39 +99,27 @@ def by_hand(probabilities, values):
 
 
 @pytest.mark.parametrize("values", [(2, 1, 4), (1, 300, 14175), (1, 1, 2)])
-def test_regions_are_painted_in_their_order(values):
-    probabilities, image = torch.rand(3, 4, 5, 6), make_image()
-    painted = original_label_map(probabilities, image, values=values, regions=True)
-    assert painted.dtype == (torch.uint8 if max(values) < 256 else torch.int32)
-    assert np.array_equal(painted[0].numpy(), by_hand(probabilities, values))
-
-
-@pytest.mark.parametrize("window", [None, (4, 4, 4)])
-@pytest.mark.parametrize("mirror", [False, True])
-def test_a_network_of_regions_is_asked_for_sigmoids(window, mirror):
-    """One without neighbourhood: windows and mirrorings change nothing. Regions may be sure at once."""
+@pytest.mark.parametrize(("window", "mirror"), [(None, False), ((4, 4, 4), True)])
+def test_sigmoids_of_regions_are_painted_in_their_order(window, mirror, values):
+    """A network without neighbourhood: windows and mirrorings change nothing. Regions may be certain at once."""
     image = make_image()
     scale = torch.tensor([4.0, -3.0, 1.0]).view(1, 3, 1, 1, 1)
     predictor = Predictor(
-        model=lambda x: scale * x, num_classes=3, values=(1, 2, 4), regions=True, window=window, mirror=mirror
+        model=lambda x: scale * x, num_classes=3, values=values, regions=True, window=window, mirror=mirror
     )
     expected = (scale * image.as_tensor()).sigmoid()[0]
     torch.testing.assert_close(predictor.probabilities(image.as_tensor()[None])[0], expected)
-    assert np.array_equal(predictor({"case": "a", "image": image})[0].numpy(), by_hand(expected, (1, 2, 4)))
+    painted = predictor({"case": "a", "image": image})
+    assert painted.dtype == (torch.uint8 if max(values) < 256 else torch.int32)
+    assert np.array_equal(painted[0].numpy(), by_hand(expected, values))
 
 
-def test_classes_become_their_values():
-    image = make_image()
-    model = torch.nn.Conv3d(1, 3, 1)
-    plain, gaps = Predictor(model=model, num_classes=3), Predictor(model=model, num_classes=3, values=(0, 7, 500))
-    case = {"case": "a", "image": image}
-    assert torch.equal(torch.tensor([0, 7, 500], dtype=torch.int32)[plain(case).long()], gaps(case).as_tensor())
-
-
-def test_a_network_of_another_number_of_regions_is_refused():
-    predictor = Predictor(model=lambda x: x, num_classes=2, values=(1, 2), regions=True)
-    with pytest.raises(GridError, match="one channel per region, got"):
-        predictor({"case": "a", "image": make_image()})
+@pytest.mark.parametrize("values", [(0, 7, 500), (2, 1, 4)])
+def test_classes_become_their_values(values):
+    probabilities, image = torch.rand(3, 4, 5, 6), make_image()
+    labels = original_label_map(probabilities, image, values=values)
+    assert labels.dtype == (torch.uint8 if max(values) < 256 else torch.int32)
+    assert torch.equal(torch.tensor(values)[probabilities.argmax(0)], labels[0].as_tensor().long())
 
 
 @pytest.mark.parametrize(

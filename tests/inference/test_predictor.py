@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch import nn
 from volseg.errors import ConfigError, GridError, NonFinitePredictionError
 from volseg.inference.predictor import Predictor, SharedPredictor
 from volseg.inference.window_step import full_logits, record_models
-from volseg.inference.windows import list_layers, restrict_layers
 from volseg.parallel import FastKernels
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -31,25 +31,6 @@ def two_classes(images: torch.Tensor) -> torch.Tensor:
 def pointwise(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Conv3d(1, 3, 1)
-
-
-@pytest.mark.parametrize("window", [None, (8, 8, 8), (6, 20, 5), (32, 32, 32)])
-@pytest.mark.parametrize("mirror", [False, True, [0, 2]])
-def test_a_model_without_neighbourhood_is_applied_voxel_by_voxel(window, mirror):
-    image = case_of(11, 13, 9)["image"]
-    predictor = Predictor(model=two_classes, num_classes=2, window=window, mirror=mirror)
-    (probabilities,) = predictor.probabilities(image[None].as_tensor())
-    # Averages over up to 8 passes and 8 windows in float32.
-    torch.testing.assert_close(probabilities[1], image[0].as_tensor().sigmoid(), atol=2e-6, rtol=0)
-    torch.testing.assert_close(probabilities.sum(0), torch.ones(11, 13, 9), atol=2e-6, rtol=0)
-
-
-def test_label_map_has_the_geometry_of_the_file():
-    case = case_of(5, 6, 7)
-    labels = Predictor(model=two_classes, num_classes=2)(case)
-    assert labels.dtype == torch.uint8
-    assert labels.affine.equal(SHIFTED)
-    assert labels.as_tensor().equal((case["image"] > 0).as_tensor().to(torch.uint8))
 
 
 def test_mirroring_averages_probabilities_over_all_mirrorings_of_the_axes():
@@ -143,27 +124,13 @@ def test_mixed_precision_averages_in_float32():
     torch.testing.assert_close(half, full, atol=2e-2, rtol=0)  # bfloat16 keeps 8 bits
 
 
-def test_deep_supervision_counts_by_its_first_output():
+def test_deep_supervision_counts_by_its_first_output_and_a_sharded_volume_is_gathered():
     logits = [torch.zeros(1, 2, 8, 8, 8), torch.zeros(1, 2, 4, 4, 4)]
     assert full_logits(logits) is logits[0]
     network = DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8], deep_supervision=True, deep_supr_num=1)
     assert Predictor(model=network.train(), num_classes=2)(case_of(8, 8, 8)).shape == (1, 8, 8, 8)
-
-
-def test_a_sharded_volume_is_gathered():
-    class Shards:
-        def __init__(self, parts):
-            self.parts = parts
-
-        def full_tensor(self):
-            return torch.cat(self.parts, 2)
-
-    def sharded(images):
-        return Shards(two_classes(images).chunk(2, 2))
-
-    case = case_of(6, 4, 4)
-    labels = Predictor(model=sharded, num_classes=2)(case)
-    assert labels.as_tensor().equal((case["image"] > 0).as_tensor().to(torch.uint8))
+    halves = torch.randn(1, 2, 6, 4, 4).chunk(2, 2)
+    assert full_logits(SimpleNamespace(full_tensor=lambda: torch.cat(halves, 2))).equal(torch.cat(halves, 2))
 
 
 @pytest.mark.parametrize(
@@ -257,64 +224,31 @@ def make(count: int, **settings) -> tuple[Predictor, SharedPredictor]:
 def test_label_maps_are_those_of_one_device(count, settings):
     case = draw_case()
     alone, together = make(count, **settings)
-    (expected,), (found,) = (each.predict([case], also=["entropy"]) for each in (alone, together))
-    assert torch.equal(found.labels.as_tensor(), expected.labels.as_tensor())
+    (expected,), (found,) = (each.predict([case], also=["entropy", "probabilities"]) for each in (alone, together))
     assert torch.equal(found.labels.affine, expected.labels.affine)
-    assert torch.equal(found.entropy.as_tensor(), expected.entropy.as_tensor())
+    for name in ("labels", "entropy", "probabilities"):
+        assert torch.equal(getattr(found, name).as_tensor(), getattr(expected, name).as_tensor())
     computed = [predictor.model.windows for predictor in together.predictors]
     if count > 1 and "memory" not in settings:
         assert all(0 < len(windows) < len(alone.model.windows) for windows in computed)
         assert len({ident for windows in computed for ident in windows}) <= count
 
 
-def test_probabilities_too_and_one_case_after_the_other():
-    cases = [draw_case(), draw_case((9, 30, 12)), draw_case((5, 6, 7))]  # the last one is less than a window
-    alone, together = make(2)
-    expected = [prediction for _, prediction in alone.stream(cases, also=["probabilities"])]
-    found = together.predict(cases, also=["probabilities"])
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.labels.as_tensor(), other.labels.as_tensor())
-        assert torch.equal(one.probabilities.as_tensor(), other.probabilities.as_tensor())
-
-
-def test_a_value_that_is_not_finite_is_found_in_any_part():
-    for plane in (0, 29):
+def test_several_devices_predict_case_after_case_and_name_the_one_that_is_not_finite():
+    cases = [draw_case((9, 30, 12)), draw_case((5, 6, 7))]  # the last one is less than a window
+    alone, together = make(3)
+    for found, (_, expected) in zip(together.predict(cases), alone.stream(cases), strict=True):
+        assert torch.equal(found.labels.as_tensor(), expected.labels.as_tensor())
+    for plane in (0, -1):
         case = draw_case()
-        case["image"][0, 3, 3, min(plane, case["image"].shape[-1] - 1)] = float("nan")
+        case["image"][0, 3, 3, plane] = float("nan")
         with pytest.raises(NonFinitePredictionError, match="case ct"):
-            make(3)[1].predict([case])
-
-
-def test_an_error_in_a_part_is_the_cases():
-    _, together = make(2)
+            together.predict([case])
     together.predictors[1].model.layers[0] = nn.Conv3d(2, 4, 3)
     with pytest.raises(RuntimeError, match="channels"):
         together.predict([draw_case()])
-
-
-def test_whole_volumes_are_not_cut():
     with pytest.raises(ConfigError, match=r"inference\.window is null"):
         make(2, window=None)
-
-
-@pytest.mark.parametrize(("starts", "window", "side"), [([0, 4, 6], 8, 14), ([0, 3, 6, 9, 12, 13], 5, 18), ([0], 9, 9)])
-def test_every_cell_has_all_its_windows(starts, window, side):
-    layers = list_layers(starts, window, side)
-    for start in range(side):
-        for stop in range(start + 1, side + 1):
-            kept = restrict_layers(layers, window, range(start, stop))
-            assert [cell for layer in kept for cell in layer.ready] == list(range(start, stop))
-            held: set[int] = set()
-            done: set[int] = set()
-            for layer in kept:
-                assert held.isdisjoint(layer.fresh)
-                held.update(layer.fresh)
-                assert set(range(layer.starts[0], layer.starts[0] + window)) <= held
-                done.update(layer.finished)
-                for cell in layer.ready:
-                    assert {cell, min(cell + 1, side - 1)} <= done
-            touching = {first for first in starts if first <= min(stop, side - 1) and first + window > start}
-            assert touching <= {layer.starts[0] for layer in kept}
 
 
 @pytest.mark.gpu

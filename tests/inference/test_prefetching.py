@@ -43,55 +43,38 @@ class StopError(Exception):
     """A request to stop, as a signal makes one."""
 
 
-def stop(case):
-    raise StopError
-
-
 @pytest.fixture
 def write(tmp_path):
     return partial(write_into, tmp_path)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_files_are_those_of_the_plain_loop(tmp_path, batch):
-    cases, model = paths(7), predictor()
-    for case in cases:
-        prepared = prepare(case)
-        write_into(tmp_path / "plain", prepared, Prediction(labels=model(prepared)))
-    write = partial(write_into, tmp_path / "overlapped")
-    outcomes = list(overlapped(iter(cases), prepare, model.predict, write, batch_size=batch))
-    assert [outcome.case for outcome in outcomes] == cases  # the cases as they were given, in their order
-    for outcome in outcomes:
-        assert outcome.fault is None
-        assert outcome.file.read_bytes() == (tmp_path / "plain" / outcome.file.name).read_bytes()
-        assert outcome.seconds.keys() == {"read", "compute", "write"}
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_preparation_may_end_in_the_thread_that_computes(tmp_path, write, batch):
-    threads = set()
+@pytest.mark.parametrize("finishes", [False, True])
+def test_files_are_those_of_the_plain_loop(tmp_path, batch, finishes):
+    """Also of cases whose preparation ends in the thread that computes."""
+    cases, model, readers = paths(7), predictor(), set()
 
     def read(case):
-        threads.add(threading.current_thread())
+        readers.add(threading.current_thread())
         return dict(case)
 
     def finish(case):
-        assert threading.current_thread() not in threads
+        assert threading.current_thread() not in readers
         if case["number"] == 2:
             raise ReaderError("of no use after all")
         return prepare(case)
 
-    model = predictor()
-    outcomes = list(overlapped(paths(5), read, model.predict, write, finish=finish, batch_size=batch))
-    assert sorted(outcome.case["number"] for outcome in outcomes) == list(range(5))
-    assert [str(outcome.fault) for outcome in outcomes if outcome.fault] == ["of no use after all"]
+    parts = (read, finish) if finishes else (prepare, None)
+    write = partial(write_into, tmp_path / "overlapped")
+    outcomes = list(overlapped(iter(cases), parts[0], model.predict, write, finish=parts[1], batch_size=batch))
+    assert sorted((outcome.case for outcome in outcomes), key=cases.index) == cases  # as they were given
+    assert [str(outcome.fault) for outcome in outcomes if outcome.fault] == ["of no use after all"] * finishes
     for outcome in outcomes:
         if outcome.file is not None:
             prepared = prepare(outcome.case)
-            expected = write_into(tmp_path / "plain", prepared, Prediction(labels=model(prepared)))
-            assert outcome.file.read_bytes() == expected.read_bytes()
-    with pytest.raises(StopError):
-        list(overlapped(paths(5), read, model.predict, write, finish=stop, ends=(StopError,)))
+            plain = write_into(tmp_path / "plain", prepared, Prediction(labels=model(prepared)))
+            assert outcome.file.read_bytes() == plain.read_bytes()
+            assert outcome.seconds.keys() == {"read", "compute", "write"}
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
@@ -201,8 +184,8 @@ def count_threads() -> int:
     return sum(thread.name.startswith(("reading", "writing")) for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("where", ["read", "compute", "write"])
-def test_what_ends_everything_comes_after_what_was_predicted_before(tmp_path, where):
+@pytest.mark.parametrize("where", ["read", "finish", "compute", "write"])
+def test_what_ends_everything_comes_after_what_was_predicted_before(write, where):
     def stop_at(place, case):
         if place == where and case["number"] == 3:
             raise StopError
@@ -211,47 +194,45 @@ def test_what_ends_everything_comes_after_what_was_predicted_before(tmp_path, wh
         stop_at("read", case)
         return prepare(case)
 
+    def finish(case):
+        stop_at("finish", case)
+        return case
+
     def predict(cases):
         stop_at("compute", cases[0])
         return predictor().predict(cases)
 
-    def write(case, prediction):
+    def write_some(case, prediction):
         stop_at("write", case)
-        return write_into(tmp_path, case, prediction)
+        return write(case, prediction)
 
     done = []
     with pytest.raises(StopError):
-        done.extend(outcome for outcome in overlapped(paths(9), read, predict, write, ends=(StopError,)))
+        done.extend(overlapped(paths(9), read, predict, write_some, finish=finish, ends=(StopError,)))
     # extend() keeps what came before the error
     assert [outcome.case for outcome in done[:3]] == paths(3)
     assert all(outcome.file.exists() for outcome in done)
     assert count_threads() == 0
 
 
-def test_ctrl_c_ends_the_threads_and_leaves_whole_files(tmp_path, write):
-    def predict(cases):
+def test_whatever_ends_it_leaves_no_thread_and_whole_files(tmp_path, write):
+    def interrupted(cases):
         if cases[0]["number"] == 2:
             raise KeyboardInterrupt
         return predictor().predict(cases)
 
-    with pytest.raises(KeyboardInterrupt):
-        list(overlapped(paths(9), prepare, predict, write))
-    assert count_threads() == 0
-    assert {file.name for file in tmp_path.iterdir()} <= {"case_0.nii.gz", "case_1.nii.gz"}  # and no partial one
-
-
-def test_who_takes_only_the_first_outcome_leaves_no_thread(write):
-    outcomes = overlapped(paths(9), prepare, predictor().predict, write)
-    assert next(outcomes).case["case"] == "case_0"
-    outcomes.close()
-    assert count_threads() == 0
-
-
-def test_cases_that_cannot_be_listed_are_no_cases_fault(write):
     def listed():
         yield from paths(2)
         raise ValueError("the table ends in the middle of a row")
 
+    with pytest.raises(KeyboardInterrupt):
+        list(overlapped(paths(9), prepare, interrupted, write))
+    assert count_threads() == 0
+    assert {file.name for file in tmp_path.iterdir()} <= {"case_0.nii.gz", "case_1.nii.gz"}  # and no partial one
     with pytest.raises(ValueError, match="middle of a row"):
         list(overlapped(listed(), prepare, predictor().predict, write))
+    assert count_threads() == 0
+    outcomes = overlapped(paths(9), prepare, predictor().predict, write)
+    assert next(outcomes).case["case"] == "case_0"
+    outcomes.close()
     assert count_threads() == 0

@@ -64,6 +64,8 @@ def test_an_image_without_room_on_the_device_is_prepared_on_the_cpu(read, monkey
     got = prepare_on(torch.device("meta"), read, preprocessing)["image"]  # which holds no voxels
     assert asked
     assert torch.equal(got.as_tensor(), expected)
+    with pytest.raises(GridError, match="case ct: "):
+        prepare_on(torch.device("cpu"), {"case": "ct", "image": got[:, :0]}, preprocessing)
 
 
 def test_what_a_device_computes_otherwise_stays_on_the_cpu():
@@ -78,9 +80,3 @@ def test_what_a_device_computes_otherwise_stays_on_the_cpu():
         {"name": "CropForeground"},
     ):
         assert not suits(build_preprocessing([step]), GPU), step
-
-
-def test_an_error_names_the_case(read):
-    read["image"] = read["image"][:, :0]
-    with pytest.raises(GridError, match="case ct: "):
-        prepare_on(torch.device("cpu"), read, build_preprocessing(CT))

@@ -66,16 +66,10 @@ def test_as_many_windows_go_together_as_keep_a_gpu_busy_and_fit(window, classes,
     assert choose_windows_per_step(models, window, classes, GPU, free_bytes=free) == count
 
 
-def test_more_windows_go_together_through_kernels_of_torch():
-    assert choose_windows_per_step([nn.Conv3d(1, 2, 1)], (128,) * 3, 3, GPU, free_bytes=100 * GIB) == 2
-
-
-def test_statistics_of_a_batch_keep_windows_apart():
-    models = [nn.Sequential(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2, track_running_stats=False))]
-    assert choose_windows_per_step(models, (8,) * 3, 3, GPU, free_bytes=100 * GIB) == 1
-
-
-def test_a_cpu_takes_one_window_at_a_time_and_another_device_is_refused():
+def test_what_keeps_windows_apart():
+    plain, batch_norm = nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2, track_running_stats=False)
+    assert choose_windows_per_step([plain], (128,) * 3, 3, GPU, free_bytes=100 * GIB) == 2  # torch's kernels: two
+    assert choose_windows_per_step([nn.Sequential(plain, batch_norm)], (8,) * 3, 3, GPU, free_bytes=100 * GIB) == 1
     assert choose_windows_per_step([], (8, 8, 8), 3, torch.device("cpu")) == 1
     with pytest.raises(ParallelError, match="got meta"):
         choose_windows_per_step([], (8, 8, 8), 3, torch.device("meta"))

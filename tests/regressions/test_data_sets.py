@@ -56,7 +56,7 @@ from volseg.experiment import load_config, train
 from volseg.experiment.prediction.sources import load_trained
 from volseg.planning import Fingerprint, plan, take_fingerprint
 from volseg.planning.fingerprint import CaseSizes, keep_fingerprint, load_fingerprint
-from volseg.transforms import bounded_spacing
+from volseg.transforms import resampling
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 from volseg.workflow.checks import EpochLosses
@@ -863,8 +863,8 @@ def test_a_part_that_its_last_holder_removes_is_opened_again(tmp_path, monkeypat
 
 def test_the_copy_of_a_large_source_counts_before_resampling(monkeypatch):
     """A volume of a coarser spacing is small, but its source is copied in float64."""
-    monkeypatch.setattr(bounded_spacing, "ALWAYS_FITS", 1 << 20)
-    monkeypatch.setattr(bounded_spacing, "available_bytes", lambda: 2 << 20)
+    monkeypatch.setattr(resampling, "ALWAYS_FITS", 1 << 20)
+    monkeypatch.setattr(resampling, "available_bytes", lambda: 2 << 20)
     volume = MetaTensor(torch.zeros(1, 72, 72, 72), affine=torch.eye(4, dtype=torch.float64))
     with pytest.raises(GridError, match="GiB to resample"):
-        bounded_spacing.BoundedSpacing(["image"], pixdim=[4.0, 4.0, 4.0], mode="bilinear")({"image": volume})
+        resampling.Spacing(["image"], spacing=[4.0, 4.0, 4.0])({"image": volume})

@@ -22,23 +22,11 @@ def shifted(by: float) -> torch.Tensor:
     return affine
 
 
-def test_distance_is_that_of_the_farthest_corner():
+def test_grids_are_apart_as_their_farthest_corners_and_map_to_the_same_place():
     stretched = torch.diag(torch.tensor([1.0, 1.0, 1.1, 1.0], dtype=torch.float64))
     # Five steps of 0.1 mm lie between the first and the last voxel of six.
     assert grid().distance(grid(affine=stretched)) == pytest.approx(0.5)
     assert grid().distance(grid(shape=(4, 5, 7))) == float("inf")
-
-
-def test_original_grid_is_the_one_that_the_meta_remembers():
-    volume = MetaTensor(torch.zeros(1, 2, 2, 2), affine=shifted(9))
-    assert Grid.original(volume).shape == (2, 2, 2)
-    volume.meta |= {"spatial_shape": (7, 8, 9), "original_affine": shifted(3)}
-    original = Grid.original(volume)
-    assert original.shape == (7, 8, 9)
-    assert original.affine.equal(shifted(3))
-
-
-def test_index_map_leads_to_the_same_place():
     here, there = grid(affine=shifted(1)), grid(affine=2 * shifted(3))
     index = torch.tensor([1.0, 2.0, 3.0, 1.0], dtype=torch.float64)
     assert torch.allclose(here.affine @ index, there.affine @ (here.index_map(there) @ index))
@@ -81,20 +69,7 @@ def test_sides_are_those_of_the_preprocessed_volume(steps, sides, order, angles)
     prepared = build_preprocessing(steps, ["image"])(case)["image"]
     expected = prepared.affine[:3, :3].norm(dim=0).numpy()
     np.testing.assert_allclose(spacing_after(steps, affine), expected, rtol=1e-6)  # angles of affines: float64
+    names = [step["name"] for step in steps if step["name"] in ("Orientation", "Spacing")]
+    assert depends_on_case(steps) == (names[-1:] != ["Spacing"] if "Spacing" in names else True)
     if not depends_on_case(steps):
         np.testing.assert_allclose(spacing_after(steps, np.eye(4)), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("names", "depends"),
-    [
-        ([], True),
-        (["Orientation"], True),
-        (["Spacing"], False),
-        (["Orientation", "Spacing", "ZScore"], False),
-        (["Spacing", "Orientation"], True),
-        (["Orientation", "Spacing", "Orientation"], True),
-    ],
-)
-def test_cases_have_one_spacing_when_resampled_last(names, depends):
-    assert depends_on_case([{"name": name, "spacing": [1, 1, 2]} for name in names]) is depends

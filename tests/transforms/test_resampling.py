@@ -1,6 +1,7 @@
 """Volumes are resampled as MONAI does, and slabs are worked on in threads to the same bits."""
 
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from monai.transforms import Spacingd
 
 from volseg.data.volume import as_volume
 from volseg.errors import GridError
-from volseg.transforms import bounded_spacing, resampling, slabs
-from volseg.transforms.preprocessing import build_preprocessing, spacing
+from volseg.transforms import resampling, slabs
+from volseg.transforms.preprocessing import build_preprocessing
+from volseg.transforms.resampling import Spacing
 from volseg.transforms.slabs import run_over_slabs
 
 FIELDS = ("image", "label")
@@ -38,7 +40,7 @@ def test_it_is_monais_resampling(grid, slab_voxels, monkeypatch):
         "label": MetaTensor(torch.randint(0, 4, (1, *shape)).float(), affine=affine.clone()),
     }
     monai = Spacingd(FIELDS, pixdim=target, mode=("bilinear", "nearest"), padding_mode="border")(dict(case))
-    ours = spacing(FIELDS, spacing=target)(dict(case))
+    ours = Spacing(FIELDS, spacing=target)(dict(case))
     for field in FIELDS:
         assert ours[field].dtype == monai[field].dtype == torch.float32
         assert ours[field].shape == monai[field].shape
@@ -50,13 +52,13 @@ def test_it_is_monais_resampling(grid, slab_voxels, monkeypatch):
 
 
 def test_a_case_that_is_not_resampled_needs_no_memory_for_it(monkeypatch):
-    monkeypatch.setattr(bounded_spacing, "ALWAYS_FITS", 0)
-    monkeypatch.setattr(bounded_spacing, "available_bytes", lambda: 0)
+    monkeypatch.setattr(resampling, "ALWAYS_FITS", 0)
+    monkeypatch.setattr(resampling, "available_bytes", lambda: 0)
     affine = torch.diag(torch.tensor([1.0, 0.8, 2.5, 1.0], dtype=torch.float64))
     case = {"image": MetaTensor(torch.rand(1, 2, 3, 4), affine=affine)}
-    assert spacing(FIELDS, spacing=(1.0, 0.8, 2.5))(case)["image"].as_tensor().equal(case["image"].as_tensor())
+    assert Spacing(FIELDS, spacing=(1.0, 0.8, 2.5))(case)["image"].as_tensor().equal(case["image"].as_tensor())
     with pytest.raises(GridError, match="GiB to resample"):
-        spacing(FIELDS, spacing=(1, 1, 1))(case)
+        Spacing(FIELDS, spacing=(1, 1, 1))(case)
 
 
 @pytest.fixture
@@ -67,32 +69,25 @@ def threaded(monkeypatch):
 
 
 @pytest.mark.parametrize("depth", [1, 7, 8, 9])
-def test_every_plane_is_worked_on_once(threaded, depth):
-    seen = np.zeros(depth, dtype=int)
-    threads = set()
+def test_every_plane_is_worked_on_once_and_an_error_is_raised(threaded, depth):
+    seen, threads = np.zeros(depth, dtype=int), set()
 
     def count(slab):
         seen[slab] += 1
         threads.add(threading.current_thread().name)
         assert torch.get_num_threads() == 1
+        if slab.stop == 9:
+            raise ValueError("the last slab")
 
     before = torch.get_num_threads()
-    run_over_slabs(count, (depth, 2, 2), 4)
+    with pytest.raises(ValueError, match="the last slab") if depth == 9 else nullcontext():
+        run_over_slabs(count, (depth, 2, 2), 4)
     assert torch.get_num_threads() == before
     assert seen.tolist() == [1] * depth
     assert all(name.startswith("slabs") for name in threads)
 
 
-def test_the_error_of_a_slab_is_raised(threaded):
-    def fail(slab):
-        if slab.start == 4:
-            raise ValueError("slab 4")
-
-    with pytest.raises(ValueError, match="slab 4"):
-        run_over_slabs(fail, (9, 2, 2), 2)
-
-
-def test_a_case_is_prepared_to_the_same_bits(monkeypatch):
+def test_a_case_is_prepared_to_the_same_bits(request):
     generator = np.random.default_rng(0)
     voxels = np.asfortranarray(generator.normal(0, 500, (1, 40, 35, 67)).astype(np.float64))
     voxels[0, 3, 4, 5] = 1e300  # beyond float32
@@ -104,8 +99,7 @@ def test_a_case_is_prepared_to_the_same_bits(monkeypatch):
         return read, build_preprocessing(steps)({"case": "ct", "image": read})["image"]
 
     alone = prepared()
-    monkeypatch.setattr(slabs, "ALONE_VOXELS", 0)
-    monkeypatch.setattr(slabs.os, "cpu_count", lambda: 3)
+    request.getfixturevalue("threaded")
     for one, other in zip(alone, prepared(), strict=True):
         assert torch.equal(one.as_tensor(), other.as_tensor())
     assert alone[0][0, 3, 4, 5].isinf()

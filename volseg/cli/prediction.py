@@ -160,9 +160,9 @@ def evaluate(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Score label maps per case and label. Exit status 1 if a case could not be scored."""
-    from volseg.evaluation import judging  # imports torch: not for --help
+    from volseg.evaluation import folders  # imports torch: not for --help
 
-    evaluated = judging.judge_folders(
+    evaluated = folders.score_folders(
         predictions,
         labels,
         names=names,
@@ -173,7 +173,7 @@ def evaluate(
         output=output or predictions,
         overwrite=overwrite,
     )
-    show(judging.judging_json(evaluated) if as_json else judging.judging_words(evaluated, metrics))
+    show(folders.format_json(evaluated) if as_json else folders.format_report(evaluated, metrics))
     if evaluated.summary is not None and not as_json:
         show(f"every case: summary.json and cases.csv in {output or predictions}")
     if evaluated.faults:
@@ -194,9 +194,9 @@ def compare(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace existing results.")] = False,
 ) -> None:
     """Compare methods case by case: mean difference with interval, wins and losses, Wilcoxon's test."""
-    from volseg.evaluation import judging  # imports torch: not for --help
+    from volseg.evaluation.comparing import compare_folders  # imports torch: not for --help
 
-    show(judging.compare_folders(methods, output, overwrite=overwrite))
+    show(compare_folders(methods, output, overwrite=overwrite))
 
 
 @verb(prediction_app, "Evaluate", "volseg report runs/task04_unet -o task04.html")

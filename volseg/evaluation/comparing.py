@@ -32,7 +32,7 @@ from volseg.evaluation.summary import (
     read_summary,
 )
 from volseg.evaluation.surfaces import DISTANCES
-from volseg.files import replace_nan, replacing
+from volseg.files import replace_nan, replacing, require_new
 from volseg.formatting import format_table, list_duplicates, list_some
 
 PLACES = ("summary.json", "validation/summary.json")
@@ -350,3 +350,22 @@ def _draw_panel(metric: str, rows: Sequence[PairedResult], top: int) -> str:
 
 def _format(value: float, sign: str = "") -> str:
     return f"{value:{sign}.4f}" if math.isfinite(value) else "-"
+
+
+def compare_folders(sources: Sequence[str | Path], output: str | Path, *, overwrite: bool = False) -> str:
+    """Compare runs, cross-validations or scored predictions; write the comparison, and return its table.
+
+    Raises
+    ------
+    DataError, ConfigError
+        For sources without scores, of other cases or labels, or a comparison that is there already.
+    """
+    output = Path(output)
+    require_new(*(output / f"comparison.{suffix}" for suffix in ("json", "csv", "svg")), overwrite=overwrite)
+    paths = [Path(source) for source in sources]
+    # The last part of a path is its name, unless two are equal.
+    are_different = len({path.absolute().name for path in paths}) == len(paths)
+    methods = [read_method(path, path.absolute().name if are_different else str(path)) for path in paths]
+    results = compare_methods(methods)
+    written = write_comparison(results, methods, output)
+    return "\n".join([comparison_table(results), "", *map(str, written)])

@@ -7,7 +7,7 @@
                            |<------- held, as a ring: plane i at i % depth ->|
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from volseg.device.triton_tiles import takes
 from volseg.inference import triton_prediction
-from volseg.inference.window_step import WindowStep
+from volseg.inference.window_step import LINKS, WindowStep
 from volseg.inference.windows import BlendPlan, Layer, Region
 
 
@@ -43,7 +43,6 @@ def blend_slabs(
     *,
     windows_per_step: int,
     device: torch.device,
-    stitch_on: torch.device,
     skips_background: bool = False,
 ) -> Iterator[Slab]:
     """Yield a region of the images' probabilities slab by slab; all slabs share one buffer.
@@ -58,8 +57,8 @@ def blend_slabs(
         The plan of held planes, and the strip of the volume to blend.
     windows_per_step : int
         Windows per pass through the models.
-    device, stitch_on : torch.device
-        Device of the models, and device of the blend.
+    device : torch.device
+        Device of the models and of the blend.
     skips_background : bool
         Whether a window in which the image has one value counts as certain background: probability 1 of the first
         class, or 0 of every region. Only for probabilities.
@@ -67,10 +66,10 @@ def blend_slabs(
     sides = [plan.depth if axis == plan.axis else len(part) for axis, part in enumerate(region.held)]
     d, h, w = (0 if axis == plan.axis else part.start for axis, part in enumerate(region.held))
     origin = d, h, w
-    importance = plan.windowing.importance(plan.window, stitch_on)
-    blend = torch.empty(len(images), step.num_classes, *sides, device=stitch_on)
-    weights = torch.empty(1, *sides, device=stitch_on)
-    by_pass = takes(blend) and device == stitch_on
+    importance = plan.windowing.importance(plan.window, device)
+    blend = torch.empty(len(images), step.num_classes, *sides, device=device)
+    weights = torch.empty(1, *sides, device=device)
+    by_pass = takes(blend)
     share = importance / step.num_passes if by_pass else importance
     for layer in plan.layers:
         for planes in locate_planes(layer.fresh, plan.depth):
@@ -92,7 +91,7 @@ def blend_slabs(
             cut = [_cut(images[index], corner, plan.window) for index, corner in together]
             ats = [[place - start for place, start in zip(corner, origin, strict=True)] for _, corner in together]
             for outputs, link, flips in _run(step, torch.stack(cut).to(device, torch.float32), by_pass):
-                for (index, _), at, output in zip(together, ats, outputs.to(stitch_on), strict=True):
+                for (index, _), at, output in zip(together, ats, outputs.to(device), strict=True):
                     add_window(blend[index], output, share, at, plan.axis, link, flips)
             for (index, _), at in zip(together, ats, strict=True):
                 if index == 0:
@@ -133,20 +132,13 @@ def add_window(
     if takes(blend):
         triton_prediction.add_window(blend, window, importance, first, axis, link, flips)
         return
-    window = LINKS[link](window.flip(tuple(flips)) if flips else window).mul_(importance)
+    window = LINKS[link](window.flip(tuple(flips)) if flips else window, 0).mul_(importance)
     spans = [
         _overlap(at, wide, side, ring=dim == axis)
         for dim, (at, wide, side) in enumerate(zip(first, importance.shape, blend.shape[1:], strict=True))
     ]
     for d, h, w in product(*spans):
         blend[:, d[0], h[0], w[0]].add_(window[:, d[1], h[1], w[1]])
-
-
-LINKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "": lambda probabilities: probabilities,
-    "softmax": lambda logits: logits.float().softmax(0),
-    "sigmoid": lambda logits: logits.float().sigmoid(),
-}
 
 
 def _run(step: WindowStep, windows: Tensor, by_pass: bool) -> Iterator[tuple[Tensor, str, list[int]]]:

@@ -28,6 +28,7 @@ from volseg.data.cases import Task, list_values
 from volseg.data.readers import read_label, read_volume
 from volseg.errors import DataError, GridError
 from volseg.evaluation.overlap import LabelMap, evaluate_case
+from volseg.formatting import align_columns
 from volseg.inference.postprocessing import Postprocessing, Step
 from volseg.version import __version__
 
@@ -105,16 +106,12 @@ class MeasuredPostprocessing:
 
     def lines(self) -> list[str]:
         """Return a table of the tried steps."""
-        width = max(len(tried.name) for tried in self.tried)
-        table = [f"{'step':<14}{'structure':<{width + 2}}{'Dice before':>12}{'after':>9}{'cases':>7}  kept"]
+        rows: list[tuple[str, ...]] = [("step", "structure", "Dice before", "after", "cases", "kept")]
         for tried in self.tried:
-            step = tried.step.operation.replace("_", " ")
-            means = f"{_average(tried.before):>12.4f}{_average(tried.after):>9.4f}"
-            table.append(
-                f"{step:<14}{tried.name:<{width + 2}}{means}{tried.changed_cases:>7}  "
-                f"{'yes' if tried.is_kept else 'no'}"
-            )
-        return table
+            means = [f"{_average(dice):.4f}" for dice in (tried.before, tried.after)]
+            name = tried.step.operation.replace("_", " ")
+            rows.append((name, tried.name, *means, str(tried.changed_cases), "yes" if tried.is_kept else "no"))
+        return align_columns(rows)
 
     def _tabulate(self, dice: Sequence[float]) -> dict[str, float | None]:
         """Return scores by name; null for NaN."""

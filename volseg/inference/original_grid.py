@@ -108,7 +108,7 @@ def measure_entropy(probabilities: Tensor, regions: bool) -> Tensor:
 
 
 class Decision:
-    """The label map of one case, and other requested outputs, during the prediction.
+    """The label map of one case, and other requested outputs, on the CPU, during the prediction.
 
     Parameters
     ----------
@@ -120,8 +120,6 @@ class Decision:
         Rule for the labels.
     also : collection of str
         ``entropy``, ``probabilities``; the latter take K times the image's voxels in float32.
-    device : torch.device
-        Device of the label map; `take` copies labels there.
     """
 
     def __init__(
@@ -131,15 +129,14 @@ class Decision:
         rule: LabelRule,
         *,
         also: Collection[str] = (),
-        device: torch.device | str = "cpu",
     ) -> None:
         if unknown := set(also) - {"entropy", "probabilities"}:
             raise ConfigError(f"a prediction has entropy and probabilities beside its labels, got {sorted(unknown)}")
         self.sampling, self.rule = sampling, rule
         classes = len(rule.values)
-        self.labels = torch.full(shape, rule.outside, dtype=rule.dtype, device=device)
-        self.entropy = torch.zeros(shape, device=device) if "entropy" in also else None
-        self.probabilities = torch.zeros(classes, *shape, device=device) if "probabilities" in also else None
+        self.labels = torch.full(shape, rule.outside, dtype=rule.dtype)
+        self.entropy = torch.zeros(shape) if "entropy" in also else None
+        self.probabilities = torch.zeros(classes, *shape) if "probabilities" in also else None
         if self.probabilities is not None and not rule.regions:
             self.probabilities[0] = 1  # a cropped voxel is certainly background
         self._underway: deque[tuple[torch.cuda.Event, Tensor, Place, Tensor]] = deque()
@@ -182,9 +179,8 @@ class Decision:
 
     def _bring(self, part: Tensor, whole: Tensor, place: Place) -> None:
         """Copy a part to its place; copies from a GPU to the CPU run asynchronously."""
-        if part.device == whole.device or not part.is_cuda or isinstance(place[0], Tensor):
-            here = tuple(axis.to(whole.device) if isinstance(axis, Tensor) else axis for axis in place)
-            whole[here] = part.to(whole.device)
+        if not part.is_cuda or isinstance(place[0], Tensor):
+            whole[tuple(axis.cpu() if isinstance(axis, Tensor) else axis for axis in place)] = part.cpu()
             return
         staged = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
         staged.copy_(part, non_blocking=True)
@@ -241,9 +237,9 @@ class WayBack:
         sampling = sample_grid(original, source, nearest_axis=image.meta.get(NEAREST_AXIS))
         return cls(image, original, source, (d, h, w), sampling)
 
-    def begin(self, rule: LabelRule, *, also: Collection[str] = (), device: torch.device | str = "cpu") -> Decision:
+    def begin(self, rule: LabelRule, *, also: Collection[str] = ()) -> Decision:
         """Return an empty label map on the image's grid, which the caller fills slab by slab."""
-        return Decision(self.sampling, self.original.shape, rule, also=also, device=device)
+        return Decision(self.sampling, self.original.shape, rule, also=also)
 
     def label(self, volume: Tensor) -> MetaTensor:
         """Return a volume ``(C, D, H, W)`` on the image's grid with grid, file name and header codes of the image."""

@@ -66,8 +66,6 @@ class Predictor:
         Most samples per pass if windows, or whole volumes, are mirrored.
     device : torch.device, optional
         Device of the computation. None: the device of the model's parameters, else that of the image.
-    stitch_on : torch.device, optional
-        Device that blends and resamples windows, if it is another one.
     memory : int, optional
         Bytes that blending may take on that device. None: the free memory.
     autocast : torch.dtype, optional
@@ -93,7 +91,6 @@ class Predictor:
     fast: bool = True
     samples_per_pass: int = 1
     device: torch.device | str | None = None
-    stitch_on: torch.device | str | None = None
     memory: int | None = None
     autocast: torch.dtype | None = None
     before_pass: Callable[[], object] | None = None
@@ -246,7 +243,6 @@ class Predictor:
     def _applied(self, images: Tensor) -> Iterator[Streamer]:
         """Yield a streamer; meanwhile the models are in evaluation mode, without gradients."""
         device = self._choose_device(images)
-        stitch_on = torch.device(self.stitch_on or device)
         trained = any(parameter.grad is not None for parameter in self._list_parameters())
         fast = None if trained or not self.fast or self.window is None else _FAST.setdefault(self, FastModels())
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use them, nor a
@@ -263,7 +259,7 @@ class Predictor:
             windows = self.windows_per_step or 1
             if self.windows_per_step is None and self.window is not None and not trained and device.type == "cuda":
                 windows = choose_windows_per_step(step.models, self.window, self.num_classes, device)
-            yield Streamer(self, step, self.rule, device, stitch_on, windows)
+            yield Streamer(self, step, self.rule, device, windows)
 
     def _list_parameters(self) -> list[nn.Parameter]:
         networks = [model for model in self.models if isinstance(model, nn.Module)]

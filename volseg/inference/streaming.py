@@ -46,8 +46,8 @@ class Streamer:
         The models, in evaluation mode, and all settings.
     step, rule
         Its ``window_step`` and ``rule``.
-    device, stitch_on : torch.device
-        Device of the models, and device that blends and decides.
+    device : torch.device
+        Device of the models, which also blends and decides.
     windows_per_step : int
         Windows per pass through the models.
     share : (int, int)
@@ -58,7 +58,6 @@ class Streamer:
     step: WindowStep
     rule: LabelRule
     device: torch.device
-    stitch_on: torch.device
     windows_per_step: int
     share: tuple[int, int] = (0, 1)
 
@@ -109,7 +108,7 @@ class Streamer:
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the probabilities ``(B, K, D, H, W)`` float32 of images ``(B, C, D, H, W)``, held whole."""
         if self.window is None:
-            return self.step(images.to(self.device)).to(self.stitch_on)
+            return self.step(images.to(self.device)).to(self.device)  # a pipeline's last stage may lie elsewhere
         depth, height, width = images.shape[-3:]
         shape = pad_shape(images.shape[-3:], self.window)
         w, _, h, _, d, _ = margins = _compute_margins(images.shape[-3:], shape)
@@ -153,7 +152,7 @@ class Streamer:
         for region in plan.regions():
             for slab in blend_slabs(
                 self.step, images, plan, region,
-                windows_per_step=self.windows_per_step, device=self.device, stitch_on=self.stitch_on,
+                windows_per_step=self.windows_per_step, device=self.device,
                 skips_background=self.predictor.skip_background,
             ):  # fmt: skip
                 windows, skipped = windows + slab.num_windows, skipped + slab.num_skipped
@@ -176,7 +175,7 @@ class Streamer:
             logger.warning(
                 "a layer of windows of %d classes for %s voxels exceeds the %s that can be used on %s: the volume is "
                 "predicted in %d strips, and windows on their borders are computed again",
-                self.step.num_classes, " x ".join(map(str, shape)), _say(budget), self.stitch_on,
+                self.step.num_classes, " x ".join(map(str, shape)), _say(budget), self.device,
                 math.prod(plan.strips),
             )  # fmt: skip
         return plan
@@ -185,10 +184,8 @@ class Streamer:
         """Return the bytes that the blend may take, beside the image and a window's pass."""
         if self.predictor.memory is not None:
             return self.predictor.memory
-        free = count_free_bytes(self.stitch_on)
-        beside = image.numel() * FLOAT_BYTES
-        if self.stitch_on == self.device:
-            beside += self._count_window_bytes(3 * self.step.num_classes + FEATURES)
+        free = count_free_bytes(self.device)
+        beside = image.numel() * FLOAT_BYTES + self._count_window_bytes(3 * self.step.num_classes + FEATURES)
         return max(free - beside, free // 4)
 
     def _explain(self, fault: BaseException) -> str:

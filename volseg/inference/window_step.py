@@ -26,6 +26,14 @@ Model = Callable[[Tensor], Any]
 """Maps ``(B, C, D, H, W)`` to logits ``(B, K, D, H, W)``; `full_logits` lists other accepted outputs."""
 
 
+LINKS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "": lambda values, _: values,
+    "softmax": lambda logits, dim: logits.float().softmax(dim),
+    "sigmoid": lambda logits, _: logits.float().sigmoid(),
+}
+"""Functions from logits to blended values; the argument is the dim of the classes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WindowStep:
     """Models, and the mirrorings of a batch of windows for them.
@@ -58,7 +66,7 @@ class WindowStep:
 
     @property
     def link(self) -> str:
-        """Function from logits to blended values: ``softmax``, ``sigmoid``, or none."""
+        """Name in `LINKS` of the function from logits to blended values; empty if logits are blended."""
         return "sigmoid" if self.regions else "softmax"
 
     @property
@@ -67,12 +75,13 @@ class WindowStep:
         return len(self.models) * 2 ** len(self.mirror_axes)
 
     def __call__(self, windows: Tensor) -> Tensor:
-        """Return the mean over all passes of the softmax, or of the sigmoids: ``(B, K, d, h, w)`` float32."""
+        """Return the mean over all passes of what is blended, probabilities by default: ``(B, K, d, h, w)`` float32."""
         total: Tensor | None = None
         for logits, dims in self.passes(windows):
-            one = logits.float().sigmoid() if self.regions else logits.float().softmax(1)
+            one = LINKS[self.link](logits, 1)
             one = one.flip(dims) if dims else one
-            total = one if total is None else total.add_(one)
+            # Logits are copied: a recorded network's next pass overwrites what it has returned.
+            total = (one if self.link else one.clone()) if total is None else total.add_(one)
         assert total is not None
         return total.div_(self.num_passes)
 

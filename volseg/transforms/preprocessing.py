@@ -5,10 +5,9 @@ that keep image and label on one grid. It refuses a volume without an affine (MO
 and an image and a label on different grids, since both would silently make the geometry wrong.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +26,9 @@ from volseg.config.registry import Registry
 from volseg.config.sections import PREVIOUS_STAGE
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import LABEL_FIELDS, Case
-from volseg.transforms.bounded_spacing import BoundedSpacing, PlaneSpacing
 from volseg.transforms.grid import Grid
 from volseg.transforms.intensities import ClipZScore, ZScore
+from volseg.transforms.resampling import Spacing
 
 GEOMETRIC = frozenset({"CropForeground", "Orientation", "Pad", "Spacing"})
 """Components that change the grid."""
@@ -148,13 +147,20 @@ class Preprocessing(Compose):
         read.clear()
         return self._apply(handed.pop(), self.transforms)  # a variable here would keep the input alive
 
+    def inverse(self, _: Any) -> Any:
+        """Refuse MONAI's inversion by a trace, of which `Spacing` would leave its part out without an error."""
+        raise GridError(
+            "preprocessing keeps no trace to invert; predictions return by the affines of both grids: take Predictor, "
+            "or volseg.inference.original_grid.resample"
+        )
+
     @property
     def suits_devices(self) -> bool:
         """Whether a GPU computes the same, except for the last bit of resampled voxels."""
         kinds = (RememberGrid, Orientationd, Pad, StoreVoxels)
         return all(
             isinstance(step, kinds)
-            or type(step) is BoundedSpacing
+            or (isinstance(step, Spacing) and step.thick_slices == "linear")
             or (isinstance(step, ClipZScore) and step.is_voxelwise)
             for step in self.transforms
         )
@@ -257,26 +263,6 @@ def orientation(fields: Sequence[str], *, axcodes: str = "RAS") -> Orientationd:
     return Orientationd(fields, axcodes=axcodes, labels=labels, allow_missing_keys=True)
 
 
-def spacing(
-    fields: Sequence[str], *, spacing: Sequence[float], thick_slices: Literal["linear", "nearest"] = "linear"
-) -> BoundedSpacing:
-    """Resample to ``spacing`` (mm along D, H, W): images trilinearly, label maps to the nearest voxel.
-
-    An axis within 0.001 mm of its target is not resampled, so 1 mm data remain unchanged at a target of 1 mm.
-
-    ``thick_slices: nearest`` applies to a case with one axis more than three times coarser than the finest, before or
-    after resampling. It is resampled within its planes, and takes the nearest plane along that axis, since the mean of
-    two thick slices shows an anatomy that neither has. This is nnU-Net's rule.
-    """
-    if thick_slices not in ("linear", "nearest"):
-        raise ValueError(f"thick_slices must be linear or nearest, got {thick_slices!r}")
-    if len(spacing) != 3 or not all(0 < side < math.inf for side in spacing):
-        raise ValueError(f"spacing must be three positive lengths in mm, got {list(spacing)}")
-    modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
-    kind = BoundedSpacing if thick_slices == "linear" else PlaneSpacing
-    return kind(fields, pixdim=spacing, mode=modes, allow_missing_keys=True)
-
-
 def crop_foreground(
     fields: Sequence[str], *, above: float | None = None, margin: int | Sequence[int] = 0
 ) -> CropForegroundd:
@@ -372,7 +358,7 @@ _COMPONENTS: dict[str, Callable[..., Any]] = {
     "Orientation": orientation,
     "Pad": Pad,
     PREVIOUS_STAGE: PreviousStage,
-    "Spacing": spacing,
+    "Spacing": Spacing,
     "ZScore": ZScore,
 }
 PREPROCESSING = Registry("preprocessing component", _COMPONENTS, group="volseg.transforms")

@@ -1,26 +1,32 @@
-"""Resample onto another grid like MONAI, a few planes at a time.
+"""Resample a case to a spacing as MONAI does, a few planes at a time, and within planes on request.
 
-MONAI computes the homogeneous float64 coordinates of all new voxels before it interpolates. A CT of 512 x 512 x 160
-takes gigabytes of fresh memory, and page faults take most of the time. A slab of a few planes stays in the cache; only
-the source's copy in float64 is whole, as ``grid_sample`` takes positions relative to the whole volume.
-The arithmetic is MONAI's, in the same order, so that a voxel halfway between two others rounds to the same one.
+MONAI's ``Spacing`` computes the homogeneous float64 coordinates of all new voxels before it interpolates. A CT of
+512 x 512 x 160 takes gigabytes of fresh memory, and page faults take most of the time. A slab of a few planes stays in
+the cache; only the source's copy in float64 is whole, as ``grid_sample`` takes positions relative to the whole volume.
+The grid and the arithmetic are MONAI's, in the same order, so that a voxel halfway between two others rounds to the
+same one. No trace for ``Invertd`` is kept: the way back to the file's grid needs only the affines (see `grid`).
 
 A volume on a GPU is interpolated there, also in float64. A GPU rounds a product and a sum at once, so that a voxel in
 float32 may differ in its last bit. Nearest voxels are selected on the CPU, since a GPU could select others.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from monai.data import MetaTensor
-from monai.data.utils import AFFINE_TOL
+from monai.data.utils import AFFINE_TOL, compute_shape_offset, zoom_affine
 from monai.networks.utils import to_norm_affine
-from monai.transforms import SpatialResample
+from monai.transforms import MapTransform
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
+from volseg.errors import GridError
+from volseg.fields import LABEL_FIELDS, Case
+from volseg.memory import available_bytes
+from volseg.transforms.grid import ANISOTROPY, Grid, find_coarse_axis
 from volseg.transforms.slabs import run_over_slabs
 
 SLAB_VOXELS = 1 << 17
@@ -29,79 +35,115 @@ SLAB_VOXELS = 1 << 17
 DEVICE_VOXELS = 1 << 23
 """New voxels at a time on a GPU; their coordinates temporarily take half a gigabyte."""
 
+RESAMPLING_BYTES = 24
+"""Bytes per new voxel that must be free: three coordinates in float64; each channel takes 8 more, and 8 per old voxel
+for a copy in float64. Slabs take less."""
 
-class SlabResample(SpatialResample):
-    """`SpatialResample` with bounded memory for eager resampling in float64 by ``grid_sample``."""
+MOST_VOXELS = 2**31 - 1
+"""Most voxels of a resampled volume, since torch's kernels count voxels in 32 bits."""
 
-    def __call__(
-        self,
-        img: Tensor,
-        dst_affine: Tensor | None = None,
-        spatial_size: Sequence[int] | Tensor | int | None = None,
-        mode: str | int | None = None,
-        padding_mode: str | None = None,
-        align_corners: bool | None = None,
-        dtype: Any = None,
-        lazy: bool | None = None,
-    ) -> Tensor:
-        """Return ``img`` (C, D, H, W) in float32 on the grid of ``dst_affine`` and ``spatial_size``."""
+ALWAYS_FITS = 1 << 28
+"""Bytes up to which the free memory is not checked."""
 
-        def as_monai() -> Tensor:
-            parent = super(SlabResample, self).__call__
-            return parent(img, dst_affine, spatial_size, mode, padding_mode, align_corners, dtype, lazy)
-
-        is_plain = isinstance(img, MetaTensor) and not lazy and not align_corners
-        sizes = isinstance(spatial_size, Sequence) and len(spatial_size) == 3 and img.ndim == 4
-        named = mode in ("bilinear", "nearest") and padding_mode in ("border", "zeros") and dtype == np.float64
-        if not (is_plain and sizes and named) or dst_affine is None:
-            return as_monai()
-        assert isinstance(img, MetaTensor)
-        assert isinstance(spatial_size, Sequence)
-        shape = [int(side) for side in spatial_size]
-        before, after = img.affine.to(torch.float64), dst_affine.to(torch.float64)
-        moved = torch.from_numpy(np.linalg.solve(before.numpy(), after.numpy()))  # the same bits as MONAI
-        if shape == list(img.shape[1:]) and (_is_close(before, after) or _is_close(moved, torch.eye(4))):
-            return as_monai()  # MONAI returns the volume unchanged
-        volume, how = img.as_tensor(), (moved, shape, str(mode), str(padding_mode))
-        voxels = _resample(volume if mode == "bilinear" else volume.cpu(), *how).to(volume.device)
-        tracked = self.track_transform_meta(  # updates the affine, and records the step for `Invertd`
-            img,
-            sp_size=torch.tensor(shape),
-            affine=moved,
-            extra_info={
-                "dtype": "float64",
-                "mode": mode,
-                "padding_mode": padding_mode,
-                "align_corners": align_corners,
-                "src_affine": before,
-            },
-            orig_size=img.peek_pending_shape(),
-            transform_info=self.get_transform_info(),
-        )
-        return MetaTensor(voxels).copy_meta_from(tracked)
+Sides = Sequence[float]
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other.to(one), atol=AFFINE_TOL)
+class Spacing(MapTransform):
+    """Resample to ``spacing`` (mm along D, H, W): images trilinearly, label maps to the nearest voxel.
+
+    An axis within 0.001 mm of its target is not resampled, so 1 mm data remain unchanged at a target of 1 mm. Beyond a
+    volume its border continues.
+
+    ``thick_slices: nearest`` applies to a case with one axis more than three times coarser than the finest, before or
+    after resampling. It is resampled within its planes, and takes the nearest plane along that axis, since the mean of
+    two thick slices shows an anatomy that neither has. This is nnU-Net's rule.
+    """
+
+    def __init__(
+        self, fields: Sequence[str], *, spacing: Sides, thick_slices: Literal["linear", "nearest"] = "linear"
+    ) -> None:
+        if thick_slices not in ("linear", "nearest"):
+            raise ValueError(f"thick_slices must be linear or nearest, got {thick_slices!r}")
+        if len(spacing) != 3 or not all(0 < side < math.inf for side in spacing):
+            raise ValueError(f"spacing must be three positive lengths in mm, got {list(spacing)}")
+        super().__init__(fields, allow_missing_keys=True)
+        self.target = [float(side) for side in spacing]
+        self.thick_slices = thick_slices
+
+    def __call__(self, data: Mapping[str, Any]) -> Case:
+        """Return the case at the spacing.
+
+        Raises
+        ------
+        GridError
+            If a resampled volume would exceed `MOST_VOXELS` or the available memory.
+        """
+        case, target = dict(data), self.target
+        thick = self._find_thick_axis(case)
+        for field in self.key_iterator(case):
+            mode = "nearest" if field in LABEL_FIELDS else "bilinear"
+            if thick is not None:
+                within = list(target)
+                within[thick] = float(case[field].affine[:3, thick].norm())
+                case[field] = _resample(case[field], within, mode, field)
+                mode = "nearest"
+            case[field] = _resample(case[field], target, mode, field)
+        return case
+
+    def _find_thick_axis(self, case: Case) -> int | None:
+        """Return the axis of thick slices of the image, or of the target; None without the rule for them."""
+        if self.thick_slices == "linear":
+            return None
+        sides = Grid.of(case[self.first_key(case)]).affine[:3, :3].norm(dim=0).tolist()
+        return find_coarse_axis(sides if max(sides) / min(sides) > ANISOTROPY else self.target)
 
 
-def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, padding_mode: str) -> Tensor:
-    """Return the values of ``volume`` at the new voxels; ``moved`` maps their indices to old indices."""
-    resampled = torch.empty(len(volume), *shape, device=volume.device)
-    fill = _make_fill(volume.double(), resampled, moved, mode, padding_mode)
-    if volume.device.type == "cpu":
+def _resample(volume: MetaTensor, target: Sides, mode: str, field: str) -> MetaTensor:
+    """Return ``volume`` ``(C, D, H, W)`` in float32 at the spacing, on the grid that MONAI's ``Spacing`` gives it."""
+    grid = Grid.of(volume)
+    before = grid.affine.numpy()
+    axes = before[:3, :3]
+    if np.allclose(axes.T @ axes, np.diag(np.square(target)), atol=AFFINE_TOL):
+        return volume.float()
+    _require_room(volume, grid, target, field)
+    sides = np.linalg.norm(axes, axis=0)
+    kept = np.abs(sides - target) <= AFFINE_TOL
+    after = zoom_affine(before, np.where(kept, sides, target), diagonal=False)
+    sizes, after[:3, 3] = compute_shape_offset(grid.shape, before, after)
+    shape, moved = sizes.tolist(), torch.from_numpy(np.linalg.solve(before, after))
+    if shape == list(grid.shape) and torch.allclose(moved, torch.eye(4, dtype=moved.dtype), atol=AFFINE_TOL):
+        return volume.float()
+    source = volume.as_tensor() if mode == "bilinear" else volume.as_tensor().cpu()
+    resampled = torch.empty(len(source), *shape, device=source.device)
+    fill = _make_fill(source.double(), resampled, moved, mode)
+    if source.device.type == "cpu":
         run_over_slabs(fill, shape, max(1, SLAB_VOXELS // (shape[1] * shape[2])))
-        return resampled
-    planes = max(1, DEVICE_VOXELS // (shape[1] * shape[2]))
-    for begin in range(0, shape[0], planes):
-        fill(slice(begin, min(begin + planes, shape[0])))
-    return resampled
+    else:
+        planes = max(1, DEVICE_VOXELS // (shape[1] * shape[2]))
+        for begin in range(0, shape[0], planes):
+            fill(slice(begin, begin + planes))
+    made = MetaTensor(resampled.to(volume.device)).copy_meta_from(volume)
+    made.affine = grid.affine @ moved
+    return made
 
 
-def _make_fill(
-    exact: Tensor, resampled: Tensor, moved: Tensor, mode: str, padding_mode: str
-) -> Callable[[slice], object]:
-    """Return a function that writes planes of ``resampled`` ``(C, D, H, W)``, interpolated from ``exact``."""
+def _require_room(volume: Tensor, grid: Grid, target: Sides, field: str) -> None:
+    sides = grid.affine[:3, :3].norm(dim=0).tolist()
+    shape = [math.ceil(n * side / to) for n, side, to in zip(grid.shape, sides, target, strict=True)]
+    needed = math.prod(shape) * (RESAMPLING_BYTES + 8 * len(volume)) + 8 * volume.numel()
+    if math.prod(shape) > MOST_VOXELS or (needed > ALWAYS_FITS and needed > available_bytes()):
+        raise GridError(
+            f"{field} has {grid.shape} voxels of {' x '.join(f'{side:.4g}' for side in sides)} mm; at the "
+            f"spacing {list(target)} mm that is {tuple(shape)} voxels, {needed / 2**30:.1f} GiB to resample. Correct "
+            "the spacing in the header if it is wrong, else choose a coarser spacing or leave the case out"
+        )
+
+
+def _make_fill(exact: Tensor, resampled: Tensor, moved: Tensor, mode: str) -> Callable[[slice], object]:
+    """Return a function that writes planes of ``resampled`` ``(C, D, H, W)``, interpolated from ``exact``.
+
+    ``moved`` maps the indices of new voxels to old indices.
+    """
     shape, device = resampled.shape[1:], exact.device
     _, height, width = shape
     theta = to_norm_affine(moved[None], exact.shape[1:], shape, align_corners=False)[0]
@@ -115,7 +157,7 @@ def _make_fill(
         homogeneous[..., 1] = places[1][:, None]
         homogeneous[..., 2] = planes[:, None, None]
         grid = homogeneous.view(1, -1, 4).bmm(theta.T[None]).view(1, len(planes), height, width, 3)
-        slab = grid_sample(exact[None], grid, mode=mode, padding_mode=padding_mode, align_corners=False)
+        slab = grid_sample(exact[None], grid, mode=mode, padding_mode="border", align_corners=False)
         resampled[:, planes_of] = slab[0]
 
     return fill

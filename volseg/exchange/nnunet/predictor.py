@@ -35,8 +35,8 @@ from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import WindowStep
 from volseg.inference.windows import Windowing
 from volseg.memory import available_bytes
-from volseg.transforms.bounded_spacing import ALWAYS_FITS, MOST_VOXELS
 from volseg.transforms.preprocessing import Preprocessing, RememberGrid, StoreVoxels, orientation
+from volseg.transforms.resampling import ALWAYS_FITS, MOST_VOXELS
 
 LEAST_DEVIATION = 1e-8
 
@@ -147,16 +147,6 @@ class MeanLogits(WindowStep):
     def link(self) -> str:
         """Empty: logits are blended."""
         return ""
-
-    def __call__(self, windows: Tensor) -> Tensor:
-        """Return the mean over all passes of the logits: ``(B, K, d, h, w)`` float32."""
-        total: Tensor | None = None
-        for logits, dims in self.passes(windows):
-            one = logits.flip(dims) if dims else logits
-            # A copy: a recorded network's next pass overwrites what it has returned.
-            total = one.clone() if total is None else total.add_(one)
-        assert total is not None
-        return total.div_(self.num_passes)
 
     def passes(self, windows: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
         """Yield the logits of each pass in float32, those of regions moved, and the dims that were mirrored."""
