@@ -338,11 +338,10 @@ class RecomputedInput(WaitingRecipe):
                 slabs = fill()
             return [slab.requires_grad_(requires_grad) for slab in slabs]
 
-        # The slabs' shapes in the memory of one element each.
-        stand_ins = [
-            torch.empty((), dtype=like.dtype, device=row[0].device).expand(like.shape).requires_grad_(requires_grad)
-            for like, row in zip(likes, recipe.rows, strict=True)
-        ]
+        pairs = zip(likes, recipe.rows, strict=True)
+        stand_ins = [outline_slab(like.shape, like.dtype, row[0].device) for like, row in pairs]
+        for stand_in in stand_ins:
+            stand_in.requires_grad_(requires_grad)
         super().__init__(recipe, likes, record, unchanged, stand_ins)
         self.room = room
         self.check()
