@@ -50,12 +50,12 @@ def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def convert_by_name(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change to the dtype of the method's name; return a volume on devices of its name."""
     volume, *rest = args
-    target = func.__name__ if func in (Tensor.cpu, Tensor.cuda) else _find_dtype(func)
+    target = func.__name__ if func in (Tensor.cpu, Tensor.cuda) else _read_dtype(func)
     return convert(Tensor.to, (volume, target, *rest), kwargs)
 
 
 @cache
-def _find_dtype(func: Callable) -> torch.dtype:
+def _read_dtype(func: Callable) -> torch.dtype:
     found: torch.dtype = func(torch.empty(0)).dtype
     return found
 
