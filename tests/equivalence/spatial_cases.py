@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,6 +107,24 @@ class Residual(nn.Module):
         up = up + F.interpolate(coarse[:, :4], scale_factor=2, mode="trilinear")
         up += fine
         return self.last(up)
+
+
+class JoinWithoutHistory(nn.Module):
+    """Joins two levels under ``no_grad``; a gradient reaches the second one only through a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(nn.Conv3d(channels, 3, 3, padding=1), nn.InstanceNorm3d(3), nn.ReLU()) for channels in (1, 3)
+        )
+        self.last = nn.Conv3d(6, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        second = self.second(first)
+        with torch.no_grad():
+            joined = torch.cat([first, second], 1)
+        return self.last(joined) + second
 
 
 def normed(norm: Callable[[int], nn.Module]) -> nn.Module:
@@ -282,6 +301,8 @@ CASES = {
     ),
     "squeeze and excite": Case(SqueezeExcite, (2, 1, 11, 5, 4), 2),
     "checkpointed": Case(Checkpointed, (1, 1, 13, 6, 5)),
+    "join without history": Case(JoinWithoutHistory, (2, 1, 12, 5, 4)),
+    "join without history, recomputed": Case(JoinWithoutHistory, (2, 1, 12, 5, 4), options={"checkpoint": "all"}),
     "pad crop join": Case(Paths, (1, 2, 17, 7, 6)),
     "instance running": Case(lambda: normed(tracked_instance), (2, 1, 12, 6, 5), 2),
     "layer norm": Case(lambda: normed(lambda c: nn.LayerNorm([c, 12, 6, 5])), (2, 1, 12, 6, 5)),
@@ -469,11 +490,13 @@ def accumulated(**where: Any) -> dict[str, float]:
 
 def in_half(**where: Any) -> dict[str, float]:
     """Autocast to bfloat16: ours is as far from float64 as the plain network is."""
-    torch.manual_seed(7)
-    net = monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)()
-    ways = (lambda own: ModelParallel(own, strategy="spatial", **where)), None
-    ours, plain = measure_rounding(net, torch.randn(1, 1, 32, 12, 8), *ways)
-    assert_no_coarser(ours, plain)
+    dynunet = monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)
+    for build, shape, options in ((dynunet, (32, 12, 8), {}), (Residual, (24, 8, 6), {"channels_last": True})):
+        torch.manual_seed(7)
+        ways = partial(ModelParallel, strategy="spatial", **where, **options), None
+        ours, plain = measure_rounding(build(), torch.randn(1, 1, *shape), *ways)
+        # CPUs round bfloat16 differently: on one of them the coarsest gradient lay 0.021 above 1.5 times torch's error.
+        assert_no_coarser(ours, plain, more=0.03)
     return {}
 
 

@@ -3,9 +3,11 @@
 import copy
 import random
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from beside_plain import RunLayers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -72,11 +74,6 @@ class Skips(nn.Module):
         return self.e(fourth) + first
 
 
-@pytest.mark.parametrize("cuts", [None, ["b", "d"], ["c", "e"]])
-def test_skips_and_changes_in_place(cuts):
-    assert is_recorded(assert_same_step(Skips(), volumes(), cuts))
-
-
 class Reused(nn.Module):
     """One layer called on several stages, one weight in two layers."""
 
@@ -88,13 +85,6 @@ class Reused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.tied(self.act(self.twice(self.b(self.act(self.twice(self.a(x)))))))
-
-
-@pytest.mark.parametrize("cuts", [None, ["b", "tied"], ["twice", "b"]])
-def test_reused_layers_and_tied_weights(cuts):
-    model = assert_same_step(Reused(), volumes(), cuts)
-    assert model.module.tied.weight is model.module.a.weight
-    assert is_recorded(model)
 
 
 class Block(nn.Module):
@@ -127,23 +117,49 @@ class Checkpointed(nn.Module):
         return self.last(self.inside(second, first))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("cuts", [None, ["second", "inside"], ["inside", "last"]])
-def test_activation_checkpointing_inside(reentrant, cuts):
-    assert not is_recorded(assert_same_step(Checkpointed(reentrant), volumes(), cuts))
+def read_without_gradients_first(net: Any, x: Tensor) -> Tensor:
+    """Read two layers without gradients, then with."""
+    first = net.a(x)
+    second = net.b(first)
+    with torch.no_grad():
+        gate = (second + first).sigmoid()
+    return net.c(second * gate + first)
+
+
+def build_hooked() -> nn.Module:
+    """Return a network with hooks of the user, which change outputs and gradients."""
+    net = Reused()
+    net.b.register_forward_hook(lambda module, args, output: output * 2)
+    net.b.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 3,))
+    return net
+
+
+NETWORKS = {
+    "skips, changes in place": (Skips, [None, ["b", "d"], ["c", "e"]], True),
+    "reused layers, tied weights": (Reused, [None, ["b", "tied"], ["twice", "b"]], True),
+    "checkpoints": (lambda: Checkpointed(False), [None, ["second", "inside"], ["inside", "last"]], False),
+    "reentrant checkpoints": (lambda: Checkpointed(True), [None, ["second", "inside"], ["inside", "last"]], False),
+    "no_grad": (lambda: RunLayers(read_without_gradients_first, a=conv(), b=conv(), c=conv()), [["b", "c"]], True),
+    "hooks": (build_hooked, [["b", "tied"]], False),
+}
+"""Networks, where they are cut, and whether their batches are recorded."""
+
+
+@pytest.mark.parametrize(("name", "cuts"), [(name, cuts) for name, (_, each, _) in NETWORKS.items() for cuts in each])
+def test_a_network_steps_as_the_plain_one(name, cuts):
+    build, _, recorded = NETWORKS[name]
+    model = assert_same_step(build(), volumes(), cuts)
+    assert is_recorded(model) == recorded
+    if isinstance(model.module, Reused):
+        assert model.module.tied.weight is model.module.a.weight
 
 
 def test_dropout_draws_the_same_again_when_checkpointed():
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.block, self.b = conv(), Block(p=0.5), conv()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(checkpoint(self.block, self.a(x), use_reentrant=False))
+    def run(net: Any, x: Tensor) -> Tensor:
+        return net.b(checkpoint(net.block, net.a(x), use_reentrant=False))
 
     torch.manual_seed(0)
-    net = Dropping().double()
+    net = RunLayers(run, a=conv(), block=Block(p=0.5), b=conv()).double()
     reference = copy.deepcopy(net)
     model = ModelParallel(net, devices=THREE, split_size=5)
     x = volumes()
@@ -163,17 +179,12 @@ def test_running_statistics_are_those_of_the_whole_batch(momentum, record):
     """The first norm sees what the plain network's sees, so its running statistics must be equal; the second,
     called twice on inputs that do not depend on the first, too."""
 
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = conv(), conv()
-            self.norm, self.twice = nn.BatchNorm3d(2, momentum=momentum), nn.BatchNorm3d(2, momentum=momentum)
-            self.instance = nn.InstanceNorm3d(2, track_running_stats=True)
+    def run(net: Any, x: Tensor) -> Tensor:
+        return net.norm(net.a(x)) + net.twice(x) + net.twice(net.b(x) * 3) + net.instance(net.b(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.a(x)) + self.twice(x) + self.twice(self.b(x) * 3) + self.instance(self.b(x))
-
-    net = Normed().double()
+    norms = {name: nn.BatchNorm3d(2, momentum=momentum) for name in ("norm", "twice")}
+    instance = nn.InstanceNorm3d(2, track_running_stats=True)
+    net = RunLayers(run, a=conv(), b=conv(), **norms, instance=instance).double()
     reference = copy.deepcopy(net)
     model = ModelParallel(net, devices=THREE, split_size=2, cuts=["norm", "b"], record=record)
     for _ in range(WARM_UP + 2):
@@ -200,13 +211,6 @@ def test_measuring_leaves_no_trace():
     torch.testing.assert_close(dict(net.named_buffers()), dict(reference.named_buffers()), **ROUND_OFF)
     assert seen == [4]
     assert not gradients(net)
-
-
-def test_hooks_of_the_user_run_and_may_change_outputs():
-    net = Reused().double()
-    net.b.register_forward_hook(lambda module, args, output: output * 2)
-    net.b.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 3,))
-    assert not is_recorded(assert_same_step(net, volumes(), ["b", "tied"]))
 
 
 def test_autocast_reaches_every_stage():
@@ -250,22 +254,6 @@ def test_gradients_accumulate_and_graphs_interleave(record):
     torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
 
 
-def test_no_grad_then_grad_keeps_no_stale_copy():
-    class FirstWithout(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = conv(), conv(), conv()
-
-        def forward(self, x: Tensor) -> Tensor:
-            first = self.a(x)
-            second = self.b(x)
-            with torch.no_grad():
-                gate = (second + first).sigmoid()
-            return self.c(second * gate + first)
-
-    assert_same_step(FirstWithout(), volumes(), ["b", "c"])
-
-
 @pytest.mark.parametrize("record", [False, True])
 def test_training_a_few_steps_ends_at_the_same_weights(record):
     net = Skips().double()
@@ -305,35 +293,20 @@ def test_state_and_modes_before_and_after_the_first_call(tmp_path):
     assert not gradients(net)
 
 
-def test_placed_layer_can_be_called_alone():
-    net = Skips().double()
-    model = ModelParallel(net, devices=THREE, split_size=2)
-    x = volumes()
-    model(x)
-    torch.testing.assert_close(net.c(x), F.conv3d(x, net.c.weight, net.c.bias, padding=1), **ROUND_OFF)
-
-
-def test_split_size_auto_finds_one_and_remembers_it():
-    model = ModelParallel(Skips().double(), devices=THREE, split_size="auto")
-    x = volumes(6)
+def test_the_partition_is_printable_after_the_first_call_and_its_layers_can_be_called_alone():
+    net, x = Skips().double(), volumes(6)
+    model = ModelParallel(net, devices=THREE, split_size="auto")
+    with pytest.raises(ParallelError, match="is not cut yet: call the model once"):
+        _ = model.partition
     first = model(x)
     torch.testing.assert_close(model(x), first)
     assert model.partition.samples in (1, 2, 4, 6)
-
-
-def test_partition_is_printable_and_wants_a_call_first():
-    model = ModelParallel(Skips(), devices=THREE, split_size=2)
-    with pytest.raises(ParallelError, match="is not cut yet: call the model once"):
-        _ = model.partition
-    model(volumes().float())
     assert str(model.partition).startswith("stage  device")
     assert [name for stage in model.partition.stages for name in stage.modules] == ["a", "relu", "b", "c", "d", "e"]
-
-
-def test_more_devices_than_layers():
-    model = ModelParallel(nn.Sequential(conv(), conv()), devices=["cpu"] * 5, split_size=1)
-    assert model(volumes().float()).shape == (5, 2, 4, 4, 4)
-    assert len(model.partition.stages) == 2
+    torch.testing.assert_close(net.c(x), F.conv3d(x, net.c.weight, net.c.bias, padding=1), **ROUND_OFF)
+    two = ModelParallel(nn.Sequential(conv(), conv()), devices=["cpu"] * 5, split_size=1)  # more devices than layers
+    assert two(volumes().float()).shape == (5, 2, 4, 4, 4)
+    assert len(two.partition.stages) == 2
 
 
 class Returns(nn.Module):
@@ -529,17 +502,13 @@ def test_copies_for_other_stages_end_with_forward():
     """Backward keeps the sigmoid's output on its stage; the copy of it, which an addition reads, is not kept."""
     made = []
 
-    class Watched(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = conv(), conv()
+    def watch(net: Any, x: Tensor) -> Tensor:
+        gate = net.a(x).sigmoid()
+        made.append(weakref.ref(gate))
+        return net.b(x) + gate
 
-        def forward(self, x: Tensor) -> Tensor:
-            gate = self.a(x).sigmoid()
-            made.append(weakref.ref(gate))
-            return self.b(x) + gate
-
-    model = ModelParallel(Watched().double(), devices=THREE, split_size=4, cuts=["b"], record=False)
+    net = RunLayers(watch, a=conv(), b=conv()).double()
+    model = ModelParallel(net, devices=THREE, split_size=4, cuts=["b"], record=False)
     output = model(volumes(4))
     assert made[-1]() is None or not hasattr(made[-1](), "_volseg_copies")
     output.sum().backward()

@@ -4,6 +4,7 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,16 @@ spatial = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 NAMES = sorted(spatial.CASES)
 
 
-@pytest.mark.parametrize("shards", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", NAMES)
+def every_second(names: list[str], numbers: tuple[int, ...]) -> list[Any]:
+    """Return each name with each number; every second pair is slow, so that each meets half of the others."""
+    return [
+        pytest.param(name, number, marks=pytest.mark.slow if (row + column) % 2 else ())
+        for row, name in enumerate(names)
+        for column, number in enumerate(numbers)
+    ]
+
+
+@pytest.mark.parametrize(("name", "shards"), every_second(NAMES, (2, 3, 4, 8)))
 def test_shards_of_one_process_equal_one_device(name: str, shards: int) -> None:
     assert_small(spatial.run(spatial.CASES[name], devices=name_cpus(shards)))
 
@@ -51,28 +60,21 @@ def test_two_cut_axes_equal_one_device(name: str, grid: tuple[int, int]) -> None
 
 
 EXTRA = sorted(set(spatial.EXTRA) - {"replicas"})
-CASES_OF = {
-    2: [*NAMES, *EXTRA],
-    3: [*NAMES, "vnet", "slices along D"],
-    4: [*NAMES, *EXTRA, "replicas"],
-    8: NAMES,
-}
+OTHERS = [(2, EXTRA), (4, [*EXTRA, "replicas"])]
+SLOW = [(2, NAMES[1::2]), (3, [*NAMES, "vnet", "slices along D"]), (4, NAMES[::2]), (8, NAMES)]
 
 
-def check_ranks(processes: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [
+        *((name, 2 if row % 2 == 0 else 4) for row, name in enumerate(NAMES)),
+        *((name, processes) for processes, names in OTHERS for name in names),
+        *(pytest.param(name, n, marks=pytest.mark.slow) for n, names in SLOW for name in names),
+    ],
+)
+def test_processes_equal_one_device(name: str, processes: int) -> None:
     for errors in in_group(processes, spatial.run_by_name, name):
         assert_small(errors)
-
-
-@pytest.mark.parametrize(("processes", "name"), [(n, name) for n in (2, 4) for name in CASES_OF[n]])
-def test_processes_equal_one_device(processes: int, name: str) -> None:
-    check_ranks(processes, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "name"), [(n, name) for n in (3, 8) for name in CASES_OF[n]])
-def test_more_processes_equal_one_device(processes: int, name: str) -> None:
-    check_ranks(processes, name)
 
 
 def test_the_check_rejects_what_is_wrong() -> None:

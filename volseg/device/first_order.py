@@ -63,18 +63,21 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LinearMap(torch.autograd.Function):
-    """A linear map of one tensor, computed outside autograd; its transpose computes the gradient."""
+    """A linear map of tensors, computed outside autograd; its transpose computes their gradients.
+
+    ``apply`` takes the map, its transpose and the tensors. Both functions take and return one tensor or several. The
+    transpose must hold no slab: autograd keeps it until the backward pass.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, compute: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Return the result of ``compute``."""
+    def forward(ctx: Any, compute: Callable[..., Any], transpose: Callable[..., Any], *tensors: Tensor) -> Any:
+        """Return the result of ``compute``: a tensor, or a tuple of tensors."""
         ctx.transpose = transpose
-        return compute(tensor)
+        return compute(*tensors)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the result of ``transpose``."""
-        return ctx.transpose(gradient), None, None
+        found = ctx.transpose(*gradients)
+        return None, None, *((found,) if isinstance(found, Tensor) else found)

@@ -79,11 +79,6 @@ def test_a_declared_function_equals_that_on_one_device() -> None:
         torch.testing.assert_close(actual, expected)
 
 
-def test_declared_twice_is_declared_once_and_plain_tensors_pass() -> None:
-    assert pointwise_function(Gate) is Gate
-    torch.testing.assert_close(Gate.apply(VOLUME, VOLUME), VOLUME**3)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -100,11 +95,13 @@ def test_what_is_not_pointwise_is_refused(call: Any, message: str, read: Any) ->
         read(call(volume))
 
 
-def test_a_function_may_be_declared_that_is_derived_from_a_declared_one() -> None:
+def test_a_function_is_declared_once_also_if_it_is_derived_from_a_declared_one() -> None:
     @pointwise_function
     class Declared(Gate):
         pass
 
+    assert pointwise_function(Declared) is Declared
+    torch.testing.assert_close(Declared.apply(VOLUME, VOLUME), VOLUME**3)
     volume = ModelParallel(nn.Identity(), strategy="spatial", devices=DEVICES)(VOLUME.clone().requires_grad_())
     result = Declared.apply(volume, volume)
     assert isinstance(result, ShardedVolume)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside_plain import RunLayers
 from monai.networks.nets import DynUNet
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,22 +61,19 @@ def test_a_skip_takes_no_memory_while_it_waits() -> None:
     """Its recipe can write it again; so can a join's that forward still names."""
     seen = []
 
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = torch.nn.Conv3d(1, 4, 3, padding=1), torch.nn.Conv3d(4, 4, 3, padding=1)
-            self.norm, self.last = torch.nn.InstanceNorm3d(4), torch.nn.Conv3d(8, 1, 3, padding=1)
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        skip = net.norm(net.first(x))
+        low = net.second(skip)
+        seen.append(skip)
+        joined = torch.cat([skip, low], 1)
+        result = net.last(joined)
+        seen.append(joined)
+        return result
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            skip = self.norm(self.first(x))
-            low = self.second(skip)
-            seen.append(skip)
-            joined = torch.cat([skip, low], 1)
-            result = self.last(joined)
-            seen.append(joined)
-            return result
-
-    model = ModelParallel(Net(), strategy="spatial", devices=["cpu"])
+    layers = {"first": (1, 4), "second": (4, 4), "last": (8, 1)}
+    convolutions = {name: torch.nn.Conv3d(*channels, 3, padding=1) for name, channels in layers.items()}
+    net = RunLayers(run, **convolutions, norm=torch.nn.InstanceNorm3d(4))
+    model = ModelParallel(net, strategy="spatial", devices=["cpu"])
     model(torch.randn(1, 1, 8, 8, 8)).sum().backward()
     assert [volume._slabs[0].untyped_storage().nbytes() for volume in seen] == [0, 0]
     # Whoever looks gets it back.

@@ -1,52 +1,23 @@
 """Residual networks on slabs of processes: sums with room for a halo, planes in a slab's own layout."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import assert_no_coarser, measure_rounding, on_slabs
+from beside_plain import RunLayers
 from in_group import in_group
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.convolution import around
 from volseg.parallel.spatial.convolution import slab as slab_convolution
-from volseg.parallel.spatial.operators import planes
-from volseg.parallel.spatial.transport.pieces import get_halo_room, join_pieces, start_total
-
-LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]
-
-
-@pytest.mark.parametrize("dim", [2, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pieces_are_joined_in_a_slabs_layout(layout: torch.memory_format, dim: int) -> None:
-    whole = torch.randn(2, 3, 5, 4, 6)
-    slab = whole.contiguous(memory_format=layout)
-    first, *own = slab.split([1, 2, 2] if dim == 2 else [1, 2, 1], dim)
-    joined = join_pieces([first.contiguous(), *own], dim, slab)
-    assert torch.equal(joined, whole)
-    assert joined.is_contiguous(memory_format=layout)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_total_begins_with_ones_own_planes_among_zeros(layout: torch.memory_format) -> None:
-    planes = torch.randn(1, 3, 4, 2, 2).contiguous(memory_format=layout)
-    total = start_total(planes, 2, 6, 1, planes.narrow(2, 1, 3))
-    assert torch.equal(total, F.pad(planes[:, :, 1:], (0, 0, 0, 0, 1, 2)))
-    assert total.is_contiguous(memory_format=layout)
-    assert torch.equal(start_total(planes, 2, 2, 0, None), torch.zeros(1, 3, 2, 2, 2))
 
 
 def pad_in_processes(widths: tuple[int, ...], value: float) -> Tensor:
-    class Padded(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.pad(x * 2.0, widths, value=value)
-
-    return ModelParallel(Padded(), strategy="spatial")(make_volume()).full_tensor()
+    net = RunLayers(lambda net, x: F.pad(x * 2.0, widths, value=value))
+    return ModelParallel(net, strategy="spatial")(make_volume()).full_tensor()
 
 
 def make_volume() -> Tensor:
@@ -153,65 +124,30 @@ def test_planes_that_are_fetched_keep_the_layout_forward_and_backward() -> None:
         assert results == gradients == [True] * len(OPERATORS)
 
 
-def compare_in_half_precision() -> list[dict[str, float]]:
-    """Return the errors of slabs and of the plain network, both in bfloat16."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "equivalence"))
-    from spatial_cases import Residual
-
-    torch.manual_seed(0)
-    way = on_slabs(None, channels_last=True)
-    return measure_rounding(Residual(), torch.randn(1, 1, 24, 8, 6), way, None)
-
-
-def test_half_precision_is_as_exact_as_one_devices() -> None:
-    for ours, plain in in_group(2, compare_in_half_precision):
-        assert_no_coarser(ours, plain, more=0.02)
+def change_norm(net: Any, x: Tensor) -> Tensor:
+    """Change a norm's result, which has room for its halo, before and after a convolution reads it."""
+    features = net.norm(x * 2.0)
+    features.add_(1.0)
+    result = net.conv(features)
+    features.mul_(2.0)
+    return result + features
 
 
-def change_what_a_convolution_read() -> str:
-    class Changed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv3d(2, 2, 3, padding=1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            total = x * 2.0 + x
-            result = self.conv(total)
-            total.mul_(2.0)
-            return result + total
-
-    net = ModelParallel(Changed(), strategy="spatial")
-    try:
-        net(torch.randn(1, 2, 8, 4, 4, requires_grad=True)).sum().backward()
-    except RuntimeError as fault:
-        return str(fault)
-    return "none"
+def change_sum(net: Any, x: Tensor) -> Tensor:
+    """Change a sum, which has room for its halo, after a convolution has read it."""
+    total = x * 2.0 + x
+    result = net.conv(total)
+    total.mul_(2.0)
+    return result + total
 
 
-def test_a_sum_with_room_that_changes_behind_its_convolution_is_refused() -> None:
-    for found in in_group(2, change_what_a_convolution_read):
-        assert "modified by an inplace operation" in found
+def change_the_input_of_a_convolution(run: Callable[[Any, Tensor], Tensor]) -> None:
+    net = RunLayers(run, conv=nn.Conv3d(1, 1, 3, padding=1), norm=nn.InstanceNorm3d(1))
+    model = ModelParallel(net, strategy="spatial")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.randn(1, 1, 8, 4, 4, requires_grad=True)).sum().backward()
 
 
-def take_a_part(apart: bool) -> Any:
-    slab = torch.randn(1, 2, 6, 2, 2).contiguous(memory_format=torch.channels_last_3d).requires_grad_()
-    source = slab * 1.0
-    part = planes.take(source, 2, 1, 3, apart=apart)
-    return slab, source, part
-
-
-def test_a_part_that_stands_apart_may_change_in_place() -> None:
-    slab, _, part = take_a_part(apart=True)
-    assert get_halo_room(part) == 0
-    part.mul_(3.0)
-    part.sum().backward()
-    assert torch.equal(slab.grad, F.pad(torch.full((1, 2, 3, 2, 2), 3.0), (0, 0, 0, 0, 1, 2)))
-    assert is_last(slab.grad)
-
-
-def test_a_part_that_is_read_knows_of_changes() -> None:
-    _, source, part = take_a_part(apart=False)
-    result = part.square()
-    source.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified inplace"):
-        result.sum().backward()
+@pytest.mark.parametrize("run", [change_norm, change_sum])
+def test_an_input_of_a_convolution_that_changes_in_place_is_refused(run: Callable[[Any, Tensor], Tensor]) -> None:
+    in_group(2, change_the_input_of_a_convolution, run)

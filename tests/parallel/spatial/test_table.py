@@ -12,7 +12,6 @@ from volseg.parallel.spatial.operators.random import dropout
 from volseg.parallel.spatial.table import (
     BY_SAMPLE,
     TABLE,
-    composes,
     handles,
     handles_samples,
     sharded_form,
@@ -28,8 +27,6 @@ AGAIN: dict[str, tuple[Callable[[], Any], str]] = {
     "the same handler": (lambda: handles("Dropout", "F.dropout")(dropout), "F.dropout is handled by dropout already"),
     "another name of it": (lambda: handles("Dims", "Tensor.__abs__")(handler), "handled by pointwise already"),
     "a composite": (lambda: handles("Dims", "torch.pixel_shuffle")(handler), "handled by pixel_shuffle already"),
-    "composed": (lambda: composes("Dims", "F.dropout")(handler), "F.dropout is handled by dropout already"),
-    "composed again": (lambda: composes("Dims", "torch.pixel_shuffle")(handler), "handled by pixel_shuffle already"),
     "one's own form": (lambda: sharded_form(F.dropout)(handler), "dropout is handled by dropout already"),
     "for cut samples": (
         lambda: handles_samples("F.group_norm")(each_sample),

@@ -1,20 +1,26 @@
-"""Losses of vectors, classes, counts and samples at given places: values and gradients are those of one device."""
+"""Losses of vectors, classes, counts and samples at given places: values and gradients are those of one device.
+
+``test_operator_database`` compares every function; here are forms of call that its samples do not have.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from in_group import in_group
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import whole
 from volseg.parallel.spatial import ShardedVolume
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import from_whole
 
 SHAPE = (2, 3, 8, 6, 8)
@@ -39,39 +45,22 @@ PLACES = torch.tanh(torch.randn(2, 8, 6, 8, 3, dtype=torch.float64, generator=to
 TILT = torch.tensor([[[0.9, 0.1, 0, 0], [-0.1, 0.9, 0, 0], [0, 0, 1, 0.2]]], dtype=torch.float64).expand(2, 3, 4)
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
-    "cosine similarity": F.cosine_similarity,
     "cosine similarity named, broadcast": lambda x, y: F.cosine_similarity(x1=x, x2=y[:1], dim=1, eps=0.1),
     "cosine similarity over D": lambda x, y: F.cosine_similarity(x, y, dim=2),
     "cosine similarity of zeros": lambda x, y: F.cosine_similarity(x * 0, y, dim=-1),
     "pairwise distance": lambda x, y: F.pairwise_distance(last(x), last(y), p=1, keepdim=True),
-    "pairwise distance over W": lambda x, y: F.pairwise_distance(x, y, eps=0.1),
-    "distance": lambda x, y: torch.dist(x, y, 3),
-    "triplet": lambda x, y: F.triplet_margin_loss(last(x), last(y), last(y).flip(0), swap=True),
-    "triplet over W": lambda x, y: F.triplet_margin_loss(x, y, y.flip(0), margin=2.0, reduction="sum"),
     "triplet of a distance": lambda x, y: F.triplet_margin_with_distance_loss(
         x, y, y.flip(0), distance_function=lambda a, b: (a - b).abs().mean(1)
     ),
     "gaussian": lambda x, y: F.gaussian_nll_loss(x, y, y.square(), full=True, eps=0.5),
     "multilabel": lambda x, y: F.multilabel_soft_margin_loss(last(x), (last(y) > 0).double(), EDGES[:3] + 2),
-    "multilabel over W": lambda x, y: F.multilabel_soft_margin_loss(x, (y > 0).double(), reduction="none"),
     "sum by the old name": lambda x, y: F.mse_loss(x, y, size_average=False),
-    "none by the old name": lambda x, y: F.smooth_l1_loss(x, y, reduce=False),
     "one-hot": lambda x, y: F.one_hot(classes(y)).movedim(-1, 1) * x,
-    "one-hot of some": lambda x, y: F.one_hot(classes(y), num_classes=5),
-    "bucketize": lambda x, y: torch.bucketize(x, EDGES, right=True, out_int32=True),
-    "searchsorted": lambda x, y: torch.searchsorted(EDGES, x),
-    "isin": lambda x, y: torch.isin(classes(y), torch.tensor([0, 2]), invert=True),
-    "isin a number": lambda x, y: torch.isin(classes(y), 2),
     "is in the volume": lambda x, y: torch.isin(torch.tensor([0, 7]), classes(y)),
     "where": lambda x, y: torch.where(y > 1),
     "nonzero": lambda x, y: [classes(y).nonzero(), torch.nonzero(classes(y), as_tuple=True), torch.argwhere(y > 1)],
-    "unique": lambda x, y: torch.unique(classes(y), return_counts=True),
-    "histogram": lambda x, y: torch.histc(y, 10, -1, 1),
-    "mean of numbers": lambda x, y: torch.nanmean(torch.where(y > 0, x, float("nan")), (1, 2)),
-    "integral": lambda x, y: [torch.trapezoid(x, dx=0.5, dim=1), torch.trapz(x, y, dim=1), x.movedim(1, 3).sum(3)],
     "integral over uneven steps": lambda x, y: torch.trapezoid(x, EDGES[:3], dim=1),
     "sampled": lambda x, y: F.grid_sample(x, PLACES, align_corners=False),
-    "sampled elsewhere": lambda x, y: F.grid_sample(x, PLACES[:, :3, :3, :3], mode="nearest", align_corners=True),
     "places cut": lambda x, y: F.grid_sample(random(3), last(x).tanh(), align_corners=True, padding_mode="border"),
     "turned": lambda x, y: F.grid_sample(x, F.affine_grid(TILT, x.shape, align_corners=False), align_corners=False),
     "whole": lambda x, y: whole(lambda a, *, b: (a * b).cumsum(2).flip(2))(x, b=y),
@@ -118,8 +107,27 @@ def test_wrong_classes_are_refused_wherever_they_lie() -> None:
             F.one_hot(volume, 3)
 
 
-def test_code_that_reads_numbers_is_told_of_whole() -> None:
-    volume = from_whole(random(0), (2,), Context(LocalDevices(["cpu", "cpu:1"])))
-    for read in (volume.numpy, volume.tolist, lambda: 1.0 in volume):
-        with pytest.raises(UnsupportedOperatorError, match=r"full_tensor\(\).*volseg\.parallel\.whole"):
-            read()
+def test_calls_on_processes_equal_those_on_one_device() -> None:
+    in_group(2, check_calls)
+
+
+def check_calls() -> None:
+    """Compare the calls of this file and of another one where each process holds one slab."""
+    import test_gradients_of_volumes as gradients  # beside this file; pytest does not look there
+
+    context = Context(ProcessGroupShards(dist.group.WORLD, (2,), torch.device("cpu")))
+    for call in gradients.CALLS.values():
+        check_call(call, gradients.random, context)
+    for call in CALLS.values():
+        check_call(partial(outcome, call), random, context)
+
+
+def check_call(call: Callable[[Any, Any], Any], make: Callable[[int], Tensor], context: Context) -> None:
+    x, volume = make(0).requires_grad_(), from_whole(make(0), (2,), context)
+    volume.requires_grad = True
+    expected = [*tree_leaves(call(x, make(1))), x.grad]
+    found = [*tree_leaves(call(volume, from_whole(make(1), (2,), context))), volume.grad]
+    torch.testing.assert_close(
+        [v.full_tensor() if isinstance(v, ShardedVolume) else v for v in found if v is not None],
+        [v for v in expected if v is not None],
+    )

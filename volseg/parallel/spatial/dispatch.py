@@ -123,15 +123,6 @@ SCRIPTED = "TorchScript does not see the slabs; take the module as it is without
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a torch function on a sharded volume."""
     entry = TABLE.get(func)
-    if entry is not None and entry.composed:
-        try:
-            handler = entry.handler
-            python = isinstance(func, types.FunctionType)
-            return handler(*args, **kwargs) if python else handler(**bind(func, args, kwargs))
-        except Refusal as refusal:
-            reason = str(refusal)
-        with without_subclass_overrides():
-            return unsupported(func, args, kwargs, reason)
     with without_subclass_overrides():
         given = _given(args, kwargs)
         merged = by_sample = False

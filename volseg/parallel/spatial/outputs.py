@@ -26,10 +26,10 @@ class CutInput:
 
     Parameters
     ----------
-    The tensor, and the volume of its slabs.
-        The two.
-    The call's other tensors, and the values made of them: tensors that share memory with this one see its changes.
-        The call's other tensors, and what was made of them: those that share memory with this one see its changes.
+    whole, volume
+        The tensor, and the volume of its slabs.
+    others
+        The call's other tensors, and the values made of them. Tensors that share memory with ``whole`` see its changes.
     """
 
     def __init__(self, whole: Tensor, volume: ShardedVolume, others: Sequence[tuple[Tensor, Tensor]] = ()) -> None:

@@ -63,8 +63,6 @@ class Entry:
         The arguments that the handler treats; None for all of them.
     filled
         Whether it gets them as one value, with torch's defaults (see ``signatures.fill``).
-    composed
-        Whether it is written with other functions, each of which meets the table by itself.
     rehearsed
         Whether the call is rehearsed on shapes: not if the handler compares sizes itself, or there are none to compare.
     broadcasts
@@ -92,7 +90,6 @@ class Entry:
     merged: bool = False
     rounded: bool = False
     filled: bool = False
-    composed: bool = False
 
 
 class Refusal(Exception):  # noqa: N818  (never reaches a user)
@@ -124,7 +121,6 @@ def handles(
     merged: bool = False,
     rounded: bool = False,
     treats: str = "",
-    composed: bool = False,
 ) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in each namespace of torch that has it.
 
@@ -147,7 +143,7 @@ def handles(
             bare = label.rpartition(".")[2]
             perhaps = bare in PERHAPS_VIEWS
             views = perhaps or bare in VIEWS or returns_view(function)
-            flags = rehearse, broadcasts, views, perhaps, merged, rounded, bool(treats), composed
+            flags = rehearse, broadcasts, views, perhaps, merged, rounded, bool(treats)
             TABLE[function] = Entry(label, family, handler, treated, *flags)
         return handler
 
@@ -186,11 +182,6 @@ def handles_samples(*names: str) -> Callable[[Handler], Handler]:
         return handler
 
     return register
-
-
-def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
-    """Register a function that is composed of others; it is called with torch's own arguments."""
-    return handles(family, *names, composed=True)
 
 
 def _check_unknown(function: Callable, label: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from volseg.device.first_order import first_order
+from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, WaitingTerms, find_norm
@@ -164,18 +164,9 @@ def add_with_room(first: Any, second: Any) -> ShardedVolume | None:
     # With room around each of several samples the volume is not contiguous: a reader without a halo would copy it.
     if not alike or not plain or second.context is not context or first.shape[0] != 1 or first.numel() == 0:
         return None
+
+    def add(own: Tensor, other: Tensor) -> Tensor:
+        return torch.add(own, other, out=allocate_with_room(own, context.room))
+
     pairs = zip(first.slabs, second.slabs, strict=True)
-    return wrap(first, [_AddWithRoom.apply(*pair, context.room) for pair in pairs])
-
-
-class _AddWithRoom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, first: Tensor, second: Tensor, room: int) -> Tensor:
-        del ctx
-        return torch.add(first, second, out=allocate_with_room(first, room))
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        del ctx
-        return gradient, gradient, None
+    return wrap(first, [LinearMap.apply(add, lambda gradient: (gradient, gradient), *pair) for pair in pairs])

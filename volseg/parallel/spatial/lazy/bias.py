@@ -152,7 +152,7 @@ def _over_voxels(bias: Tensor, slab: Tensor) -> Tensor:
 
 def _add_bias(slab: Tensor, bias: Tensor) -> Tensor:
     """Add a bias whose gradient the convolution computes."""
-    added: Tensor = LinearMap.apply(slab, lambda own: own + _over_voxels(bias, own), lambda gradient: gradient)
+    added: Tensor = LinearMap.apply(lambda own: own + _over_voxels(bias, own), lambda gradient: gradient, slab)
     return added
 
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from volseg.device.first_order import first_order
+from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import choice
 from volseg.device.norm.activation import Activation, Term
@@ -216,9 +215,12 @@ def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> Sharde
     moment = Moment()
     slabs = list(chain.from_iterable(columns))
 
+    def split(*gradients: Tensor) -> list[Tensor]:
+        return list(chain.from_iterable(zip(*(own.split(channels, 1) for own in gradients), strict=True)))
+
     def record(fill: Callable[[], list[Tensor]]) -> list[Tensor]:
         with moment.restored():
-            return list(_Join.apply(fill, channels, *slabs))
+            return list(LinearMap.apply(lambda *_: tuple(fill()), split, *slabs))
 
     waiting = WaitingRecipe(recipe, likes, record, Unchanged([*slabs, *recipe.tensors]), columns[0])
     waiting.room = like.context.room if cut_along_depth else 0
@@ -228,20 +230,6 @@ def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> Sharde
     if mixed:
         waiting.spare(joined)  # its stand-in has the type of one part
     return joined
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, fill: Callable[[], list[Tensor]], channels: list[int], *slabs: Tensor) -> tuple[Tensor, ...]:
-        del slabs
-        ctx.channels = channels
-        return tuple(fill())
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        split = [gradient.split(ctx.channels, 1) for gradient in gradients]
-        return None, None, *chain.from_iterable(zip(*split, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,11 +338,10 @@ class RecomputedInput(WaitingRecipe):
                 slabs = fill()
             return [slab.requires_grad_(requires_grad) for slab in slabs]
 
-        # The slabs' shapes in the memory of one element each.
-        stand_ins = [
-            torch.empty((), dtype=like.dtype, device=row[0].device).expand(like.shape).requires_grad_(requires_grad)
-            for like, row in zip(likes, recipe.rows, strict=True)
-        ]
+        pairs = zip(likes, recipe.rows, strict=True)
+        stand_ins = [outline_slab(like.shape, like.dtype, row[0].device) for like, row in pairs]
+        for stand_in in stand_ins:
+            stand_in.requires_grad_(requires_grad)
         super().__init__(recipe, likes, record, unchanged, stand_ins)
         self.room = room
         self.check()

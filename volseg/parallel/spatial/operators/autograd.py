@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from volseg.device.first_order import first_order
+from volseg.device.first_order import LinearMap
 from volseg.device.torch_internals import is_view, with_overrides
 from volseg.parallel.spatial.lazy.bias import forget_vanishing
 from volseg.parallel.spatial.operators.operands import cut_like
@@ -200,7 +200,11 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
     hooks: dict[int, Callable] = OrderedDict()
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
-    input._slabs = list(_Hooked.apply(joined, hooks, *slabs))
+
+    def show(*own: Tensor) -> tuple[Tensor, ...]:
+        return tuple(slab.view_as(slab) for slab in own)
+
+    input._slabs = list(LinearMap.apply(show, lambda *given: _hooked(joined, list(hooks.values()), given), *slabs))
     input.hooks = hooks
     return handle
 
@@ -220,20 +224,6 @@ def _hooked(joined: Joined, hooks: Iterable[Callable], gradients: Sequence[Tenso
             raise RuntimeError(f"a hook turned a gradient of shape {tuple(volume.shape)} into {tuple(result.shape)}")
         gradients = cut_like(result, volume).slabs
     return list(gradients)
-
-
-class _Hooked(torch.autograd.Function):
-    """Return the slabs unchanged, and pass their gradients through the hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, joined: Joined, hooks: dict[int, Callable], *slabs: Tensor) -> tuple[Tensor, ...]:
-        ctx.joined, ctx.hooks = joined, hooks
-        return tuple(slab.view_as(slab) for slab in slabs)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_hooked(ctx.joined, list(ctx.hooks.values()), gradients)
 
 
 NEW = ["Tensor.new_zeros", "Tensor.new_ones", "Tensor.new_empty", "Tensor.new_full", "Tensor.new_tensor"]

@@ -1,8 +1,7 @@
 """Functions whose sharded form is made of other functions, and functions of batches of slices.
 
 Composed functions consist of torch functions, each of which the operator table handles by itself. For some of them
-``as_written`` runs torch's own Python code. The others are written out here, as handlers that get the torch function's
-arguments: volumes and ordinary tensors.
+``as_written`` runs torch's own Python code. The others are written out here.
 
 Volumes cut along dim 0 are slices of one volume as samples of a batch, for networks of 2D convolutions:
 ``x.transpose(1, 2).reshape(B * D, C, H, W)`` makes a batch of the slices, cut between them. Functions that treat
@@ -21,36 +20,37 @@ from volseg.device.torch_internals import with_overrides
 from volseg.parallel.spatial.operators import normalize
 from volseg.parallel.spatial.operators.operands import call_each, rewrap
 from volseg.parallel.spatial.signatures import fill
-from volseg.parallel.spatial.table import composes, handles, handles_samples, refuse
+from volseg.parallel.spatial.table import handles, handles_samples, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 
-@composes("Dims", "torch.broadcast_tensors")
-def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
+@handles("Dims", "torch.broadcast_tensors", merged=True)
+def broadcast_tensors(func: Callable, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     """Expand tensors to one shape; no cut dim is expanded."""
     given = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], list | tuple) else tensors
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))
-    return tuple(tensor.expand(shape) for tensor in given)
+    with with_overrides():
+        return tuple(tensor.expand(shape) for tensor in given)
 
 
-@composes("Dims", "torch.pixel_shuffle")
-def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
+@handles("Dims", "torch.pixel_shuffle", merged=True)
+def pixel_shuffle(func: Callable, input: Tensor, upscale_factor: int) -> Tensor:
     """Rearrange channels into rows and columns."""
     factor, (*front, channels, height, width) = upscale_factor, input.shape
-    if factor <= 0 or channels % factor**2:
-        raise RuntimeError(f"pixel_shuffle expects channels divisible by {factor**2}, got {tuple(input.shape)}")
-    parts = input.reshape(-1, channels // factor**2, factor, factor, height, width).permute(0, 1, 4, 2, 5, 3)
-    return parts.reshape(*front, channels // factor**2, height * factor, width * factor)
+    sides = channels // factor**2, factor, factor, height, width
+    with with_overrides():
+        parts = input.reshape(-1, *sides).permute(0, 1, 4, 2, 5, 3)
+        return parts.reshape(*front, channels // factor**2, height * factor, width * factor)
 
 
-@composes("Dims", "torch.pixel_unshuffle")
-def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
+@handles("Dims", "torch.pixel_unshuffle", merged=True)
+def pixel_unshuffle(func: Callable, input: Tensor, downscale_factor: int) -> Tensor:
     """Rearrange rows and columns into channels."""
     factor, (*front, channels, height, width) = downscale_factor, input.shape
-    if factor <= 0 or height % factor or width % factor:
-        raise RuntimeError(f"pixel_unshuffle expects planes divisible by {factor}, got {tuple(input.shape)}")
-    parts = input.reshape(-1, channels, height // factor, factor, width // factor, factor).permute(0, 1, 3, 5, 2, 4)
-    return parts.reshape(*front, channels * factor**2, height // factor, width // factor)
+    sides = channels, height // factor, factor, width // factor, factor
+    with with_overrides():
+        parts = input.reshape(-1, *sides).permute(0, 1, 3, 5, 2, 4)
+        return parts.reshape(*front, channels * factor**2, height // factor, width // factor)
 
 
 @handles(

@@ -1,6 +1,7 @@
 """Copies and conversions: another dtype, another layout, a volume filled with a value; the devices stay."""
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 DTYPES = ["bfloat16", "bool", "byte", "char", "double", "float", "half", "int", "long", "short", "cfloat", "cdouble"]
+NAMED = [*DTYPES, "cpu", "cuda"]
 
 
 @handles("Copies and conversions", "Tensor.contiguous", rehearse=False)
@@ -44,14 +46,18 @@ def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return wrap(volume, [func(slab, *rest, **named) for slab in volume.slabs])
 
 
-@handles("Copies and conversions", *(f"Tensor.{name}" for name in DTYPES), rehearse=False, merged=True)
-def convert_dtype(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Change the dtype; as in torch, a volume of this dtype is returned itself."""
-    if waits(args[0]) and len(args) == 1 and not kwargs:
-        later = cast(args[0], func(torch.empty(0, dtype=args[0].dtype)).dtype)
-        if later is not None:
-            return later
-    return _converted(args[0], [func(slab, *args[1:], **kwargs) for slab in args[0].slabs])
+@handles("Copies and conversions", *(f"Tensor.{name}" for name in NAMED), rehearse=False, merged=True)
+def convert_by_name(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Change to the dtype of the method's name; return a volume on devices of its name."""
+    volume, *rest = args
+    target = func.__name__ if func in (Tensor.cpu, Tensor.cuda) else _read_dtype(func)
+    return convert(Tensor.to, (volume, target, *rest), kwargs)
+
+
+@cache
+def _read_dtype(func: Callable) -> torch.dtype:
+    found: torch.dtype = func(torch.empty(0)).dtype
+    return found
 
 
 @handles("Copies and conversions", "Tensor.to", "Tensor.type", rehearse=False, merged=True)
@@ -81,15 +87,6 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     laid = wrap(volume, found.slabs)
     laid.is_perhaps_given = True
     return mark_copies(laid, [volume], perhaps=True)
-
-
-@handles("Copies and conversions", "Tensor.cpu", "Tensor.cuda", rehearse=False, merged=True)
-def moved(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the volume if its slabs are on such devices; refuse to move them."""
-    volume = args[0]
-    if volume.device.type != func.__name__:
-        refuse(f"its slabs stay on their devices: call full_tensor().{func.__name__}() for the whole volume there")
-    return volume
 
 
 def _converted(volume: ShardedVolume, slabs: list[Tensor]) -> ShardedVolume:

@@ -124,7 +124,7 @@ def take(slab: Tensor, dim: int, start: int, count: int, *, apart: bool = False)
         alone = torch.empty(0, dtype=own.dtype, device=own.device)
         return alone.set_(own.untyped_storage(), part.storage_offset(), part.shape, part.stride())
 
-    taken: Tensor = LinearMap.apply(slab, narrow, lambda own: start_total(own, dim, size, start, own))
+    taken: Tensor = LinearMap.apply(narrow, lambda own: start_total(own, dim, size, start, own), slab)
     return taken
 
 

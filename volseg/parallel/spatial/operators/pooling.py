@@ -105,7 +105,7 @@ def _fits_halves(slab: Tensor) -> bool:
 
 
 def _halve(slab: Tensor) -> Tensor:
-    halved: Tensor = LinearMap.apply(slab, upsample2x.halve, upsample2x.spread_gradient)
+    halved: Tensor = LinearMap.apply(upsample2x.halve, upsample2x.spread_gradient, slab)
     return halved
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device import fusions, upsample2x
-from volseg.device.first_order import first_order
+from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.operands import per_dim, spatial_only
@@ -120,26 +120,23 @@ def _double(volume: ShardedVolume, mode: str) -> Any:
     linear, planes = mode == "trilinear", volume.shape[DIM]
     along = Resize(planes, 2 * planes) if linear else ChosenPlanes(tuple(plane // 2 for plane in range(2 * planes)))
 
+    def double(slab: Tensor, part: upsample2x.DoubledPart) -> Tensor:
+        shape = slab.shape
+
+        def gather(gradient: Tensor) -> Tensor:
+            return upsample2x.gather_gradient(gradient, shape, part, linear)
+
+        doubled: Tensor = LinearMap.apply(lambda own: upsample2x.double(own, part, linear), gather, slab)
+        return doubled
+
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         (window,) = windows
-        return _Double.apply(slab, upsample2x.DoubledPart(planes, window.span[0], window.output), linear)
+        return double(slab, upsample2x.DoubledPart(planes, window.span[0], window.output))
 
     def whole(tensor: Tensor) -> Tensor:
-        return _Double.apply(tensor, upsample2x.DoubledPart(planes, 0, (0, 2 * planes)), linear)
+        return double(tensor, upsample2x.DoubledPart(planes, 0, (0, 2 * planes)))
 
     return sharded_windows(volume, [AxisPlan(along, 2 * planes)], local, whole)
-
-
-class _Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, slab: Tensor, part: upsample2x.DoubledPart, linear: bool) -> Tensor:
-        ctx.shape, ctx.part, ctx.linear = slab.shape, part, linear
-        return upsample2x.double(slab, part, linear)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return upsample2x.gather_gradient(gradient, ctx.shape, ctx.part, ctx.linear), None, None
 
 
 def _within(slab: Tensor, sizes: list[int], scales: list[float | None], cut: set[int], given: dict) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.first_order import first_order
+from volseg.device.first_order import LinearMap, first_order
 from volseg.device.peer.values import ValueExchange, ValuesOfSlabs
 from volseg.device.triton_tiles import takes
 from volseg.errors import ParallelError
@@ -57,7 +57,13 @@ class LocalDevices(Communicator):
             return list(slabs)
         if not self.fixed_order:
             return self.move(slabs, plan)
-        return self.take_own(slabs, plan) if plan.stays else list(_FetchLocally.apply(self, plan, *slabs))
+        if plan.stays:
+            return self.take_own(slabs, plan)
+
+        def move(*own: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self.move(own, plan))
+
+        return list(LinearMap.apply(move, lambda *gradients: self.give_back(gradients, plan), *slabs))
 
     def move(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
         """Copy planes between devices, even if none moves; arguments as in ``fetch``.
@@ -136,10 +142,18 @@ class LocalDevices(Communicator):
         return parts[0]
 
     def spread(self, whole: Tensor) -> list[Tensor]:
-        """Copy a whole value to each device."""
-        if self.fixed_order:
-            return list(_SpreadLocally.apply(self, whole))
-        return [whole.to(device, non_blocking=True) for device in self.devices]
+        """Copy a whole value to each device; with a fixed order, gradients add up by a tree, as between processes."""
+        if not self.fixed_order:
+            return [whole.to(device, non_blocking=True) for device in self.devices]
+        home = whole.device
+
+        def copy(own: Tensor) -> tuple[Tensor, ...]:
+            return tuple(_copy_to(own, device) for device in self.devices)
+
+        def add_up(*gradients: Tensor) -> Tensor:
+            return fold([gradient.to(home, non_blocking=True).contiguous() for gradient in gradients], torch.add)
+
+        return list(LinearMap.apply(copy, add_up, whole))
 
     def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
         """Copy each slab to its device; with a fixed order of sums, in the memory layout of a process."""
@@ -159,34 +173,6 @@ class LocalDevices(Communicator):
         for device in dict.fromkeys(self.devices):
             copies[device] = [parameter.to(device, non_blocking=True) for parameter in parameters]
         return [[copies[device][index] for device in self.devices] for index in range(len(parameters))]
-
-
-class _FetchLocally(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, communicator: LocalDevices, plan: Fetch, *slabs: Tensor) -> tuple[Tensor, ...]:
-        ctx.plan = communicator, plan
-        return tuple(communicator.move(slabs, plan))
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        communicator, plan = ctx.plan
-        return None, None, *communicator.give_back(gradients, plan)
-
-
-class _SpreadLocally(torch.autograd.Function):
-    """Pass a value to every shard; the gradients are added by the tree over the shards, as between processes."""
-
-    @staticmethod
-    def forward(ctx: Any, communicator: LocalDevices, value: Tensor) -> tuple[Tensor, ...]:
-        ctx.home = value.device
-        return tuple(_copy_to(value, device) for device in communicator.devices)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        arrived = [gradient.to(ctx.home, non_blocking=True).contiguous() for gradient in gradients]
-        return None, fold(arrived, torch.add)
 
 
 class _ShareLocally(torch.autograd.Function):

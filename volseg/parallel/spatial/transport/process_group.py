@@ -108,7 +108,7 @@ class ProcessGroupShards(Communicator):
 
     def _fetch(self, slab: Tensor, plan: Fetch) -> Tensor:
         fetched: Tensor = LinearMap.apply(
-            slab, lambda own: self.exchange(own, plan), lambda gradient: self.give_back(gradient, plan)
+            lambda own: self.exchange(own, plan), lambda gradient: self.give_back(gradient, plan), slab
         )
         return fetched
 
@@ -172,7 +172,7 @@ class ProcessGroupShards(Communicator):
 
     def collect(self, partials: Sequence[Tensor]) -> Tensor:
         """Stack the processes' values; each process gets all of them in the same order, so sums agree bit for bit."""
-        stacked: Tensor = LinearMap.apply(partials[0], self.stack, lambda gradient: gradient[self.rank])
+        stacked: Tensor = LinearMap.apply(self.stack, lambda gradient: gradient[self.rank], partials[0])
         return stacked
 
     def gather(self, slabs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -182,7 +182,7 @@ class ProcessGroupShards(Communicator):
         def take(gradient: Tensor) -> Tensor:
             return narrow_to(gradient, dims, own)
 
-        whole: Tensor = LinearMap.apply(slabs[0], lambda slab: self.assemble(slab, dims, sizes), take)
+        whole: Tensor = LinearMap.apply(lambda slab: self.assemble(slab, dims, sizes), take, slabs[0])
         return whole
 
     def assemble(self, slab: Tensor, dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -201,7 +201,7 @@ class ProcessGroupShards(Communicator):
         def add_up(gradient: Tensor) -> Tensor:
             return self.add_up(gradient.clone(memory_format=torch.contiguous_format))
 
-        return [LinearMap.apply(whole, lambda own: own.view_as(own), add_up)]
+        return [LinearMap.apply(lambda own: own.view_as(own), add_up, whole)]
 
     def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
         """Return this process's slab as a copy, so that the memory of the whole volume can be freed."""
@@ -211,7 +211,7 @@ class ProcessGroupShards(Communicator):
         def assemble(gradient: Tensor) -> Tensor:
             return self.assemble(gradient.contiguous(), dims, sizes)
 
-        return [LinearMap.apply(whole, lambda given: narrow_to(given, dims, own).clone(), assemble)]
+        return [LinearMap.apply(lambda given: narrow_to(given, dims, own).clone(), assemble, whole)]
 
     def look(self) -> None:
         """Refuse sums of gradients that do not belong together; see `SharedParameters`."""
