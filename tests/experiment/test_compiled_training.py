@@ -151,7 +151,7 @@ def test_what_was_measured_is_taken_leaves_no_other_trace_and_stays(configured, 
     config, named = configured("training.kernels=measured"), f"output={tmp_path / 'named'}"
     outcome = train(config)
     assert asked == [*KINDS]
-    assert "training step with kernels torch 10 ms, compiled 8 ms: compiled; fast was not to be had" in caplog.text
+    assert "training step with kernels torch 10 ms, compiled 8 ms: compiled; fast is not available" in caplog.text
     train(configured("training.kernels=compiled", named))
     assert_same_state(latest(config.folder), latest(tmp_path / "named"))
     written = read_json(config.folder / "kernels.json")
@@ -187,7 +187,7 @@ def test_a_later_kind_must_be_clearly_faster():
     assert choose_fastest({"fast": 10.0, "torch": 9.8, "compiled": 9.8}) == "fast"
     assert choose_fastest({"torch": 10.0, "compiled": 9.6}) == "compiled"
     assert choose_fastest({"fast": 10.0, "torch": 9.0, "compiled": 8.9}) == "torch"
-    with pytest.raises(ConfigError, match=r"no kernels could be had \(fast: they are for GPUs; torch: full\)"):
+    with pytest.raises(ConfigError, match=r"no kernels are available \(fast: they are for GPUs; torch: full\)"):
         choose_fastest({}, {"fast": "they are for GPUs", "torch": "full"})
 
 
