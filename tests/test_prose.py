@@ -28,7 +28,6 @@ INSTEAD = {
 
 LEFT: dict[str, int] = {
     r"who(?:m|ever)": 2,
-    r"of none of": 1,
     r"(?:is|are|was|were|be|been) told(?! apart)": 10,
     r"there already|already there": 1,
     r"without a word": 1,

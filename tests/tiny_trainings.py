@@ -53,6 +53,7 @@ def config_factory(folder):
         "augmentation": {"enabled": False},
         "optimizer": {"name": "SGD", "lr": 0.3},
         "training": {"epochs": 1, "iterations": 3, "ema": 0.7},
+        "logging": {"loggers": []},
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(values), encoding="utf-8")

@@ -48,7 +48,7 @@ def test_every_key_of_the_table_is_one_of_the_config(configured):
         ("training.precision=bf16", r"training\.precision: auto -> bf16"),
         ("training.kernels=torch", None),
         ("parallel.data=2", None),
-        ("logging.loggers=[]", None),
+        ("logging.loggers=[tensorboard]", None),
         ("training.epochs=9", None),
     ],
 )

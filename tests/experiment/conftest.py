@@ -5,6 +5,7 @@ import shutil
 import pytest
 import yaml
 
+from volseg.checkpointing.file import load_checkpoint
 from volseg.config.loading import dump_config
 from volseg.data.synthetic import make_task
 from volseg.experiment import RunFolder, cross_validate, load_config, train
@@ -17,6 +18,7 @@ CONFIG = {
     "network": {"name": "UNet", "channels": [4, 8], "strides": [2], "num_res_units": 1},
     "optimizer": {"name": "SGD", "lr": 0.01, "momentum": 0.9},
     "training": {"epochs": 2, "iterations": 3, "validate_every": 1, "ema": 0.9},
+    "logging": {"loggers": []},  # TensorBoard takes a third of such a training
 }
 
 
@@ -33,6 +35,11 @@ def write_config(task, folder):
         yaml.safe_dump({**CONFIG, "data": {"root": str(task)}, "output": str(folder / "run")}), encoding="utf-8"
     )
     return path
+
+
+def latest(folder):
+    """Return the newest checkpoint of a run folder."""
+    return load_checkpoint(folder / "checkpoints" / "latest.pt")
 
 
 @pytest.fixture
@@ -64,12 +71,18 @@ def cross_validated(task, tmp_path_factory):
     return config.folder
 
 
-@pytest.fixture
-def own_run(cross_validated, tmp_path):
-    """Return a copy of a trained run that runs on the CPU, which a test may change."""
-    run = RunFolder(shutil.copytree(cross_validated / "fold_0", tmp_path / "own_run"))
+@pytest.fixture(scope="session")
+def cpu_run(cross_validated, tmp_path_factory):
+    """Return a trained run that runs on the CPU, which nobody may change."""
+    run = RunFolder(shutil.copytree(cross_validated / "fold_0", tmp_path_factory.mktemp("cpu") / "run"))
     dump_config(run.config(["device=cpu"]), run.config_file)
     return run
+
+
+@pytest.fixture
+def own_run(cpu_run, tmp_path):
+    """Return a copy of a trained run that runs on the CPU, which a test may change."""
+    return RunFolder(shutil.copytree(cpu_run.path, tmp_path / "own_run"))
 
 
 @pytest.fixture

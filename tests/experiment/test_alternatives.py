@@ -48,13 +48,8 @@ KNOWN = [
 def test_what_needs_clearly_less_is_ranked_by_time_on_as_many_gpus_first():
     ranked = rank_smaller(Candidate(kernels="torch"), KNOWN)
     assert [(each.candidate.num_gpus, each.candidate.checkpoint) for each in ranked] == [(1, 2), (1, "all"), (2, None)]
-
-
-def test_without_a_forecast_of_what_failed_all_that_fit_count():
-    assert len(rank_smaller(Candidate(spatial=4), KNOWN)) == 4
-
-
-def test_a_forecast_is_found_whichever_kernels_one_gpu_takes():
+    assert len(rank_smaller(Candidate(spatial=4), KNOWN)) == 4, "without a forecast of what failed all that fit count"
+    # A forecast is found whichever kernels one GPU takes.
     assert get_estimate(Candidate(kernels="fast", recorded=True), KNOWN) is KNOWN[0]
     both = [KNOWN[0], replace(KNOWN[0], candidate=Candidate(kernels="torch"), seconds=9.0)]
     assert get_estimate(Candidate(kernels="torch"), both).seconds == 9.0

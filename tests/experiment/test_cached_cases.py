@@ -42,22 +42,15 @@ def test_weights_and_scores_are_the_same_cold_warm_and_without(configured, tmp_p
     assert [there < of for there, of in told] == [False, True]
 
 
-def test_folds_and_resumes_prepare_nothing_again(configured, read):
+def test_folds_and_resumes_prepare_nothing_again_unless_the_cache_is_elsewhere(configured, read, tmp_path):
     cross_validate(configured("training.epochs=1"), folds=[0, 1], resume=False)
     assert len(read) == NUM_CASES
     config = configured("training.epochs=2", "output={}".format(configured().folder / "fold_0"), "split.fold=0")
     train(config, resume=True)
     assert len(read) == NUM_CASES
-
-
-def test_a_resumed_run_may_have_its_cache_elsewhere(configured, tmp_path):
-    train(configured("training.epochs=1"))
-    train(
-        configured(
-            "training.epochs=2", f"data.cache={tmp_path / 'other'}", "data.cache_limit=1", "data.device_limit=1"
-        ),
-        resume=True,
-    )
+    more = ("training.epochs=3", f"data.cache={tmp_path / 'other'}", "data.cache_limit=1", "data.device_limit=1")
+    train(configured(*more, f"output={config.folder}"), resume=True)
+    assert len(read) == 2 * NUM_CASES
     assert len(list_entries(tmp_path / "other")) == NUM_CASES
 
 

@@ -153,7 +153,7 @@ def test_an_output_folder_is_a_path_whatever_its_name_means_in_yaml(config_file,
 
 def test_ctrl_c_of_several_processes_says_how_to_go_on(start, config_file, tmp_path):
     command = [sys.executable, "-m", "volseg", "train", str(config_file), "--gpus", "2", "--set", "device=cpu"]
-    command += ["--set", "training.iterations=5000"]
+    command += ["--set", "training.iterations=5000", "--set", "logging.loggers=[tensorboard]"]
     running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
     logs = tmp_path / "run" / "tensorboard"
     wait_until(lambda: any(logs.glob("*")) or running.poll() is not None, 120)

@@ -67,7 +67,7 @@ def write_object(path, modality, uid):
     path.write_bytes(bytes(128) + b"DICM" + syntax + body)
 
 
-def test_series_below_a_folder_are_cases_with_names_of_their_own(write_series, tmp_path):
+def test_series_below_a_folder_are_cases_with_names_of_their_own(write_series, tmp_path, monkeypatch):
     write_series("export/P1/study/a", 1, "T1 sag")
     write_series("export/P1/study/b", 2, "T2/FLAIR")
     write_series("export/P2/study/a", 3, "T1 sag", patient="P2 é")
@@ -80,12 +80,12 @@ def test_series_below_a_folder_are_cases_with_names_of_their_own(write_series, t
     assert resolve_images([tmp_path / "export" / "P1" / "study" / "a"]) == [
         {"case": "a", "image": tmp_path / "export" / "P1" / "study" / "a"}
     ]
-
-
-def test_the_current_folder_has_a_name(write_series, tmp_path, monkeypatch):
-    write_series("series 1", 1)
-    monkeypatch.chdir(tmp_path / "series 1")
-    assert resolve_images([Path()])[0]["case"] == "series 1"
+    monkeypatch.chdir(tmp_path / "export" / "P1" / "study" / "a")
+    assert resolve_images([Path()])[0]["case"] == "a", "the current folder has a name"
+    before = name_series(choose_series(search_series(tmp_path / "export"), [], "export"))
+    write_series("export/P1/study/c", 4)
+    after = name_series(choose_series(search_series(tmp_path / "export"), [], "export"))
+    assert before.items() <= after.items(), "names do not depend on what else is found"
 
 
 def test_series_that_share_a_folder_are_read_apart_and_sorted(write_series, tmp_path):
@@ -128,8 +128,17 @@ def test_what_is_no_image_to_segment_is_left_out_and_named(write_series, tmp_pat
 def test_a_folder_without_an_image_says_what_it_holds(tmp_path):
     write_object(tmp_path / "export" / "a" / "one", "SR", f"{UID}.5")
     write_object(tmp_path / "export" / "b" / "two", "KO", f"{UID}.6")
-    with pytest.raises(DataError, match=r"no series is an image; there are .*7\.5 .*: a report, .*7\.6 .*: a note"):
-        resolve_images([tmp_path / "export"])
+    (tmp_path / "Task01" / "imagesTs").mkdir(parents=True)
+    (tmp_path / "Task01" / "dataset.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "scan.nii.gz").write_bytes(b"not read here")
+    for path, series, message in (
+        ("export", [], r"no series is an image; there are .*7\.5 .*: a report, .*7\.6 .*: a note"),
+        ("Task01", [], r"nor a DICOM series in it: it holds dataset.json, imagesTs/; name"),
+        ("Task01/imagesTs", [], "imagesTs has neither an image nor a DICOM series in it: it is empty"),
+        ("scan.nii.gz", ["T1"], r"scan\.nii\.gz: no DICOM among them to choose series of; leave out --series"),
+    ):
+        with pytest.raises(DataError, match=message):
+            resolve_images([tmp_path / path], series=series)
 
 
 def test_slices_named_one_by_one_are_one_case(write_series):
@@ -162,36 +171,12 @@ def test_a_damaged_file_spoils_its_folder_and_no_other(write_series, tmp_path):
         read_volume(lost["image"])
 
 
-def test_a_folder_without_images_is_told_with_what_it_holds(tmp_path):
-    (tmp_path / "Task01" / "imagesTs").mkdir(parents=True)
-    (tmp_path / "Task01" / "dataset.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(DataError, match=r"nor a DICOM series in it: it holds dataset.json, imagesTs/; name"):
-        resolve_images([tmp_path / "Task01"])
-    with pytest.raises(DataError, match="imagesTs has neither an image nor a DICOM series in it: it is empty"):
-        resolve_images([tmp_path / "Task01" / "imagesTs"])
-
-
-def test_series_are_chosen_of_dicom_alone(tmp_path):
-    (tmp_path / "scan.nii.gz").write_bytes(b"not read here")
-    with pytest.raises(DataError, match=r"scan\.nii\.gz: no DICOM among them to choose series of; leave out --series"):
-        resolve_images([tmp_path / "scan.nii.gz"], series=["T1"])
-
-
 def test_a_series_in_two_folders_is_refused(write_series, tmp_path):
     write_series("export/a", 1)
     write_series("export/b", 1)
     with pytest.raises(DataError, match=rf"series {UID}\.1 lies in 2 folders"):
         resolve_images([tmp_path / "export"])
     assert len(resolve_images([tmp_path / "export" / "a"])) == 1
-
-
-def test_names_do_not_depend_on_what_else_is_found(write_series, tmp_path):
-    write_series("export/a", 1)
-    write_series("export/b", 2)
-    before = name_series(choose_series(search_series(tmp_path / "export"), [], "export"))
-    write_series("export/c", 3)
-    after = name_series(choose_series(search_series(tmp_path / "export"), [], "export"))
-    assert before.items() <= after.items()
 
 
 def test_a_header_is_read_as_far_as_it_is_needed(write_series):

@@ -1,22 +1,25 @@
 """The worker that compiles a training's kernels: how it ends, and that nothing of the training depends on it.
 
-What it compiles needs a GPU to know for which; that is replaced here, the processes are real. So are those of jobs,
-which train on the CPU and take it for two GPUs.
+What it compiles needs a GPU to know for which; that is replaced here, the processes are real.
 """
 
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from in_group import in_group
 from ready_python import wait_until
 
+from volseg.config.loading import load_config
 from volseg.device.triton_kernels import INSTALLED
-from volseg.errors import ParallelError
 from volseg.estimate.candidate import Candidate
+from volseg.experiment import training
 from volseg.experiment.placement import compiled_kernels
 from volseg.experiment.placement.compiled_kernels import (
     BESIDE_TRAINING,
@@ -27,7 +30,7 @@ from volseg.experiment.placement.compiled_kernels import (
     make_order,
 )
 from volseg.lifetime import is_running
-from volseg.parallel import launch
+from volseg.parallel.devices import is_main_process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kernels are compiled on Linux")
 
@@ -135,11 +138,6 @@ def test_a_worker_that_brings_nothing_says_why(line, told, begin, tmp_path):
 
 
 @pytest.mark.usefixtures("ready_python")
-def test_a_worker_that_hangs_costs_the_seconds_it_may(begin):
-    assert "longer than" in begin("time.sleep(600)").wait(seconds=0.3).problem
-
-
-@pytest.mark.usefixtures("ready_python")
 def test_a_note_that_cannot_be_written_is_told(begin, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(compiled_kernels, "note_path", lambda *given: tmp_path / "file" / "note.json")
@@ -173,31 +171,36 @@ def test_a_training_on_the_cpu_starts_no_worker(configured):
     assert not compile_for_training(configured(), Candidate(), torch.device("cpu")).is_compiling
 
 
-def run_job(mode, config_file, folder):
-    """Train in two processes; return whether each found all compiled when it built its network."""
-    job = [str(Path(__file__).with_name("job_with_worker.py")), mode, str(folder), "train", str(config_file)]
-    settings = [part for each in ("device=cpu", "training.epochs=1", "parallel.data=2") for part in ("--set", each)]
-    launch([*job, *settings], 2)
-    return [(folder / f"built_{rank}").read_text(encoding="utf-8") for rank in range(2)]
+class Compiling(KernelWorker):
+    """A worker of the leader, which takes a second for its kernels."""
+
+    def __init__(self, leads, file):
+        super().__init__()
+        self.is_compiling, self.file = leads, file
+
+    def wait(self):
+        if self.is_compiling:
+            time.sleep(1)
+            self.file.touch()
+
+
+def train_beside_a_worker(config_file, file):
+    """Return whether all was compiled when this process built its network."""
+    seen, build = [], training.build_model
+
+    def build_and_look(*given, **more):
+        seen.append(file.exists())
+        return build(*given, **more)
+
+    beside = mock.patch.object(training, "compile_for_training", return_value=Compiling(is_main_process(), file))
+    with beside, mock.patch.object(training, "build_model", build_and_look):
+        training.train(load_config(config_file, ["training.epochs=1", "parallel.data=2"]))
+    return seen
 
 
 @pytest.mark.usefixtures("ready_python")
 def test_all_processes_wait_for_what_one_worker_compiles(config_file, tmp_path):
-    assert run_job("well", config_file, tmp_path) == ["True", "True"]
-
-
-@pytest.mark.usefixtures("ready_python")
-@pytest.mark.parametrize("mode", ["worker is killed", "worker hangs"])
-def test_a_job_goes_on_without_its_worker(mode, config_file, tmp_path):
-    assert run_job(mode, config_file, tmp_path) == ["False", "False"]
-    wait_until(lambda: not is_running(wait_for(tmp_path / "worker")), 60)
-
-
-@pytest.mark.usefixtures("ready_python")
-def test_nobody_waits_for_a_worker_whose_process_is_gone(config_file, tmp_path):
-    with pytest.raises(ParallelError, match="process 0 of 2"):
-        run_job("leader is killed", config_file, tmp_path)
-    wait_until(lambda: not is_running(wait_for(tmp_path / "worker")), 60)
+    assert in_group(2, train_beside_a_worker, config_file, tmp_path / "compiled") == [[True], [True]]
 
 
 ROOT = Path(__file__).parents[2]

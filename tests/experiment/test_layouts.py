@@ -78,7 +78,10 @@ def test_every_layout_prepares_the_same_cases(configured, task, tmp_path, lay_ou
         torch.testing.assert_close(ours["image"].as_tensor(), theirs["image"].as_tensor(), rtol=0, atol=0)
 
 
-def test_a_table_says_how_its_cases_are_split(configured, task, tmp_path):
+def test_a_table_says_how_its_cases_are_split_and_which_are_predicted(configured, task, tmp_path):
+    image = next((task / "imagesTs").iterdir())
+    (tmp_path / "new.csv").write_text(f"case,image\nmine,{image}\n", encoding="utf-8")
+    assert resolve_images([image, tmp_path / "new.csv"])[0] == {"case": "mine", "image": image}
     cases = load_task(task).training
     path = lay_out_table(cases, tmp_path / "laid_out")
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -127,13 +130,6 @@ def test_channels_in_separate_files_train_and_predict(config_file, task, tmp_pat
     fault = CliRunner().invoke(app, command).exception
     assert isinstance(fault, DataError)
     assert "new has 1 file(s), new_0000.nii.gz; needed: one for each of the 2 channels" in str(fault)
-
-
-def test_a_table_names_what_is_predicted(task, tmp_path):
-    image = next((task / "imagesTs").iterdir())
-    (tmp_path / "new.csv").write_text(f"case,image\nmine,{image}\n", encoding="utf-8")
-    assert resolve_images([tmp_path / "new.csv"]) == [{"case": "mine", "image": image}]
-    assert resolve_images([image, tmp_path / "new.csv"])[0] == {"case": "mine", "image": image}
 
 
 def test_a_run_remembers_regions_and_what_is_ignored(configured, tmp_path):

@@ -190,33 +190,36 @@ def test_a_memory_stands_for_the_kind_that_has_it(size, kind):
     assert resolve_machine(gpu_memory="3GiB").gpu_bytes == 3 * GIB, "another memory is taken at its word"
 
 
-LOSSES_THAT_LOOK_AT_VOXELS = {"BoundaryLoss", "HausdorffDTLoss", "LogHausdorffDTLoss"}
+LOSSES_THAT_LOOK_AT_VOXELS = ("BoundaryLoss", "HausdorffDTLoss", "LogHausdorffDTLoss")
+
+OPTIONS = [
+    "{name: DiceCELoss, weight: [0.2, 0.3, 0.5]",
+    "{name: DiceFocalLoss, include_background: false, batch: true, weight: [0.3, 0.7]",
+    "{name: FocalLoss, alpha: 0.5",
+    "{name: FocalLoss, weight: [0.2, 1, 2], gamma: 2",  # which asks in each call whether one is negative
+    "{name: TverskyLoss, reduction: sum",
+]
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_losses_are_followed_or_refused_in_a_sentence(vnet, name):
+def sum_losses(losses):
+    """Return the setting of a loss that is a sum of others."""
+    return f"losses=[{', '.join(f'{loss}, output: term_{n}}}' for n, loss in enumerate(losses))}]"
+
+
+@pytest.mark.parametrize("deep", [False, True], ids=["one output", "deep supervision"])
+def test_losses_and_their_options_are_followed(vnet, deep):
     """Most of MONAI's sum over ``torch.arange(2, 5).tolist()``: numbers, which a followed step has."""
-    if name in LOSSES_THAT_LOOK_AT_VOXELS:
-        with pytest.raises(ParallelError, match=rf"{name} .*asks for a tensor's value.*plan with another loss.*DiceCE"):
-            plan_small(vnet, f"losses=[{{name: {name}}}]", kind="v100-16")
-    else:
-        assert plan_small(vnet, f"losses=[{{name: {name}}}]", kind="v100-16").forecasts[0].runs
+    plain = [f"{{name: {name}" for name in sorted(LOSSES) if name not in LOSSES_THAT_LOOK_AT_VOXELS]
+    dynunet = "{name: DynUNet, filters: [4, 8, 8], kernel_size: [3, 3, 3], strides: [1, 2, 2], deep_supr_num: 1}"
+    network = [f"network={dynunet}", "network.deep_supervision=true"] if deep else []
+    losses = sum_losses(OPTIONS if deep else [*OPTIONS, *plain])
+    assert plan_small(vnet, *network, losses, kind="v100-16").forecasts[0].runs
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        "{name: DiceCELoss, weight: [0.2, 0.3, 0.5]}",
-        "{name: DiceFocalLoss, include_background: false, batch: true, weight: [0.3, 0.7]}",
-        "{name: FocalLoss, alpha: 0.5}",
-        "{name: FocalLoss, weight: [0.2, 1, 2], gamma: 2}",  # which asks in each call whether one is negative
-        "{name: TverskyLoss, reduction: sum}",
-    ],
-)
-def test_options_of_losses_are_followed(vnet, loss):
-    deep = "network={name: DynUNet, filters: [4, 8, 8], kernel_size: [3, 3, 3], strides: [1, 2, 2], deep_supr_num: 1}"
-    for network in ((), (deep, "network.deep_supervision=true")):
-        assert plan_small(vnet, *network, f"losses=[{loss}]", kind="v100-16").forecasts[0].runs
+@pytest.mark.parametrize("name", LOSSES_THAT_LOOK_AT_VOXELS)
+def test_losses_that_look_at_voxels_are_refused_in_a_sentence(vnet, name):
+    with pytest.raises(ParallelError, match=rf"{name} .*asks for a tensor's value.*plan with another loss.*DiceCE"):
+        plan_small(vnet, f"losses=[{{name: {name}}}]", kind="v100-16")
 
 
 def test_an_optimizer_that_asks_for_lists_is_not_fused_besides(vnet):

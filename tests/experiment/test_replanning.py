@@ -8,20 +8,22 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from tests.experiment.checkpoints import latest
+from tests.experiment.conftest import latest, write_config
 from volseg import Checkpoints, Hook
 from volseg.config.parallel import ParallelConfig
 from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, OutOfMemoryError
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.step_memory import MemoryUse
-from volseg.experiment import REGISTRIES, RunFolder, train
+from volseg.experiment import REGISTRIES, RunFolder, load_config, train
 from volseg.experiment import training as experiment_training
 from volseg.experiment.placement import replanning
-from volseg.experiment.placement.alternatives import Answer
+from volseg.experiment.placement.alternatives import Answer, explaining_memory
 from volseg.experiment.placement.placed_network import build_model
+from volseg.experiment.placement.replanning import Replanning
 from volseg.monitoring.loggers import Logger
 from volseg.parallel import ModelParallel
+from volseg.parallel.processes.progress import report_progress
 from volseg.workflow import training
 
 REPLAN = "parallel.on_oom=replan"
@@ -80,8 +82,11 @@ def forecast(gib, seconds=1.0, refused=None, **candidate):
 def test_what_a_plan_says_is_told(configured, monkeypatch, answer, lines):
     """As `volseg plan` on a GPU would have answered: why it forecasts nothing, or what would fit."""
     monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: answer)
-    with pytest.raises(OutOfMemoryError) as caught:
-        train(configured(), hooks=[TooMuch(0, 1)])
+    failed = Replanning(configured())
+    failed.tried = Candidate()
+    report_progress("train", epoch=1, item=2)
+    with pytest.raises(OutOfMemoryError) as caught, failed.heeding(), explaining_memory(failed.config):
+        take_all_memory()
     assert [line for line in str(caught.value).splitlines() if "forecast:" in line or "would fit" in line] == lines
 
 
@@ -118,15 +123,23 @@ class Full(Hook):
             hang_in[self.part]()
 
 
+ACCUMULATED = ("training.accumulate=3", "training.ema=0.9")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(task, tmp_path_factory):
+    """Return the folder of a training that gathers batches and never lacks memory."""
+    file = write_config(task, tmp_path_factory.mktemp("undisturbed"))
+    return train(load_config(file, ACCUMULATED)).folder.path
+
+
 @pytest.mark.parametrize("part", ["forward", "backward", "optimizer", "average"])
-def test_whichever_part_of_a_step_fails_nothing_is_trained_twice_or_left_out(configured, tmp_path, part):
-    config = configured(REPLAN, "training.accumulate=3", "training.ema=0.9")
+def test_whichever_part_of_a_step_fails_nothing_is_trained_twice_or_left_out(configured, undisturbed, part):
+    config = configured(REPLAN, *ACCUMULATED)
     train(config, hooks=[Full(part)])
     assert (config.folder / "replanned.json").exists()
-    aside = configured("training.accumulate=3", "training.ema=0.9", f"output={tmp_path / 'whole'}")
-    train(aside)
     # float32, in another order of sums.
-    torch.testing.assert_close(latest(config.folder).model, latest(aside.folder).model, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(latest(config.folder).model, latest(undisturbed).model, rtol=1e-3, atol=1e-5)
     assert [record.epoch for record in latest(config.folder).history] == [0, 1]
 
 
@@ -140,17 +153,6 @@ class Counted(Logger):
 
     def scalars(self, values, step):
         type(self).heard += (step,)
-
-
-def test_a_logger_is_made_once_also_where_a_run_goes_on_in_another_way(configured):
-    """Each was made to be tried, and again to be told: a logger that opens a server's run in its constructor left one
-    that nobody ended."""
-    REGISTRIES["logger"].register("counted", Counted)
-    try:
-        train(configured(REPLAN, "logging.loggers=[counted]"), hooks=[TooMuch(1, 1)])
-    finally:
-        REGISTRIES["logger"].forget("counted")
-    assert (Counted.made, Counted.heard) == (1, (1, 2))
 
 
 def test_a_second_attempt_that_cannot_be_built_failed_in_no_step(configured, monkeypatch):
@@ -168,12 +170,20 @@ def test_a_second_attempt_that_cannot_be_built_failed_in_no_step(configured, mon
         train(configured(REPLAN), hooks=[Full("forward")])
 
 
-def test_a_run_goes_on_from_its_checkpoint_in_another_way(configured, caplog):
-    """Six batches, of which the fifth fails at first: nothing is trained twice, and nothing is left out."""
-    config = configured(REPLAN, "training.checkpoint_minutes=0")
+def test_a_run_goes_on_from_its_checkpoint_in_another_way(trained, configured, caplog):
+    """Six batches, of which the fifth fails at first: nothing is trained twice, and nothing is left out.
+
+    Nor is a logger made twice: one that opens a server's run in its constructor left one that nobody ended.
+    """
+    config = configured(REPLAN, "training.checkpoint_minutes=0", "logging.loggers=[counted]")
     hook = TooMuch(1, 1)
-    with caplog.at_level("INFO"):
-        outcome = train(config, hooks=[hook])
+    REGISTRIES["logger"].register("counted", Counted)
+    try:
+        with caplog.at_level("INFO"):
+            outcome = train(config, hooks=[hook])
+    finally:
+        REGISTRIES["logger"].forget("counted")
+    assert (Counted.made, Counted.heard) == (1, (1, 2))
     assert hook.seen == [
         *((0, position, False) for position in range(3)),
         (1, 0, False),
@@ -186,18 +196,9 @@ def test_a_run_goes_on_from_its_checkpoint_in_another_way(configured, caplog):
     assert record["parallel"]["checkpoint"] == "all"
     assert record["failure"]["tried"]["checkpoint"] is None
     assert AT_SECOND in (config.folder / "report.md").read_text(encoding="utf-8")
-    aside = configured(f"output={config.folder.parent / 'whole'}")
-    whole = train(aside)
     # float32: the strategy that recomputes adds up in another order, over two steps.
-    torch.testing.assert_close(latest(config.folder).model, latest(aside.folder).model, rtol=1e-3, atol=1e-5)
-    assert outcome.history[0].losses == whole.history[0].losses
-
-
-def test_before_the_first_checkpoint_it_begins_again(configured):
-    config, hook = configured(REPLAN), TooMuch(0, 1)
-    train(config, hooks=[hook])
-    assert hook.seen[:4] == [(0, 0, False), (0, 1, False), (0, 0, True), (0, 1, True)]
-    assert latest(config.folder).progress == (2, 0)
+    torch.testing.assert_close(latest(config.folder).model, latest(trained.folder.path).model, rtol=1e-3, atol=1e-5)
+    assert outcome.history[0].losses == trained.history[0].losses
 
 
 @pytest.mark.parametrize(
@@ -216,12 +217,16 @@ def test_what_is_taken_follows_from_forecasts(configured, monkeypatch, gib, take
         return forecast(needed, 1 + (4 if checkpoint == "all" else checkpoint or 0), refused, checkpoint=checkpoint)
 
     known = [estimate(None, 21), *(estimate(*each) for each in gib.items())] if gib else []
-    monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: Answer(forecasts=known))
-    config = configured(REPLAN, "training.epochs=1")
-    train(config, hooks=[TooMuch(0, 1)])
-    record = read_json(config.folder / "replanned.json")
-    assert record["parallel"]["checkpoint"] == taken
-    assert ("GiB, " in record["why"]) == bool(gib)
+    replanned = choose(monkeypatch, configured(REPLAN), Candidate(), 1, known)
+    assert replanned.parallel["checkpoint"] == taken
+    assert ("GiB, " in replanned.why) == bool(gib)
+
+
+def choose(monkeypatch, config, tried, processes, forecasts):
+    """Return how a run goes on whose step was out of memory."""
+    monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: Answer(forecasts=forecasts))
+    failure = replanning.Failure(where="process 0", at="train", said="full", tried=tried)
+    return replanning._choose(config, failure, processes)
 
 
 @pytest.mark.parametrize(
@@ -239,9 +244,7 @@ def test_processes_stay_as_many_as_they_are(configured, monkeypatch, processes, 
         forecast(1, 2.0, spatial=tried.num_gpus, checkpoint="all"),
         forecast(1, 3.0, data=2, pipeline=2, split_size=1),
     ]
-    monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: Answer(forecasts=known))
-    failure = replanning.Failure(where="process 0", at="train", said="full", tried=tried)
-    parallel = replanning._choose(configured(REPLAN), failure, processes).parallel
+    parallel = choose(monkeypatch, configured(REPLAN), tried, processes, known).parallel
     assert {name: parallel[name] for name in taken} == taken
 
 
@@ -272,8 +275,11 @@ class Fails(Hook):
     ],
 )
 def test_a_run_that_was_replanned_and_lost_goes_on_as_it_was_or_is_asked_for(configured, caplog, settings, message):
+    full = TooMuch(0, 1)
     with pytest.raises(InterruptedError):
-        train(configured(REPLAN), hooks=[TooMuch(0, 1), Fails()])
+        train(configured(REPLAN), hooks=[full, Fails()])
+    # Without a checkpoint it has begun again.
+    assert full.seen[:4] == [(0, 0, False), (0, 1, False), (0, 0, True), (0, 1, True)]
     hook = TooMuch(9, 9)
     with caplog.at_level("INFO"):
         train(configured(REPLAN, *settings), resume=True, hooks=[hook])

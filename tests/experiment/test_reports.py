@@ -12,7 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_hooks import At, raising
 
-from volseg import Hook, experiment
+from volseg import Hook
 from volseg.data import load_task
 from volseg.data.mock_msd import make_mock_task
 from volseg.errors import ConfigError, NonFiniteLossError
@@ -28,7 +28,7 @@ def read_page(config):
 
 
 def test_a_finished_training_leaves_a_page_with_its_cases(configured, true_pictures):
-    config = configured("evaluation.distances=true")
+    config = configured("evaluation.distances=true", "logging={}")
     outcome = train(config)
     page = read_page(config)
     assert ">finished</span>" in page
@@ -54,32 +54,14 @@ def test_a_finished_training_leaves_a_page_with_its_cases(configured, true_pictu
     assert read_page(config) == page  # it is another run's, which was left alone
 
 
-def test_an_interrupted_training_leaves_one_and_what_came_before_a_resume_counts(configured):
-    config = configured()
+def test_an_interrupted_training_leaves_one_by_which_it_goes_on_also_where_it_was_moved(configured, tmp_path):
+    config, moved = configured(), tmp_path / "moved here"
     with pytest.raises(KeyboardInterrupt):
         train(config, hooks=[At(1, 1, raising(KeyboardInterrupt))])
-    page = read_page(config)
-    assert ">interrupted</span>" in page
-    assert "--resume" in page
+    assert ">interrupted</span>" in read_page(config)
     assert RunFolder(config.folder).status().state == "interrupted"
     assert not (config.folder / "report.md").exists()
     assert not (config.folder / "validation").exists()
-    outcome = train(config, resume=True)
-    parts = read_times(config.folder / "times.json")
-    assert len(parts) == 2
-    assert ">finished</span>" in read_page(config)
-    assert " in 2 parts, as it was resumed" in read_page(config)
-    report = (config.folder / "report.md").read_text(encoding="utf-8")
-    assert " in 2 parts, as it was resumed" in report
-    assert math.fsum(part.seconds for part in parts) > parts[-1].seconds
-    assert outcome.validated is not None
-
-
-def test_a_run_that_was_moved_goes_on_where_it_lies_as_its_page_says(configured, tmp_path):
-    config = configured()
-    with pytest.raises(KeyboardInterrupt):
-        train(config, hooks=[At(1, 1, raising(KeyboardInterrupt))])
-    moved = tmp_path / "moved here"
     config.folder.rename(moved)
     page = html.unescape(write_report(moved).read_text(encoding="utf-8"))
     (command,) = re.findall(r"volseg train (.+?)</pre>", page)
@@ -87,23 +69,21 @@ def test_a_run_that_was_moved_goes_on_where_it_lies_as_its_page_says(configured,
     assert (option, resume) == ("-o", "--resume")
     outcome = train(load_config(Path(file), [f"output={place}"]), resume=True)
     assert outcome.folder.path == moved
-    assert [record.epoch for record in outcome.history] == [0, 1]
     assert not config.folder.exists()
+    assert [record.epoch for record in outcome.history] == [0, 1]
+    assert outcome.validated is not None
+    parts = read_times(moved / "times.json")
+    assert len(parts) == 2
+    assert math.fsum(part.seconds for part in parts) > parts[-1].seconds
+    page = (moved / "report.html").read_text(encoding="utf-8")
+    assert ">finished</span>" in page
+    for told in (page, (moved / "report.md").read_text(encoding="utf-8")):
+        assert " in 2 parts, as it was resumed" in told
 
 
-def test_a_training_that_failed_says_why(configured):
+def test_a_report_that_cannot_be_written_costs_no_training(trained, configured, caplog):
     config = configured()
-    with pytest.raises(NonFiniteLossError):
-        train(config, hooks=[At(1, 1, raising(NonFiniteLossError("the loss is <b>NaN</b>")))])
-    page = read_page(config)
-    assert ">failed</span>" in page
-    assert "The training failed: " in page
-    assert "the loss is &lt;b&gt;NaN&lt;/b&gt;" in page
-
-
-def test_a_report_that_cannot_be_written_costs_no_training(configured, caplog):
-    config = configured("training.epochs=1")
-    train(config)
+    shutil.copytree(trained.folder.path, config.folder)
     # Folders where the pages would come, and a file where the pictures would.
     for name in ("report.html", "report.md"):
         (config.folder / name).unlink()
@@ -126,7 +106,8 @@ def test_pictures_show_the_channel_that_the_config_names(configured, tmp_path):
     one = ["training.epochs=1", "training.iterations=1", "training.validate_every=1", f"data.root={folder}"]
     drawn = {}
     for channel in ("0", "ADC"):
-        config = configured(*one, f"logging.channel={channel}", f"output={tmp_path / channel}")
+        logging = f"logging={{channel: {channel}, loggers: [tensorboard]}}"
+        config = configured(*one, logging, f"output={tmp_path / channel}")
         train(config)
         events = EventAccumulator(str(tmp_path / channel / "tensorboard"), size_guidance={"images": 0}).Reload()
         overlays = sorted((tmp_path / channel / "validation" / "overlays").iterdir())
@@ -152,47 +133,60 @@ def test_a_cross_validation_leaves_a_page(cross_validated):
         assert f"fold {number}" in page
 
 
-class Stop(Hook):
-    """Raises what it is given at the end of the first epoch's validation, and keeps what others could read then."""
+class Fails(Hook):
+    """Fail at the end of the first epoch's validation, and when resumed amid the second epoch; keep what is told."""
 
-    def __init__(self, folder, fault):
-        self.folder, self.fault, self.seen = folder, fault, []
+    def __init__(self, folder):
+        self.folder, self.seen, self.state = folder, [], None
 
     def on_validation_begin(self, training):
         self.seen.append(self.folder.status())
 
     def on_epoch_end(self, training, record):
         self.seen.append(self.folder.status())
-        raise self.fault
+        raise NonFiniteLossError("the loss is <b>NaN</b>")
+
+    def on_batch_end(self, training, fields):
+        if (training.epoch, training.position) == (1, 2):  # behind a checkpoint of the first epoch
+            self.state = training.state()
+            raise RuntimeError("something of the user's")
 
 
 def test_a_run_says_how_far_it_is_how_it_failed_and_how_it_went_on(configured):
     config = configured()
-    folder = RunFolder(config.folder)
-    hook = Stop(folder, RuntimeError("the disk is on fire"))
-    with pytest.raises(RuntimeError, match="on fire"):
-        experiment.train(config, hooks=[hook])
+    folder, hook = RunFolder(config.folder), Fails(RunFolder(config.folder))
+    with pytest.raises(NonFiniteLossError):
+        train(config, hooks=[hook])
     begun, validated = hook.seen
     assert (begun.state, begun.epoch, begun.batch) == ("validating", 0, 3)
     assert (validated.state, validated.epoch, validated.epochs, validated.batches) == ("training", 1, 2, 3)
     assert validated.loss is not None
     assert validated.score is not None
     failed = folder.status()
-    assert (failed.state, failed.message) == ("failed", "RuntimeError: the disk is on fire")
+    assert (failed.state, failed.message) == ("failed", "NonFiniteLossError: the loss is <b>NaN</b>")
+    page = read_page(config)
+    for told in (">failed</span>", "The training failed: ", "the loss is &lt;b&gt;NaN&lt;/b&gt;"):
+        assert told in page
     assert [line.epoch for line in folder.history()] == [1]
 
-    experiment.train(config, resume=True)
+    with pytest.raises(RuntimeError, match="something of the user's"):
+        train(config, resume=True, hooks=[hook])
+    assert folder.status().message == "RuntimeError: something of the user's"
+    seconds, waited = hook.state.seconds
+    assert seconds > waited > 0  # a run that goes on from here has not waited longer than it took
+
+    train(config, resume=True)
     assert folder.status().state == "finished"
     # The checkpoint was written before the fault: the first epoch ran twice, and the report lists it once.
     assert [(line.epoch, line.step) for line in folder.history()] == [(1, 3), (2, 6)]
-    first, second = folder.times()
-    assert first.begun < second.begun
-    for part in (first, second):
+    parts = folder.times()
+    assert [part.begun for part in parts] == sorted({part.begun for part in parts})
+    for part in parts:
         assert {"start", "reading", "preparing", "building", "training", "waiting for data"} <= {*part.spans}
         assert all(seconds >= 0 for seconds in part.spans.values())
         assert math.fsum(part.spans.values()) == pytest.approx(part.seconds), "a second is counted twice, or not at all"
-    assert {"final validation", "writing"} <= {*second.spans}
-    assert "final validation" not in first.spans
+    assert ["final validation" in part.spans for part in parts] == [False, False, True]
+    assert "writing" in parts[-1].spans
 
 
 def test_the_thread_writes_when_the_work_goes_on_and_is_silent_when_it_hangs(tmp_path):
@@ -208,23 +202,3 @@ def test_the_thread_writes_when_the_work_goes_on_and_is_silent_when_it_hangs(tmp
             pass
         assert folder.status_file.stat().st_mtime_ns == before
     assert folder.status().state == "finished"
-
-
-class BreakOff(Hook):
-    """Fail after a batch of the second epoch, behind a checkpoint in the middle of it."""
-
-    def on_batch_end(self, training, fields):
-        if (training.epoch, training.position) == (1, 2):
-            self.state = training.state()
-            raise RuntimeError("something of the user's")
-
-
-def test_an_epoch_that_breaks_off_has_the_seconds_in_which_it_waited(configured):
-    config, broken = configured(), BreakOff()
-    with pytest.raises(RuntimeError, match="something of the user's"):
-        experiment.train(config, hooks=[broken])
-    (part,) = read_times(config.folder / "times.json")
-    assert min(part.spans.values()) >= 0  # there was less than no training
-    assert math.fsum(part.spans.values()) == pytest.approx(part.seconds)
-    seconds, waited = broken.state.seconds
-    assert seconds > waited > 0  # a run that went on from here had waited longer than it took

@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from ready_python import wait_until
 from spot_service import serving
 from typer.testing import CliRunner
 
+from tests.experiment.conftest import latest, write_config
 from volseg import Checkpoints, Hook
 from volseg.checkpointing.compatible import load_finished_report
 from volseg.checkpointing.ranks import LOCK
@@ -40,11 +43,6 @@ class Fails(Hook):
             raise InterruptedError
 
 
-def lose(config, epoch, position):
-    with pytest.raises(InterruptedError):
-        train(config, hooks=[Fails(epoch, position)])
-
-
 def damage(path):
     """Flip a bit in each of 400 bytes: fewer may all lie between two parts, where nothing is stored."""
     content = bytearray(path.read_bytes())
@@ -62,21 +60,33 @@ def run(config_file, *more):
     return CliRunner().invoke(app, ["train", str(config_file), *more], catch_exceptions=False)
 
 
-@pytest.fixture
-def half(configured):
+@pytest.fixture(scope="module")
+def lost(task, tmp_path_factory):
     """Return the folder of a run that was lost in its second epoch, with three checkpoints."""
-    lose(configured("training.checkpoint_minutes=0"), 1, 2)
-    folder = RunFolder(configured().folder)
-    assert {path.name for path in folder.checkpoints.iterdir()} == {"latest.pt", "previous.pt", "best.pt"}
-    return folder
+    config = load_config(write_config(task, tmp_path_factory.mktemp("lost")), ["training.checkpoint_minutes=0"])
+    with pytest.raises(InterruptedError):
+        train(config, hooks=[Fails(1, 2)])
+    assert {path.name for path in (config.folder / "checkpoints").iterdir()} == {"latest.pt", "previous.pt", "best.pt"}
+    return config.folder
+
+
+@pytest.fixture
+def half(lost, configured):
+    """Return a copy of the lost run, where the config's run lies."""
+    return RunFolder(shutil.copytree(lost, configured().folder))
 
 
 def test_restart_begins_goes_on_and_then_prints_the_report(config_file, configured):
     folder = RunFolder(configured().folder)
+    folder.path.mkdir()
+    # A run was killed while it was described.
+    for name in ("environment.json", "task.json", "split.json", ".config.yaml.1234.partial", LOCK):
+        (folder.path / name).write_text("{}", encoding="utf-8")
     assert run(config_file, "--restart", "--set", "training.epochs=1").exit_code == 0
-    assert len(load_checkpoint(folder.checkpoints / "latest.pt").history) == 1
+    assert not list(folder.path.glob(".*.partial"))
+    assert len(latest(folder.path).history) == 1
     assert run(config_file, "--restart").exit_code == 0  # longer: there is something left to train
-    assert len(load_checkpoint(folder.checkpoints / "latest.pt").history) == 2
+    assert len(latest(folder.path).history) == 2
     before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
     third = run(config_file, "--restart")
     assert third.exit_code == 0
@@ -86,27 +96,15 @@ def test_restart_begins_goes_on_and_then_prints_the_report(config_file, configur
         run(config_file, "--restart", "--set", "optimizer.lr=0.5")
 
 
-@pytest.mark.parametrize("written", [[], ["environment.json"], ["environment.json", "task.json", "split.json"]])
-def test_restart_begins_where_a_run_was_killed_while_it_was_described(config_file, configured, written):
-    folder = configured().folder
-    folder.mkdir()
-    for name in written:
-        (folder / name).write_text("{}", encoding="utf-8")
-    for partial in (".config.yaml.1234.partial", LOCK):
-        (folder / partial).write_text("half", encoding="utf-8")
-    assert run(config_file, "--restart").exit_code == 0
-    assert not list(folder.glob(".*.partial"))
-
-
-def test_a_report_of_fewer_epochs_is_not_one_of_the_run(configured):
+def test_a_report_of_fewer_epochs_is_not_one_of_the_run(trained, configured):
     """A kill between the longer config and the removal of the report made it look so."""
-    train(configured())
+    shutil.copytree(trained.folder.path, configured().folder)
+    longer = configured("training.epochs=3")
     assert finished_report(configured()) is not None
-    assert finished_report(configured("training.epochs=3")) is None
-    lose_at = Fails(2, 1)
+    assert finished_report(longer) is None
     with pytest.raises(InterruptedError):
-        train(configured("training.epochs=3"), resume=True, hooks=[lose_at])
-    assert finished_report(configured("training.epochs=3")) is None
+        train(longer, resume=True, hooks=[Fails(2, 1)])
+    assert finished_report(longer) is None
 
 
 def test_what_a_killed_process_was_writing_is_removed_when_the_folder_is_locked(configured, half):
@@ -120,18 +118,18 @@ def test_what_a_killed_process_was_writing_is_removed_when_the_folder_is_locked(
     assert kept.exists()
 
 
-def test_damaged_checkpoints_are_passed_over_and_named(configured, half, caplog):
+def test_damaged_checkpoints_are_passed_over_and_named(trained, configured, half, caplog):
     """One bit of ``latest.pt``, which was loaded without a word."""
-    whole = train(configured(f"output={half.path.parent / 'whole'}"))
-    latest, previous = (load_checkpoint(half.checkpoints / name).progress for name in ("latest.pt", "previous.pt"))
-    assert previous < latest
-    expected = max(previous, load_checkpoint(half.checkpoints / "best.pt").progress)
+    names = ("latest.pt", "previous.pt", "best.pt")
+    newest, previous, best = (load_checkpoint(half.checkpoints / name).progress for name in names)
+    assert previous < newest
+    expected = max(previous, best)
     damage(half.checkpoints / "latest.pt")
     with caplog.at_level("WARNING"):
         resumed = train(configured(), resume=True)
     assert "latest.pt is damaged" in caplog.text
     assert f"after epoch {expected[0]} and batch {expected[1]}" in caplog.text
-    assert [record.losses for record in resumed.history] == [record.losses for record in whole.history]
+    assert [record.losses for record in resumed.history] == [record.losses for record in trained.history]
 
 
 def test_without_a_sound_checkpoint_nothing_begins_by_itself(configured, half):
@@ -178,7 +176,7 @@ def test_sigterm_is_heeded_between_the_windows_of_one_volume(configured):
         train(config, hooks=[hook])
     assert ended.value.code == 143
     assert hook.seen == hook.sent
-    assert load_checkpoint(config.folder / "checkpoints" / "latest.pt").progress == (1, 3)
+    assert latest(config.folder).progress == (1, 3)
 
 
 ENDLESS = ["--set", "training.iterations=100000"]
@@ -237,7 +235,7 @@ def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(train_endlessly
     assert process.returncode == 143, said
     assert time.monotonic() - sent < 25  # 5 s until it is asked, and the 20 s of any signal
     assert "this machine will be taken away (stop at soon): saving, and out" in said
-    assert load_checkpoint(folder / "checkpoints" / "latest.pt").position > 0
+    assert latest(folder).position > 0
 
 
 @pytest.mark.parametrize(
@@ -283,33 +281,23 @@ DAMAGED = {
 }
 
 
-def test_a_damaged_task_or_split_is_named_by_every_verb(task, configured):
-    outcome = train(configured("training.epochs=1", "training.iterations=1"))
-    images = [task / "imagesTs"]
+def test_a_damaged_task_or_split_is_named_by_every_verb(task, own_run, configured):
+    longer = ["training.epochs=2", "training.iterations=1", "device=cpu", f"output={own_run.path}"]
+    again = partial(validate, own_run, overwrite=True)
     verbs = {
-        "task.json": [lambda: predict(outcome.folder, images), lambda: validate(outcome.folder, overwrite=True)],
-        "split.json": [
-            lambda: validate(outcome.folder, overwrite=True),
-            lambda: train(configured("training.epochs=2", "training.iterations=1"), resume=True),
-        ],
+        "task.json": [partial(predict, own_run, [task / "imagesTs"]), again],
+        "split.json": [partial(train, configured(*longer), resume=True), again],
     }
     for name, calls in verbs.items():
-        file = outcome.folder.path / name
+        file = own_run.path / name
         sound = file.read_bytes()
-        for content in DAMAGED.values():
-            file.write_bytes(content)
+        for content in (*DAMAGED.values(), None):
+            file.unlink() if content is None else file.write_bytes(content)
             for call in calls:
                 with pytest.raises(DataError, match=name):
                     call()
-        file.unlink()
-        for call in calls:
-            with pytest.raises(DataError, match=name):
-                call()
         file.write_bytes(sound)
-    assert validate(outcome.folder, overwrite=True).score >= 0
-
-
-EPOCHS = ["--set", "training.epochs=100000"]
+    assert again().score >= 0
 
 
 TOLD = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
@@ -335,7 +323,7 @@ def test_a_killed_process_is_started_again_and_the_job_goes_on(start, config_fil
     told, errors = job.communicate(timeout=200)
     assert job.returncode == 0, errors
     assert "| mean " in told
-    history = load_checkpoint(tmp_path / "run" / "checkpoints" / "latest.pt").history
+    history = latest(tmp_path / "run").history
     assert [record.epoch for record in history] == list(range(8))
 
 
@@ -362,7 +350,7 @@ def test_a_single_process_is_started_again_too(start, config_file, tmp_path):
     assert job.returncode == 0, errors
     assert "was killed by SIGKILL" in errors
     assert "restarting all processes, 1 of 1 times" in errors
-    history = load_checkpoint(tmp_path / "run" / "checkpoints" / "latest.pt").history
+    history = latest(tmp_path / "run").history
     assert [record.epoch for record in history] == [0, 1]
 
 
@@ -376,20 +364,6 @@ def test_an_error_is_told_once_and_without_gloo(start, config_file):
     last = errors.rstrip().splitlines()[-1]
     assert re.match(r"volseg: process [01] of 2 \(\S+, cpu\): the loss is not finite in epoch 1", last), last
     assert errors.count("the loss is not finite") <= 2  # by the other process, in a line, if it lives to say so
-
-
-def test_no_fold_outlives_a_killed_cross_validation(start, config_file, tmp_path):
-    """Those of a training are the launcher's, as in parallel/processes/test_group.py."""
-    folds = ["--folds", "0", "1", "--gpus", "2", "--set", "device=cpu"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    job = start(volseg("cross-validate", str(config_file), *folds, *EPOCHS), **quiet)
-    try:
-        wait_until(lambda: len(list(tmp_path.rglob("config.yaml"))) == 2 and len(children(job)) == 2, 120)
-        pids = children(job)
-    finally:
-        job.kill()
-        job.wait()
-    wait_until(lambda: not any(map(is_running, pids)), 30)
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one core follows in the process itself")

@@ -98,7 +98,7 @@ def test_a_trial_that_is_worse_than_the_median_is_pruned(config_file, over, tmp_
 
 
 def test_a_search_that_was_killed_goes_on_with_its_trial(config_file, over, tmp_path):
-    settings = ("training.epochs=40", *LONG[1:])
+    settings = ("training.epochs=20", *LONG[1:])
     run = tmp_path / "run" / "trial_0"
     process = subprocess.Popen(command(config_file, over(), settings, "--trials", "1"), stdin=subprocess.DEVNULL)
     wait_until((run / "checkpoints" / "latest.pt").exists, 120)
@@ -107,9 +107,9 @@ def test_a_search_that_was_killed_goes_on_with_its_trial(config_file, over, tmp_
     (trial,) = open_study(tmp_path / "run").trials
     assert trial.state.name == "RUNNING"
     record = search(config_file, over(), settings, trials=1)
-    assert [(one["state"], one["epochs"]) for one in record.trials] == [("finished", 40)]
+    assert [(one["state"], one["epochs"]) for one in record.trials] == [("finished", 20)]
     assert "continues after epoch" in (tmp_path / "run" / "trial_0.log").read_text(encoding="utf-8")
-    assert len(open_study(tmp_path / "run").trials[0].intermediate_values) == 40
+    assert len(open_study(tmp_path / "run").trials[0].intermediate_values) == 20
 
 
 def test_ctrl_c_stops_the_trials_and_leaves_them_to_the_next_search(config_file, over, tmp_path):
@@ -121,14 +121,14 @@ def test_ctrl_c_stops_the_trials_and_leaves_them_to_the_next_search(config_file,
 
 
 def test_two_searches_share_the_trials_of_a_folder(config_file, over, tmp_path):
-    asked = command(config_file, over(), SHORT, "--trials", "5")
+    asked = command(config_file, over(), SHORT, "--trials", "3")
     processes = [subprocess.Popen(asked, stdin=subprocess.DEVNULL) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     trials = open_study(tmp_path / "run").trials
-    assert [(trial.number, trial.state.name) for trial in trials] == [(number, "COMPLETE") for number in range(5)]
+    assert [(trial.number, trial.state.name) for trial in trials] == [(number, "COMPLETE") for number in range(3)]
     assert {trial.user_attrs["owner"]["pid"] for trial in trials} == {process.pid for process in processes}
-    assert len({json.dumps(trial.params) for trial in trials}) == 5
-    for number in range(5):
+    assert len({json.dumps(trial.params) for trial in trials}) == 3
+    for number in range(3):
         log = (tmp_path / "run" / f"trial_{number}.log").read_text(encoding="utf-8")
         assert log.count("The run is in") == 1  # trained once
 
@@ -143,11 +143,11 @@ def test_two_searches_share_the_trials_of_a_folder(config_file, over, tmp_path):
 )
 def test_a_failed_trial_is_told_with_its_error(config_file, over, tmp_path, space, message):
     options = [part for setting in SHORT for part in ("--set", setting)]
-    arguments = ["search", str(config_file), "--over", str(over(space)), "--trials", "2", *options]
+    arguments = ["search", str(config_file), "--over", str(over(space)), "--trials", "1", *options]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 1  # none has finished
-    assert [trial["state"] for trial in read_search(tmp_path / "run").trials] == ["failed", "failed"]
-    assert result.stdout.count("- Trial ") == 2
+    assert [trial["state"] for trial in read_search(tmp_path / "run").trials] == ["failed"]
+    assert result.stdout.count("- Trial ") == 1
     assert message in result.stdout
 
 

@@ -2,9 +2,7 @@
 
 import gc
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -34,31 +32,25 @@ def outcome(trained, configured):
     return replace(trained, folder=RunFolder(shutil.copytree(trained.folder.path, configured().folder)))
 
 
-def test_a_run_folder_holds_everything_that_describes_the_run(task, configured):
-    folder = train(configured()).folder
-    assert load_config(folder.config_file) == configured()
+def test_a_run_folder_describes_the_run_and_holds_the_fold_s_predictions_on_the_original_grids(trained, task):
+    folder, known = trained.folder, load_task(task)
+    assert load_config(folder.config_file) == load_config(folder.path.parent / "tiny.yaml")
     assert read_json(folder.path / "environment.json")["libraries"]["torch"] == torch.__version__
-    assert folder.task().labels == load_task(task).labels
-    names = [case["case"] for case in load_task(task).training]
-    assert folder.split() == folds(names, num_folds=3)[0]
+    assert folder.task().labels == known.labels
+    assert folder.split() == folds([case["case"] for case in known.training], num_folds=3)[0]
     assert {path.name for path in folder.checkpoints.iterdir()} == {"latest.pt", "best.pt"}
-    assert any(folder.tensorboard.iterdir())
     assert "| mean " in (folder.path / "report.md").read_text(encoding="utf-8")
     assert load_checkpoint(folder.checkpoints / "latest.pt").metadata["config"]["name"] == "tiny"
 
-
-def test_validation_covers_the_fold_on_the_original_grids(trained, task):
-    summary = read_summary(trained.folder.validation / "summary.json")
+    summary = read_summary(folder.validation / "summary.json")
     assert set(summary) == {"foreground_mean", "mean", "metric_per_case"}
     assert set(summary["mean"]) == {"1", "2"}
-    cases = {case["case"]: case for case in load_task(task).training}
-    written = sorted(path.name.removesuffix(".nii.gz") for path in trained.folder.validation.glob("*.nii.gz"))
-    assert written == list(trained.folder.split().validation)
-    for name in written:
-        prediction = nibabel.load(trained.folder.validation / f"{name}.nii.gz")
-        image = nibabel.load(cases[name]["image"])
-        assert prediction.shape == image.shape
-        np.testing.assert_allclose(prediction.affine, image.affine, atol=1e-4)  # both stored as float32
+    images = {case["case"]: nibabel.load(case["image"]) for case in known.training}
+    written = {path.name.removesuffix(".nii.gz"): nibabel.load(path) for path in folder.validation.glob("*.nii.gz")}
+    assert sorted(written) == list(folder.split().validation)
+    for name, prediction in written.items():
+        assert prediction.shape == images[name].shape
+        np.testing.assert_allclose(prediction.affine, images[name].affine, atol=1e-4)  # both stored as float32
 
 
 class SeeBeginning(Hook):
@@ -81,7 +73,7 @@ class SeeBeginning(Hook):
 
 def test_every_file_is_read_once_and_only_validation_cases_are_kept_beside_the_bank(configured, task, reads):
     beginning = SeeBeginning(reads)
-    outcome = train(configured("data.keep=device", "data.cache=none"), hooks=[beginning])
+    outcome = train(configured("data.keep=device", "data.cache=none", "training.epochs=1"), hooks=[beginning])
     files = {case["case"]: {case["image"], case["label"]} for case in load_task(task).training}
     assert beginning.read == {file: 1 for both in files.values() for file in both}
     split = outcome.folder.split()
@@ -92,30 +84,36 @@ def test_every_file_is_read_once_and_only_validation_cases_are_kept_beside_the_b
     assert beginning.held.issuperset(file for name in split.validation for file in files[name])
 
 
+class InValidation(Hook):
+    """Press Ctrl-C in the second epoch's validation, and count the predicted cases of all validations."""
+
+    def __init__(self):
+        self.judged = 0
+
+    def on_training_begin(self, training):
+        def predicted(network, volumes, logits):
+            self.judged += not network.training
+            if training.epoch == 1 and not network.training:
+                press_ctrl_c()
+
+        training.network.register_forward_hook(predicted)
+
+
 def test_ctrl_c_and_resume_end_where_the_uninterrupted_run_ends(trained, configured, tmp_path):
-    config = configured(f"output={tmp_path / 'interrupted'}")
-    with pytest.raises(KeyboardInterrupt):
-        train(config, hooks=[At(1, 2, press_ctrl_c)])
-    saved = load_checkpoint(config.folder / "checkpoints" / "latest.pt")
-    assert saved.progress == (1, 2)
+    """Interrupted in an epoch, then while cases are validated."""
+    config, in_validation = configured(f"output={tmp_path / 'interrupted'}"), InValidation()
+    latest = config.folder / "checkpoints" / "latest.pt"
+    for hook, progress in ((At(0, 2, press_ctrl_c), (0, 2)), (in_validation, (1, 3))):
+        with pytest.raises(KeyboardInterrupt):
+            train(config, resume=latest.exists(), hooks=[hook])
+        assert load_checkpoint(latest).progress == progress
+    assert in_validation.judged == len(trained.folder.split().validation) + 1
     resumed = train(config, resume=True)
     one, other = (load_checkpoint(o.folder.checkpoints / "latest.pt") for o in (trained, resumed))
-    assert all(torch.equal(one.model[name], other.model[name]) for name in one.model)
-    averages = one.average["average"], other.average["average"]
-    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
-    assert [r.losses for r in resumed.history] == [r.losses for r in trained.history]
+    torch.testing.assert_close(other.model, one.model, rtol=0, atol=0)
+    torch.testing.assert_close(other.average["average"], one.average["average"], rtol=0, atol=0)
+    assert [(r.losses, r.score) for r in resumed.history] == [(r.losses, r.score) for r in trained.history]
     assert resumed.validated.summary["mean"] == trained.validated.summary["mean"]
-
-
-def test_a_run_is_not_gone_on_with_to_fewer_epochs(configured, tmp_path):
-    longer = ["training.epochs=3", f"output={tmp_path / 'long'}"]
-    with pytest.raises(KeyboardInterrupt):
-        train(configured(*longer), hooks=[At(2, 1, press_ctrl_c)])
-    message = r"has trained 2 epochs and 1 batches, training\.epochs is 2; to go on set training\.epochs to more"
-    with pytest.raises(ConfigError, match=message):
-        train(configured(longer[1]), resume=True)
-    assert RunFolder(tmp_path / "long").config().training.epochs == 3
-    assert len(train(configured(*longer), resume=True).history) == 3
 
 
 def test_a_config_that_no_training_wrote_is_never_replaced(configured, config_file, tmp_path):
@@ -128,7 +126,7 @@ def test_a_config_that_no_training_wrote_is_never_replaced(configured, config_fi
     assert own.read_bytes() == config_file.read_bytes()
 
 
-def test_a_longer_run_forgets_the_summaries_of_the_shorter_one(outcome, configured):
+def test_a_longer_run_forgets_the_summaries_of_the_shorter_one_and_is_not_made_shorter(outcome, configured):
     """Else an interrupted extension would show the shorter run's Dice as its own."""
     validate(outcome.folder, checkpoint="best")
     summaries = [outcome.folder.path / name / "summary.json" for name in ("validation", "validation_best")]
@@ -137,7 +135,11 @@ def test_a_longer_run_forgets_the_summaries_of_the_shorter_one(outcome, configur
     with pytest.raises(KeyboardInterrupt):
         train(configured("training.epochs=3"), resume=True, hooks=[At(2, 1, press_ctrl_c)])
     assert not any(path.exists() for path in (*summaries, outcome.folder.path / "report.md"))
-    train(configured("training.epochs=3"), resume=True)
+    message = r"has trained 2 epochs and 1 batches, training\.epochs is 2; to go on set training\.epochs to more"
+    with pytest.raises(ConfigError, match=message):
+        train(configured(), resume=True)
+    assert outcome.folder.config().training.epochs == 3
+    assert len(train(configured("training.epochs=3"), resume=True).history) == 3
     assert [summary.exists() for summary in summaries] == [True, False]
 
 
@@ -175,30 +177,6 @@ def test_a_run_whose_devices_are_gone_names_the_file_to_mend(outcome, configured
         validate(outcome.folder)
 
 
-def test_ctrl_c_while_cases_are_validated_is_gone_on_from(trained, configured, tmp_path):
-    class Judging(Hook):
-        def __init__(self):
-            self.judged = 0
-
-        def on_training_begin(self, training):
-            def predicted(network, volumes, logits):
-                self.judged += not network.training
-                if training.epoch == 1 and not network.training:
-                    os.kill(os.getpid(), signal.SIGINT)
-
-            training.network.register_forward_hook(predicted)
-
-    config, hook = configured(f"output={tmp_path / 'interrupted'}"), Judging()
-    with pytest.raises(KeyboardInterrupt):
-        train(config, hooks=[hook])
-    assert hook.judged == len(trained.folder.split().validation) + 1
-    saved = load_checkpoint(config.folder / "checkpoints" / "latest.pt")
-    assert saved.progress == (1, 3)
-    resumed = train(config, resume=True)
-    assert [(r.losses, r.score) for r in resumed.history] == [(r.losses, r.score) for r in trained.history]
-    assert resumed.validated.summary["mean"] == trained.validated.summary["mean"]
-
-
 def test_deterministic_mode_refuses_an_operator_that_sums_in_no_order(configured):
     """On a CPU every operator of a network is deterministic; a hook stands for one that is not."""
 
@@ -228,7 +206,7 @@ def test_deterministic_runs_on_a_gpu_agree_bit_for_bit(config_file, tmp_path):
 
 
 def test_all_cases_train_when_none_validates(configured, task):
-    outcome = train(configured("split.validation=none"))
+    outcome = train(configured("split.validation=none", "training.epochs=1"))
     assert outcome.validated is None
     assert len(outcome.folder.split().training) == 6
     with pytest.raises(DataError, match="was trained on every case"):
@@ -250,7 +228,7 @@ def test_bad_cases_stop_the_run_before_it_begins_all_at_once_or_are_left_out_and
     with pytest.raises(DataError, match=rf"(?s)2 case\(s\) cannot be used.*{bad}.*data\.skip_bad"):
         train(config)
     assert not config.folder.exists()
-    outcome = train(configured(f"data.root={root}", "data.skip_bad=true"))
+    outcome = train(configured(f"data.root={root}", "data.skip_bad=true", "training.epochs=1"))
     assert {problem.case for problem in outcome.problems} == {"synthetic_001", "synthetic_002"}
     report = (outcome.folder.path / "report.md").read_text(encoding="utf-8")
     assert "## Cases left out" in report
@@ -295,21 +273,20 @@ def test_images_are_found_and_doubles_refused(task, tmp_path):
     assert [case["case"] for case in resolve_images([tmp_path / "scans"])] == ["LOUD"]
 
 
-def test_further_losses_and_metrics_are_recorded_by_name(configured):
-    outcome = train(
-        configured(
-            "losses=[{name: DiceLoss, output: dice}, {name: FocalLoss, factor: 0.5, output: focal}]",
-            "metrics=[{name: MeanIoU, output: iou}]",
-        )
-    )
+TERMS = (
+    "losses=[{name: DiceLoss, output: dice}, {name: FocalLoss, factor: 0.5, output: focal}]",
+    "metrics=[{name: MeanIoU, output: iou}]",
+)
+
+
+def test_a_run_reads_its_data_from_any_working_directory_and_names_its_losses_and_metrics(
+    configured, task, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(task.parent)
+    outcome = train(configured(f"data.root={task.name}", *TERMS, "training.epochs=1"))
     record = outcome.history[-1]
     assert set(record.losses) == {"dice", "focal", "loss"}
     assert 0 <= record.scores["iou"] <= record.score
-
-
-def test_a_run_reads_its_data_from_any_working_directory(configured, task, tmp_path, monkeypatch):
-    monkeypatch.chdir(task.parent)
-    outcome = train(configured(f"data.root={task.name}"))
     monkeypatch.chdir(tmp_path)
     moved = outcome.folder.path.rename(tmp_path / "moved run é")
     assert validate(RunFolder(moved), overwrite=True).summary["mean"] == outcome.validated.summary["mean"]
@@ -320,12 +297,20 @@ def test_a_run_reads_its_data_from_any_working_directory(configured, task, tmp_p
 
 
 def test_a_run_lost_before_its_first_checkpoint_begins_again_by_resume(configured):
+    """Before its first step there is nothing to resume, and it does not block the next attempt."""
+
+    class Fails(Hook):
+        def on_batch_begin(self, training, batch):
+            raise InterruptedError
+
     config = configured()
+    with pytest.raises(InterruptedError):
+        train(config, hooks=[Fails()])
     with pytest.raises(InterruptedError):
         train(config, hooks=[At(0, 1, raising(InterruptedError))])
     with pytest.raises(ConfigError, match="holds a run already"):
         train(config)
-    assert len(train(configured("optimizer.lr=0.02"), resume=True).history) == 2
+    assert len(train(configured("optimizer.lr=0.02", "training.epochs=1"), resume=True).history) == 1
     assert RunFolder(config.folder).config().optimizer.spec()["lr"] == 0.02
 
 
@@ -357,10 +342,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(conf
 
 
 def test_a_network_of_one_size_needs_a_window_of_it(configured):
+    short = ["training.epochs=1", "training.iterations=1", "training.validate_every=null"]
     unetr = "network={name: UNETR, hidden_size: 24, mlp_dim: 32, num_heads: 2, feature_size: 4}"
     with pytest.raises(ConfigError, match=r"takes volumes of \(16, 16, 16\) voxels only; set inference\.window to"):
         train(configured(unetr))
-    assert train(configured(unetr, "inference.window=[16, 16, 16]", "training.epochs=1")).validated is not None
+    assert train(configured(unetr, "inference.window=[16, 16, 16]", *short)).validated is not None
 
 
 def test_the_commands_to_type_next_can_be_typed(trained):

@@ -45,7 +45,7 @@ def load(repository, *overrides):
     return load_config(repository / VNET, overrides)
 
 
-def test_a_known_task_needs_no_data(repository):
+def test_a_data_set_is_asked_known_or_described(task, repository):
     facts = load_facts(load(repository, "data.root=somewhere/Task05_Prostate"))
     assert (facts.task.num_channels, facts.task.num_outputs) == (2, 3)
     assert facts.source == "what is published of Task05_Prostate"
@@ -53,16 +53,10 @@ def test_a_known_task_needs_no_data(repository):
     # 260 cases of 35 x 50 x 36 voxels, a float32 and a class each.
     assert facts.case_bytes == 260 * 35 * 50 * 36 * 5
     assert facts.largest == (43, 59, 47)
-
-
-def test_a_data_set_that_is_there_is_asked(task, repository):
     facts = load_facts(load(repository, f"data.root={task}"))
     assert facts.source == f"the description in {task}"
     assert len(facts.task.training) > 0
     assert facts.case_bytes is None
-
-
-def test_channels_and_classes_can_be_said(repository):
     facts = load_facts(load(repository, "data.root=nowhere"), channels=4, classes=5)
     assert (facts.task.num_channels, facts.task.num_outputs) == (4, 5)
 
@@ -93,12 +87,8 @@ def test_the_step_is_that_of_the_training(describe):
     assert len(changed) > 0.9 * len(before)
 
 
-def test_gathered_batches_are_followed_as_two(describe):
-    assert describe("training.accumulate=1").batches == 1
-    assert describe("training.accumulate=8").batches == 2
-
-
-def test_another_size_is_the_same_network(describe):
+def test_gathered_batches_are_followed_as_two_and_another_size_is_the_same_network(describe):
+    assert [describe(f"training.accumulate={count}").batches for count in (1, 8)] == [1, 2]
     larger = at_size(describe(), (64, 64, 48)).work
     assert larger.shape == (8, 1, 64, 64, 48)
     assert larger.make_batch(3, torch.device("cpu"))["image"].shape == (3, 1, 64, 64, 48)

@@ -178,10 +178,10 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
     try:
         plan = plan_training(loaded, resolve_machine(num_gpus=num_gpus, here=True), numbers=False, forks=True)
     except VolsegError as fault:
-        logger.warning("parallel: auto leaves the processes to choose, as nothing could be forecast (%s)", fault)
+        logger.warning("parallel: auto lets the processes choose, because nothing could be estimated (%s)", fault)
         return [], num_gpus
     if plan.chosen is None:
-        logger.warning("parallel: auto leaves the processes to choose, as %s", plan.why)
+        logger.warning("parallel: auto lets the processes choose, because %s", plan.why)
         return [], num_gpus
     candidate = plan.chosen.candidate
     logger.info("parallel: auto takes %s: %s", name_candidate(candidate), plan.why)

@@ -102,8 +102,8 @@ def compute_spacing(config: ExperimentConfig, task: Task) -> Sides:
     known = {case["case"]: sides for case, sides in zip(task.training, read, strict=True) if sides is not None}
     if not known:
         raise DataError(
-            f"of none of the {len(read)} cases of {task.root} the voxel sides could be read, by which the network is "
-            "planned and patches are rotated; see volseg data check, or name the sides by a Spacing step"
+            f"the voxel sides of all {len(read)} cases of {task.root} are unreadable, and the plan of the network and "
+            "rotations need them; see volseg data check, or set the sides by a Spacing step"
         )
     d, h, w = np.median(list(known.values()), axis=0).tolist()
     _remark(known, (d, h, w))
@@ -124,7 +124,7 @@ def _remark(known: Mapping[str, Sides], median: Sides) -> None:
     if far := sorted((name for name in off if off[name] > VARIES), key=lambda name: -off[name]):
         logger.warning(
             "look at the voxel sides: %d of %d cases differ from the median %s mm by more than %g times along an axis, "
-            "first %s with %s mm; the network sees them as they are, for the preprocessing has no Spacing step",
+            "first %s with %s mm; the preprocessing has no Spacing step, so the network sees them as they are",
             *(len(far), len(known), _join(median), VARIES, far[0], _join(known[far[0]])),
         )
 

@@ -180,7 +180,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
     kernels, peaks = as_kernels(followed.work), compute_peaks(gpu, dtype)
     notes = ["no kernel ran: times are by the table of measured kernels, each by itself, and steps by their sum"]
     if not machine.gpu.is_measured:
-        notes.append(f"times follow from published rates of {gpu.name}: nobody has measured ours there")
+        notes.append(f"times follow from published rates of {gpu.name}: volseg has no measurements of it")
     return _put_together(
         config,
         kernels,

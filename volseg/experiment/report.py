@@ -52,8 +52,6 @@ class Outcome:
     """Problems of the cases that were left out."""
     seconds: float
     """Duration from the start of `train` to the last prediction."""
-    iterations: int
-    """Batches per epoch."""
     remarks: Sequence[Remark] = ()
     """Remarks on cases to look at."""
     patients: PatientReport = field(default_factory=PatientReport)

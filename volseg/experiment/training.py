@@ -313,7 +313,6 @@ class _Run:
             remarks=held_out.remarks,
             patients=chosen.patients,
             seconds=self.signs.seconds,
-            iterations=config.training.iterations,
             memory=self.memory.describe(),
             replanned=None if self.replanning.replanned is None else str(self.replanning.replanned),
         )

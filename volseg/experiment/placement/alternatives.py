@@ -287,7 +287,7 @@ def run_plan(
     try:
         report = PlanReport.model_validate_json(ended.stdout)
     except ValueError as fault:
-        return Answer(problem=f"what volseg plan printed is no plan ({_first_line(str(fault))})")
+        return Answer(problem=f"the output of volseg plan is no plan ({_first_line(str(fault))})")
     forecasts = tuple(row.estimate for row in report.candidates)
     return Answer(forecasts=forecasts, reserve=report.reserve_bytes, remedies=report.remedies)
 

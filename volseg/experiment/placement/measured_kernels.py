@@ -86,7 +86,7 @@ class MeasuredKernels:
 
     def __str__(self) -> str:
         times = ", ".join(f"{kind} {ms:.3g} ms" for kind, ms in self.milliseconds.items())
-        lacking = "".join(f"; {kind} was not to be had: {reason}" for kind, reason in self.refused.items())
+        lacking = "".join(f"; {kind} is not available: {reason}" for kind, reason in self.refused.items())
         return f"a training step with kernels {times}: {self.chosen}{lacking}"
 
 
@@ -113,7 +113,7 @@ def choose_fastest(milliseconds: Mapping[str, float], refused: Mapping[str, str]
     if not milliseconds:
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in (refused or {}).items())
         raise ConfigError(
-            f"training.kernels is measured, and no kernels could be had ({reasons}); name one, and fix the cause"
+            f"training.kernels is measured, and no kernels are available ({reasons}); name one, and fix the cause"
         )
     chosen = next(kind for kind in KINDS if kind in milliseconds)
     for kind in KINDS:

@@ -245,7 +245,7 @@ def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> Foreca
         answer = run_plan(config.with_values(parallel={"pipeline": 1}), gpus)
         forecasts.extend(answer.forecasts)
         if answer.problem:
-            logger.info("no forecast of a training step (%s): it is tried", answer.problem)
+            logger.info("no estimate of a training step (%s): each GPU tries one", answer.problem)
         chosen, why = choose_mesh(answer.forecasts, gpus.count, int(SURE * gpus.memory) - answer.reserve)
         return {"chosen": chosen and vars(chosen), "why": why, "reserve": answer.reserve}
 

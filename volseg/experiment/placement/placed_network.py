@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PAY_IN_BFLOAT16 = "the fast kernels pay in bfloat16, and training.precision is another"
-LAUNCHED = "launched one by one they take longer than torch's"
+LAUNCHED = "launched one by one they are slower than torch's"
 
 
 def choose_device(config: ExperimentConfig) -> torch.device:

@@ -144,7 +144,7 @@ def plan_words(
         "GiB of the fullest GPU: `used` by tensors; `reserved` with what torch and its libraries hold besides.",
     ]
     if not machine.gpu.is_measured:
-        lines.append(f"Times follow from published rates of {machine.gpu.name}: nobody has measured ours there.")
+        lines.append(f"Times follow from published rates of {machine.gpu.name}: volseg has no measurements of it.")
     if machine.price_source is not None:
         lines.append(f"Prices: {machine.price_source}; of the steps alone, without validation.")
     lines += [f"Note: {note}." for note in plan.notes]

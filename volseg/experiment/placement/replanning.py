@@ -207,7 +207,7 @@ class Replanning:
                 raise
             if not _is_of_step(self.config, cause):
                 raise OutOfMemoryError(
-                    f"{fault}. It was no training step ({get_milestone()}), so no other way to run one is suggested"
+                    f"{fault}. It was no training step ({get_milestone()}), so other settings of a step do not help"
                 ) from cause
             said = describe_attempt(self.config, choose_device(self.config), cause)
             failure = Failure(where=name_own_place(), at=str(get_milestone()), said=said, tried=self.tried)

@@ -213,11 +213,11 @@ def estimate_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[st
         bank = share if facts.case_bytes is None else min(share, facts.case_bytes)
         if facts.case_bytes is None and config.data.keep == "device":
             bank = 0
-            notes.append("the cases that data.keep: device puts on the GPU are not counted: their sizes are not known")
+            notes.append("the cases that data.keep: device puts on the GPU are not counted: their sizes are unknown")
         elif bank:
             notes.append(f"{bank / 2**30:.2f} GiB of each GPU are for prepared cases (data.device_limit)")
     if config.split.validation != "none" and compute_validated_shape(config, facts) is None:
-        notes.append("a validation of whole volumes is not counted: their sizes are not known (inference.window)")
+        notes.append("a validation of whole volumes is not counted: their sizes are unknown (inference.window)")
     return ahead + AUGMENTATION * len(set(config.patch.sizes)) + bank, notes
 
 
@@ -225,16 +225,16 @@ def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
     """Yield the parts of a config that the estimate does not cover."""
     if config.augmentation.enabled and config.augmentation.own:
         names = ", ".join(each.name for each in config.augmentation.own)
-        yield f"what augmentations of your own ({names}) take of a GPU beside the step is not counted"
+        yield f"the memory that augmentations of your own ({names}) take beside the step is not counted"
     if not config.training.can_be_followed:
         yield (
-            "memory and times are those of torch's kernels: what torch.compile makes of a network "
-            "(training.kernels: compiled) cannot be followed, and takes other memory and time"
+            "memory and times are those of torch's kernels: compiled kernels (training.kernels: compiled) cannot be "
+            "traced, and take other memory and time"
         )
     elif config.training.kernels == "measured":
         yield (
-            "memory and times are those of the fast kernels, or torch's: where training.kernels: measured comes to "
-            "compiled ones, which cannot be followed, they are others"
+            "memory and times are those of the fast kernels, or torch's: if training.kernels: measured chooses "
+            "compiled ones, which cannot be traced, they differ"
         )
 
 

@@ -205,7 +205,7 @@ def _choose_folder(named: Sequence[Source], output: str | Path | None) -> Path:
     path = path_of(named[0])
     if len(named) == 1 and any(RunFolder(run).exists for run in (path, *path.glob("fold_*"))):
         return RunFolder(path).predictions
-    raise ConfigError("where the label maps are to go is not clear from what predicts; name a folder by --output")
+    raise ConfigError("only a run or a cross-validation has a folder for label maps; name a folder by --output")
 
 
 def _require_writable(cases: Sequence[Case], files: PredictionFiles) -> None:

@@ -169,8 +169,8 @@ class SourceNetwork:
         axcodes = turned if self.axcodes is None else self.axcodes
         if axcodes is None:
             raise ConfigError(
-                f"{self.source} was trained on the axes of its files: its preprocessing turns none (Orientation), so "
-                "that no plan of other files can be like it; train it again with Orientation"
+                f"{self.source} was trained on the axes of its files: its preprocessing has no Orientation step, so a "
+                "plan for other files cannot use its network; train it again with Orientation"
             )
         network = self.plan.complete(config).network
         outputs = {} if network.outputs == ("logits",) else {"outputs": list(network.outputs)}
