@@ -6,17 +6,12 @@ All GPUs of the machine share the cases of kernels; with two or more the links a
 ``--seconds`` no further case is begun, and the result names those that are missing.
 """
 
-import argparse
-import json
 import os
 import random
-import shlex
-import socket
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -28,7 +23,9 @@ import torch.distributed as dist
 from rate_convolutions import list_convolutions
 from rate_links import measure_copies, measure_group
 from rate_passes import Prepared, RateCase, count_run, list_others, list_passes
+from results import make_parser, write_result
 from torch import nn
+from workers import Worker, ask, count_gpus, number_jobs, serve, take_place
 
 from volseg.device import triton_tiles
 from volseg.estimate.calibration import describe_machine, measure_host, time_calls
@@ -43,66 +40,57 @@ Measured = dict[str, Any]
 
 def main() -> None:
     """Measure by a process per GPU, and write one file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=45, help="in which cases of kernels are begun")
     parser.add_argument("--gpus", type=int, help="all, unless told")
     parser.add_argument("--result", type=Path, required=True)
     chosen = parser.parse_args()
     begun = time.monotonic()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums by the switch itself need rights that not every host gives
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    os.environ["MASTER_PORT"] = str(port)
-    gpus = chosen.gpus or torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as folder:
-        failed = ""
-        try:
-            torch.multiprocessing.spawn(work, (gpus, chosen.seconds, folder), nprocs=gpus)
-        except torch.multiprocessing.ProcessException as fault:  # what was measured by then is kept
-            failed = str(fault)
-        parts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+    gpus = chosen.gpus or count_gpus()
+    workers = [Worker(__file__) for _ in range(gpus)]
+    parts = ask(workers, number_jobs({"seconds": chosen.seconds}, gpus), chosen.seconds + 300)
+    if "error" in parts[0]:
+        raise SystemExit(f"{parts[0]['error']}\n{parts[0]['log']}")
+    links: list[Measured] = []
+    failed = ""
+    if gpus > 1:  # if the links fail, the kernels are kept
+        found = ask(workers, [{}] * gpus, 300)[0]
+        links, failed = found.get("links", []), found.get("error", "")
+    for worker in workers:
+        worker.end()
     result = {
-        "command": shlex.join(["python", *sys.argv]),
         "machine": parts[0]["machine"],
         "host": parts[0]["host"],
         # Copies last, when no other process has a kernel that waits on the other GPU.
-        "links": [*parts[0]["links"], *measure_copies()],
+        "links": [*links, *measure_copies()],
         "rows": [row for part in parts for row in part["rows"]],
         "left_out": {name: why for part in parts for name, why in part["left_out"].items()},
         "failed": failed,
         "took_s": {"kernels": max(part["kernels_s"] for part in parts), "all": time.monotonic() - begun},
     }
-    chosen.result.parent.mkdir(parents=True, exist_ok=True)
-    chosen.result.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    write_result(chosen.result, indent=None, **result)
     print(len(result["rows"]), "rows,", len(result["left_out"]), "left out,", result["took_s"], failed)
 
 
-def work(rank: int, gpus: int, seconds: float, folder: str) -> None:
-    """Measure this GPU's share of the cases, then the links together with the others."""
+def answer(messages: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Measure this GPU's share of the cases, then, if asked, the links together with the others."""
+    job = next(messages)
+    rank, gpus = job["number"], job["processes"]
+    take_place(job)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     machine = describe_machine(device)
     begun = time.monotonic()
     host = {**measure_host(device), "slab": measure_slabs(device)} if rank == 0 else {}
     cases = [*list_loss_cases(), *list_cases()][rank::gpus]
-    rows, left_out = measure_cases(cases, device, time.monotonic() + seconds)
-    found: dict[str, Any] = {
-        "machine": machine,
-        "host": host,
-        "rows": rows,
-        "left_out": left_out,
-        "kernels_s": time.monotonic() - begun,
-        "links": [],
-    }
-    save(found, rank, folder)
+    rows, left_out = measure_cases(cases, device, time.monotonic() + job["seconds"])
+    found = {"machine": machine, "host": host, "rows": rows, "left_out": left_out}
+    yield {**found, "kernels_s": time.monotonic() - begun}
     torch.cuda.empty_cache()
-    if gpus > 1:
-        dist.init_process_group("nccl", rank=rank, world_size=gpus, device_id=device, timeout=timedelta(seconds=90))
-        found["links"] = measure_group(rank, gpus, device)
-        dist.barrier(device_ids=[rank])
-        save(found, rank, folder)
-        dist.destroy_process_group()
+    for _ in messages:
+        dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=90))
+        yield {"links": measure_group(rank, gpus, device)}
 
 
 def list_cases() -> list[RateCase]:
@@ -203,10 +191,7 @@ def list_loss_cases() -> list[RateCase]:
     ]
 
 
-def save(found: dict[str, Any], rank: int, folder: str) -> None:
-    """Write what this process has so far."""
-    Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-
-
 if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        serve(answer)
     main()

@@ -26,33 +26,31 @@ Link = dict[str, Any]
 """``kind``, ``way``, ``size`` in bytes that a device sends, ``devices`` and ``seconds``."""
 
 
-def _time_alone(call: Callable[[], object], count: int) -> float:
-    """Return seconds per call of one process: a copy between GPUs cannot be recorded on the stream of one of them."""
+def _time(
+    call: Callable[[], object], count: int, wait: Callable[[], object], meet: Callable[[], object] = lambda: None
+) -> float:
+    """Return seconds per call, started by Python one behind the other; ``wait`` comes before and behind them."""
     found = []
     for _ in range(4):
-        for device in range(count_gpus()):
-            torch.cuda.synchronize(device)
+        meet()
+        wait()
         start = time.perf_counter()
         for _ in range(count):
             call()
-        for device in range(count_gpus()):
-            torch.cuda.synchronize(device)
+        wait()
         found.append((time.perf_counter() - start) / count)
     return statistics.median(found[1:])
 
 
+def _time_alone(call: Callable[[], object], count: int) -> float:
+    """Return seconds per call of one process: a copy between GPUs cannot be recorded on the stream of one of them."""
+    return _time(call, count, lambda: [torch.cuda.synchronize(device) for device in range(count_gpus())])
+
+
 def _time_together(call: Callable[[], object], device: torch.device, count: int) -> float:
-    """Return seconds per call of the slowest process, started by Python one behind the other."""
-    found = []
-    for _ in range(4):
-        dist.barrier(device_ids=[device.index])
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        torch.cuda.synchronize(device)
-        found.append((time.perf_counter() - start) / count)
-    slowest = torch.tensor(statistics.median(found[1:]), device=device, dtype=torch.float64)
+    """Return seconds per call of the slowest process."""
+    own = _time(call, count, partial(torch.cuda.synchronize, device), partial(dist.barrier, device_ids=[device.index]))
+    slowest = torch.tensor(own, device=device, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest)
 
