@@ -31,7 +31,6 @@ from pipeline_rows import check, measure
 from results import ROW, Bar, draw_bars, make_parser, read_result, rectangle, text, write, write_result
 from workers import Group, Row, count_gpus, serve
 
-PARTS = ("check", "vnet", "blocks", "resnet", "swin", "timeline", "peers", "whole")
 ROW_LIMIT_S = 60
 
 BATCH = [32, 1, 64, 64, 64]
@@ -44,24 +43,6 @@ COLOURS = {"ours": "#1b6ca8", "plain": "#777", "eisen": "#c0392b"}
 OTHERS = "#d9a441"
 
 BARS = ("vnet", "peers", "blocks", "whole", "resnet", "swin")
-
-
-def rows(parts: list[str], gpus: int) -> Iterator[Row]:
-    """Yield the measurements of the chosen parts."""
-    counts = [count for count in (2, 4, 8) if count <= gpus]
-    makers = {
-        "check": checks,
-        "resnet": resnet,
-        "vnet": vnet,
-        "blocks": blocks,
-        "swin": swin,
-        "timeline": timelines,
-        "peers": peers,
-        "whole": whole,
-    }
-    for part in PARTS:
-        if part in parts and counts:
-            yield from (row(found, part=part) for found in makers[part](counts))
 
 
 def checks(counts: list[int]) -> Iterator[Row]:
@@ -140,6 +121,21 @@ def whole(counts: list[int]) -> Iterator[Row]:
         yield row(same, kind="plain", gpus=1)
         if net == "vnet-eisen":
             yield row(same, kind="eisen", gpus=counts[-1])
+
+
+PARTS = {
+    "check": checks, "vnet": vnet, "blocks": blocks, "resnet": resnet,
+    "swin": swin, "timeline": timelines, "peers": peers, "whole": whole,
+}  # fmt: skip
+"""Makers of rows, in the order of their worth."""
+
+
+def rows(parts: list[str], gpus: int) -> Iterator[Row]:
+    """Yield the measurements of the chosen parts."""
+    counts = [count for count in (2, 4, 8) if count <= gpus]
+    for part, make in PARTS.items():
+        if part in parts and counts:
+            yield from (row(found, part=part) for found in make(counts))
 
 
 def row(same: Row | None = None, **fields: Any) -> Row:

@@ -127,13 +127,10 @@ def write(chosen: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> Non
 def measure_apart(row: str, case: str, chosen: argparse.Namespace) -> dict[str, Any]:
     """Measure in a process of its own; of one that is cut or fails the parts that it ended stay."""
     image = make_image(chosen.scratch, parse(case)[0])
-    command = [sys.executable, str(Path(__file__).resolve()), "--only", row, case, "--scratch", str(chosen.scratch)]
-    command += ["--device", chosen.device, "--spacing", chosen.spacing]
-    command += ["--window", *map(str, chosen.window), "--filters", *map(str, chosen.filters)]
-    command += [] if chosen.windows is None else ["--windows", str(chosen.windows)]
+    again = [str(Path(__file__).resolve()), *sys.argv[1:], "--scratch", str(chosen.scratch), "--only", row, case]
     words = chosen.scratch / "words"
     with words.open("wb") as told:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told)
+        process = subprocess.Popen([sys.executable, *again], stdout=subprocess.PIPE, stderr=told)
         try:
             out, _ = process.communicate(timeout=chosen.seconds)
             failed = None if process.returncode == 0 else words.read_text(encoding="utf-8", errors="replace")[-600:]
