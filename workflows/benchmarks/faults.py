@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -119,7 +120,18 @@ def _train(arguments: list[str], log: Path, environ: dict[str, str]) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     sys.argv = ["volseg", *arguments]
-    cli.main()
+    status = 70
+    try:
+        cli.main()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # as Python ends, it would wait for the threads of the pool that it was forked from
 
 
 def main() -> None:
