@@ -4,25 +4,49 @@ import os
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Memory limit of a container, in cgroup 2."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def total_bytes() -> int:
-    """Return the main memory of the machine, or of the container if less."""
+    """Return the main memory of the machine, or of the container or job if less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = _LIMIT.read_text(encoding="ascii").strip()
-    except OSError:  # no container, or not Linux
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+    limit, _ = read_limits()
+    return total if limit is None else min(total, limit)
 
 
 def available_bytes() -> int:
     """Return the main memory that can be allocated without swapping; all of it if the system does not report it."""
-    try:
-        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux
-        return total_bytes()
+    lines = _read(_MEMINFO).splitlines()
     kibibytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
     return total_bytes() if kibibytes is None else min(1024 * kibibytes, total_bytes())
+
+
+def read_limits(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[int | None, float | None]:
+    """Return the lowest limits of memory (bytes) and of CPU time (cores) of this process's cgroup and its parents.
+
+    Parameters
+    ----------
+    cgroups, own
+        Folder of the cgroups (version 2), and file with this process's.
+    """
+    path = next((line[3:] for line in _read(own).splitlines() if line.startswith("0::")), None)
+    if path is None:  # not Linux, or cgroups of version 1
+        return None, None
+    memory, cores = [], []
+    # In a container the cgroup's path is often the host's, and its own files are at the top.
+    for folder in (cgroups / path.strip("/"), *(cgroups / path.strip("/")).parents):
+        if folder != cgroups and cgroups not in folder.parents:
+            break
+        memory += [int(text) for text in _read(folder / "memory.max").split() if text.isdigit()]
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        cores += [int(quota) / int(period)] if quota.isdigit() else []
+    return min(memory, default=None), min(cores, default=None)
+
+
+def _read(file: Path) -> str:
+    """Return the text of a file of the system; empty where there is none."""
+    try:
+        return file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

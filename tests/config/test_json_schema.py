@@ -1,6 +1,7 @@
 """The schema that editors read takes what volseg takes, and refuses what it refuses."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,6 @@ GOOD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("change", GOOD, ids=str)
-def test_what_volseg_takes_is_taken(change: dict[str, Any]) -> None:
-    values = {**sound(), **change}
-    assert refusals(values) == []
-    validated(ExperimentConfig, values, "test")
-
-
 # Values of one key are drawn below.
 BAD: list[dict[str, Any]] = [
     {"trainng": {}},
@@ -118,12 +112,12 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("change", BAD, ids=str)
-def test_what_volseg_refuses_is_refused(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("change", [*GOOD, *BAD], ids=str)
+def test_the_schema_takes_and_refuses_what_volseg_does(change: dict[str, Any]) -> None:
     values = {**sound(), **change}
-    with pytest.raises(ConfigError):
+    assert bool(refusals(values)) == (change in BAD)
+    with pytest.raises(ConfigError) if change in BAD else nullcontext():
         validated(ExperimentConfig, values, "test")
-    assert refusals(values)
 
 
 VALUES = st.recursive(

@@ -131,19 +131,26 @@ def config(**sections):
     )
 
 
-def test_each_replica_needs_a_sample():
-    with pytest.raises(ValueError, match=r"parallel\.data is 3 and patch\.batch 2"):
-        config(parallel={"data": 3})
+KERNELS = r"training\.kernels is {}, which parallel\.strategy: {} does not run; it takes {}"
 
 
 @pytest.mark.parametrize(
-    ("kernels", "strategy", "takes"),
-    [("torch", "spatial", "auto or fast"), ("fast", "pipeline", "auto or torch"), ("fast", "auto", "auto")],
+    ("sections", "words"),
+    [
+        ({"parallel": {"data": 3}}, r"parallel\.data is 3 and patch\.batch 2"),
+        *(
+            ({"parallel": {"strategy": way}, "training": {"kernels": kernels}}, KERNELS.format(kernels, way, takes))
+            for kernels, way, takes in (
+                ("torch", "spatial", "auto or fast"),
+                ("fast", "pipeline", "auto or torch"),
+                ("fast", "auto", "auto"),
+            )
+        ),
+    ],
 )
-def test_kernels_that_a_strategy_does_not_run_are_refused(kernels, strategy, takes):
-    told = rf"training\.kernels is {kernels}, which parallel\.strategy: {strategy} does not run; it takes {takes}"
-    with pytest.raises(ValueError, match=told):
-        config(parallel={"strategy": strategy}, training={"kernels": kernels})
+def test_a_batch_and_kernels_that_do_not_suit_the_devices_are_refused(sections, words):
+    with pytest.raises(ValueError, match=words):
+        config(**sections)
 
 
 def test_kernels_that_a_cut_does_not_run_are_refused_whoever_cuts():

@@ -29,10 +29,10 @@ from volseg.diagnosis.gatherers import (
     gather_packages,
     list_bus,
     look_at,
-    read_limits,
     read_module,
 )
 from volseg.diagnosis.trials import build_module, gather_compiler, try_kernel
+from volseg.memory import read_limits
 
 
 def answer(command: list[str], name: str) -> dict:

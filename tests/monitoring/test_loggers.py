@@ -224,6 +224,22 @@ def test_one_logger_is_enough_and_what_is_none_is_refused_at_once():
     for wrong in ("tensorboard", TensorBoard, 3):
         with pytest.raises(ConfigError, match=r"TrainingLog takes volseg\.monitoring\.loggers\.Logger, got "):
             TrainingLog([wrong])
+    LOGGERS.register("none", dict)
+    try:
+        with pytest.raises(ConfigError, match=r"logger none must be a volseg\.monitoring\.loggers\.Logger, got a dict"):
+            build_logger({"name": "none"})
+    finally:
+        LOGGERS.forget("none")
+
+
+def test_a_process_that_does_not_lead_tells_nobody():
+    heard, training = Heard(), FinishedTraining()
+    training.is_main_process = False
+    log = TrainingLog([heard])
+    log.on_training_begin(training)
+    log.on_epoch_end(training, make_record(0))
+    log.on_training_end(training)
+    assert heard.events == []
 
 
 def test_scalars_that_cannot_be_told_are_said_once_and_the_others_come(caplog):
@@ -241,16 +257,6 @@ def test_scalars_that_cannot_be_told_are_said_once_and_the_others_come(caplog):
     assert "broken (ZeroDivisionError: division by zero)" in caplog.text
 
 
-def test_a_process_that_does_not_lead_tells_nobody():
-    heard, training = Heard(), FinishedTraining()
-    training.is_main_process = False
-    log = TrainingLog([heard])
-    log.on_training_begin(training)
-    log.on_epoch_end(training, make_record(0))
-    log.on_training_end(training)
-    assert heard.events == []
-
-
 @pytest.mark.parametrize(("name", "distribution"), [("wandb", "wandb"), ("mlflow", "mlflow-skinny")])
 def test_a_package_that_is_not_there_is_named_with_what_installs_it(monkeypatch, name, distribution):
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
@@ -263,15 +269,6 @@ def test_other_packages_are_not_needed_until_they_are_named():
     assert {*LOGGERS} == {"history", "mlflow", "tensorboard", "wandb"}
     code = "import sys; sys.modules['wandb'] = sys.modules['mlflow'] = None; import volseg.experiment"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_what_makes_no_logger_is_refused():
-    LOGGERS.register("none", dict)
-    try:
-        with pytest.raises(ConfigError, match=r"logger none must be a volseg\.monitoring\.loggers\.Logger, got a dict"):
-            build_logger({"name": "none"})
-    finally:
-        LOGGERS.forget("none")
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs

@@ -5,14 +5,11 @@ import json
 import pytest
 import torch
 from in_group import in_group
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch.nn import functional
 
 from volseg import Training
 from volseg.estimate.step_memory import MemoryUse
-from volseg.monitoring.loggers import TensorBoard
 from volseg.monitoring.memory import DeviceMemory, FirstSteps, GpuMeter
-from volseg.monitoring.training_log import TrainingLog
 from volseg.parallel.devices import get_process_rank
 from volseg.parallel.processes.group import start_group
 
@@ -55,7 +52,7 @@ def test_the_first_steps_and_those_after_a_recording_are_read(batches, epochs, a
     assert [reading.steps for reading in hook.readings] == steps
 
 
-def test_one_line_and_the_record_say_how_far_the_estimate_is(caplog):
+def test_one_line_the_record_and_the_curves_say_how_far_the_estimate_is(caplog):
     written = []
     hook = FirstSteps(Meter(), forecast(20 * GIB), beside=4 * GIB, write=written.append)
     with caplog.at_level("INFO"):
@@ -69,30 +66,25 @@ def test_one_line_and_the_record_say_how_far_the_estimate_is(caplog):
     assert [reading["steps"] for reading in last["measured"]] == [2, 8]
     assert last["error"] == pytest.approx(0.25)
     assert last["forecast"]["peak_in"] == "backward"
+    shown = {tag.removeprefix("memory/"): value for tag, value in hook.scalars().items()}
+    measured = {"measured_used_gib": 10, "measured_reserved_gib": 20, "cases_gib": 4}
+    estimated = {"forecast_used_gib": 10, "forecast_reserved_gib": 20, "forecast_error_percent": pytest.approx(25)}
+    assert shown == measured | estimated
 
 
-def test_without_a_plan_the_measurement_stands_by_itself(caplog):
+def test_without_a_plan_or_a_gpu_nothing_is_compared(caplog):
     hook = FirstSteps(Meter())
+    assert (hook.describe(), hook.scalars(), hook.as_json()["measured"]) == (None, {}, [])
     with caplog.at_level("INFO"):
         train(hook)
     assert "memory after 8 steps: 20.00 GiB reserved" in caplog.text
     assert "estimate" not in caplog.text
     assert "memory/forecast_used_gib" not in hook.scalars()
     assert (hook.as_json()["forecast"], hook.as_json()["error"]) == (None, None)
-
-
-def test_tensorboard_shows_both(tmp_path):
-    hook = FirstSteps(Meter(), forecast(22 * GIB))
-    train(hook, TrainingLog([TensorBoard(tmp_path)], more=hook.scalars))
-    (file,) = tmp_path.glob("events*")
-    shown = {
-        value.tag: value.tensor.float_val[0] if value.tensor.float_val else value.simple_value
-        for event in EventFileLoader(str(file)).Load()
-        for value in event.summary.value
-    }
-    assert shown["memory/measured_reserved_gib"] == pytest.approx(20)
-    assert shown["memory/forecast_reserved_gib"] == pytest.approx(22)
-    assert shown["memory/forecast_error_percent"] == pytest.approx(10)
+    meter = GpuMeter()
+    if not torch.cuda.is_initialized():
+        meter.begin()
+        assert (meter.read(), meter.count()) == ([], 0)
 
 
 def measure_together():
@@ -108,12 +100,3 @@ def test_all_processes_are_read_and_the_fullest_is_told():
     devices, words = first
     assert devices == [(0, 20), (1, 21)]
     assert "21.00 GiB reserved and 10.50 GiB used of cuda:0 of process 1, the fullest of 2" in words
-
-
-def test_without_a_gpu_there_is_nothing_to_read():
-    meter = GpuMeter()
-    if not torch.cuda.is_initialized():
-        meter.begin()
-        assert (meter.read(), meter.count()) == ([], 0)
-    hook = FirstSteps(Meter())
-    assert (hook.describe(), hook.scalars(), hook.as_json()["measured"]) == (None, {}, [])

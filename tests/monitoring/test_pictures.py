@@ -72,9 +72,10 @@ def test_intensities_without_a_range_are_drawn(value):
     assert not torch.equal(picture, draw_slices(image, label, label, spacing=(1, 1, 1)))
 
 
-def test_any_number_of_labels_has_a_colour():
+def test_any_number_of_labels_has_a_colour_and_a_metatensor_is_drawn():
     image, label = one_cube()
-    many = draw_slices(image, label * (len(PALETTE) + 1), spacing=(1, 1, 1))
+    many = draw_slices(MetaTensor(image[None]), MetaTensor(label * (len(PALETTE) + 1)), spacing=(1, 1, 1))
+    assert type(many) is torch.Tensor
     assert torch.equal(many, draw_slices(image, label, spacing=(1, 1, 1)))
 
 
@@ -99,11 +100,6 @@ def test_an_example_is_turned_to_face_the_patient():
     other = Example(case="a", image=turned[0][None], label=turned[1], prediction=turned[1], affine=affine)
     assert torch.equal(face_patient(turned[1], affine), label)
     assert torch.equal(draw_example(plain), draw_example(other))
-
-
-def test_a_metatensor_is_drawn():
-    image, label = one_cube()
-    assert type(draw_slices(MetaTensor(image[None]), MetaTensor(label), spacing=(1, 1, 1))) is torch.Tensor
 
 
 def test_the_channel_that_is_asked_for_is_drawn():

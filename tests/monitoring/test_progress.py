@@ -109,20 +109,14 @@ def test_bars_are_drawn_on_a_terminal_and_stay_there(tmp_path):
     assert "\x1b[?25l" not in said  # a cursor that is hidden stays so when the process is killed
 
 
-def test_a_log_gets_a_line_for_each_epoch_and_no_bars():
+def test_a_log_gets_a_line_for_each_epoch_as_text_or_json_or_warnings_only():
     said = read_log()
     assert [line.partition(":")[0] for line in said] == ["epoch 1/2", "epoch 2/2"]
     assert re.match(r"epoch 1/2: loss \d\.\d{4}, .* s \(.* s waiting\)", said[0])
-
-
-def test_scripts_get_each_epoch_as_json():
     told = [json.loads(line) for line in read_log("json")]
     assert [line["epoch"] for line in told] == [1, 2]
     assert told[0]["scalars"]["train/loss"] > told[1]["scalars"]["train/loss"]
     assert told[0]["message"].startswith("epoch 1/2: loss")
-
-
-def test_quiet_says_warnings_alone():
     assert read_log("quiet", "logging.info('not this'); logging.warning('this')") == ["this"]
 
 

@@ -62,18 +62,6 @@ def test_lines_past_the_epoch_gone_on_from_are_dropped(tmp_path):
     assert not file.exists()
 
 
-def test_a_history_of_an_older_volseg_counted_from_0_and_is_read_and_gone_on_with_from_1(tmp_path):
-    file = tmp_path / "history.jsonl"
-    old = [json.dumps({"epoch": epoch, "step": 10 * (epoch + 1), "time": 1.5, "scalars": {}}) for epoch in range(3)]
-    file.write_text("".join(f"{text}\n" for text in old), encoding="utf-8")
-    assert [(found.epoch, found.step) for found in read_history(file)] == [(1, 10), (2, 20), (3, 30)]
-    begin_history(file, 2)  # writes the lines that stay as they are written now
-    append_history(file, line(3))
-    assert [(found.epoch, found.step) for found in read_history(file)] == [(1, 10), (2, 20), (3, 30)]
-    written = [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()]
-    assert [(found["epoch"], found["counted_from"]) for found in written] == [(1, 1), (2, 1), (3, 1)]
-
-
 def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
     file = tmp_path / "history.jsonl"
     file.write_text('{"epoch": 0}\n{"epoch": 1, "step": 1, "time": 1, "scalars": {}}\n', encoding="utf-8")

@@ -101,7 +101,7 @@ def test_what_has_ended_grows_not_stale(tmp_path, state, expected):
 def test_no_run_is_an_exit_status_of_its_own(tmp_path):
     assert ask(tmp_path)[0] == 2
     assert ask(tmp_path / "nowhere")[0] == 2
-    assert ask(make_run(tmp_path / "old", None))[0] == 0  # a run of an older volseg
+    assert ask(make_run(tmp_path / "old", None))[0] == 0
     assert ask(tmp_path / "old", "--max-age", "1h")[0] == 1
 
 

@@ -563,7 +563,7 @@ def test_a_report_draws_a_training_that_blew_up(tmp_path):
     (tmp_path / "config.yaml").write_text("name: a\n", encoding="utf-8")
     lines = [
         {"epoch": epoch, "step": epoch, "time": 1.0, "scalars": {"train/loss": loss}}
-        for epoch, loss in enumerate((-1e308, 1e308))
+        for epoch, loss in enumerate((-1e308, 1e308), start=1)
     ]
     (tmp_path / "history.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     assert "<svg" in write_report(tmp_path).read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 """Run folders in which somebody, or a disk, changed a value: each report is written, and says what it leaves out."""
 
 import contextlib
+import copy
 import json
 import math
 import random
@@ -21,6 +22,7 @@ FILES = (
     "config.yaml",  # JSON is YAML
     "environment.json",
     "memory.json",
+    "replanned.json",
     "split.json",
     "status.json",
     "task.json",
@@ -29,6 +31,9 @@ FILES = (
     "history.jsonl",
     "validation/summary.json",
 )
+
+BROKEN = ("", "{", "[" * 100_000)
+"""Content that is neither JSON nor YAML of a config."""
 
 VALUES = (
     None,
@@ -55,31 +60,22 @@ VALUES = (
 
 def list_places(content, here=()):
     """Return the path of every value; of a list its first and last one."""
-    places = [here]
-    if isinstance(content, dict):
-        within = list(content)
-    elif isinstance(content, list):
-        within = sorted({0, len(content) - 1}) if content else []
-    else:
-        within = []
-    for key in within:
-        places += list_places(content[key], (*here, key))
-    return places
+    keys = range(0, len(content), max(1, len(content) - 1)) if isinstance(content, list) else ()
+    keys = content if isinstance(content, dict) else keys
+    return [here, *(place for key in keys for place in list_places(content[key], (*here, key)))]
 
 
 def change(content, place, value):
     """Return the content with another value in one place; ``...`` takes it out."""
-    if not place:
-        return {} if value is ... else value
-    first, *rest = place
-    changed = dict(enumerate(content)) if isinstance(content, list) else dict(content)
-    if rest:
-        changed[first] = change(changed[first], rest, value)
-    elif value is ...:
-        del changed[first]
+    whole = {"content": copy.deepcopy(content)}
+    node, (*path, last) = whole, ("content", *place)
+    for key in path:
+        node = node[key]
+    if value is ...:
+        del node[last]
     else:
-        changed[first] = value
-    return list(changed.values()) if isinstance(content, list) else changed
+        node[last] = value
+    return whole.get("content", {})
 
 
 def read_content(file):
@@ -93,7 +89,7 @@ def write_content(file, content):
     if file.suffix == ".jsonl" and isinstance(content, list):
         text = "".join(f"{json.dumps(line)}\n" for line in content)
     else:
-        text = json.dumps(content)
+        text = content if content in BROKEN else json.dumps(content)
     file.write_text(text, encoding="utf-8")
 
 
@@ -105,8 +101,10 @@ def attack(folder, names, *, changes=5):
         sound = file.read_bytes()
         content = read_content(file)
         every = [(place, value) for place in list_places(content) for value in (..., *VALUES)]
-        for place, value in draw.sample(every, min(changes, len(every))):
-            write_content(file, change(content, place, value))
+        chosen = draw.sample(every, min(changes, len(every)))
+        texts = [(place, value, change(content, place, value)) for place, value in chosen]
+        for place, value, changed in [*texts, *(("whole", text, text) for text in BROKEN)]:
+            write_content(file, changed)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
@@ -124,6 +122,7 @@ def attack(folder, names, *, changes=5):
 @pytest.fixture
 def run(tmp_path):
     folder = make_run(tmp_path / "run", cases=3, epochs=2, overlays=False)
+    write_content(folder / "replanned.json", {"from": "a", "to": "b"})
     write_content(folder / "config.yaml", yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
     return folder
 

@@ -1,4 +1,4 @@
-"""What is said of runs: finished, under way, failed, of an older volseg, and damaged."""
+"""What is said of runs: finished, under way, failed, without some files, and damaged."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -96,7 +97,7 @@ def test_pictures_come_first_and_charts_after(run, tmp_path):
 
 def test_a_chart_without_two_values_is_not_drawn(run):
     with (run / "history.jsonl").open("a", encoding="utf-8") as history:
-        for epoch in (20, 21):
+        for epoch in (21, 22):
             flat = {f"val/{name}": 0.0 for name in ("undefined/Anterior", "undefined/Posterior")}
             line = {"epoch": epoch, "step": 1, "time": 0.0, "scalars": {**flat, "val/nsd/Anterior": epoch / 30}}
             history.write(json.dumps(line) + "\n")
@@ -134,7 +135,7 @@ def test_an_infinite_median_is_told_as_evaluate_does(run):
     assert [cell.strip() for cell in evaluated.split("|")[3:-1]] == ["-", "- to -", "infinite", "12"]
 
 
-def test_an_older_run_says_what_is_missing(run):
+def test_a_run_says_which_of_its_files_are_missing(run):
     for name in ("history.jsonl", "times.json", "status.json", "told.json", "memory.json", "environment.json"):
         (run / name).unlink()
     shutil.rmtree(run / "validation" / "overlays")
@@ -166,13 +167,8 @@ def test_an_unfinished_run_says_how_far_it_came_and_how_it_goes_on(run, state):
     assert (message in page.text) == (state == "failed")
     assert "summary.json is not there" in page.text
     assert "finished" in Page(write_report(run, state="finished").read_text(encoding="utf-8")).texts
-
-
-def test_a_run_interrupted_in_its_first_epoch_claims_none(run):
-    shutil.rmtree(run / "validation")
-    (run / "history.jsonl").write_text("", encoding="utf-8")
-    status = RunStatus(state="interrupted", time=BEGUN, started=BEGUN, host="h", pid=1, epoch=0, epochs=20, batch=7)
-    write_status(run / "status.json", status)
+    (run / "history.jsonl").write_text("", encoding="utf-8")  # in its first epoch
+    write_status(run / "status.json", replace(status, epoch=0, epochs=20, batch=7))
     page = read_page(run)
     assert "0 of 20" in page.texts
     assert "No curves: history.jsonl tells of 0 epoch(s)." in page.text
@@ -181,24 +177,6 @@ def test_a_run_interrupted_in_its_first_epoch_claims_none(run):
 def test_no_two_names_of_a_legend_are_painted_alike():
     styles = re.findall(r'style="([^"]*)"', str(draw_legend([(f"{n}", n) for n in range(2 * NUM_COLOURS)])))
     assert len(styles) == len({*styles}) == 2 * NUM_COLOURS
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": 1}', "[" * 100_000])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "validation/summary.json",
-        "environment.json",
-        "split.json",
-        "task.json",
-        "told.json",
-        "memory.json",
-        "replanned.json",
-    ],
-)
-def test_a_damaged_file_keeps_no_report_from_being_written(run, name, content):
-    (run / name).write_text(content, encoding="utf-8")
-    assert "Curves" in read_page(run).texts
 
 
 @pytest.mark.parametrize("kept", [0, 8, 40, 60])
@@ -219,7 +197,7 @@ def test_a_damaged_history_is_told_of(run):
 
 def test_numbers_that_are_none_leave_gaps(run):
     with (run / "history.jsonl").open("a", encoding="utf-8") as history:
-        for epoch in (20, 21):
+        for epoch in (21, 22):
             line = {"epoch": epoch, "step": 1, "time": 0.0, "scalars": {"train/loss": None, "train/only_nan": None}}
             history.write(json.dumps(line) + "\n")
     page = read_page(run)

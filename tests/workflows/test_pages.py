@@ -82,6 +82,20 @@ def test_task04_and_predict_folder(run):
     assert re.search(r"synthetic_\d+: (nothing|\d+: \d+\.\d\d ml)", said)
 
 
+@pytest.mark.parametrize("preset", ["unet", pytest.param("vnet", marks=pytest.mark.slow)])
+def test_train_msd(run, preset):
+    small = ["--epochs", "1", "--iterations", "1", "--patch", "16", "16", "16", "--preset", preset]
+    said = run("train_msd.py", "--task", "4", "--root", "task", "--output", "runs/by_hand", *small)
+    assert "dice/Anterior: " in said
+    assert "dice/Posterior: " in said
+    [predicted] = Path("runs/by_hand/validation").glob("*.nii.gz")
+    [label] = [
+        case["label"] for case in load_task("task").training if case["case"] == predicted.name[: -len(".nii.gz")]
+    ]
+    assert nibabel.load(predicted).shape == nibabel.load(label).shape
+    assert Path("runs/by_hand/checkpoints/latest.pt").exists()
+
+
 def test_unlabelled(run):
     """What is certain is kept, what is not is ignored, and the third network trains on both."""
     values = [*SMALL, *NARROW, "data.root=task"]

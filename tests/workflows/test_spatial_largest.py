@@ -1,9 +1,10 @@
 """The search of the largest cube that trains, against every answer it could have."""
 
+import math
 from typing import Any
 
 import pytest
-from spatial import finished, forecast, next_side, same_volume, search, table
+from spatial import finished, next_side, same_volume, search, table
 
 
 def row(**more: Any) -> dict[str, Any]:
@@ -23,33 +24,25 @@ def test_finds_the_largest_side_whatever_is_tried_first(first: int, largest: int
     assert len(tries) <= 10
 
 
-def test_first_guess_grows_with_memory_and_gpus() -> None:
-    assert [forecast(150e9, gpus, 64) for gpus in (1, 2, 4, 8)] == [640, 832, 1024, 1280]
-    assert forecast(1e6, 1, 64) == 64
+def test_memory_that_ends_is_an_answer_and_the_search_goes_on_from_there() -> None:
+    asked: list[list[int]] = []
+
+    def ask(tried: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+        asked.append(tried["sides"])
+        if tried["sides"][1] > 832:
+            return [{"out_of_memory": "CUDA out of memory. Tried to allocate 2.00 GiB."}]
+        return [{"ms": 1500.0, "peak_gib": 3.0, "bytes_per_voxel": 470.0}]
+
+    found = row() | search(row(), ask, math.inf)
+    assert asked == [[416, 832, 832], [448, 896, 896]]
+    assert [(attempt["side"], attempt["fits"]) for attempt in found["tries"]] == [(832, True), (896, False)]
+    assert finished(found)
+    assert "| dynunet | 2 | 832^3 | 576 | 3.0 | 470 | 1.50 | 896^3 |" in table([found])
 
 
-def test_memory_that_ends_is_an_answer_and_goes_on_from_there() -> None:
-    def measure(shape: list[int]) -> dict[str, Any]:
-        if shape[0] > 128:
-            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return {"ms": 1500.0, "peak_gib": 3.0, "bytes_per_voxel": 470.0}
-
-    told: list[int] = []
-    tried = row(first=128, tries=[])
-    found = search(tried, measure, lambda known: told.append(len(known["tries"])))
-    assert found["ended"] == "out of memory"
-    assert told == [1]
-    assert [(attempt["side"], attempt["fits"]) for attempt in found["tries"]] == [(128, True), (192, False)]
-    assert finished(tried | found)
-    assert "| dynunet | 2 | 128^3 | 2 | 3.0 | 470 | 1.50 | 192^3 |" in table([tried | found])
-
-
-def test_other_errors_are_no_answer() -> None:
-    def measure(shape: list[int]) -> dict[str, Any]:
-        raise RuntimeError("NCCL error: remote process exited")
-
-    with pytest.raises(RuntimeError, match="remote process exited"):
-        search(row(first=64), measure, lambda known: None)
+def test_other_errors_end_a_search_and_are_no_answer() -> None:
+    found = search(row(), lambda *_: [{"error": "NCCL error: remote process exited"}], math.inf)
+    assert found == {"tries": [], "error": "NCCL error: remote process exited"}
 
 
 def test_compares_the_peak_of_n_gpus_with_one_nth_of_that_of_one() -> None:

@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import volseg
-from volseg.memory import available_bytes
+from volseg.memory import available_bytes, read_limits
 from volseg.version import installed_version
 
 Section = dict[str, Any]
@@ -97,8 +97,6 @@ def gather_packages() -> Section:
     return {"is_installed": True, "versions": versions, "unmet": unmet, "twice": twice}
 
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is asked for its size
 
 
@@ -127,29 +125,6 @@ def gather_system() -> Section:
         "now": time.time(),
         "built": max(path.stat().st_mtime for path in Path(volseg.__file__).parent.glob("*.py")),
     }
-
-
-def read_limits(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[int | None, float | None]:
-    """Return the least limits of memory (bytes) and of CPU time (cores) of this process's cgroup and its parents.
-
-    Parameters
-    ----------
-    cgroups, own
-        Folder of the cgroups (version 2), and file with this process's.
-    """
-    try:
-        path = next(line[3:] for line in own.read_text(encoding="utf-8").splitlines() if line.startswith("0::"))
-    except (FileNotFoundError, StopIteration):  # not Linux, or cgroups of version 1
-        return None, None
-    memory, cores = [], []
-    # In a container the cgroup's path is often the host's, and its own files are at the top.
-    for folder in (cgroups / path.strip("/"), *(cgroups / path.strip("/")).parents):
-        if folder != cgroups and cgroups not in folder.parents:
-            break
-        memory += [int(text) for text in _read(folder / "memory.max").split() if text.isdigit()]
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        cores += [int(quota) / int(period)] if quota.isdigit() else []
-    return min(memory, default=None), min(cores, default=None)
 
 
 def _read(file: Path) -> str:

@@ -67,8 +67,6 @@ class EpochLine:
     """When that was."""
     scalars: Mapping[str, float]
     """By the tags of TensorBoard; NaN for what could not be told, such as the Dice of a label that is nowhere."""
-    counted_from: Literal[1] = 1
-    """What ``epoch`` is counted from. Lines of an older volseg have no such key, and count from 0 in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +146,7 @@ def begin_history(file: str | Path, epoch: int) -> None:
 
 
 def read_history(file: str | Path) -> list[EpochLine]:
-    """Return the epochs of a history, counted from 1 whichever volseg wrote it; none where there is no file.
+    """Return the epochs of a history; none where there is no file.
 
     Raises
     ------
@@ -165,8 +163,6 @@ def read_history(file: str | Path) -> list[EpochLine]:
         try:
             line = json.loads(text)
             line["scalars"] = {tag: math.nan if value is None else value for tag, value in line["scalars"].items()}
-            if "counted_from" not in line:
-                line["epoch"] += 1
             found.append(_LINE.validate_python(line))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
             if number == len(texts):  # bytes that never reached the disk before a power cut
@@ -239,7 +235,7 @@ class Look:
 
     folder: Path
     status: RunStatus | None
-    """None of a run that said nothing of itself: one of an older volseg."""
+    """None if the run has written none."""
     age: float | None = None
     """Seconds since its last heartbeat, by this machine's clock."""
     is_gone: bool = False
@@ -276,7 +272,7 @@ class Look:
         """Return the state as lines of text."""
         status = self.status
         if status is None:
-            return [f"{self.folder}: no status is known (a run of an older volseg, or a power cut)"]
+            return [f"{self.folder}: no status is known (not begun, or a power cut)"]
         lines = [f"{self.folder}: {status.state}{'' if status.state != 'failed' else f', {status.message}'}"]
         if status.epoch is not None:
             lines.append(f"  epoch   {_tell_progress(status)}")

@@ -89,7 +89,7 @@ class Told:
     memory: str | None = None
     replanned: str | None = None
     patients: Mapping[str, str] = field(default_factory=dict)
-    """``summary`` and ``warning``, which may be empty; nothing of a run of an older volseg."""
+    """``summary`` and ``warning``, which may be empty."""
 
 
 MAPPING = TypeAdapter(dict[str, Any])
@@ -239,7 +239,7 @@ def _find_reason(file: Path) -> str:
     """Return why nothing is known of what a training writes again and again."""
     if file.exists():
         return f"{file.name} holds something else than volseg writes there; it is damaged"
-    return f"{file.name} is not there; the run is of an older volseg"
+    return f"{file.name} is not there"
 
 
 def mean(values: Any) -> float:

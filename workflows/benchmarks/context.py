@@ -21,7 +21,7 @@ from typing import Any
 
 import nibabel as nib
 import numpy as np
-from results import write_result
+from results import make_parser, write_result
 
 from volseg.config.loading import build_config
 from volseg.experiment import train
@@ -99,7 +99,7 @@ def train_on(parts: tuple[int, int, int], folder: Path, chosen: argparse.Namespa
 
 def main() -> None:
     """Make the task, train on each kind of patch and write the result after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--side", type=int, default=256)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=1, help="volumes in a step, or their voxels in patches")

@@ -19,20 +19,17 @@ The result is JSON: a list of sittings, to which each call of this script adds o
 that failed.
 """
 
-import argparse
 import contextlib
 import hashlib
-import http.server
 import json
+import multiprocessing
 import os
 import random
-import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import Counter
@@ -42,14 +39,18 @@ from pathlib import Path
 
 import torch
 import yaml
+from results import make_parser, name_command, read_environment, read_result, write_result
 
 from volseg import cli, experiment  # noqa: F401  (the forked trainings find it imported)
 from volseg.checkpointing.state import CLOCKED
 from volseg.commands import run_module
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError
-from volseg.monitoring.environment import environment
 from volseg.workflow import load_checkpoint
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+
+from spot_service import serving
 
 CONFIG = {
     "name": "faults",
@@ -71,27 +72,22 @@ SECONDS_TO_FOLLOW = 10.0
 """Time for the child processes of an ended process to end."""
 
 
+FORKING = multiprocessing.get_context("fork")
+
+
 class Sitting:
     """A training in a process of its own, forked from this one."""
 
     def __init__(self, arguments: list[str], log: Path, environ: dict[str, str] | None = None) -> None:
         self.log = log
-        self.begun = time.monotonic()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _be_training(arguments, log, environ or {})
+        self._process = FORKING.Process(target=_train, args=(arguments, log, environ or {}))
+        self._process.start()
 
     def wait(self, seconds: float = LIMIT) -> int | None:
         """Return the exit status as a shell shows it; None while it runs."""
-        deadline = time.monotonic() + seconds
-        while True:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                code = os.waitstatus_to_exitcode(status)
-                return code if code >= 0 else 128 - code
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.005)
+        self._process.join(seconds)
+        code = self._process.exitcode
+        return code if code is None or code >= 0 else 128 - code
 
     def end(self) -> int:
         """Return the exit status; kill a process that hangs, and end the benchmark."""
@@ -101,9 +97,13 @@ class Sitting:
             raise SystemExit(f"a training hung for {LIMIT} s; its log:\n{read_tail(self.log)}")
         return status
 
+    def stop(self) -> None:
+        """Send SIGTERM."""
+        self._process.terminate()
+
     def kill(self) -> None:
         """Kill the process."""
-        os.kill(self.pid, signal.SIGKILL)
+        self._process.kill()
         self.wait()
 
 
@@ -112,32 +112,31 @@ def read_tail(log: Path) -> str:
     return log.read_text(encoding="utf-8")[-3000:]
 
 
-def _be_training(arguments: list[str], log: Path, environ: dict[str, str]) -> None:
-    """Run `volseg` with these arguments in the forked process; does not return."""
+def _train(arguments: list[str], log: Path, environ: dict[str, str]) -> None:
+    """Run `volseg` with these arguments in the forked process."""
+    os.setsid()
+    os.environ.update(environ)
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.argv = ["volseg", *arguments]
     status = 70
     try:
-        os.setsid()
-        os.environ.update(environ)
-        with log.open("ab") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        sys.argv = ["volseg", *arguments]
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as ended:
-            status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        cli.main()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(status)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # as Python ends, it would wait for the threads of the pool that it was forked from
 
 
 def main() -> None:
     """Run the chosen parts, and write their results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
     for name, (_, count) in PARTS.items():
@@ -148,9 +147,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # imports what optimizers import late, so that no fork does
-    result: dict = {"command": shlex.join(["python", *sys.argv]), "environment": environment()}
-    chosen.result.parent.mkdir(parents=True, exist_ok=True)
-    earlier = json.loads(chosen.result.read_text(encoding="utf-8"))["sittings"] if chosen.result.exists() else []
+    result: dict = {"command": name_command(), "environment": read_environment()}
+    earlier = read_result(chosen.result).get("sittings", [])
     with tempfile.TemporaryDirectory(prefix="faults") as place:
         bench = Bench(Path(place), chosen.seed, chosen.side_by_side)
         if chosen.only != ["signals"]:
@@ -160,7 +158,7 @@ def main() -> None:
             result[part] = PARTS[part][0](bench, getattr(chosen, part))
             result[part]["took_seconds"] = time.perf_counter() - begin
             print(part, json.dumps(result[part]), flush=True)
-            chosen.result.write_text(json.dumps({"sittings": [*earlier, result]}, indent=1) + "\n", encoding="utf-8")
+            write_result(chosen.result, sittings=[*earlier, result])
     failed = [part for part in chosen.only if not result[part]["all_well"]]
     sys.exit(f"not all well: {', '.join(failed)}" if failed else 0)
 
@@ -308,7 +306,7 @@ def terminate(bench: Bench, count: int) -> dict:
         # Not in the last tenth: it might have ended.
         if sitting.wait(chance.uniform(0.1, 0.9) * bench.seconds) is not None:
             return {"over": True}
-        return ask_to_stop(bench, folder, sitting, lambda: os.kill(sitting.pid, signal.SIGTERM), bench.weights)
+        return ask_to_stop(bench, folder, sitting, sitting.stop, bench.weights)
 
     return summarise(bench.each(count, run))
 
@@ -342,16 +340,20 @@ def ask_to_stop(
 def summarise(runs: list[dict]) -> dict:
     """Return counts and the longest times of runs that were asked to stop."""
     stopped = [run for run in runs if "over" not in run]
-    gone = [run["seconds_until_gone"] for run in stopped]
-    lost = [run["seconds_lost"] for run in stopped]
     counted = count_well(stopped)
     return {
         **counted,
         "all_well": counted["all_well"] and len(stopped) > 0.8 * len(runs),
         "statuses": Counter(run["status"] for run in stopped),
-        "seconds_until_gone": {"median": statistics.median(gone), "largest": max(gone)},
-        "seconds_lost": {"median": statistics.median(lost), "largest": max(lost)},
+        "seconds_until_gone": measure_spread(stopped, "seconds_until_gone"),
+        "seconds_lost": measure_spread(stopped, "seconds_lost"),
     }
+
+
+def measure_spread(runs: Sequence[dict], name: str) -> dict[str, float]:
+    """Return the median and the largest of some seconds."""
+    seconds = [run[name] for run in runs]
+    return {"median": statistics.median(seconds), "largest": max(seconds)}
 
 
 def spot(bench: Bench, count: int) -> dict:
@@ -359,51 +361,21 @@ def spot(bench: Bench, count: int) -> dict:
 
     def run(number: int, chance: random.Random) -> dict:
         folder = bench.place / f"spot_{number}"
-        with metadata_service() as (address, announce):
-            environ = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": address}
+        with serving() as service:
+            environ = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.endpoint}
             # Longer, because the service is asked only every five seconds.
             sitting = bench.start(folder, "--set", "training.spot=aws", *LONGER, environ=environ)
             if sitting.wait(chance.uniform(0.5, 2) * bench.seconds) is not None:
                 return {"over": True}
-            return ask_to_stop(bench, folder, sitting, announce, longer, LONGER)
+            return ask_to_stop(bench, folder, sitting, lambda: setattr(service, "notice", NOTICE), longer, LONGER)
 
     longer = bench.finish(bench.place / "longer", *LONGER)
     return summarise(bench.each(count, run))
 
 
+NOTICE = json.dumps({"action": "terminate", "time": "2030-01-01T00:00:00Z"})
+
 LONGER = ("--set", "training.epochs=6", "--set", "training.iterations=150")
-
-
-@contextlib.contextmanager
-def metadata_service() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve a spot instance's metadata; yield the address, and a function that announces the instance's end."""
-    ending = threading.Event()
-
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_PUT(self) -> None:
-            self._answer(200, b"token")
-
-        def do_GET(self) -> None:
-            if ending.is_set() and self.path.endswith("/spot/instance-action"):
-                self._answer(200, b'{"action": "terminate", "time": "2030-01-01T00:00:00Z"}')
-            else:
-                self._answer(404, b"")
-
-        def _answer(self, status: int, content: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *ignored: object) -> None:
-            del ignored
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", ending.set
-        finally:
-            server.shutdown()
 
 
 def worker(bench: Bench, count: int) -> dict:
@@ -589,7 +561,6 @@ def _list_session(session: int) -> Iterator[int]:
 def summarise_tries(runs: Sequence[dict]) -> dict:
     """Return counts by verb and signal, and the failed tries; a process that ended before its signal is no try."""
     tries = [run for run in runs if "over" not in run]
-    gone = [run["seconds_until_gone"] for run in tries]
     wrong = [run for run in tries if not run["well"]]
     pairs = Counter((run["verb"], run["signal"]) for run in tries)
     failed = Counter((run["verb"], run["signal"]) for run in wrong)
@@ -602,7 +573,7 @@ def summarise_tries(runs: Sequence[dict]) -> dict:
             for (verb, name), count in sorted(pairs.items())
         },
         "statuses": Counter(str(run["status"]) for run in tries),
-        "seconds_until_gone": {"median": statistics.median(gone), "largest": max(gone)},
+        "seconds_until_gone": measure_spread(tries, "seconds_until_gone"),
         "not_well": wrong,
     }
 

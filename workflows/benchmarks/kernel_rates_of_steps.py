@@ -10,7 +10,6 @@ replaces what the table had from steps, and what it had of kernels of ours that 
 What was timed by itself is better known, and stays: of such shapes steps add nothing.
 """
 
-import argparse
 import gzip
 import json
 from collections import defaultdict
@@ -21,6 +20,7 @@ from pathlib import Path
 from kernel_rates import describe_run
 from plan_accuracy_compared import WAYS, build_work
 from plan_accuracy_rows import Row
+from results import make_parser
 
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_trace import trace_candidate
@@ -113,7 +113,7 @@ def list_shapes(run: KernelRun) -> list[tuple[str, tuple[float, ...]]]:
 
 def main() -> None:
     """Write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("result", type=Path)
     parser.add_argument("table", type=Path)
     chosen = parser.parse_args()

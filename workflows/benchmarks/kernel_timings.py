@@ -11,11 +11,8 @@ expanded weights and copies; ``chosen`` names what volseg uses, ``difference`` i
 (``volseg/device/convolution/forms.py``). Nothing is begun after ``--seconds``. ``--device cpu`` tries it without a GPU.
 """
 
-import argparse
 import json
 import random
-import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 from networks_listed import NETWORKS, build, fit
+from results import make_parser, write_result
 from torch import Tensor, nn
 
 from volseg.device.convolution import choice, depth_chunks
 from volseg.device.convolution.forms import Direction
 from volseg.device.convolution.settings import Settings
-from volseg.monitoring.environment import environment
+from volseg.estimate.calibration import time_calls, time_once
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "input gradient", "weight gradient")
 
@@ -90,7 +88,7 @@ def pad(inputs: int, outputs: int, taps: Sequence[int], dilation: int, sides: Se
 
 def main(given: Sequence[str] | None = None) -> None:
     """Measure one part, and write one file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("part", choices=("random", "networks", "table"))
     parser.add_argument("--seconds", type=float, default=60, help="after which nothing is begun")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
@@ -104,16 +102,8 @@ def main(given: Sequence[str] | None = None) -> None:
         rows += (found := measure())
         for row in found:
             print(json.dumps(row)[:1000], flush=True)
-    result = {
-        "command": shlex.join(["python", *(sys.argv if given is None else given)]),
-        "environment": environment(),
-        "took_s": time.monotonic() - begun,
-        "left_out": left_out,
-        "rows": rows,
-    }
-    chosen.result.parent.mkdir(parents=True, exist_ok=True)
     indent = None if chosen.part == "table" else 1
-    chosen.result.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
+    write_result(chosen.result, indent, took_s=time.monotonic() - begun, left_out=left_out, rows=rows)
 
 
 Rows = list[dict[str, Any]]
@@ -225,12 +215,14 @@ def measure_kernel(taps: Sequence[int], dilation: Sequence[int], channels: Seque
 
 
 def time_shortly(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call: the best of three timings, or of one beyond 8 ms."""
+    """Return the seconds of a call: the best of three timings, or one beyond 8 ms."""
     run()
     if device.type == "cpu":
         return time_form(run, device)
-    best = time_call(run)
-    return best if best > 8e-3 else min(best, *(time_call(run, 2 if best > 1e-3 else 4) for _ in range(2)))
+    best = time_once(run)
+    count = 2 if best > 1e-3 else 4
+    again = [time_once(lambda: [run() for _ in range(count)]) / count for _ in range(2 if best < 8e-3 else 0)]
+    return min(best, *again)
 
 
 def prepare(shape: Shape, device: torch.device) -> choice.ConvolutionCall:
@@ -279,30 +271,12 @@ def draw(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tens
 
 def time_form(form: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of what has run before, recorded; on a CPU once."""
-    if device.type == "cpu":
-        begin = time.perf_counter()
-        form()
-        return time.perf_counter() - begin
-    once = min(time_call(form) for _ in range(2))
-    count = max(1, min(100, int(0.002 / once)))
-    torch.cuda.synchronize()
-    recording = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(recording):
-        for _ in range(count):
-            form()
-    recording.replay()
-    return min(time_call(recording.replay) for _ in range(5)) / count
-
-
-def time_call(call: Callable[[], object], count: int = 1) -> float:
-    """Return the device's seconds for a call, the mean of so many."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(count):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / count / 1e3
+    if device.type == "cuda":
+        with torch.cuda.stream(stream := torch.cuda.Stream(device)):
+            return time_calls(form, stream)
+    begin = time.perf_counter()
+    form()
+    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":

@@ -14,19 +14,14 @@ Without a GPU ``--device cpu --pretended-voxels N`` tries the script itself: wha
 
 import argparse
 import json
-import shlex
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from plan_accuracy import ENVIRONMENT, Pool, write
+from plan_accuracy import Pool
+from results import make_parser, write_result
 from spatial import next_side
-
-Row = dict[str, Any]
+from workers import Row
 
 UNIT = 16
 """Planes by which volumes grow: what every network of the list divides a side by."""
@@ -39,7 +34,7 @@ GIB = 2**30
 
 def main() -> None:
     """Estimate, or search on GPUs, and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--forecast", action="store_true", help="print the searches with what is forecast of them")
     parser.add_argument("--rows", type=Path, help="JSON: searches as --forecast printed them, or an earlier result")
     parser.add_argument("--result", type=Path, help="JSON to write")
@@ -110,25 +105,17 @@ def find_largest(tries: Sequence[Row]) -> int:
 
 def measure_all(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
     """Go on with all searches, a try of each at a time, until they end or the time is up."""
-    # In a process of its own: who asks torch about GPUs takes memory of the first.
-    asked = subprocess.run([sys.executable, "-c", ENVIRONMENT], stdout=subprocess.PIPE, encoding="utf-8", check=True)
-    report: Row = {"command": shlex.join(["python", *sys.argv]), "environment": json.loads(asked.stdout)}
-    report["rows"] = rows
     until = time.monotonic() + chosen.seconds
-    with tempfile.TemporaryDirectory() as scratch:
-        pool = Pool(chosen, Path(scratch), chosen.ahead)
-        try:
-            while time.monotonic() < until:
-                tries = list(list_tries(rows, chosen.pretended_voxels))
-                if not tries:
-                    break
-                run_round(tries, rows, lambda waiting: pool.measure(waiting, until))
-                write(report | {"summary": list(map(summarise, rows))}, chosen.result)
-        finally:
-            pool.end()
-    report["summary"] = list(map(summarise, rows))
-    write(report, chosen.result)
-    print(json.dumps(report["summary"], indent=1))
+    pool = Pool(chosen)
+    try:
+        while time.monotonic() < until and (tries := list(list_tries(rows, chosen.pretended_voxels))):
+            run_round(tries, rows, lambda waiting: pool.measure(waiting, until, later=len(waiting)))
+            write_result(chosen.result, indent=None, rows=rows, summary=list(map(summarise, rows)))
+    finally:
+        pool.end()
+    summary = list(map(summarise, rows))
+    write_result(chosen.result, indent=None, rows=rows, summary=summary)
+    print(json.dumps(summary, indent=1))
 
 
 def list_tries(rows: Sequence[Row], pretended_voxels: int | None) -> Iterator[Row]:
@@ -153,7 +140,6 @@ def run_round(tries: Sequence[Row], rows: Sequence[Row], measure: Callable[[Sequ
         told = {key: found[key] for key in ("failed", "out_of_memory", "wall_s", "seconds") if key in found}
         for kind in ("max_memory_reserved", "max_memory_allocated"):
             told |= {kind: max(found[kind])} if found.get(kind) else {}
-        told |= {"statistics": found["memory_stats_at_end"]} if found.get("memory_stats_at_end") else {}
         fits = not {"failed", "out_of_memory"} & told.keys()
         rows[found["search"]].setdefault("tries", []).append({"side": found["patch"][0], "fits": fits, **told})
         print(f"{found['name']}: {'trained' if fits else 'did not train'}", flush=True)

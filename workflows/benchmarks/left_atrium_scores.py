@@ -19,18 +19,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 from monai.metrics.utils import get_mask_edges, get_surface_distance
 from numpy.typing import NDArray
-from results import write_result
+from results import make_parser, read_result, write_result
 from scipy.stats import t
+from workers import share_gpus
 
 from volseg.commands import run_module
 from volseg.data.readers import read_label
@@ -91,7 +91,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Train, predict and score; write the result after each row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--data", nargs="+", required=True, metavar="LABELLED=FOLDER")
     parser.add_argument("--networks", nargs="+", default=["vnet", "unet"], choices=["vnet", "unet"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
@@ -107,33 +107,23 @@ def main() -> None:
         for labelled, folder in folders.items()
         for network in chosen.networks
     ]
-    gpus: SimpleQueue[int] = SimpleQueue()
-    for gpu in range(chosen.gpus):
-        gpus.put(gpu)
     rows: dict[str, dict[str, Any]] = {}
-    if chosen.result.exists():
-        earlier = json.loads(chosen.result.read_text(encoding="utf-8"))
+    if earlier := read_result(chosen.result):
         if changed := [name for name, text in earlier["configs"].items() if text != _read_config(name)]:
             sys.exit(f"{chosen.result} has rows of another left_atrium_{changed[0]}.yaml; name another --result")
         rows = {row["name"]: row for row in earlier["rows"]}
-        jobs = [job for job in jobs if job.name not in rows]
 
-    def finish(job: Job) -> None:
-        gpu = gpus.get()
-        try:
-            rows[job.name] = _run(job, chosen, gpu if chosen.gpus > 1 else None)
-        finally:
-            gpus.put(gpu)
-        _write(chosen.result, [rows[name] for name in sorted(rows)])
+    def finish(name: str, row: dict[str, Any]) -> None:
+        rows[name] = row
+        _write(chosen.result, [rows[one] for one in sorted(rows)])
 
-    with ThreadPoolExecutor(chosen.gpus) as pool:
-        waiting = {job.name: pool.submit(finish, job) for job in jobs}
-    if failed := {name: error for name, one in waiting.items() if (error := one.exception()) is not None}:
-        sys.exit(f"{len(failed)} row(s) failed: {failed}")
+    waiting = {job.name: partial(_run, job, chosen) for job in jobs if job.name not in rows}
+    share_gpus(waiting, chosen.gpus, finish)
 
 
-def _run(job: Job, chosen: argparse.Namespace, gpu: int | None) -> dict[str, Any]:
+def _run(job: Job, chosen: argparse.Namespace, place: int) -> dict[str, Any]:
     """Train, unless it was; predict the test cases; return the row."""
+    gpu = place if chosen.gpus > 1 else None
     run, data = chosen.runs / job.name, Path(job.data)
     labels = sorted((data / "labelsTs").glob("*.nii.gz"))
     clock = run / "clock.json"

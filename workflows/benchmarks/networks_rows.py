@@ -1,28 +1,24 @@
 """The rows of ``networks.py``, and what the processes of one do: build a step, wait for their turns, time it.
 
-A process speaks in lines of JSON: told what to measure it answers ``{"ready": ...}``, told ``turn`` it runs some steps
-and answers ``{"ms": ...}``, told ``kernels PATH`` it writes those of two steps there. Whatever goes wrong is an answer
-too: ``{"error": ...}``.
+A process is told its row and answers what its first steps took; asked for a ``turn`` it runs some steps and answers
+``{"ms": ...}``, asked for ``kernels`` it writes those of two steps.
 """
 
 import gc
 import gzip
 import json
-import os
-import sys
 import tempfile
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from monai.losses import DiceCELoss
 from networks_listed import CLASSES, build, find_logits
-from results import rectangle, text, write
+from results import ROW, WIDTH, Bar, draw_bars, text, write
 from torch import Tensor, nn
+from workers import Row, serve, take_place
 
 from volseg.device import fusions
 from volseg.device.torch_internals import tree_map
@@ -30,11 +26,11 @@ from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 from volseg.parallel import CompiledNetwork, FastKernels, ModelParallel
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.recorded_step import RecordedStep
+from volseg.parallel.spatial import Spatial
 from volseg.parallel.verification.comparison import compare_values, default_objective, eager_step, observe
 
-__all__ = ["BY_DEFAULT", "ROWS", "MeasuredStep", "Row", "check_exactness", "compare", "plot", "work"]
+__all__ = ["BY_DEFAULT", "ROWS", "MeasuredStep", "Row", "check_exactness", "compare", "plot"]
 
-Row = dict[str, Any]
 Rows = Mapping[str, Mapping[str, Any]]
 
 COLOURS = {"plain": "#b5b5b5", "compiled": "#d9a441", "ours": "#1b6ca8"}
@@ -82,53 +78,29 @@ WINDOW_S = 0.4
 """So long a turn lasts, but for at least three steps."""
 
 
-def work() -> None:
-    """Do what the lines of the standard input say, until it ends."""
-    warnings.simplefilter("ignore")
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever libraries print is no answer
-    status = 0
-    try:
-        serve(json.loads(sys.stdin.readline()), answers)
-    except BaseException as fault:  # whatever it is, it is the result of this row
-        _answer(answers, {"error": f"{type(fault).__name__}: {fault}"[:2000], "trace": traceback.format_exc()[-3000:]})
-        status = 1
-    # Not the interpreter's own end: NCCL waits there for recordings that are still alive.
-    os._exit(status)
-
-
-def _answer(answers: TextIO, told: Row) -> None:
-    answers.write(json.dumps(told) + "\n")
-    answers.flush()
-
-
-def serve(row: Row, answers: TextIO) -> None:
+def answer(messages: Iterator[Row]) -> Iterator[Row]:
     """Build a row's step, and run it whenever it is its turn."""
+    row = next(messages)
     device = find_device(row)
     if row["kind"] == "exactness":
-        _answer(answers, {"ready": check_exactness(row, device)})
+        yield check_exactness(row, device)
         return
     with fusions.without(*row.get("without", ())):
         step = MeasuredStep(row, device)
-        _answer(answers, {"ready": step.warm_up()})
-        for line in sys.stdin:
-            asked, _, path = line.strip().partition(" ")
-            if asked == "turn":
-                _answer(answers, {"ms": step.time()})
-            elif asked == "kernels":
-                step.write_kernels(Path(path))
-                _answer(answers, {"kernels": path})
+        yield step.warm_up()
+        for message in messages:
+            if message["asks"] == "turn":
+                yield {"ms": step.time()}
             else:
-                break
+                path = Path(f"{message['file']}_rank{row['number']}.json.gz")
+                step.write_kernels(path)
+                yield {"kernels": str(path)}
 
 
 def find_device(row: Row) -> torch.device:
     """Return the device of this process, which its row names."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = row["kind"] != "exactness"
-    if row.get("gpus", 1) > 1:
-        number = row["number"]
-        os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(row["gpus"])}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(row["port"])}
+    take_place(row)
     if row["device"] == "cpu":
         torch.set_num_threads(1)
         return torch.device("cpu")
@@ -179,8 +151,10 @@ class MeasuredStep:
     def _place(self, net: nn.Module) -> nn.Module:
         if self.row["kind"] == "ours":
             return FastKernels(net, self.device)
-        if self.row["kind"] == "slabs":
-            return ModelParallel(net, strategy="spatial")
+        if self.row["kind"] in ("slabs", "alone"):
+            one = self.row["kind"] == "alone" or self.row.get("gpus", 1) == 1
+            strategy = Spatial(checkpoint=self.row.get("checkpoint"))
+            return ModelParallel(net, strategy=strategy, devices=[self.device] if one else None)
         if self.row.get("channels_last"):
             net.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
         return CompiledNetwork(LogitsAlone(net)) if self.row["kind"] == "compiled" else net
@@ -382,24 +356,19 @@ def _find_best(speeds: Mapping[str, float], kind: str) -> str | None:
 
 def plot(compared: list[dict[str, Any]], path: Path) -> None:
     """Draw the speeds of each network as bars; beside them ours over the compiler's best."""
-    rows = [found for found in compared if any(found.get(kind) for kind in COLOURS)]
-    most = max((found.get(kind) or 0 for found in rows for kind in COLOURS), default=1.0)
-    left, width, top, height = 220.0, 420.0, 40.0, 46.0
-    drawn = [text(10, 20, "forward, loss, backward, SGD; bfloat16, one volume: Mvoxel/s")]
-    for number, (kind, colour) in enumerate(COLOURS.items()):
-        drawn += [rectangle(left + 120 * number, 26, 10, 8, colour), text(left + 120 * number + 14, 34, kind)]
-    for place, found in enumerate(rows):
-        y = top + height * place
-        drawn += [text(10, y + 16, found["network"]), text(10, y + 30, found["sides"])]
-        for number, (kind, colour) in enumerate(COLOURS.items()):
-            speed, line = found.get(kind), y + 4 + 12 * number
-            if speed:
-                drawn.append(rectangle(left, line, width * speed / most, 10, colour))
-                drawn.append(text(left + width * speed / most + 4, line + 9, f"{speed:.1f}"))
-        if "ours / compiled" in found:
-            drawn.append(text(left + width + 60, y + 30, f"{found['ours / compiled']:.2f} x compiled"))
-    write(path, drawn, left + width + 170, top + height * len(rows) + 20)
+    groups = {}
+    for found in compared:
+        bars = [
+            Bar(label=kind, size=found[kind], colour=colour, told=f"{found[kind]:.1f} Mvoxel/s")
+            for kind, colour in COLOURS.items()
+            if found.get(kind)
+        ]
+        ratio = f": {found['ours / compiled']:.2f} x compiled" if "ours / compiled" in found else ""
+        groups |= {f"{found['network']}, {found['sides']}{ratio}": bars} if bars else {}
+    title = text(10, 14, "forward, loss, backward, SGD; bfloat16, one volume")
+    rows = sum(len(bars) + 2 for bars in groups.values())
+    write(path, [title, *draw_bars(groups)], WIDTH, ROW * (rows + 2))
 
 
 if __name__ == "__main__":
-    work()
+    serve(answer)

@@ -19,33 +19,19 @@ References
 pipelined.
 """
 
-import argparse
-import contextlib
 import gc
-import json
-import os
-import platform
-import signal
-import subprocess
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from pipeline_rows import check, measure
+from results import ROW, Bar, draw_bars, make_parser, read_result, rectangle, text, write, write_result
+from workers import Group, Row, count_gpus, serve
 
-# The folder of this script is on the path.
-from pipeline_rows import Row, check, measure
-from results import rectangle, text, write
-
-PARTS = ("check", "vnet", "blocks", "resnet", "swin", "timeline", "peers", "whole")
 ROW_LIMIT_S = 60
-FAILED = 3
-"""A worker's exit code after a row that failed, and was written down."""
 
 BATCH = [32, 1, 64, 64, 64]
 # Of a GPU's memory (H200: 139 GiB): less than the whole batch needs, enough for a half or a quarter of the layers.
@@ -56,26 +42,7 @@ WHOLE = [260, 1, 64, 64, 64]
 COLOURS = {"ours": "#1b6ca8", "plain": "#777", "eisen": "#c0392b"}
 OTHERS = "#d9a441"
 
-BARS, STEP = ("vnet", "peers", "blocks", "whole", "resnet", "swin"), 15
-TIME_X, TIME_WIDTH, MEMORY_X, MEMORY_WIDTH = 200, 420, 690, 45
-
-
-def rows(parts: list[str], gpus: int) -> Iterator[Row]:
-    """Yield the measurements of the chosen parts."""
-    counts = [count for count in (2, 4, 8) if count <= gpus]
-    makers = {
-        "check": checks,
-        "resnet": resnet,
-        "vnet": vnet,
-        "blocks": blocks,
-        "swin": swin,
-        "timeline": timelines,
-        "peers": peers,
-        "whole": whole,
-    }
-    for part in PARTS:
-        if part in parts and counts:
-            yield from (row(found, part=part) for found in makers[part](counts))
+BARS = ("vnet", "peers", "blocks", "whole", "resnet", "swin")
 
 
 def checks(counts: list[int]) -> Iterator[Row]:
@@ -156,6 +123,21 @@ def whole(counts: list[int]) -> Iterator[Row]:
             yield row(same, kind="eisen", gpus=counts[-1])
 
 
+PARTS = {
+    "check": checks, "vnet": vnet, "blocks": blocks, "resnet": resnet,
+    "swin": swin, "timeline": timelines, "peers": peers, "whole": whole,
+}  # fmt: skip
+"""Makers of rows, in the order of their worth."""
+
+
+def rows(parts: list[str], gpus: int) -> Iterator[Row]:
+    """Yield the measurements of the chosen parts."""
+    counts = [count for count in (2, 4, 8) if count <= gpus]
+    for part, make in PARTS.items():
+        if part in parts and counts:
+            yield from (row(found, part=part) for found in make(counts))
+
+
 def row(same: Row | None = None, **fields: Any) -> Row:
     """Return a row, ``same`` with other or more ``fields``."""
     return {**(same or {}), **fields}
@@ -166,81 +148,41 @@ def ours(same: Row, counts: list[int], launches: list[str]) -> Iterator[Row]:
     yield from (row(same, kind="ours", gpus=count, launch=launch) for count in counts for launch in launches)
 
 
-def work(todo: Path, done: Path) -> None:
-    """Run the rows of ``todo``, adding each to ``done``; stop at a failure, which may leave the GPUs in disorder."""
-    warnings.simplefilter("ignore")
+def answer(messages: Iterator[Row]) -> Iterator[Row]:
+    """Measure the rows that this process is told; a failure, which may leave the GPUs in disorder, ends it."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    for row in json.loads(todo.read_text(encoding="utf-8")):
-        failed = False
+    for row in messages:
         try:
-            result = check(row) if row["part"] == "check" else measure(row)
-        except Exception as failure:
-            # A device that was meant to be too small is no failure.
-            failed = not (row.get("fraction") and isinstance(failure, torch.cuda.OutOfMemoryError))
-            result = {"error": f"{type(failure).__name__}: {failure}"[:2000], "where": traceback.format_exc()[-1500:]}
-        with done.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({**row, **result}) + "\n")
-        if failed:
-            os._exit(FAILED)  # a broken capture or an exhausted device must not spoil the next row
+            yield check(row) if row["part"] == "check" else measure(row)
+        except torch.cuda.OutOfMemoryError as fault:
+            if not row.get("fraction"):  # else the device was meant to be too small
+                raise
+            yield {"failed": str(fault)[:2000]}
         for index in range(torch.cuda.device_count()):
             torch.cuda.set_per_process_memory_fraction(1.0, index)
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def supervise(todo: list[Row], output: Path, limit_s: float) -> list[Row]:
-    """Run all rows, a new worker after every failure; keep ``output`` current."""
-    queue, lines = output.with_suffix(".todo"), output.with_suffix(".rows")
-    lines.write_text("", encoding="utf-8")
-    begun = time.monotonic()
-    while (count := len(lines.read_text(encoding="utf-8").splitlines())) < len(todo):
+def measure_all(todo: list[Row], output: Path, limit_s: float) -> list[Row]:
+    """Measure rows one after another; keep ``output`` current."""
+    found: list[Row] = []
+    group, begun = Group(__file__), time.monotonic()
+    for row in todo:
         if time.monotonic() - begun > limit_s:
             break
-        queue.write_text(json.dumps(todo[count:]), encoding="utf-8")
-        command = [sys.executable, __file__, "--worker", str(queue), "--output", str(lines)]
-        # A session of its own: replicas end with it.
-        worker = subprocess.Popen(command, start_new_session=True)
-        seen, since = count, time.monotonic()
-        while worker.poll() is None:
-            time.sleep(0.5)
-            if (now := len(lines.read_text(encoding="utf-8").splitlines())) > seen:
-                seen, since = now, time.monotonic()
-                save(output, lines)
-            if time.monotonic() - since > ROW_LIMIT_S or time.monotonic() - begun > limit_s:
-                os.killpg(worker.pid, signal.SIGKILL)
-                worker.wait()
-        done = len(lines.read_text(encoding="utf-8").splitlines())
-        is_late = time.monotonic() - begun > limit_s
-        if worker.returncode not in (0, FAILED) and done < len(todo) and not is_late:
-            error = f"the worker ended with {worker.returncode}, or the row took more than {ROW_LIMIT_S} s"
-            with lines.open("a", encoding="utf-8") as more:
-                more.write(json.dumps({**todo[done], "error": error}) + "\n")
-    save(output, lines)
-    with contextlib.suppress(OSError):
-        queue.unlink()
-    return json.loads(output.read_text(encoding="utf-8"))["rows"]
-
-
-def save(output: Path, lines: Path) -> None:
-    """Write what there is, with what it was measured on."""
-    found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    command = [f"DIR/{Path(word).name}" if Path(word).is_absolute() else word for word in sys.argv]
-    about = row(
-        command=command, gpus=names, torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version()
-    )
-    output.write_text(
-        json.dumps({"about": {**about, "cudnn": torch.backends.cudnn.version()}, "rows": found}, indent=1),
-        encoding="utf-8",
-    )
+        found.append(row | group.ask(row, 1, ROW_LIMIT_S)[0])
+        write_result(output, rows=found)
+    group.end()
+    return found
 
 
 def describe(row: Row) -> str:
     """Return a row as one line."""
     name = f"{row['part']:9}{row['net']:12}{row['kind']:14}{row.get('launch', ''):7}"
     name += f"{row['gpus']} GPUs, split {row['split']!s:5}"
-    if "error" in row:
-        return f"{name} failed: {row['error'].splitlines()[0][:150]}"
+    if failed := row.get("error", row.get("failed")):
+        return f"{name} failed: {failed.splitlines()[0][:150]}"
     if "ms" not in row:
         errors = f"{row['largest_output_error']:.1e}, {row['largest_relative_gradient_error']:.1e}"
         return f"{name} errors {errors}, recorded {row['recorded']}"
@@ -250,73 +192,45 @@ def describe(row: Row) -> str:
 
 def plot(found: list[Row], path: Path) -> None:
     """Draw one group of bars for each network and batch, then the timelines, in one SVG."""
-    bars = sorted((row for row in found if "ms" in row and row["part"] in BARS), key=_experiment)
-    drawn, y = [text(TIME_X, 20, "ms per step"), text(MEMORY_X, 20, "GiB on each GPU, with recordings")], 40
-    for (net, shape), same in groupby(bars, _experiment):
-        lines, y = _group(f"{net}, batch of {' x '.join(map(str, shape))}", list(same), y)
-        drawn += lines
+    groups: dict[str, list[Bar]] = {}
+    for row in (row for row in found if "ms" in row and row["part"] in BARS):
+        how = "" if row["split"] is None else f", split {row['split']}"
+        label = f"{row['kind']} {row.get('launch', '')} {row['gpus']} GPU{how}"
+        told = f"{row['ms']:.1f} ms, {', '.join(f'{gib:.2f}' for gib in row['peak_gib'])} GiB"
+        bar = Bar(label=label, size=row["ms"], colour=COLOURS.get(row["kind"], OTHERS), told=told)
+        groups.setdefault(f"{row['net']}, batch of {' x '.join(map(str, row['shape']))}", []).append(bar)
+    drawn, y = draw_bars(groups), ROW * (3 + sum(len(bars) + 2 for bars in groups.values()))
     for row in (row for row in found if row.get("timeline")):
         label = f"when each GPU computes in one step of {row['net']}, {row['launch']}, split {row['split']}"
-        drawn.append(text(10, y + 5, f"{label} ({row['ms']:.0f} ms)"))
-        y += 12
+        drawn.append(text(10, y, f"{label} ({row['ms']:.0f} ms)"))
         for gpu, busy in enumerate(row["timeline"]):
-            drawn.append(text(10, y + 10, f"GPU {gpu}"))
-            drawn += [rectangle(60 + 4 * i, y, 4, 11, COLOURS["ours"], share) for i, share in enumerate(busy) if share]
-            y += STEP
-        y += 20
-    most = max(len(row["peak_gib"]) for row in bars)
-    write(path, drawn, max(MEMORY_X + (MEMORY_WIDTH + 45) * most, 880), y)
-
-
-def _experiment(row: Row) -> tuple[str, list[int]]:
-    return row["net"], row["shape"]
-
-
-def _group(title: str, same: list[Row], y: float) -> tuple[list[str], float]:
-    """Draw rows that did the same work, to one scale; return the shapes and where the next group begins."""
-    times, fullest = [row["ms"] for row in same], max(max(row["peak_gib"]) for row in same)
-    # One peer that takes forty times as long must not hide the others.
-    longest = min(max(times), 10 * min(times))
-    drawn = [text(10, y + 10, title)]
-    y += 18
-    for row in same:
-        colour = COLOURS.get(row["kind"], OTHERS)
-        how = "" if row["split"] is None else f", split {row['split']}"
-        drawn.append(text(20, y + 10, f"{row['kind']} {row.get('launch', '')} {row['gpus']} GPU{how}"))
-        width = TIME_WIDTH * min(1, row["ms"] / longest)
-        drawn += [
-            rectangle(TIME_X, y, width, 11, colour),
-            text(TIME_X + 5 + width, y + 10, f"{'... ' * (row['ms'] > longest)}{row['ms']:.1f}"),
-        ]
-        for gpu, gib in enumerate(row["peak_gib"]):
-            x, width = MEMORY_X + (MEMORY_WIDTH + 45) * gpu, MEMORY_WIDTH * gib / fullest
-            drawn += [rectangle(x, y, width, 11, colour), text(x + width + 3, y + 10, f"{gib:.2f}")]
-        y += STEP
-    return drawn, y + 14
+            y += ROW
+            drawn.append(text(10, y, f"GPU {gpu}"))
+            drawn += [rectangle(60 + 4 * i, y - 9, 4, 11, COLOURS["ours"], share) for i, share in enumerate(busy)]
+        y += 2 * ROW
+    write(path, [text(10, 14, "ms per step, and GiB on each GPU with recordings"), *drawn], 880, y)
 
 
 def main() -> None:
-    """Run, or be a worker of such a run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure, print and draw."""
+    parser = make_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="use so many")
+    parser.add_argument("--gpus", type=int, default=count_gpus(), help="use so many")
     parser.add_argument("--limit-s", type=float, default=570, help="stop after so many seconds; what is done is kept")
     parser.add_argument("--plot", type=Path, help="SVG to draw")
     parser.add_argument("--no-run", action="store_true", help="only draw and print an existing output")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        return work(arguments.worker, arguments.output)
-    if arguments.no_run:
-        found = json.loads(arguments.output.read_text(encoding="utf-8"))["rows"]
+    chosen = parser.parse_args()
+    if chosen.no_run:
+        found = read_result(chosen.output)["rows"]
     else:
-        found = supervise(list(rows(arguments.parts, arguments.gpus)), arguments.output, arguments.limit_s)
+        found = measure_all(list(rows(chosen.parts, chosen.gpus)), chosen.output, chosen.limit_s)
     print("\n".join(map(describe, found)))
-    if arguments.plot:
-        plot(found, arguments.plot)
-    return None
+    if chosen.plot:
+        plot(found, chosen.plot)
 
 
 if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        serve(answer)
     main()

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-Row = dict[str, Any]
+from workers import Row
 
 FIFTY_EPOCHS = 450
 """Batches: nine per epoch, as 260 volumes make of 32."""
@@ -97,7 +96,7 @@ def wrap(row: Row, net: nn.Module) -> nn.Module:
 
     if kind == "spatial":
         return ModelParallel(net.cuda(), strategy="spatial", devices=gpus)
-    record = {"eager": False, "graphs": True}[row["launch"]]
+    record = {"eager": False, "graphs": True}.get(row["launch"], "auto")
     return ModelParallel(net.cuda(), strategy="pipeline", devices=gpus, split_size=row["split"], record=record)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from plan_accuracy_rows import CLASSES, NETWORKS, Row, build_step, fill_row, make_optimizer
-from results import circle, line, rectangle, text, write
+from results import Series, plot_series
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -199,29 +199,17 @@ def _judge_choice(ways: Sequence[Row], capacity: int) -> Row:
 def plot(compared: Sequence[Row], path: Path) -> None:
     """Draw forecast over measured reserved memory; the lines are equality, and ten percent on either side."""
     sound = [found for found in compared if "refused" not in found]
-    side, left, top = 420.0, 60.0, 30.0
-    most = 1.05 * max((max(found["measured_reserved"], found["forecast_reserved"]) for found in sound), default=GIB)
-
-    def place(measured: float, forecast: float) -> tuple[float, float]:
-        return left + side * measured / most, top + side * (1 - forecast / most)
-
-    drawn = [text(10, top - 12, "reserved memory: forecast (GiB) over measured (GiB)")]
-    for tick in range(5):
-        size = most * tick / 4
-        x, y = place(size, size)
-        drawn += [text(10, y + 4, f"{size / GIB:.1f}"), rectangle(left, y, side, 1, "#ddd")]
-        drawn.append(text(x - 8, top + side + 18, f"{size / GIB:.1f}"))
-    drawn += [
-        line([place(0, 0), place(most / max(1, slope), min(most, slope * most))], "#999") for slope in (0.9, 1, 1.1)
+    sizes = [(found["net"], found["measured_reserved"] / GIB, found["forecast_reserved"] / GIB) for found in sound]
+    most = 1.05 * max((max(point) for _, *point in sizes), default=1.0)
+    series = [
+        Series(name=f"{slope:.0%}", colour="#999", points=[(0, 0), (most / slope, most)], is_line=True)
+        for slope in (0.9, 1, 1.1)
     ]
-    drawn += [
-        circle(place(found["measured_reserved"], found["forecast_reserved"]), COLOURS.get(found["net"], "#777"))
-        for found in sound
+    series += [
+        Series(name=net, colour=COLOURS.get(net, "#777"), points=[(x, y) for one, x, y in sizes if one == net])
+        for net in dict.fromkeys(net for net, *_ in sizes)
     ]
-    for number, (net, colour) in enumerate(COLOURS.items()):
-        drawn += [circle((left + side + 20, top + 16 * number), colour)]
-        drawn.append(text(left + side + 30, top + 16 * number + 4, net))
-    write(path, drawn, left + side + 130, top + side + 40)
+    plot_series(path, "reserved memory: forecast (GiB) over measured (GiB)", series, (most, most))
 
 
 def draw_random(count: int, limit_gib: float, seed: int = 0) -> Iterator[Row]:

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from workers import Row
 
 from volseg.config.loading import load_config
 from volseg.models import build_network
@@ -28,8 +28,6 @@ from volseg.workflow.named import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import WeightAverage
 from volseg.workflow.step import TrainingStep
-
-Row = dict[str, Any]
 
 CLASSES = 3
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -218,7 +216,6 @@ def measure(row: Row, numbers: Sequence[int]) -> Row:
     found["beside"]["end"] = [_beside(gpu) for gpu in gpus]
     for kind in ("allocated", "reserved"):
         found[f"max_memory_{kind}"] = [getattr(torch.cuda, f"max_memory_{kind}")(gpu) for gpu in gpus]
-    found["memory_stats_at_end"] = [_read_statistics(gpu) for gpu in gpus]
     if row["pipeline"] > 1 and "out_of_memory" not in found:
         found["partition"] = tell_partition(model)
     if row.get("profile") and gpus and "out_of_memory" not in found:
@@ -290,21 +287,6 @@ def _beside(gpu: torch.device) -> int:
     """Return the bytes that are taken of a GPU beside torch's allocator, by this process and whoever else is on it."""
     free, total = torch.cuda.mem_get_info(gpu)
     return total - free - torch.cuda.memory_reserved(gpu)
-
-
-def _read_statistics(gpu: torch.device) -> dict[str, int]:
-    """Return what the allocator holds, by pool, and how often it had to give back its cache."""
-    wanted = ("reserved_bytes", "allocated_bytes", "requested_bytes", "inactive_split_bytes", "segment")
-    found = torch.cuda.memory_stats(gpu)
-    keys = [f"{name}.{pool}.current" for name in wanted for pool in ("small_pool", "large_pool")]
-    return {key: found[key] for key in (*keys, "num_alloc_retries", "num_ooms") if key in found}
-
-
-def take_place(number: int, processes: int, port: int) -> None:
-    """Give this process the place that a launcher would, where volumes are shared by several."""
-    if processes > 1:
-        os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(processes)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def wait_for_others() -> None:

@@ -22,7 +22,6 @@ was before the case, less the image in float32.
 """
 
 import argparse
-import gzip
 import json
 import os
 import subprocess
@@ -30,7 +29,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -40,8 +38,9 @@ from typing import Any
 import nibabel
 import numpy as np
 import torch
+from isal import igzip_threaded
 from monai.data import MetaTensor
-from results import write_result
+from results import make_parser, read_result, write_result
 from torch import nn
 
 from volseg.data.case_store.preprocessed import prepare, preprocess
@@ -64,13 +63,10 @@ FILE_SPACING = (0.8, 0.8, 1.0)
 NETWORK_SPACING = (0.82, 0.82, 1.02)
 INTENSITIES = {"name": "ClipZScore", "lower": -900.0, "upper": 900.0, "mean": 0.0, "std": 400.0}
 
-PIECE = 2**24
-"""Bytes of a member of the images' gzip files, which threads compress."""
-
 
 def main() -> None:
     """Measure every row on every case, or one row on one case in this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="DxHxWxK", help="default the four of the table")
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), help="default all that are installed")
     parser.add_argument("--spacing", choices=("network", "file"), default="network", help="of the network's grid")
@@ -100,7 +96,7 @@ def main() -> None:
 def measure_all(rows: Sequence[str], chosen: argparse.Namespace) -> None:
     """Measure case by case; write the result after each row, since a machine may be taken away."""
     begin = time.perf_counter()
-    measured = json.loads(chosen.result.read_text(encoding="utf-8"))["rows"] if chosen.result.exists() else []
+    measured = read_result(chosen.result).get("rows", [])
     for case in chosen.cases:
         for row in rows:
             if time.perf_counter() - begin > chosen.total:
@@ -131,13 +127,10 @@ def write(chosen: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> Non
 def measure_apart(row: str, case: str, chosen: argparse.Namespace) -> dict[str, Any]:
     """Measure in a process of its own; of one that is cut or fails the parts that it ended stay."""
     image = make_image(chosen.scratch, parse(case)[0])
-    command = [sys.executable, str(Path(__file__).resolve()), "--only", row, case, "--scratch", str(chosen.scratch)]
-    command += ["--device", chosen.device, "--spacing", chosen.spacing]
-    command += ["--window", *map(str, chosen.window), "--filters", *map(str, chosen.filters)]
-    command += [] if chosen.windows is None else ["--windows", str(chosen.windows)]
+    again = [str(Path(__file__).resolve()), *sys.argv[1:], "--scratch", str(chosen.scratch), "--only", row, case]
     words = chosen.scratch / "words"
     with words.open("wb") as told:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told)
+        process = subprocess.Popen([sys.executable, *again], stdout=subprocess.PIPE, stderr=told)
         try:
             out, _ = process.communicate(timeout=chosen.seconds)
             failed = None if process.returncode == 0 else words.read_text(encoding="utf-8", errors="replace")[-600:]
@@ -175,11 +168,9 @@ def make_image(folder: Path, shape: Sequence[int]) -> Path:
     header = nibabel.Nifti1Image(voxels[:1, :1, :1], np.diag([*FILE_SPACING, 1.0])).header
     header.set_data_shape(shape)
     header.set_data_offset(352)
-    content = memoryview(header.binaryblock + bytes(4) + voxels.tobytes(order="F"))
-    pieces = [content[begin : begin + PIECE] for begin in range(0, len(content), PIECE)]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as threads, path.open("wb") as file:
-        for piece in threads.map(partial(gzip.compress, compresslevel=1), pieces):
-            file.write(piece)
+    content = header.binaryblock + bytes(4) + voxels.tobytes(order="F")
+    with igzip_threaded.open(path, "wb", threads=os.cpu_count() or 1) as file:
+        file.write(content)
     return path
 
 

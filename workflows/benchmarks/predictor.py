@@ -9,7 +9,6 @@ is given too. ``equal`` is the share of voxels with MONAI's label; the networks 
 ``--device cpu`` tries it with small networks.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -22,7 +21,7 @@ import torch
 from monai.data import MetaTensor
 from monai.inferers import SlidingWindowInferer
 from networks_listed import CLASSES, NETWORKS, build
-from results import write_result
+from results import make_parser, write_result
 from torch import Tensor, nn
 
 from volseg import Predictor
@@ -32,7 +31,7 @@ TURNS = 5
 
 def main() -> None:
     """Measure networks one after another; write the result after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=["DynUNet", "VNet", "UNet", "SegResNet"])
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--result", type=Path, required=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,15 +71,36 @@ BATCHES, SAMPLES = ((16, 64), (64, 32), (256, 8)), 16
 """Channels and side of norms over several samples, which a norm over batches does not share out further."""
 
 
-class _Pair(NamedTuple):
+@dataclass(frozen=True)
+class _Pair:
     x: Tensor
     y: Tensor
+
+    @cached_property
+    def coarse(self) -> Tensor:
+        """Every second voxel of ``x`` along each axis."""
+        layout = torch.channels_last_3d if _is_last(self.x) else torch.contiguous_format
+        return self.x[:, :, ::2, ::2, ::2].contiguous(memory_format=layout)
+
+    @property
+    def sides(self) -> list[int]:
+        return list(self.x.shape[2:])
+
+    @property
+    def slopes(self) -> Tensor:
+        return self.x.new_ones(1, self.x.shape[1], 1, 1, 1)
+
+    @property
+    def other(self) -> torch.dtype:
+        """The type to which ``x`` is converted."""
+        return torch.float32 if self.x.dtype is torch.bfloat16 else torch.bfloat16
 
 
 Build = Callable[[_Pair], tuple[Sequence[Tensor], Callable[[], object]]]
 """From two tensors of one shape to all that is read and written once, and the call."""
 
 aten = torch.ops.aten
+TWOS, ZEROS, ONES = [2] * 3, [0] * 3, [1] * 3
 
 
 PASSES: dict[str, Build] = {
@@ -90,10 +111,7 @@ PASSES: dict[str, Build] = {
     "aten.add": lambda v: ((v.x, v.y, v.x), lambda: aten.add(v.x, v.y)),
     "aten.add_": lambda v: ((v.x, v.y), lambda: aten.add_(v.x, v.y)),
     "aten.mul": lambda v: ((v.x, v.y, v.x), lambda: aten.mul(v.x, v.y)),
-    "aten._to_copy": lambda v: (
-        (v.x, v.x.to(other := torch.float32 if v.x.dtype is torch.bfloat16 else torch.bfloat16)),
-        lambda: v.x.to(other),
-    ),
+    "aten._to_copy": lambda v: ((v.x, v.x.to(v.other)), lambda: v.x.to(v.other)),
     "aten.leaky_relu": lambda v: ((v.x, v.y), lambda: aten.leaky_relu(v.x, 0.01)),
     "aten.leaky_relu_backward": lambda v: ((v.x, v.y, v.x), lambda: aten.leaky_relu_backward(v.x, v.y, 0.01, False)),
     "aten.relu": lambda v: ((v.x, v.y), lambda: aten.relu(v.x)),
@@ -102,13 +120,10 @@ PASSES: dict[str, Build] = {
     "aten.elu_backward": lambda v: ((v.x, v.y, v.x), lambda: aten.elu_backward(v.x, 1.0, 1.0, 1.0, False, v.y)),
     "aten.gelu": lambda v: ((v.x, v.y), lambda: aten.gelu(v.x)),
     "aten.gelu_backward": lambda v: ((v.x, v.y, v.x), lambda: aten.gelu_backward(v.x, v.y)),
-    "aten._prelu_kernel": lambda v: (
-        (v.x, v.y),
-        lambda: aten._prelu_kernel(v.x, v.x.new_ones(1, v.x.shape[1], 1, 1, 1)),
-    ),
+    "aten._prelu_kernel": lambda v: ((v.x, v.y), lambda: aten._prelu_kernel(v.x, v.slopes)),
     "aten._prelu_kernel_backward": lambda v: (
         (v.x, v.y, v.x, v.y),
-        lambda: aten._prelu_kernel_backward(v.x, v.y, v.x.new_ones(1, v.x.shape[1], 1, 1, 1)),
+        lambda: aten._prelu_kernel_backward(v.x, v.y, v.slopes),
     ),
     "aten.native_dropout": lambda v: ((v.x, v.y), lambda: aten.native_dropout(v.x, 0.5, True)),
     "aten.cat": lambda v: ((v.x, v.y, v.x, v.y), lambda: torch.cat((v.x, v.y), 1)),
@@ -125,31 +140,28 @@ PASSES: dict[str, Build] = {
         lambda: aten._log_softmax_backward_data(v.x, v.y, 1, v.x.dtype),
     ),
     "layout": lambda v: ((v.x, v.y), lambda: _turn(v.x)),
-    "aten.avg_pool3d": lambda v: ((v.x, _coarse(v.x)), lambda: aten.avg_pool3d(v.x, [2] * 3, [2] * 3)),
+    "aten.avg_pool3d": lambda v: ((v.x, v.coarse), lambda: aten.avg_pool3d(v.x, TWOS, TWOS)),
     "aten.avg_pool3d_backward": lambda v: (
-        (v.x, g := _coarse(v.x)),
-        lambda: aten.avg_pool3d_backward(g, v.x, [2] * 3, [2] * 3, [0] * 3, False, True, None),
+        (v.x, v.coarse),
+        lambda: aten.avg_pool3d_backward(v.coarse, v.x, TWOS, TWOS, ZEROS, False, True, None),
     ),
     "aten.max_pool3d_with_indices": lambda v: (
-        (v.x, _coarse(v.x)),
-        lambda: aten.max_pool3d_with_indices(v.x, [2] * 3, [2] * 3),
+        (v.x, v.coarse),
+        lambda: aten.max_pool3d_with_indices(v.x, TWOS, TWOS),
     ),
     "aten.max_pool3d_with_indices_backward": lambda v: _pool_backward(v.x),
-    "aten.upsample_nearest3d": lambda v: (
-        (c := _coarse(v.x), v.x),
-        lambda: aten.upsample_nearest3d(c, list(v.x.shape[2:])),
-    ),
+    "aten.upsample_nearest3d": lambda v: ((v.coarse, v.x), lambda: aten.upsample_nearest3d(v.coarse, v.sides)),
     "aten.upsample_nearest3d_backward": lambda v: (
-        (v.x, c := _coarse(v.x)),
-        lambda: aten.upsample_nearest3d_backward(v.x, list(v.x.shape[2:]), list(c.shape)),
+        (v.x, v.coarse),
+        lambda: aten.upsample_nearest3d_backward(v.x, v.sides, list(v.coarse.shape)),
     ),
     "aten.upsample_trilinear3d": lambda v: (
-        (c := _coarse(v.x), v.x),
-        lambda: aten.upsample_trilinear3d(c, list(v.x.shape[2:]), False),
+        (v.coarse, v.x),
+        lambda: aten.upsample_trilinear3d(v.coarse, v.sides, False),
     ),
     "aten.upsample_trilinear3d_backward": lambda v: (
-        (v.x, c := _coarse(v.x)),
-        lambda: aten.upsample_trilinear3d_backward(v.x, list(v.x.shape[2:]), list(c.shape), False),
+        (v.x, v.coarse),
+        lambda: aten.upsample_trilinear3d_backward(v.x, v.sides, list(v.coarse.shape), False),
     ),
     "aten.native_batch_norm": lambda v: ((v.x, v.y), lambda: _batch_norm(v.x)),
     "aten.native_batch_norm_backward": lambda v: ((v.x, v.y, v.x), _batch_norm_backward(v.x, v.y)),
@@ -159,22 +171,18 @@ PASSES: dict[str, Build] = {
 """Operators that read and write volumes, by torch's names; ``layout`` turns channels to the other layout."""
 
 
+def _is_last(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last_3d)
+
+
 def _turn(x: Tensor) -> Tensor:
-    last = x.is_contiguous(memory_format=torch.channels_last_3d)
-    return x.contiguous(memory_format=torch.contiguous_format if last else torch.channels_last_3d)
-
-
-def _coarse(x: Tensor) -> Tensor:
-    last = x.is_contiguous(memory_format=torch.channels_last_3d)
-    layout = torch.channels_last_3d if last else torch.contiguous_format
-    return x[:, :, ::2, ::2, ::2].contiguous(memory_format=layout)
+    return x.contiguous(memory_format=torch.contiguous_format if _is_last(x) else torch.channels_last_3d)
 
 
 def _pool_backward(x: Tensor) -> tuple[Sequence[Tensor], Callable[[], object]]:
-    out, indices = aten.max_pool3d_with_indices(x, [2] * 3, [2] * 3)
-    twos, zeros, ones = [2] * 3, [0] * 3, [1] * 3
+    out, indices = aten.max_pool3d_with_indices(x, TWOS, TWOS)
     call = aten.max_pool3d_with_indices_backward
-    return (out, indices, x), lambda: call(out, x, twos, twos, zeros, ones, False, indices)
+    return (out, indices, x), lambda: call(out, x, TWOS, TWOS, ZEROS, ONES, False, indices)
 
 
 def _batch_norm(x: Tensor) -> Any:

@@ -1,23 +1,74 @@
 """Write a benchmark's result as JSON, with its command, machine and libraries, and draw its plot as SVG."""
 
+import argparse
 import json
 import shlex
+import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from volseg.monitoring.environment import environment
+from volseg.files import replacing
+
+ENVIRONMENT = "import json; from volseg.monitoring.environment import environment; print(json.dumps(environment()))"
 
 
-def write_result(path: Path, **content: Any) -> None:
+def name_command() -> str:
+    """Return the command line of this call."""
+    return shlex.join(["python", *sys.argv])
+
+
+def make_parser(text: str | None) -> argparse.ArgumentParser:
+    """Return a parser of a script's command line, whose help is the script's own text."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+@cache
+def read_environment() -> dict[str, Any]:
+    """Return versions and devices, asked by another process: who asks torch about GPUs takes memory of the first."""
+    asked = subprocess.run([sys.executable, "-c", ENVIRONMENT], stdout=subprocess.PIPE, encoding="utf-8", check=True)
+    return dict(json.loads(asked.stdout))
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Return the result of an earlier call; an empty one if there is none."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def write_result(path: Path, indent: int | None = 1, **content: Any) -> None:
     """Write a result as JSON, whole or not at all: a script writes after each row, and may be killed meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    told = {"command": shlex.join(["python", *sys.argv]), "environment": environment(), **content}
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(path)
+    told = {"command": name_command(), "environment": read_environment(), **content}
+    with replacing(path) as fresh:
+        fresh.write_text(json.dumps(told, indent=indent) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Points of a chart: a line that ends in a dot, or dots."""
+
+    name: str
+    colour: str
+    points: Sequence[tuple[float, float]]
+    is_line: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A bar of a chart."""
+
+    label: str
+    size: float
+    colour: str
+    told: str
+    """Words behind the bar."""
+
+
+WIDTH, HEIGHT, LEFT, TOP, ROW = 640, 380, 60, 30, 16
+GREY = "#ccc"
 
 
 def rectangle(x: float, y: float, width: float, height: float, colour: str, opacity: float = 1) -> str:
@@ -31,15 +82,44 @@ def text(x: float, y: float, words: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
 
 
-def line(points: Sequence[tuple[float, float]], colour: str) -> str:
-    """Return a line through the points."""
-    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+def draw_bars(groups: Mapping[str, Sequence[Bar]]) -> list[str]:
+    """Return each group below its title and to its own scale; a row of shapes is `ROW` high, and so is a title."""
+    drawn: list[str] = []
+    place = 1
+    for title, bars in groups.items():
+        # One that takes forty times as long must not hide the others.
+        longest = min(max(bar.size for bar in bars), 10 * min(bar.size for bar in bars))
+        drawn.append(text(10, ROW * (place := place + 1), title))
+        for bar in bars:
+            y, width = ROW * (place := place + 1), WIDTH / 2 * min(1, bar.size / longest)
+            drawn += [text(20, y, bar.label), rectangle(220, y - 9, width, 10, bar.colour)]
+            drawn.append(text(224 + width, y, f"{'... ' * (bar.size > longest)}{bar.told}"))
+        place += 1
+    return drawn
 
 
-def circle(point: tuple[float, float], colour: str) -> str:
-    """Return a dot."""
-    return f'<circle cx="{point[0]:.1f}" cy="{point[1]:.1f}" r="3.5" fill="{colour}"/>'
+def plot_series(path: Path, title: str, series: Sequence[Series], corner: tuple[float, float], low: float = 0) -> None:
+    """Draw points up to a corner, from the lowest height on; what is below lies on the border."""
+
+    def place(point: tuple[float, float]) -> tuple[float, float]:
+        height = (max(point[1], low) - low) / (corner[1] - low)
+        return LEFT + WIDTH * point[0] / corner[0], TOP + HEIGHT * (1 - height)
+
+    drawn = [text(10, TOP - 12, title)]
+    for tick in range(5):
+        point = corner[0] * tick / 4, low + (corner[1] - low) * tick / 4
+        x, y = place(point)
+        drawn += [text(10, y + 4, f"{point[1]:.3g}"), rectangle(LEFT, y, WIDTH, 1, GREY)]
+        drawn.append(text(x - 10, TOP + HEIGHT + 18, f"{point[0]:.3g}"))
+    for number, one in enumerate(series):
+        places = [place(point) for point in one.points]
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        drawn += [f'<polyline points="{joined}" fill="none" stroke="{one.colour}"/>'] if one.is_line else []
+        dots = places[-1:] if one.is_line else places
+        drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{one.colour}"/>' for x, y in dots]
+        y = TOP + HEIGHT + 40 + ROW * number
+        drawn += [rectangle(LEFT, y - 9, 11, 11, one.colour), text(LEFT + 18, y, one.name)]
+    write(path, drawn, LEFT + WIDTH + 40, TOP + HEIGHT + 50 + ROW * len(series))
 
 
 def write(path: Path, drawn: Iterable[str], width: float, height: float) -> None:

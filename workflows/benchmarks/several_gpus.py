@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from results import write_result
+from results import make_parser, write_result
 
 from volseg.commands import run_module
 from volseg.config.loading import load_config
@@ -26,7 +26,7 @@ from volseg.workflow import load_checkpoint
 
 def main() -> None:
     """Train each run in turns; compare rates, every epoch's loss and the final bits with the first run's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("root", type=Path, help="the task's folder")
     parser.add_argument("--run", dest="runs", action="append", required=True, metavar="GPUS [KEY=VALUE ...]")

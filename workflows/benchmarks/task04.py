@@ -16,60 +16,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-from results import circle, line, rectangle, text, write, write_result
+from results import Series, make_parser, plot_series, write_result
+from workers import share_gpus
 
 CLOCK = "clock.json"
 """File of a fold's run folder: when its training began and its validations were done, since the process was started."""
 
 COLOURS = ("#1b6ca8", "#2a9d8f", "#8e44ad", "#d9a441", "#6b8e23")
-
-
-WIDTH, HEIGHT, LEFT, TOP = 760, 380, 60, 30
-GRID = "#ddd"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """One training."""
-
-    title: str
-    colour: str
-    points: Sequence[tuple[float, float]]
-    """Seconds since the start of the process, and Dice."""
-    end: tuple[float, float]
-    """When everything was done, and the Dice of the final predictions."""
-
-
-def draw(curves: Sequence[Curve], path: Path, *, lowest: float = 0.7) -> None:
-    """Draw the curves; Dice below ``lowest`` lies on the lower border."""
-    longest = max(curve.end[0] for curve in curves) or 1.0
-    highest = max(0.9, *(dice for curve in curves for _, dice in (*curve.points, curve.end)))
-
-    def place(point: tuple[float, float]) -> tuple[float, float]:
-        seconds, dice = point
-        height = (max(dice, lowest) - lowest) / (highest - lowest)
-        return LEFT + WIDTH * seconds / longest, TOP + HEIGHT * (1 - height)
-
-    drawn = [text(10, TOP - 12, "mean Dice over seconds since the start of the process")]
-    for tick in range(5):
-        dice, seconds = lowest + (highest - lowest) * tick / 4, longest * tick / 4
-        x, y = place((seconds, dice))
-        drawn += [text(10, y + 4, f"{dice:.3f}"), rectangle(LEFT, y, WIDTH, 1, GRID)]
-        drawn.append(text(x - 10, TOP + HEIGHT + 18, f"{seconds:.0f} s"))
-    for row, curve in enumerate(curves):
-        places = [place(point) for point in (*curve.points, curve.end)]
-        drawn += [line(places, curve.colour), circle(places[-1], curve.colour)]
-        y = TOP + HEIGHT + 40 + 16 * row
-        drawn.append(rectangle(LEFT, y - 9, 11, 11, curve.colour))
-        drawn.append(text(LEFT + 18, y, f"{curve.title}: {curve.end[1]:.4f} after {curve.end[0]:.0f} s"))
-    write(path, drawn, LEFT + WIDTH + 40, TOP + HEIGHT + 50 + 16 * len(curves))
 
 
 def first_cores(count: int, place: int = 0) -> set[int]:
@@ -89,7 +48,7 @@ def first_cores(count: int, place: int = 0) -> set[int]:
 
 def main() -> None:
     """Train the folds, as many at a time as there are GPUs; write what all of them came to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("root", type=Path, help="the task's folder")
     parser.add_argument("--folds", type=int, nargs="+", default=[0])
@@ -109,7 +68,7 @@ def main() -> None:
     seconds = train_folds(chosen)
     result = gathered(chosen, seconds)
     write_result(chosen.result, **result)
-    draw(own_curves(result), chosen.result.with_suffix(".svg"))
+    draw(result, chosen.result.with_suffix(".svg"))
 
 
 def train_folds(chosen: argparse.Namespace) -> dict[int, float]:
@@ -120,30 +79,18 @@ def train_folds(chosen: argparse.Namespace) -> dict[int, float]:
     SystemExit
         If a fold fails; the others are trained to their end.
     """
-    places: SimpleQueue[tuple[str | None, set[int]]] = SimpleQueue()
-    for place in range(chosen.gpus):
-        gpu = str(place) if chosen.gpus > 1 else os.environ.get("CUDA_VISIBLE_DEVICES")
-        places.put((gpu, first_cores(chosen.cores, place)))
 
-    def trained(fold: int) -> float:
-        gpu, cores = place = places.get()
-        os.sched_setaffinity(0, cores)  # of this thread, which the process it starts takes over
-        environment = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+    def train(fold: int, place: int) -> float:
+        os.sched_setaffinity(0, first_cores(chosen.cores, place))  # of this thread, for the process that it starts
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": str(place)} if chosen.gpus > 1 else {})}
         if chosen.cold:
             environment["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton_")
         begin, started = time.perf_counter(), time.time()
         again = [sys.executable, *sys.argv, "--train-fold", str(fold), "--started", repr(started)]
-        try:
-            subprocess.run(again, env=environment, check=True)
-        finally:
-            places.put(place)
+        subprocess.run(again, env=environment, check=True)
         return time.perf_counter() - begin
 
-    with ThreadPoolExecutor(chosen.gpus) as lanes:
-        jobs = {fold: lanes.submit(trained, fold) for fold in chosen.folds}
-    if failed := [fold for fold, job in jobs.items() if job.exception() is not None]:
-        sys.exit(f"fold(s) {failed} failed, see above")
-    return {fold: job.result() for fold, job in jobs.items()}
+    return share_gpus({fold: partial(train, fold) for fold in chosen.folds}, chosen.gpus)
 
 
 def train_fold(chosen: argparse.Namespace) -> None:
@@ -226,17 +173,24 @@ def described(fold: Any) -> dict[str, Any]:
     }
 
 
-def own_curves(result: Mapping[str, Any]) -> Sequence[Curve]:
-    """Return a curve per fold."""
-    return [
-        Curve(
-            title=f"volseg {result['config']['name']}, fold {fold['fold']}, {result['cores_per_fold']} cores",
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Draw a curve per fold; its last point is the Dice of the final predictions."""
+    curves = [
+        Series(
+            name=f"volseg {result['config']['name']}, fold {fold['fold']}, {result['cores_per_fold']} cores: "
+            f"{fold['mean_dice']:.4f} after {fold['seconds']:.0f} s",
             colour=COLOURS[fold["fold"] % len(COLOURS)],
-            points=[(point["seconds"], point["mean_dice"]) for point in fold["curve"]],
-            end=(fold["seconds"], fold["mean_dice"]),
+            points=[
+                *((point["seconds"], point["mean_dice"]) for point in fold["curve"]),
+                (fold["seconds"], fold["mean_dice"]),
+            ],
+            is_line=True,
         )
         for fold in result["folds"]
     ]
+    longest = max(curve.points[-1][0] for curve in curves)
+    highest = max(0.9, *(dice for curve in curves for _, dice in curve.points))
+    plot_series(path, "mean Dice over seconds since the start of the process", curves, (longest, highest), low=0.7)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from monai.transforms import (
     RandSimulateLowResolutiond,
     SpatialPadd,
 )
-from results import write_result
+from results import make_parser, write_result
 from task04 import first_cores
 from torch.utils.data import RandomSampler
 
@@ -61,7 +61,7 @@ NEVER = 10**9
 
 def main() -> None:
     """Time the chosen loops one after another and write what they came to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("root", type=Path, help="the task's folder")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")

@@ -1,0 +1,65 @@
+"""The processes of the benchmarks: they answer together, and where one fails all end with its reason."""
+
+import time
+from pathlib import Path
+
+import pytest
+import workers
+from workers import Group, Worker, ask, share_gpus
+
+SCRIPT = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(workers.__file__).parent)!r})
+from workers import serve, take_place
+
+def answer(messages):
+    for message in messages:
+        take_place(message)
+        if message.get("fails") == message["number"]:
+            print("last words", flush=True)
+            {{"raises": lambda: 1 / 0, "dies": lambda: os._exit(7), "hangs": lambda: time.sleep(600)}}[message["how"]]()
+        yield {{"rank": os.environ.get("RANK"), "process": os.getpid()}}
+
+serve(answer)
+"""
+
+
+@pytest.fixture
+def group(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    made = Group(tmp_path / "script.py")
+    yield made
+    made.end()
+
+
+def test_a_group_measures_row_after_row_in_the_same_processes(group):
+    first, second = (group.ask({}, 2, 60) for _ in range(2))
+    assert [answer["rank"] for answer in first] == ["0", "1"]
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("raises", "ZeroDivisionError"), ("dies", "its process ended by 7"), ("hangs", workers.LATE)]
+)
+def test_a_worker_that_fails_ends_its_group_with_the_reason(group, how, told, monkeypatch):
+    monkeypatch.setattr(workers, "IMPORT_S", 0)
+    before = group.ask({}, 2, 60)
+    [failed] = group.ask({"fails": 1, "how": how}, 2, 60 if how != "hangs" else 1)
+    assert told in failed["error"]
+    assert "last words" in failed["log"] or how == "hangs"  # whose words may come later
+    assert [answer["rank"] for answer in group.ask({}, 2, 60)] == [answer["rank"] for answer in before]
+
+
+def test_a_worker_that_has_ended_is_told_nothing_and_says_so(tmp_path):
+    (tmp_path / "script.py").write_text("raise SystemExit(3)", encoding="utf-8")
+    worker = Worker(tmp_path / "script.py")
+    time.sleep(0.5)
+    assert ask([worker], [{}], 60)[0]["error"] == "its process ended by 3"
+
+
+def test_jobs_share_the_gpus_and_one_that_fails_loses_no_other():
+    finished = {}
+    assert share_gpus({"a": lambda gpu: gpu, "b": lambda gpu: -gpu}, 1, finished.__setitem__) == {"a": 0, "b": 0}
+    with pytest.raises(SystemExit, match="ZeroDivisionError"):
+        share_gpus({"a": lambda gpu: 1 / 0, "c": lambda gpu: gpu}, 2, finished.__setitem__)
+    assert finished.keys() == {"a", "b", "c"}
