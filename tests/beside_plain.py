@@ -55,16 +55,16 @@ WAYS: dict[str, Way] = {
 
 
 class RunLayers(nn.Module):
-    """Layers as attributes, and a function of the module and its input as ``forward``."""
+    """Layers as attributes, and a function of the module and its inputs as ``forward``."""
 
-    def __init__(self, run: Callable[[Any, Tensor], Any], **layers: nn.Module | nn.Parameter) -> None:
+    def __init__(self, run: Callable[..., Any], **layers: Any) -> None:
         super().__init__()
         for name, layer in layers.items():
             setattr(self, name, layer)
         self.run = run
 
-    def forward(self, x: Tensor) -> Any:
-        return self.run(self, x)
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
+        return self.run(self, *inputs, **named)
 
 
 def assert_small(errors: dict[str, float], tolerance: float = TOLERANCE) -> None:

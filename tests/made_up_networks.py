@@ -15,15 +15,3 @@ class Apply(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.function(*inputs)
-
-
-class WithLayers(nn.Module):
-    """Layers by name, and a function of them and the inputs as ``forward``."""
-
-    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict(layers)
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self.layers, *inputs)

@@ -5,12 +5,27 @@ from pathlib import Path
 
 import nibabel
 import numpy as np
+from nibabel.orientations import axcodes2ornt, inv_ornt_aff
+from scipy.spatial.transform import Rotation
 
 CODES = [
     "".join(pair[side] for pair, side in zip(order, sides, strict=True))
     for order in permutations(("LR", "PA", "IS"))
     for sides in product((0, 1), repeat=3)
 ]
+
+
+def turn(code: str, spacing, rotation) -> np.ndarray:
+    """Return the affine of voxel axes that point to ``code``, and are then turned about the origin."""
+    to_ras = inv_ornt_aff(axcodes2ornt(code), (1, 1, 1))
+    affine = np.eye(4)
+    affine[:3, :3] = rotation @ to_ras[:3, :3] * spacing
+    return affine
+
+
+def tilt(*degrees: float) -> np.ndarray:
+    """Return the rotation by so many degrees about each axis of the patient."""
+    return Rotation.from_euler("xyz", degrees, degrees=True).as_matrix()
 
 
 def write_nifti(path: Path, voxels, affine):

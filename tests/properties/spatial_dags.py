@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from beside_plain import attention_by_plain_forms, name_cpus
+from beside_plain import RunLayers, attention_by_plain_forms, name_cpus
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -40,53 +40,29 @@ TILE_ELEMENTS = 200
 # Layers: each takes and returns four channels.
 
 
-class SqueezeExcite(nn.Module):
-    """Channel gates from the mean over all voxels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(CHANNELS, CHANNELS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.mix(F.adaptive_avg_pool3d(x, 1).flatten(1)).sigmoid().view(len(x), CHANNELS, 1, 1, 1)
+def squeeze_excite(net: RunLayers, x: Tensor) -> Tensor:
+    """Gate channels by the mean over all voxels."""
+    return x * net.mix(F.adaptive_avg_pool3d(x, 1).flatten(1)).sigmoid().view(len(x), CHANNELS, 1, 1, 1)
 
 
-class ChannelAttention(nn.Module):
-    """Gates from mean and maximum over all voxels, by one shared perceptron."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Sequential(nn.Linear(CHANNELS, 2), nn.ReLU(inplace=True), nn.Linear(2, CHANNELS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.mix(x.mean((2, 3, 4))) + self.mix(x.amax(dim=(2, 3, 4)))
-        return x * torch.sigmoid(gate)[..., None, None, None]
+def attend_to_channels(net: RunLayers, x: Tensor) -> Tensor:
+    """Gate channels by mean and maximum over all voxels, by one shared perceptron."""
+    gate = net.mix(x.mean((2, 3, 4))) + net.mix(x.amax(dim=(2, 3, 4)))
+    return x * torch.sigmoid(gate)[..., None, None, None]
 
 
-class SpatialAttention(nn.Module):
-    """A gate per voxel from mean and maximum over channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv3d(2, 1, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        planes = torch.cat([x.mean(1, keepdim=True), x.max(axis=1, keepdims=True).values], axis=1)
-        return x * self.mix(planes).sigmoid()
+def attend_to_places(net: RunLayers, x: Tensor) -> Tensor:
+    """Gate voxels by mean and maximum over channels."""
+    planes = torch.cat([x.mean(1, keepdim=True), x.max(axis=1, keepdims=True).values], axis=1)
+    return x * net.mix(planes).sigmoid()
 
 
-class VoxelAttention(nn.Module):
-    """Every voxel attends to all voxels of a coarser grid."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Conv3d(CHANNELS, CHANNELS, 1) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        coarse = F.adaptive_avg_pool3d(x, 2)
-        q = self.query(x).flatten(2).transpose(1, 2)
-        k, v = self.key(coarse).flatten(2), self.value(coarse).flatten(2).transpose(1, 2)
-        return x + (torch.softmax(q @ k, -1) @ v).transpose(1, 2).reshape(x.shape)
+def attend_to_voxels(net: RunLayers, x: Tensor) -> Tensor:
+    """Let every voxel attend to all voxels of a coarser grid."""
+    coarse = F.adaptive_avg_pool3d(x, 2)
+    q = net.query(x).flatten(2).transpose(1, 2)
+    k, v = net.key(coarse).flatten(2), net.value(coarse).flatten(2).transpose(1, 2)
+    return x + (torch.softmax(q @ k, -1) @ v).transpose(1, 2).reshape(x.shape)
 
 
 class WrittenAttention(nn.Module):
@@ -111,15 +87,9 @@ class WrittenAttention(nn.Module):
         return x + found.movedim(-1, 1)
 
 
-class LastNorm(nn.Module):
-    """Layer norm and a linear layer over channels that lie last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix = nn.LayerNorm(CHANNELS, eps=0.1), nn.Linear(CHANNELS, CHANNELS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(self.norm(x.permute(0, 2, 3, 4, 1))).permute(0, 4, 1, 2, 3)
+def norm_last(net: RunLayers, x: Tensor) -> Tensor:
+    """Compute a layer norm and a linear layer over channels that lie last."""
+    return net.mix(net.norm(x.permute(0, 2, 3, 4, 1))).permute(0, 4, 1, 2, 3)
 
 
 class Counter(nn.Module):
@@ -138,27 +108,15 @@ class Counter(nn.Module):
         return x - self.mean.view(1, CHANNELS, 1, 1, 1) / self.calls.clamp(min=1)
 
 
-class Memory(nn.Module):
-    """Keeps a volume from one forward to the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept, self.kept = self.kept, x.detach()
-        return x * 1.5 if kept is None or kept.shape != x.shape else x + kept.tanh()
+def remember(net: RunLayers, x: Tensor) -> Tensor:
+    """Keep a volume from one forward to the next."""
+    kept, net.kept = net.kept, x.detach()
+    return x * 1.5 if kept is None or kept.shape != x.shape else x + kept.tanh()
 
 
-class Scaled(nn.Module):
-    """Raw parameters: one number for each channel, and one for all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(CHANNELS, 1, 1, 1)), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addcmul(self.shift, x, self.scale) + (self.scale * x).mean() * 0.1
+def scale(net: RunLayers, x: Tensor) -> Tensor:
+    """Use raw parameters: one number for each channel, and one for all."""
+    return torch.addcmul(net.shift, x, net.scale) + (net.scale * x).mean() * 0.1
 
 
 class Drawn(nn.Module):
@@ -248,14 +206,20 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "group norm alone behind conv": lambda: nn.Sequential(conv(), nn.GroupNorm(2, CHANNELS, eps=0.1)),
     "norm and prelu": lambda: nn.Sequential(nn.InstanceNorm3d(CHANNELS, eps=0.1), nn.PReLU(CHANNELS)),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(conv()),
-    "squeeze and excite": SqueezeExcite,
-    "channel attention": ChannelAttention,
-    "spatial attention": SpatialAttention,
-    "voxel attention": VoxelAttention,
-    "layer norm, channels last": LastNorm,
+    "squeeze and excite": lambda: RunLayers(squeeze_excite, mix=nn.Linear(CHANNELS, CHANNELS)),
+    "channel attention": lambda: RunLayers(
+        attend_to_channels, mix=nn.Sequential(nn.Linear(CHANNELS, 2), nn.ReLU(inplace=True), nn.Linear(2, CHANNELS))
+    ),
+    "spatial attention": lambda: RunLayers(attend_to_places, mix=nn.Conv3d(2, 1, 3, padding=1)),
+    "voxel attention": lambda: RunLayers(attend_to_voxels, query=conv(1), key=conv(1), value=conv(1)),
+    "layer norm, channels last": lambda: RunLayers(
+        norm_last, norm=nn.LayerNorm(CHANNELS, eps=0.1), mix=nn.Linear(CHANNELS, CHANNELS)
+    ),
     "counter": Counter,
-    "memory": Memory,
-    "raw parameters": Scaled,
+    "memory": lambda: RunLayers(remember, kept=None),
+    "raw parameters": lambda: RunLayers(
+        scale, scale=nn.Parameter(torch.ones(CHANNELS, 1, 1, 1)), shift=nn.Parameter(torch.zeros(()))
+    ),
     **{name: partial(Drawn, seed) for seed, name in enumerate(DRAWN)},
 }
 

@@ -13,9 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nibabel.orientations import axcodes2ornt, inv_ornt_aff
-from scipy.spatial.transform import Rotation
-from volume_files import CODES, FORMATS
+from volume_files import CODES, FORMATS, tilt, turn
 
 from volseg.data.case_store.preprocessed import prepare
 from volseg.inference.predictor import Predictor
@@ -49,10 +47,8 @@ def grids(draw, finest=1.2, coarsest=4.0):
     """Draw the shape and the affine of a grid of 60 mm about the centre: 48 orientations, any spacing and tilt."""
     spacing = np.array(draw(st.lists(st.floats(finest, coarsest), min_size=3, max_size=3)))
     shape = tuple(np.ceil(60 / spacing).astype(int).tolist())
-    tilt = Rotation.from_euler("xyz", draw(st.lists(st.floats(-30, 30), min_size=3, max_size=3)), degrees=True)
-    to_ras = inv_ornt_aff(axcodes2ornt(draw(st.sampled_from(CODES))), shape)
-    affine = np.eye(4)
-    affine[:3, :3] = tilt.as_matrix() @ to_ras[:3, :3] * spacing
+    degrees = draw(st.lists(st.floats(-30, 30), min_size=3, max_size=3))
+    affine = turn(draw(st.sampled_from(CODES)), spacing, tilt(*degrees))
     affine[:3, 3] = CENTRE - affine[:3, :3] @ (np.array(shape) - 1) / 2
     return shape, affine
 

@@ -1,33 +1,25 @@
 """Whatever preprocessing did to the grid, a prediction lands on the grid of the file."""
 
-import itertools
-
-import nibabel as nib
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from label_maps import original_label_map
 from monai.data import MetaTensor
+from volume_files import CODES, tilt, turn
 
 from volseg.inference.original_grid import resample
 from volseg.inference.predictor import Predictor
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 
-AXES = ["".join(sign) for order in itertools.permutations(["LR", "PA", "IS"]) for sign in itertools.product(*order)]
 few = settings(max_examples=25)
 sides = st.tuples(*[st.integers(6, 15)] * 3)
 shift = st.tuples(*[st.floats(-200, 200)] * 3)
 
 
-def affine_of(axes: str, spacing, origin, tilt: float = 0.0) -> torch.Tensor:
-    """Return the affine of voxel axes that point to ``axes``, tilted about the first world axis (radians)."""
-    to_ras = nib.orientations.inv_ornt_aff(nib.orientations.axcodes2ornt(axes), (1, 1, 1))
-    linear = np.linalg.inv(to_ras)[:3, :3] * np.asarray(spacing)
-    c, s = np.cos(tilt), np.sin(tilt)
-    affine = np.eye(4)
-    affine[:3, :3] = np.array([[1, 0, 0], [0, c, -s], [0, s, c]]) @ linear
+def affine_of(axes: str, spacing, origin, degrees: float = 0.0) -> torch.Tensor:
+    """Return the affine of voxel axes that point to ``axes``, tilted about the first world axis."""
+    affine = turn(axes, spacing, tilt(degrees, 0, 0))
     affine[:3, 3] = origin
     return torch.from_numpy(affine)
 
@@ -49,22 +41,18 @@ def one_hot(label: torch.Tensor) -> torch.Tensor:
     return torch.cat([1 - label.float(), label.float()])
 
 
-def dice(a: torch.Tensor, b: torch.Tensor) -> float:
-    return (2 * (a.bool() & b.bool()).sum() / (a.bool().sum() + b.bool().sum())).item()
-
-
 @few
 @given(
     shape=sides,
-    axes=st.sampled_from(AXES),
-    target=st.sampled_from(AXES),
+    axes=st.sampled_from(CODES),
+    target=st.sampled_from(CODES),
     origin=shift,
-    tilt=st.sampled_from([0.0, 0.3]),
+    degrees=st.sampled_from([0.0, 17.0]),
     margin=st.integers(0, 2),
     multiple=st.sampled_from([1, 4, 16]),
 )
-def test_without_resampling_the_inverse_is_exact(shape, axes, target, origin, tilt, margin, multiple):
-    affine = affine_of(axes, (1, 1, 1), origin, tilt)
+def test_without_resampling_the_inverse_is_exact(shape, axes, target, origin, degrees, margin, multiple):
+    affine = affine_of(axes, (1, 1, 1), origin, degrees)
     case = make_case(shape, affine)
     steps = [
         {"name": "Orientation", "axcodes": target},
@@ -81,24 +69,18 @@ def test_without_resampling_the_inverse_is_exact(shape, axes, target, origin, ti
 @few
 @given(
     shape=st.tuples(*[st.integers(14, 22)] * 3),
-    axes=st.sampled_from(AXES),
+    axes=st.sampled_from(CODES),
     spacing=st.tuples(*[st.floats(0.8, 1.6)] * 3),
     origin=shift,
-    tilt=st.sampled_from([0.0, 0.3]),
+    degrees=st.sampled_from([0.0, 17.0]),
     crop=st.booleans(),
 )
-def test_through_another_spacing_a_label_comes_back(shape, axes, spacing, origin, tilt, crop):
-    original = Grid(shape, affine_of(axes, spacing, origin, tilt))
+def test_through_another_spacing_a_label_comes_back(shape, axes, spacing, origin, degrees, crop):
+    original = Grid(shape, affine_of(axes, spacing, origin, degrees))
     case = make_case(shape, original.affine)
     steps = [{"name": "Orientation"}, {"name": "Spacing", "spacing": [1, 1, 1]}, {"name": "Pad", "multiple": 8}]
     steps[1:1] = [{"name": "CropForeground", "above": 10, "margin": 2}] if crop else []
     done = build_preprocessing(steps)(case)
-
-    labels = original_label_map(one_hot(done["label"].as_tensor()), done["image"])
-    assert labels.shape == (1, *shape)
-    # Both directions decide for whole voxels, and half of such a small ball's voxels touch its surface: 0.6 mm voxels
-    # may fall to 0.845, and the lowest that was found with these is 0.8499. The sharp statement is the next one.
-    assert dice(labels, case["label"]) > 0.84
 
     # A probability that is smooth in the patient decides the label of every original voxel as its own value there.
     radius = 0.3 * min(side * length for side, length in zip(shape, spacing, strict=True))
@@ -119,9 +101,9 @@ def sphere(grid: Grid, around: Grid, radius: float) -> torch.Tensor:
 
 
 @few
-@given(shape=sides, axes=st.sampled_from(AXES), spacing=st.tuples(*[st.floats(0.5, 2.0)] * 3), origin=shift)
+@given(shape=sides, axes=st.sampled_from(CODES), spacing=st.tuples(*[st.floats(0.5, 2.0)] * 3), origin=shift)
 def test_a_place_in_the_patient_keeps_its_value(shape, axes, spacing, origin):
-    affine = affine_of(axes, spacing, origin, 0.2)
+    affine = affine_of(axes, spacing, origin, 11.0)
     source = Grid(shape, affine)
     indices = torch.stack(torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij")).double().flatten(1)
     places = (affine[:3, :3] @ indices + affine[:3, 3:]).reshape(3, *shape)
@@ -134,7 +116,7 @@ def test_a_place_in_the_patient_keeps_its_value(shape, axes, spacing, origin):
 
 
 @few
-@given(shape=sides, axes=st.sampled_from(AXES), window=st.tuples(*[st.integers(4, 20)] * 3), mirror=st.booleans())
+@given(shape=sides, axes=st.sampled_from(CODES), window=st.tuples(*[st.integers(4, 20)] * 3), mirror=st.booleans())
 def test_prediction_of_an_identity_model_is_the_image(shape, axes, window, mirror):
     affine = affine_of(axes, (1, 1, 1), (3, -4, 5))
     case = make_case(shape, affine)

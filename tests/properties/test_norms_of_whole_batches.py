@@ -6,6 +6,7 @@ a level of one plane, which every shard computes whole.
 """
 
 import runpy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,24 +18,35 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_group import in_group
 from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool3d as pool
 
 cases = SimpleNamespace(
     **runpy.run_path(str(Path(__file__).parents[1] / "equivalence" / "data_parallel_cases.py")),
 )
 
-PLACES = {
-    "volume": nn.BatchNorm3d,
-    "pool": nn.BatchNorm3d,
-    "two planes": nn.BatchNorm3d,
-    "one plane": nn.BatchNorm3d,
-    "summary": nn.BatchNorm2d,
-    "summary of width": nn.BatchNorm2d,
-    "squeeze": nn.BatchNorm1d,
-    "largest": nn.BatchNorm1d,
-    "rows": nn.BatchNorm1d,
-    "tokens": nn.BatchNorm1d,
-    "coarse tokens": nn.BatchNorm1d,
+
+def gate_by_rows(net: "Normed", x: Tensor) -> Tensor:
+    rows = x.mean((3, 4)).transpose(1, 2)
+    return net.normalize(rows.reshape(-1, 4)).view(rows.shape).transpose(1, 2)[..., None, None]
+
+
+PLACES: dict[str, tuple[type[nn.Module], Callable[["Normed", Tensor], Tensor]]] = {
+    "volume": (nn.BatchNorm3d, lambda net, x: net.normalize(x)),
+    "pool": (nn.BatchNorm3d, lambda net, x: F.interpolate(net.normalize(pool(x, 1)), x.shape[2:])),
+    "two planes": (nn.BatchNorm3d, lambda net, x: F.interpolate(net.normalize(pool(x, (2, 1, 1))), x.shape[2:])),
+    "one plane": (nn.BatchNorm3d, lambda net, x: net.up(net.normalize(net.down(x)).relu())),
+    "summary": (nn.BatchNorm2d, lambda net, x: net.normalize(x.mean(2))[:, :, None]),
+    "summary of width": (nn.BatchNorm2d, lambda net, x: net.normalize(x.mean(4))[..., None]),
+    "squeeze": (nn.BatchNorm1d, lambda net, x: net.normalize(x.mean((2, 3, 4)))[:, :, None, None, None]),
+    "largest": (nn.BatchNorm1d, lambda net, x: net.normalize(x.amax((2, 3, 4)))[:, :, None, None, None]),
+    "rows": (nn.BatchNorm1d, gate_by_rows),
+    "tokens": (nn.BatchNorm1d, lambda net, x: net.normalize(x.flatten(2)).view(x.shape)),
+    "coarse tokens": (
+        nn.BatchNorm1d,
+        lambda net, x: net.normalize(pool(x, (2, 1, 1)).flatten(2)).mean(2)[:, :, None, None, None],
+    ),
 }
+"""Which norm it is, and the gate that comes of it."""
 CALLS = ("module", "functional", "twice", "without gradient")
 
 
@@ -54,12 +66,12 @@ class Normed(nn.Module):
 
     def __init__(self, norm: Norm) -> None:
         super().__init__()
-        self.place, self.call = norm.place, norm.call
-        self.norm = PLACES[norm.place](
-            4, eps=0.1, affine=norm.affine, momentum=norm.momentum, track_running_stats=norm.running
-        )
+        self.call = norm.call
+        kind, self.gate = PLACES[norm.place]
+        self.norm = kind(4, eps=0.1, affine=norm.affine, momentum=norm.momentum, track_running_stats=norm.running)
         if norm.call == "functional":  # whose weights alone are used: a batch norm would be found among the modules
             self.norm = nn.GroupNorm(1, 4, affine=norm.affine)
+        # Of one plane; the other places leave these two unused.
         self.down = nn.Conv3d(4, 4, (8, 2, 2), (8, 2, 2))
         self.up = nn.ConvTranspose3d(4, 4, (8, 2, 2), (8, 2, 2))
 
@@ -74,28 +86,7 @@ class Normed(nn.Module):
         return self.norm(x.sin()) if self.call == "twice" else x
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled = F.adaptive_avg_pool3d(x, (2, 1, 1) if "planes" in self.place or "coarse" in self.place else 1)
-        if self.place == "volume":
-            change = self.normalize(x)
-        elif self.place in ("pool", "two planes"):
-            change = F.interpolate(self.normalize(pooled), x.shape[2:])
-        elif self.place == "one plane":
-            return x + self.up(self.normalize(self.down(x)).relu())  # the other places leave these two unused
-        elif self.place == "summary":
-            change = self.normalize(x.mean(2))[:, :, None]
-        elif self.place == "summary of width":
-            change = self.normalize(x.mean(4))[..., None]
-        elif self.place in ("squeeze", "largest"):
-            change = self.normalize(x.mean((2, 3, 4)) if self.place == "squeeze" else x.amax((2, 3, 4)))
-            change = change[:, :, None, None, None]
-        elif self.place == "rows":
-            rows = x.mean((3, 4)).transpose(1, 2)
-            change = self.normalize(rows.reshape(-1, 4)).view(rows.shape).transpose(1, 2)[..., None, None]
-        elif self.place == "tokens":
-            change = self.normalize(x.flatten(2)).view(x.shape)
-        else:
-            change = self.normalize(pooled.flatten(2)).mean(2)[:, :, None, None, None]
-        return x * change.sigmoid()
+        return x * self.gate(self, x).sigmoid()
 
 
 def build(norms: tuple[Norm, ...]) -> nn.Module:

@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -159,24 +158,13 @@ def compare(rules: tuple[Callable[[Part, Tensor], Tensor], ...], split_size: int
         torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12)  # float64; sums in another order
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     rules=st.lists(st.sampled_from(VARYING + SIDES), min_size=1, max_size=3),
     split_size=st.sampled_from([1, 2, 3, 4]),
     seed=st.integers(0, 10**6),
 )
 def test_any_path_is_exact(rules: list[Callable[[Part, Tensor], Tensor]], split_size: int, seed: int) -> None:
+    """Measuring raised a ValueError if its runs called other layers, and differentiated every result of a side branch:
+    it failed with an error of torch where training needs no gradient."""
     compare(tuple(rules), split_size, seed)
-
-
-@pytest.mark.parametrize("rule", VARYING)
-def test_a_varying_path_is_exact(rule: Callable[[Part, Tensor], Tensor]) -> None:
-    """Measuring raised a ValueError if its runs called other layers."""
-    for seed in range(3):
-        compare((rule, rule), 2, seed)
-
-
-@pytest.mark.parametrize("rule", SIDES)
-def test_a_side_branch_is_exact(rule: Callable[[Part, Tensor], Tensor]) -> None:
-    """Measuring differentiated every result, and failed with an error of torch where training needs no gradient."""
-    compare((rule,), 2, 0)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nibabel.orientations import axcodes2ornt, inv_ornt_aff, io_orientation
-from scipy.spatial.transform import Rotation
-from volume_files import CODES, FORMATS
+from nibabel.orientations import io_orientation
+from volume_files import CODES, FORMATS, tilt, turn
 
 from volseg.data.readers import read_volume
 
@@ -25,11 +24,8 @@ def volumes(draw):
     shape = tuple(draw(st.lists(st.integers(2, 6), min_size=3, max_size=3)))
     voxels = np.random.default_rng(draw(st.integers(0, 99))).permutation(np.prod(shape)).reshape(shape)
     spacing = draw(st.lists(st.floats(0.3, 5.0), min_size=3, max_size=3))
-    tilt = Rotation.from_euler("xyz", draw(st.lists(st.floats(-20, 20), min_size=3, max_size=3)), degrees=True)
-    code = draw(st.sampled_from(CODES))
-    to_ras = inv_ornt_aff(axcodes2ornt(code), shape)
-    affine = np.eye(4)
-    affine[:3, :3] = tilt.as_matrix() @ to_ras[:3, :3] * spacing
+    degrees = draw(st.lists(st.floats(-20, 20), min_size=3, max_size=3))
+    affine = turn(draw(st.sampled_from(CODES)), spacing, tilt(*degrees))
     affine[:3, 3] = draw(st.lists(st.floats(-200, 200), min_size=3, max_size=3))
     return voxels.astype(np.int16), affine
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
 
 from volseg.parallel import ModelParallel
+from volseg.parallel.verification.comparison import whole
 
 CHANNELS = 4
 SIZE = (2, 1, 10, 5, 4)
@@ -47,6 +49,7 @@ class Drawing(nn.Module):
     def __init__(self, kind: int) -> None:
         super().__init__()
         self.kind = kind
+        self.generator = torch.Generator().manual_seed(5)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == 0:
@@ -55,7 +58,10 @@ class Drawing(nn.Module):
             return F.dropout3d(x, 0.3)  # also where it is evaluated
         if self.kind == 2:
             return x + 0.1 * torch.randn_like(x)
-        return x * (1 + torch.rand(()).item() + random.random())
+        if self.kind == 3:
+            return x * F.dropout(F.adaptive_avg_pool3d(x, 1), 0.5)
+        drawn = torch.rand(()).item() + random.random() + np.random.random()  # noqa: NPY002
+        return x * (1 + drawn + torch.rand((), generator=self.generator).item())
 
 
 class Counting(nn.Module):
@@ -94,7 +100,7 @@ def block(draw: random.Random, noisy: bool) -> nn.Module:
     if draw.random() < 0.5:
         between.append(draw.choice([Counting(), Averaging()]))
     if noisy and draw.random() < 0.7:
-        between.append(Drawing(draw.randrange(4)))
+        between.append(Drawing(draw.randrange(5)))
     return nn.Sequential(spectral(convolution()), *between, convolution())
 
 
@@ -164,10 +170,6 @@ class Network(nn.Module):
         return self.last(x), x
 
 
-def full(output: Any) -> Tensor:
-    return output.full_tensor() if hasattr(output, "full_tensor") else output
-
-
 def trajectory(model: nn.Module) -> list[Any]:
     """Return all that two steps, an evaluation, a head by itself and a third step leave behind."""
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
@@ -177,18 +179,19 @@ def trajectory(model: nn.Module) -> list[Any]:
     for number in range(3):
         torch.manual_seed(number)
         random.seed(number)
+        np.random.seed(number)  # noqa: NPY002
         logits, features = model(volume)
         optimizer.zero_grad()
         (logits.square().mean() + logits.sin().mean()).backward()
         gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-        found.append((full(logits).detach(), {name: gradient.clone() for name, gradient in gradients.items()}))
+        found.append((whole(logits).detach(), {name: gradient.clone() for name, gradient in gradients.items()}))
         optimizer.step()
         if number == 1:
             head = net.last(features.detach())
             head.square().mean().backward()
             model.eval()
             with torch.no_grad():
-                found.append((full(head), net.last.weight.grad.clone(), full(model(volume)[0])))
+                found.append((whole(head), net.last.weight.grad.clone(), whole(model(volume)[0])))
             model.train()
         found.append({name: value.clone() for name, value in net.state_dict().items()})
         found.append([module.calls for module in net.modules() if isinstance(module, Counting)])

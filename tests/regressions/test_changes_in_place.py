@@ -23,13 +23,8 @@ from volseg.parallel.verification.comparison import whole
 CHANNELS = 4
 Run = Callable[[RunLayers, Tensor], Tensor]
 
-each_way = pytest.mark.parametrize("way", ["fast", "two", "two, recomputed", "two, tiled", "two, offloaded"])
-
-
-def each_run(*runs: Run, **named: Run) -> pytest.MarkDecorator:
-    """Give a test each of these functions, by its name."""
-    of = {run.__name__: run for run in runs} | named
-    return pytest.mark.parametrize("run", of.values(), ids=of.keys())
+ALL = ("fast", "two", "two, recomputed", "two, tiled", "two, offloaded")
+each_way = pytest.mark.parametrize("way", ALL)
 
 
 def make_net(run: Run) -> RunLayers:
@@ -69,21 +64,6 @@ def change_the_input_of_a_norm(net: RunLayers, x: Tensor) -> Tensor:
 
 
 @each_way
-@each_run(change_the_input_of_a_norm, change_what_was_added_and_activated=change_addend(activated=True, behind=True))
-def test_what_a_gradient_is_computed_from_is_exact_or_refused_when_it_was_changed(run: Run, way: str) -> None:
-    """In a recomputed block, and among small tensors that are offloaded, it was taken as it had become.
-
-    A recomputation may end before the change, and is exact then.
-    """
-    if run is not change_the_input_of_a_norm and way in ("two, recomputed", "two, tiled"):
-        compare(run, way)
-        return
-    # torch refuses the first by itself, in the plain network.
-    with pytest.raises(RuntimeError, match=r"in ?place"):
-        compare(run, way)
-
-
-@each_way
 def test_a_step_between_forward_and_backward_is_refused(way: str) -> None:
     """With ``offload`` the gradient was that of the new weights."""
     net = make_net(lambda net, x: net.last(F.relu(net.norm(net.first(x)))))
@@ -94,29 +74,6 @@ def test_a_step_between_forward_and_backward_is_refused(way: str) -> None:
             parameter.add_(0.1)
     with pytest.raises(RuntimeError, match=r"in ?place"):
         loss.backward()
-
-
-def hook_a_norm(behind: Callable[[Tensor, Tensor], Tensor], ask: Callable[[Tensor], object]) -> Run:
-    """Return what asks for a norm's gradient behind its use."""
-
-    def run(net: RunLayers, x: Tensor) -> Tensor:
-        y = net.norm(net.first(x))
-        used = F.relu(behind(y, x))
-        ask(y)
-        return net.last(used)
-
-    return run
-
-
-@each_way
-@each_run(
-    behind_a_sum=hook_a_norm(torch.add, lambda y: y.register_hook(lambda gradient: gradient * 2)),
-    behind_an_activation=hook_a_norm(lambda y, x: y, lambda y: y.retain_grad()),
-)
-def test_a_hook_that_nobody_would_call_is_refused(run: Run, way: str) -> None:
-    """The sum had taken the norm along, and its gradient went past the norm's result: the hook was never called."""
-    with pytest.raises(UnsupportedOperatorError, match="before the volume is used"):
-        compare(run, way)
 
 
 def hook_before(net: RunLayers, x: Tensor) -> Tensor:
@@ -138,25 +95,6 @@ def check_without_parameters(of_sum: bool) -> Run:
     return run
 
 
-@each_way
-@each_run(
-    hook_before,
-    check_a_sum,
-    change_what_is_added=change_addend(activated=False, behind=False),
-    change_what_is_added_and_activated=change_addend(activated=True, behind=False),
-    change_what_was_added=change_addend(activated=False, behind=True),
-    check_what_has_no_parameters=check_without_parameters(of_sum=True),
-    check_a_slab=check_without_parameters(of_sum=False),
-)
-def test_what_waits_is_right_after_a_change_and_in_a_checkpoint_of_the_network(run: Run, way: str) -> None:
-    """A sum kept what is added for the gradient, which torch's does not; a recomputed block compares no versions.
-
-    Within such a block, saving a sum that waited wrote it, at another time than in the first run. What the inner
-    checkpoint read had no history there, so that nothing of what it computed was saved again.
-    """
-    compare(run, way)
-
-
 def change_what_was_joined(net: RunLayers, x: Tensor) -> Tensor:
     part = net.second(x)
     joined = torch.cat([part[:, :1], x[:, 1:]], 1)
@@ -164,16 +102,6 @@ def change_what_was_joined(net: RunLayers, x: Tensor) -> Tensor:
     result = checkpoint(lambda given: net.norm(net.first(given)), joined, use_reentrant=False)
     part.mul_(2)
     return net.last(result) + part + shown
-
-
-@each_way
-def test_a_part_of_a_join_that_a_checkpoint_reads_is_exact_or_refused_when_it_was_changed(way: str) -> None:
-    """Computed again, the join had no recipe any more, and the convolution saved one tensor less: torch's own error."""
-    if way == "fast":
-        with pytest.raises(UnsupportedOperatorError, match="in place"):
-            compare(change_what_was_joined, way)
-    else:
-        compare(change_what_was_joined, way)
 
 
 def set_a_plane_behind_a_hook(net: RunLayers, x: Tensor) -> Tensor:
@@ -214,15 +142,42 @@ def change_behind_a_checkpoint(change: Callable[[Tensor, Tensor], object]) -> Ru
     return run
 
 
+# What refuses each run: the plain network does, or what a gradient is computed from has changed.
+STORIES: dict[str, tuple[Run, tuple[str, ...]]] = {
+    # In a recomputed block, and among small tensors that are offloaded, what a gradient reads was taken as it
+    # had become. A recomputation may end before the change, and is exact then.
+    "the input of a norm": (change_the_input_of_a_norm, ALL),
+    "an activated addend behind": (
+        change_addend(activated=True, behind=True),
+        ("fast", "two", "two, offloaded"),
+    ),
+    # A sum kept what is added for the gradient, which torch's does not; a recomputed block compares no versions.
+    "an addend": (change_addend(activated=False, behind=False), ()),
+    "an activated addend": (change_addend(activated=True, behind=False), ()),
+    "an addend behind": (change_addend(activated=False, behind=True), ()),
+    "a hook before": (hook_before, ()),
+    # Within a recomputed block, saving a sum that waited wrote it, at another time than in the first run. What the
+    # inner checkpoint read had no history there, so that nothing of what it computed was saved again.
+    "a checkpoint of a sum": (check_a_sum, ()),
+    "a checkpoint without parameters": (check_without_parameters(of_sum=True), ()),
+    "a checkpoint of a slab": (check_without_parameters(of_sum=False), ()),
+    # Computed again, the join had no recipe any more, and the convolution saved one tensor less: torch's own error.
+    "a part of a join": (change_what_was_joined, ("fast",)),
+    # torch counts changes of the volume's shell, which those of its slabs did not move: the changed one was taken.
+    "within a checkpoint": (change_in_a_checkpoint, ALL),
+    "activated behind a checkpoint": (change_behind_a_checkpoint(lambda y, x: F.leaky_relu_(y, 0.3)), ALL),
+    "added behind a checkpoint": (change_behind_a_checkpoint(lambda y, x: y.add_(x)), ALL),
+}
+
+
 @each_way
-@each_run(
-    change_in_a_checkpoint,
-    activate_behind_a_checkpoint=change_behind_a_checkpoint(lambda y, x: F.leaky_relu_(y, 0.3)),
-    add_behind_a_checkpoint=change_behind_a_checkpoint(lambda y, x: y.add_(x)),
-)
-def test_a_checkpoints_input_that_was_changed_is_refused(run: Run, way: str) -> None:
-    """torch counts changes of the volume's shell, which those of its slabs did not move: the changed one was taken."""
-    with pytest.raises(RuntimeError, match=r"in ?place"):
+@pytest.mark.parametrize("story", STORIES)
+def test_what_is_changed_in_place_is_exact_or_refused(story: str, way: str) -> None:
+    run, refusing = STORIES[story]
+    if way in refusing:
+        with pytest.raises(RuntimeError, match=r"in ?place"):
+            compare(run, way)
+    else:
         compare(run, way)
 
 

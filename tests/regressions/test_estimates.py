@@ -215,16 +215,9 @@ def test_settings_of_the_allocator_are_those_of_the_environment(monkeypatch: pyt
     assert changed.memory.used == pytest.approx(usual.memory.used, rel=0.01)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")  # torch takes it before the other
     assert plan(net, 56).forecasts[0] == usual
-    for setting, said in (
-        ("garbage_collection_threshold:0.8", "not modelled"),
-        ("max_split_size_mb:128", "not modelled"),
-        ("roundup_power2_divisions:[256:1,>:4]", "not modelled"),
-        ("backend:cudaMallocAsync", "not modelled"),
-        ("expandable_segments:true", "True or False"),
-    ):
-        monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
-        with pytest.raises(ConfigError, match=said):
-            plan(net, 56)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
+    with pytest.raises(ConfigError, match="not modelled"):
+        plan(net, 56)
 
 
 # Forecasts of trainings that were wrong or refused: batches on their way, regions, kernels without matrix units.
@@ -584,9 +577,3 @@ def test_the_largest_volume_is_found_by_few_traces(fixed, per_voxel):
     planned = SimpleNamespace(work=work, divisors=(16, 16, 16), machine=machine, need=need)
     assert all(_find_volumes(planned, Candidate(), ((1, 1, 1), (32, 32, 48))))
     assert len(asked) <= 6
-
-
-def test_a_kind_of_gpu_that_begins_a_name_brings_the_kinds_of_that_name():
-    """For ``a100`` the first hint was ``h100``."""
-    with pytest.raises(ConfigError, match=r"'a100' is not known \(did you mean 'a100-\d0' or 'a100-\d0'\?\)"):
-        find_kind("a100")

@@ -137,25 +137,15 @@ def upsample(net: RunLayers, x: Tensor) -> Tensor:
 
 DIGITS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda x: x,
-    "sigmoid": torch.sigmoid,
     "softmax": lambda x: F.softmax(x, dim=1),
-    "log_softmax": lambda x: x.log_softmax(1),
     "mean": lambda x: x.mean((2, 3, 4)),
     "tanh": torch.tanh,
-    "exp": torch.exp,
-    "logsigmoid": F.logsigmoid,
-    "softplus": F.softplus,
-    "log": lambda x: torch.log(x.abs() + 0.1),
-    "sqrt": lambda x: (x.square() + 0.1).sqrt(),
     "pow": lambda x: x**3,
     "float": lambda x: x.float(),
     "clone": torch.clone,
-    "relu": F.relu,
     "product": lambda x: x * 3,
-    "difference": lambda x: 1 - x,
     "crop": lambda x: x[:, :, :-1, 1:],
     "padding": lambda x: F.pad(x, (0, 1)),
-    "channels": lambda x: x.split(2, 1)[0],
     "sort": lambda x: x.sort(1)[0],
     "flat": lambda x: x.flatten(2),
     "pooling": lambda x: F.max_pool3d(x, 2),
@@ -279,13 +269,6 @@ def test_an_upsampled_volume_is_changed_itself(devices: list[str], change: str) 
 def test_views_of_upsampled_volumes_are_copies_that_nobody_changes(change: Callable[[Tensor], Tensor]) -> None:
     with torch.no_grad(), pytest.raises(UnsupportedOperatorError, match=r"in place, which is a copy here"):
         run_upsampled(change, ["cpu"])
-
-
-def test_upsampled_volumes_are_read_without_versions_too() -> None:
-    """Tensors of inference mode have none."""
-    with torch.inference_mode():
-        expected, found, _ = run_upsampled(torch.tanh, ["cpu"])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @each_device

@@ -9,9 +9,9 @@ import shutil
 import subprocess
 import sys
 
-import nibabel
 import numpy as np
 import pytest
+from planted_faults import save, write_manifest
 from volume_files import FORMATS, write_dicom
 
 from volseg import experiment
@@ -31,45 +31,35 @@ REFUSED = r"M\\xfcller.*which is not valid UTF-8; rename it"
 pytestmark = pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="their file systems hold no such names")
 
 
-def write(path):
-    path.parent.mkdir(parents=True, exist_ok=True)
+def make(root, *patterns, names=("a", "b", BAD)):
     voxels = np.zeros((16, 16, 15), np.uint8)
     voxels[4:9, 4:9, 4:9] = 1
-    nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), path)
-
-
-def make(root, *patterns, names=("a", "b", BAD), declared=None):
     for name in names:
         for pattern in patterns:
-            write(root / pattern.format(name))
-    if declared is not None:
-        (root / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
+            save(root / pattern.format(name), voxels, np.eye(4))
     return root
 
 
 def make_msd(root, names=("a", "b", "c"), **changes):
-    declared = {
-        "modality": {"0": "MRI"},
-        "labels": {"0": "background", "1": "front"},
-        "training": [{field: f"{field}sTr/{name}.nii.gz" for field in ("image", "label")} for name in names],
-    }
-    return make(root, "imagesTr/{}.nii.gz", "labelsTr/{}.nii.gz", names=names, declared=declared | changes)
+    make(root, "imagesTr/{}.nii.gz", "labelsTr/{}.nii.gz", names=names)
+    return write_manifest(root, list(names), [], **changes)
 
 
-OF_NNUNET = {"channel_names": {"0": "MRI"}, "labels": {"background": 0, "front": 1}, "file_ending": ".nii.gz"}
+def make_nnunet(root):
+    declared = {"channel_names": {"0": "MRI"}, "labels": {"background": 0, "front": 1}, "file_ending": ".nii.gz"}
+    make(root, "imagesTr/{}_0000.nii.gz", "labelsTr/{}.nii.gz")
+    (root / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
+    return root
+
 
 DATA_SETS = {
     "a folder": lambda root: make_msd(root / BAD),
-    "a folder above": lambda root: make_msd(root / BAD / "Task01_Good"),
     "a case": lambda root: make_msd(root / "Task01", ["a", "b", BAD]),
     "a test case": lambda root: make_msd(root / "Task01", test=[f"imagesTr/{BAD}.nii.gz"]),
-    "a case of nnU-Net's": lambda root: make(
-        root / "Dataset001", "imagesTr/{}_0000.nii.gz", "labelsTr/{}.nii.gz", declared=OF_NNUNET
-    ),
+    "a case of nnU-Net's": lambda root: make_nnunet(root / "Dataset001"),
     "a pair": lambda root: make(root / "pairs", "images/{}.nii.gz", "labels/{}.nii.gz"),
     "a folder of a case": lambda root: make(root / "folders", "{}/image.nii.gz", "{}/seg.nii.gz"),
     "a label": lambda root: make_msd(root / "Task01", labels={"0": "background", "1": BAD}),
-    "a channel": lambda root: make_msd(root / "Task01", modality={"0": BAD}),
     "a name": lambda root: make_msd(root / "data", name=BAD),
 }
 
@@ -96,10 +86,8 @@ def test_lone_surrogates_in_json_are_refused_and_pairs_are_read(text, tmp_path):
 
 
 def test_images_to_predict_and_folders_to_evaluate_are_refused(tmp_path):
-    for folder in ("labels", "images"):
-        write(tmp_path / folder / "a.nii.gz")
-    write(tmp_path / "images" / f"{BAD}.nii.gz")
-    write(tmp_path / BAD / "a.nii.gz")
+    make(tmp_path, "labels/{}.nii.gz", f"{BAD}/{{}}.nii.gz", names=["a"])
+    make(tmp_path, "images/{}.nii.gz", names=["a", BAD])
     for paths in (tmp_path / "images", tmp_path / BAD, tmp_path / "images" / f"{BAD}.nii.gz"):
         with pytest.raises(ConfigError, match=REFUSED):
             resolve_images(paths)

@@ -9,9 +9,11 @@ import nibabel
 import numpy as np
 import pytest
 import yaml
+from planted_faults import save, write_manifest
 from typer.testing import CliRunner
 from volume_files import write_dicom
 
+from tests.experiment.conftest import CONFIG
 from volseg import experiment
 from volseg.cli import app
 from volseg.data import check_task, load_task, repair_task
@@ -21,8 +23,6 @@ from volseg.experiment.cases import choose_cases
 from volseg.experiment.several_runs import plan_folds
 
 FRAMES = [f"patient{number:03}_frame{frame:02}" for number in range(1, 7) for frame in (1, 12)]
-SHORT = ["training.epochs=1", "training.iterations=1", "inference.mirror=false", "inference.overlap=0", "device=cpu"]
-QUICK = [part for each in (*SHORT, "network.filters=[2, 2, 2]") for part in ("--set", each)]
 
 
 def call(*arguments):
@@ -38,21 +38,13 @@ def draw(seed):
 
 def make(root, names, **entries):
     """Write a data set in MSD's layout; ``entries`` are what it says of its cases besides."""
-    for seed, name in enumerate(names):
-        for kind, voxels in zip(("imagesTr", "labelsTr"), draw(seed), strict=True):
-            (root / kind).mkdir(parents=True, exist_ok=True)
-            nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), root / kind / f"{name}.nii.gz")
-    manifest = {
-        "modality": {"0": "MRI"},
-        "labels": {"0": "background", "1": "heart"},
-        "training": [
-            {"image": f"imagesTr/{name}.nii.gz", "label": f"labelsTr/{name}.nii.gz"}
-            | {key: values[place] for key, values in entries.items()}
-            for place, name in enumerate(names)
-        ],
-    }
-    (root / "dataset.json").write_text(json.dumps(manifest), encoding="utf-8")
-    return root
+    training = []
+    for place, name in enumerate(names):
+        files = {"image": f"imagesTr/{name}.nii.gz", "label": f"labelsTr/{name}.nii.gz"}
+        for file, voxels in zip(files.values(), draw(place), strict=True):
+            save(root / file, voxels, np.eye(4))
+        training.append(files | {key: values[place] for key, values in entries.items()})
+    return write_manifest(root, names, [], labels={"0": "background", "1": "heart"}, training=training)
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +57,8 @@ def patients_of(names):
 
 
 def write_config(path, root, **split):
-    content = {
-        "name": "frames",
-        "data": {"root": str(root)},
-        "output": str(path.parent / "run"),
-        "split": split,
-        "patch": {"size": [16, 16, 16], "batch": 1},
-        "network": {"name": "DynUNet", "filters": [2, 2, 2]},
-        "optimizer": {"name": "SGD", "lr": 0.01},
-        "training": {"epochs": 1, "iterations": 1},
-        "device": "cpu",
-    }
+    content = {**CONFIG, "data": {"root": str(root)}, "output": str(path.parent / "run"), "split": split}
+    content |= {"training": {"epochs": 1, "iterations": 1}, "device": "cpu"}
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
     return path
 
@@ -100,18 +83,6 @@ def test_configure_sets_evident_groups_with_the_reason(frames, tmp_path):
     assert sorted(name for fold in folds for name in fold.split.validation) == FRAMES
     for fold in folds:
         assert not patients_of(fold.split.training) & patients_of(fold.split.validation)
-
-
-def test_a_training_of_a_folder_reports_its_patients(frames, tmp_path, caplog):
-    caplog.set_level("INFO", "volseg")
-    run = tmp_path / "run"
-    trained = call("train", frames, "-o", run, *QUICK)
-    assert trained.exit_code == 0, trained.output
-    told = "6 patients of 12 cases, by split.group: ^(patient[-_ ]?\\d+); none trains and validates"
-    assert told in caplog.text
-    assert "6 patients of 12 cases" in (run / "report.html").read_text(encoding="utf-8")
-    [split] = json.loads((run / "split.json").read_text(encoding="utf-8"))
-    assert not patients_of(split["train"]) & patients_of(split["val"])
 
 
 def test_every_fold_of_a_cross_validation_keeps_patients_together(frames, tmp_path):
@@ -142,16 +113,6 @@ def test_a_config_without_a_group_is_warned_about_unless_it_says_none(frames, tm
     assert "set split.group so, or to none" in patients().warning
     assert patients(group="none").warning == patients(group="none").summary == ""
     assert not patients(group=r"(patient\d+)").warning
-
-
-def test_folds_without_groups_are_nnunets(frames, tmp_path):
-    plain = experiment.load_config(write_config(tmp_path / "a.yaml", frames))
-    told = experiment.load_config(write_config(tmp_path / "b.yaml", frames, group="none"))
-    own = experiment.load_config(write_config(tmp_path / "c.yaml", frames, group="^(.+)$"))
-    splits = [choose_cases(config).split for config in (plain, told, own)]
-    # list(sklearn.model_selection.KFold(5, shuffle=True, random_state=12345).split(range(12)))[0][1]
-    assert splits[0].validation == tuple(FRAMES[index] for index in (0, 3, 8))
-    assert splits[1] == splits[2] == splits[0]
 
 
 def test_fewer_patients_than_folds_are_refused_with_both_numbers(frames, tmp_path):

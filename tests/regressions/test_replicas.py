@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from beside_plain import RunLayers
 from in_group import assert_all_well, expect_refusal, in_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -114,20 +115,13 @@ def replace_by_a_frozen_one() -> str | None:
     return None if same and model.get_submodule("0").weight.grad is None else "another gradient"
 
 
-class Twice(nn.Module):
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv3d(1, 1, 1), nn.Conv3d(1, 1, 1)
-        if tied:
-            self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
 def tie_in_one_process() -> str | None:
-    net = Twice(is_second())
-    return expect_refusal("different networks: second", lambda: wrap(net))
+    net = build()
+    net[1] = nn.Conv3d(4, 4, 3).double()  # type: ignore[index]
+    net.append(nn.Conv3d(4, 4, 3).double())
+    if is_second():
+        net[2].weight = net[1].weight  # type: ignore[index]
+    return expect_refusal("different networks: 2", lambda: wrap(net))
 
 
 def wrap_in_a_wrapped_one() -> str | None:
@@ -220,24 +214,17 @@ def test_a_norm_that_is_trained_in_evaluation_takes_the_whole_batch(way: str, fa
     assert_all_well(in_group(2, norm_trained_in_evaluation, way, fast))
 
 
-def test_a_sum_of_too_few_or_too_many_rounds_is_refused() -> None:
-    """The gradients of two rounds of four were taken for the whole."""
+def test_sums_of_rounds() -> None:
+    """The gradients of two rounds of four were taken for the whole; a parameter that is listed twice is added once."""
     parameter = nn.Parameter(torch.zeros(()))
-    sums = RoundSums([parameter], 2)
-    (2 * parameter).backward()
+    sums = RoundSums([parameter, parameter], 2)
+    parameter.backward()
     sums.push()
     with pytest.raises(ParallelError, match="1 were pushed"):
         sums.put_back()
+    (2 * parameter).backward()
     sums.push()
     with pytest.raises(ParallelError, match="one more"):
-        sums.push()
-
-
-def test_a_parameter_that_is_listed_twice_is_added_once() -> None:
-    parameter = nn.Parameter(torch.zeros(()))
-    sums = RoundSums([parameter, parameter], 2)
-    for factor in (1.0, 2.0):
-        (factor * parameter).backward()
         sums.push()
     sums.put_back()
     assert parameter.grad == 3.0
@@ -321,21 +308,16 @@ def test_an_error_in_a_validation_ends_its_followers() -> None:
     assert in_group(2, fail_in_the_leading_process) == ["case_2 has no voxels"] * 2
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.main, self.aside = (nn.Conv3d(*sizes, 3, padding=1) for sizes in ((1, 4), (4, 2), (4, 2)))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        features = torch.relu(self.first(x))
-        return self.main(features), self.aside(features)
+def give_two(net: RunLayers, x: Tensor) -> tuple[Tensor, Tensor]:
+    features = torch.relu(net.first(x))
+    return net.main(features), net.aside(features)
 
 
 def trained_by_one_head() -> list[str]:
     """Train by one of two outputs on two replicas of two slabs; return which parameters have gradients."""
     mesh = join_mesh(2, 2)
-    net = TwoHeads()
+    sizes = {"first": (1, 4), "main": (4, 2), "aside": (4, 2)}
+    net = RunLayers(give_two, **{name: nn.Conv3d(*size, 3, padding=1) for name, size in sizes.items()})
     model = DataParallel(ModelParallel(net, strategy=Spatial(), mesh=mesh.spatial_group), mesh.replicas())
     main, _ = model(draw(1).float())
     main.square().mean().backward()
@@ -420,13 +402,10 @@ def train_squeezed(kernels: str, way: str, samples: int) -> str | None:
     return compare(model, plain)
 
 
-@pytest.mark.parametrize(
-    ("kernels", "way", "samples"),
-    [("torch", "module", 2), ("fast", "module", 2), ("slabs", "module", 2), ("torch", "frozen", 3)],
-)
-def test_a_norm_behind_a_pool_takes_the_whole_batch(kernels: str, way: str, samples: int) -> None:
+@pytest.mark.parametrize(("way", "samples"), [("module", 2), ("frozen", 3)])
+def test_a_norm_behind_a_pool_takes_the_whole_batch(way: str, samples: int) -> None:
     """A replica of one sample had one value per channel: an untyped ValueError. A frozen norm needs no batch."""
-    assert_all_well(in_group(4 if kernels == "slabs" else 2, train_squeezed, kernels, way, samples))
+    assert_all_well(in_group(2, train_squeezed, "torch", way, samples))
 
 
 def norm_no_sample(kernels: str, samples: int) -> str | None:
@@ -470,10 +449,3 @@ OUT_OF_SIGHT = [
 def test_a_norm_out_of_sight_is_refused(kernels: str, way: str, words: str) -> None:
     """Checkpoints recomputed it, and TorchScript computed it, with the samples of one replica."""
     assert_all_well(in_group(4 if kernels == "slabs" else 2, refuse_norm, kernels, way, words))
-
-
-def test_a_norm_of_an_ordinary_tensor_is_refused_in_rounds() -> None:
-    """One process that computes two replicas by fast kernels took the statistics of each replica."""
-    model = DataParallel(FastKernels(Squeezed(), "cpu"), join_mesh().replicas(2))
-    with pytest.raises(ParallelError, match="one after the other"):
-        model(draw(2))

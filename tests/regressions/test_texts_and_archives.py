@@ -26,19 +26,14 @@ from volseg.exchange.archive import is_archive, read_archive, write_archive
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("network={name: UNet, channels: &a [*a]}", r"anchors and aliases \(&a\)"),
         ("network={<<: {name: UNet}}", "merge keys"),
         ("training.epochs=!!int abc", "tags"),
-        ("training.epochs=" + "9" * 5000, "a number has 5000 digits"),
         ("training.epochs=1:30", "training.epochs: needed: a whole number, got '1:30'"),
-        ("training.epochs=true", "training.epochs: needed: a whole number, got True"),
         ("training.deterministic=on", "training.deterministic: needed: true or false, got 'on'"),
         ("augmentation.mirror.axes=[yes, no, yes]", "augmentation.mirror.axes: needed: true or false"),
-        ("training.epochs=off", "training.epochs: needed: a whole number, got 'off'"),
         ("network.res_block=off", "network: res_block is a text; write true or false, got 'off'"),
         ("network.filters=[1_000, 8]", "network: filters is a text; write 1000, without _"),
         ("training.epochs=" + "[" * 10_000, "nested too deeply"),
-        (".".join(["training"] * 5000) + "=1", "--set takes key=value"),
         ("preprocessing.\u00b2.name=x", "must be an index below"),
         ("preprocessing." + "9" * 5000 + ".name=x", "must be an index below"),
     ],
@@ -62,12 +57,6 @@ def test_the_manifest_of_many_cases_is_read(tmp_path):
     found = read_manifest(tmp_path)
     assert found is not None
     assert len(found[1]["training"]) == 12_000
-
-
-def test_a_config_in_utf_16_is_refused(tmp_path):
-    (tmp_path / "a.yaml").write_text("name: x", encoding="utf-16")
-    with pytest.raises(ConfigError, match=r"a\.yaml is text in UTF-16, as PowerShell writes it.*saved as UTF-8"):
-        load_config(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize(
@@ -198,21 +187,16 @@ finally:
         ("train task04_unett", "did you mean 'task04_unet'"),
         ("train 4", "did you mean the folder 'Dataset004_Heart'?"),
         ("cross-validate my.yaml", "my.yaml cannot be read: No such file"),
-        ("plan my.yaml", "my.yaml cannot be read: No such file"),
         ("configure my_dta -o my.yaml", "my_dta does not exist; name the TaskNN_Name folder"),
         ("data check my_dta", "did you mean 'my_data'?"),
         ("predict runs/first scan.nii.gz", "runs/first does not exist; name a run folder"),
         ("predict my_data scam.nii.gz", "did you mean 'scan.nii.gz'?"),
-        ("validate runs/first", "runs/first does not exist; name the folder that"),
         ("evaluate --predictions my_data --labels nowhere", "nowhere does not exist; name a folder with a label map"),
         ("compare runs/first runs/second", "runs/first does not exist; name runs"),
         ("train task04_cpu --set data.root=my_dta", "did you mean 'my_data'?"),
         ("train task04_cpu --set training.epoch=5", "did you mean 'epochs'?"),
         ("train task04_cpu --set training.epochs 5", "training.epochs has no value: write --set training.epochs=VALUE"),
-        ("cross-validate task04_cpu --set data.root=my_dta", "did you mean 'my_data'?"),
         ("export my_dta -o model.zip", "did you mean 'my_data'?"),
-        ("report my_dta", "did you mean 'my_data'?"),
-        ("data info ./my_dta", "did you mean 'my_data'?"),
         ("data fetch Tsk4_Hipocampus", "did you mean 'Task04_Hippocampus'"),
     ],
 )

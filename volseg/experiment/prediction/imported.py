@@ -215,8 +215,14 @@ def locate_weights(path: Path) -> Path | None:
     if (path / "configs").is_dir() and (path / "models").is_dir():
         candidates = [path / "models" / name for name in ("model.pt", "model.ts")]
         return next((file for file in candidates if file.is_file()), None)
-    is_weights = path.is_file() and (path.suffix.lower() in SUFFIXES or zipfile.is_zipfile(path))
-    return path if is_weights else None
+    return path if path.is_file() and (path.suffix.lower() in SUFFIXES or _is_zip(path)) else None
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # its end is damaged: who reads it says so
+        return True
 
 
 def open_weights(file: Path, overrides: Sequence[str] = ()) -> Iterator[SourceNetwork]:
