@@ -31,11 +31,11 @@ from rate_passes import Prepared, RateCase, count_run, list_others, list_passes
 from torch import nn
 
 from volseg.device import triton_tiles
-from volseg.estimate.calibration import describe_machine, measure_host, time_calls
 from volseg.estimate.trace import KernelRun
 from volseg.losses.dice import passes as dice
 from volseg.losses.dice.reference import Terms
 from volseg.parallel import FastKernels
+from volseg.profiling.calibration import describe_machine, measure_host, time_calls
 
 Measured = dict[str, Any]
 """A row of the table: the fields of a ``KernelRun``, and ``seconds``."""

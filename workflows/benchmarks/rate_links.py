@@ -17,7 +17,7 @@ from volseg.device.gpus import count_gpus
 from volseg.device.graph import undisturbed
 from volseg.device.peer.planes import LIMIT, PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
-from volseg.estimate.calibration import record
+from volseg.profiling.calibration import record
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28)
 """Bytes."""
