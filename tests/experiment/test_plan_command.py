@@ -131,7 +131,7 @@ def test_gathered_batches_take_that_much_longer_and_no_more_memory(vnet):
     two, six = (plan_small(vnet, f"training.accumulate={count}", kind="v100-16") for count in (2, 6))
     assert six.forecasts[0].seconds == pytest.approx(3 * two.forecasts[0].seconds)
     assert six.forecasts[0].memory == two.forecasts[0].memory
-    assert (two.steps_per_epoch, six.steps_per_epoch) == (125, 42)
+    assert (two.report.steps_per_epoch, six.report.steps_per_epoch) == (125, 42)
 
 
 @pytest.mark.slow  # some twenty steps are followed
