@@ -9,21 +9,17 @@ import torch
 import torch.distributed as dist
 from made_up_networks import Apply
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.following import count_held, count_kernels, pick
 from tests.in_group import in_group
-from volseg.device.torch_internals import TorchDispatchMode, assign_buckets, get_storage_key, tree_leaves
+from volseg.device.torch_internals import assign_buckets
 from volseg.errors import NotRecordedError, OutOfMemoryError, ParallelError, UnsupportedOperatorError
 from volseg.estimate import candidate_trace
 from volseg.estimate.candidate import Candidate, Work
-from volseg.estimate.fake_step.single_rank import be_process
-from volseg.estimate.fake_step.traced_step import TracedStep
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.network_plan import describe_network
 from volseg.estimate.step_time import select_step
 from volseg.estimate.trace import Allocate, Free, Mark, Sent, StepTrace
-from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.replica_strategies import BUCKET_LIMITS
 from volseg.parallel.spatial.transport import halo
@@ -117,47 +113,6 @@ def test_slabs_hold_their_part_of_what_one_gpu_holds() -> None:
     (slab,) = trace_candidate(work, Candidate(spatial=4))
     # A quarter, and of each activation at most three planes of room on both sides of 32 or more.
     assert 0.25 <= find_peak(slab) / find_peak(one) <= 0.25 * (1 + 6 / 32) + 0.02
-
-
-class Counted(TorchDispatchMode):
-    """Counts the bytes of memory that a real step holds at most, by storages that are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[Any, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self.alive[get_storage_key(storage)] = StorageWeakRef(storage), storage.nbytes()
-        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return result
-
-
-def count_real_step(checkpoint: Any) -> int:
-    """Return the bytes at most of one process's part of a step on the CPU."""
-    torch.manual_seed(0)
-    model = ModelParallel(build_small(), strategy=Spatial(axes="D", checkpoint=checkpoint))
-    batch = torch.ones(2, 1, 32, 16, 16)
-    model(batch).float().square().mean().backward()
-    most = []
-    for _ in range(5):  # gloo's threads let go of a message when they come to it: the least is what the step holds
-        with Counted() as counted:
-            model(batch).float().square().mean().backward()
-        most.append(counted.most)
-    return min(most)
-
-
-@pytest.mark.parametrize("checkpoint", [None, "all"])
-def test_a_lone_process_holds_what_each_of_a_real_group_holds(checkpoint: Any) -> None:
-    real = in_group(4, count_real_step, checkpoint)
-    for rank, wanted in enumerate(real):
-        with be_process(rank, 4, lambda *_: None):
-            assert count_real_step(checkpoint) == wanted
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -312,32 +267,26 @@ class Drops(nn.Module):
         return self.head(self.drop(self.wide(x)))
 
 
-@pytest.mark.parametrize("candidate", [Candidate(checkpoint="all"), Candidate(data=2, checkpoint="all")])
-def test_what_a_recording_would_refuse_is_foreseen_by_the_first_forward_pass(
-    candidate: Candidate, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mesh", [{}, {"data": 2}])
+def test_what_a_recording_would_refuse_is_foreseen_by_the_first_step(
+    mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = make_work(lambda: nn.Sequential(Drops()))
-    candidate = replace(candidate, kernels="fast", recorded=True)
-    marks: list[str] = []
-    mark = TracedStep.mark
-    monkeypatch.setattr(TracedStep, "mark", lambda self, name: (marks.append(name), mark(self, name))[1])
-    told, begun = [], []
-    for foreseen in (True, False):
-        if not foreseen:
-            monkeypatch.setattr(RecordedStep, "foresee_refusal", lambda _: None)
-        marks.clear()
-        with pytest.raises(NotRecordedError, match=r"the recomputed block .* draws random numbers") as raised:
-            trace_candidate(work, candidate)
-        told.append(str(raised.value))
-        begun.append(marks.count("forward"))
-    # The attempt itself begins with one, and the step runs as it is then.
-    assert begun == [1, candidate_trace.NUM_STEPS + 2]
-    assert told[1].startswith(told[0])
-    # Given up at its tensors it is told as it was asked for.
-    marks.clear()
-    monkeypatch.undo()
-    with pytest.raises(OutOfMemoryError):
+    candidate = Candidate(checkpoint="all", recorded=True, **mesh)
+    with pytest.raises(OutOfMemoryError):  # given up at its tensors it is told as it was asked for
         trace_candidate(work, candidate, limit=1 << 12)
+    for num_steps in (1, candidate_trace.NUM_STEPS + 2):  # foreseen, or refused by the attempt
+        calls: list[Any] = []
+        counted = replace(work, build_step=lambda *given, calls=calls: partial(_count, calls, work.build_step(*given)))
+        with pytest.raises(NotRecordedError, match=r"the recomputed block .* draws random numbers"):
+            trace_candidate(counted, candidate)
+        assert len(calls) == num_steps
+        monkeypatch.setattr(RecordedStep, "foresee_refusal", lambda _: None)
+
+
+def _count(calls: list[Any], step: Callable[[Any], Any], batch: Any) -> Any:
+    calls.append(None)
+    return step(batch)
 
 
 def test_nothing_is_really_allocated() -> None:

@@ -16,8 +16,8 @@ from volseg.estimate.gpu_kinds import find_kind
 
 GPU = find_kind("h200")
 
-REFUSED = {"_cudnn_rnn", "linalg_matrix_sqrth"}
-"""Of builds with cuDNN; of torch 2.14 and later."""
+REFUSED = {"_cudnn_rnn", "linalg_matrix_sqrth", "norm.Scalar", "norm.ScalarOpt_dim"}
+"""Of builds with cuDNN; of torch 2.14 and later; and norms that no function of Python calls."""
 
 
 def test_the_lists_are_torchs() -> None:

@@ -128,7 +128,7 @@ def test_every_kind_can_be_told_from_the_others() -> None:
         assert kind.memory > 10 * 2**30, name
         assert kind.source.startswith("https://"), name
         assert kind.peaks.full < kind.peaks.half, name
-        assert kind.takes_bfloat16() == kind.has_tf32 == (name not in ("v100-16", "v100-32", "t4")), name
+        assert kind.takes_bfloat16() == (name not in ("v100-16", "v100-32", "t4")), name
     assert [name for name, kind in KINDS.items() if kind.measured] == ["h200"]
 
 
@@ -164,22 +164,20 @@ def test_nothing_beats_the_roofline_by_more_than_caches_explain() -> None:
 def test_dilated_convolutions_take_what_was_measured_of_them(pytestconfig: pytest.Config) -> None:
     """Channels of 32 to 64 had no row: 1193 us were forecast of a forward pass that took 500."""
     file = Path(pytestconfig.rootpath, "workflows", "benchmarks", "results", "convolution_h200_groups.json")
-    measured = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    rates = read_table().rates
-    for row in (each for each in measured if each["dilation"] > 1):
-        inputs, outputs, us = row["inputs"], row["outputs"], row["us"]
+    rates, _ = read_table()
+    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+        inputs, outputs = row["inputs"], row["outputs"]
+        if row["dilation"] == 1 or (inputs, outputs) not in ((16, 32), (32, 64)):
+            continue
         slab, out, weight = (1, inputs, *[128] * 3), (1, outputs, *[128] * 3), (outputs, inputs, 3, 3, 3)
-        for direction, shapes in (
-            ("forward", (slab, weight, out)),
-            ("input gradient", (out, slab, weight, slab)),
-            ("weight gradient", (out, slab, weight, weight)),
+        for direction, name, shapes in (
+            ("forward", "aten.convolution", (slab, weight, out)),
+            ("input gradient", "aten.convolution_backward", (out, slab, weight, slab)),
+            ("weight gradient", "aten.convolution_backward", (out, slab, weight, weight)),
         ):
-            name = "aten.convolution" if direction == "forward" else "aten.convolution_backward"
             flops, moved = 2 * math.prod(weight) * 128**3, 2 * sum(map(math.prod, shapes))
             (kernel,) = classify(KernelRun(name, torch.bfloat16, flops, moved, shapes, True))
-            is_known = (inputs, outputs) in ((16, 32), (32, 64))
-            # Of other channels the rows are of undilated ones, of another H200: the weight's gradient differs most.
-            assert rates.seconds(kernel) * 1e6 == pytest.approx(us[direction]["torch"], rel=0.001 if is_known else 0.17)
+            assert rates.seconds(kernel) * 1e6 == pytest.approx(row["us"][direction]["torch"], rel=0.001)
 
 
 def test_float32_without_matrix_units_is_no_slower_than_its_cores() -> None:

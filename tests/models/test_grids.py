@@ -1,6 +1,7 @@
 """What the rules say against what the networks do."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -9,14 +10,14 @@ from torch import nn
 
 from volseg.errors import GridError
 from volseg.models import DynUNet, GridRule, build_network, grid_divisors, grid_rule
-from volseg.models.grids import probe_grid_rule
+from volseg.models.grids import probe_grid_rule, run_on_copies
 
 
-def really_takes(net: nn.Module, sides) -> bool:
-    """Run the network, with its values, in training mode."""
+def really_takes(net: nn.Module, sides, device: str = "cpu") -> bool:
+    """Run the network in training mode, with its values or on shapes only."""
     try:
         with torch.no_grad():
-            output = net.train()(torch.zeros(1, 1, *sides))
+            output = net.train()(torch.zeros(1, 1, *sides, device=device))
     except (RuntimeError, ValueError):
         return False
     output = output[0] if isinstance(output, list) else output
@@ -48,27 +49,14 @@ SIDES = [4, 8, 12, 15, 16, 17, 24, 31, 48]
 def test_rules_are_the_brute_force_truth(name):
     net = small(name)
     rule = grid_rule(net)
-    for axis, side in itertools.product(range(3), SIDES):
-        sides = [32, 32, 32]
-        sides[axis] = side
-        assert rule.takes(sides) == really_takes(net, sides), sides
     for sides in itertools.product([8, 16, 17], repeat=3):
         if rule.takes(sides):
             assert really_takes(net, sides), sides
-
-
-def test_vnet_takes_multiples_of_16():
-    """One pass costs 45 million parameters, so the brute force runs on shapes only."""
-    net, rule = nets.VNet(), grid_rule(nets.VNet())
-    assert rule == GridRule((16, 16, 16), (16, 16, 16), least_blocks=2)
-    on_meta = nets.VNet().to("meta").train()
-    for side in (15, 16, 24, 32, 40, 48):
-        try:
-            taken = on_meta(torch.zeros(1, 1, side, 32, 32, device="meta")).shape[2] == side
-        except (RuntimeError, ValueError):
-            taken = False
-        assert rule.takes((side, 32, 32)) == taken
-    assert net.training
+    net.to("meta")
+    for axis, side in itertools.product(range(3), SIDES):
+        sides = [32, 32, 32]
+        sides[axis] = side
+        assert rule.takes(sides) == really_takes(net, sides, "meta"), sides
 
 
 @pytest.mark.parametrize("name", ["UNet", "DynUNet", "anisotropic DynUNet"])
@@ -108,26 +96,43 @@ class Thirds(nn.Module):
         return self.up(self.down(x)) + x
 
 
-def test_an_unknown_module_is_tried_and_left_as_it_was():
-    net = Thirds().eval()
-    net.down.train()
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    state = torch.get_rng_state()
-    assert grid_rule(net) == GridRule((3, 1, 4), (3, 1, 4))
-    assert net.down.training
-    assert not net.training
-    assert not net.up.training
-    assert torch.equal(torch.get_rng_state(), state)
-    for name, tensor in net.state_dict().items():
-        assert torch.equal(tensor, before[name])
+class SharesAll(nn.Module):
+    """A module under two names, and a weight in two modules; it takes even sides only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv3d(1, 1, 3, padding=1), nn.BatchNorm3d(1))
+        self.again = nn.ModuleList([self.first])
+        self.tied = nn.Conv3d(1, 1, 3, padding=1)
+        self.tied.weight = self.first[0].weight
+
+    def forward(self, x):
+        x = self.tied(self.again[0](x))
+        return x + nn.functional.interpolate(nn.functional.avg_pool3d(x, 2), scale_factor=2)
 
 
-def test_batch_norm_statistics_survive_the_trial():
-    net = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2))
-    assert grid_divisors(net) == (1, 1, 1)
-    assert net[1].num_batches_tracked == 0
-    assert net[1].running_mean.eq(0).all()
-    assert grid_rule(net).least_blocks == 2
+def list_state(net: nn.Module) -> list[object]:
+    """Return everything that a trial may change: which tensors stand where, their values, modes, the generator."""
+    parts = list(net.named_modules())
+    places = [(name, key, id(tensor)) for name, part in parts for key, tensor in part._parameters.items()]
+    values = [(key, tensor.device.type, tensor.tolist()) for key, tensor in net.state_dict().items()]
+    return [places, values, [part.training for _, part in parts], torch.get_rng_state().tolist()]
+
+
+@pytest.mark.parametrize(("net", "divisors"), [(Thirds(), (3, 1, 4)), (SharesAll(), (2, 2, 2))], ids=["user", "shared"])
+def test_an_unknown_module_is_tried_and_left_as_it_was(net, divisors):
+    """The first answer left shared layers on the meta device: the network could not be trained."""
+    next(net.eval().children()).train()
+    before = list_state(net)
+    assert grid_rule(net) == GridRule(divisors, divisors)
+    assert list_state(net) == before
+    with pytest.raises(RuntimeError):  # no network here takes five channels
+        run_on_copies(net, partial(torch.empty_like, device="meta"), torch.empty(1, 5, 12, 12, 12, device="meta"))
+    assert list_state(net) == before
+
+
+def test_batch_norm_needs_two_blocks():
+    assert grid_rule(nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2))).least_blocks == 2
 
 
 def test_a_network_that_shrinks_its_input_is_refused():

@@ -36,14 +36,13 @@ def compared():
     measured["split_size"] = None
     measured |= {"net": "vnet", "beside": {"end": [20 * MIB]}, **way}
     rows = [{"name": f"vnet {number}", **measured, "recorded": number == 1} for number in range(3)]
-    memory = [
-        MemoryUse(used=80 * MIB, reserved=size * MIB, outside=20 * MIB, peak_in="backward") for size in (100, 110)
-    ]
-    # The GPU that holds most need not be the one that reserves most.
-    other = MemoryUse(used=88 * MIB, reserved=90 * MIB, outside=20 * MIB, peak_in="forward")
     forecasts = [
-        Estimate(candidate=Candidate(), memory=use, devices=(use, *more), seconds=1.0)
-        for use, more in zip(memory, ((), (other,)), strict=True)
+        Estimate(
+            candidate=Candidate(),
+            memory=MemoryUse(used=used * MIB, reserved=reserved * MIB, outside=20 * MIB, peak_in="backward"),
+            seconds=1.0,
+        )
+        for used, reserved in ((80, 100), (88, 110))
     ]
     forecasts.append(Estimate(candidate=Candidate(), refused="it looks at values"))
     told = []

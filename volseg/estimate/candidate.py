@@ -95,14 +95,10 @@ class Estimate:
     candidate: Candidate
     memory: MemoryUse | None = None
     """None if the candidate cannot run; ``refused`` has the reason."""
-    devices: tuple[MemoryUse, ...] = ()
-    """Memory of every device, ordered by process, then by stage; empty if ``memory`` is None."""
     seconds: float | None = None
     """Seconds of one optimizer step."""
-    host_seconds: float | None = None
-    """Seconds per step that Python takes to launch kernels that are not replayed."""
     host_forward_seconds: float | None = None
-    """The share of ``host_seconds`` in the forward pass."""
+    """Seconds that Python takes to launch the kernels of the forward pass; 0 if they are replayed."""
     refused: str | None = None
     """Reason why the candidate cannot run or does not fit."""
     more_than: int | None = None

@@ -196,8 +196,8 @@ def _run(
 
     A step is recorded as a whole if its GPU ``is_alone`` in its process.
 
-    If the first forward pass shows that the step cannot be recorded, the trace ends there: the recording, two steps
-    later, would be refused for the same reason.
+    If the first step shows that no step can be recorded, the trace ends there: the recording, two steps later, would be
+    refused for the same reason.
     """
     model.train()
     batch = make_batch()
@@ -209,27 +209,19 @@ def _run(
         num_steps += 2
     if candidate.recorded and is_alone:
         step = RecordedStep(model, step, warm_up=NUM_STEPS, optimizer=optimizer)
-        followed.listen(partial(_refuse_early, step))
     with optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer")), _marked(model):
         for _ in range(num_steps):
             followed.mark("step")
             result = step(batch)
             del result
             followed.mark("end")
-            if isinstance(step, RecordedStep) and step.refused is not None:
-                raise NotRecordedError(f"the step would not be recorded: {step.refused}")
+            if isinstance(step, RecordedStep) and (refused := step.refused or step.foresee_refusal()):
+                raise NotRecordedError(f"the step would not be recorded: {refused}")
     # A model that several processes share is validated by calls of the leader, which are not traced here.
     if work.validate is not None and not (isinstance(model, ModelParallel) and model.strategy.is_shared):
         # In addition to the training's memory: validation reuses cached memory, but not a recording's.
         followed.mark("validate")
         work.validate(model)
-
-
-def _refuse_early(step: RecordedStep, mark: str) -> None:
-    """Raise if the forward pass has shown that the step cannot be recorded."""
-    refused = step.foresee_refusal() if mark == "loss" else None
-    if refused is not None:
-        raise NotRecordedError(f"the step would not be recorded: {refused}")
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,12 +14,7 @@ from volseg.estimate.fake_step.tracing import shorten
 from volseg.estimate.instances import Machine
 from volseg.estimate.largest_volume import Need, Sides
 from volseg.estimate.search import GIB, judge
-from volseg.estimate.step_memory import (
-    MemoryUse,
-    estimate_cuda_overhead,
-    estimate_least_cuda_overhead,
-    estimate_memory_use,
-)
+from volseg.estimate.step_memory import estimate_cuda_overhead, estimate_least_cuda_overhead, estimate_memory_use
 from volseg.estimate.step_time import estimate_times
 from volseg.estimate.trace import StepTrace
 
@@ -75,7 +70,7 @@ class Planned:
         if forecast.seconds is None:
             return forecast
         # An optimizer step accumulates more batches than are traced.
-        names = ("seconds", "host_seconds", "host_forward_seconds")
+        names = ("seconds", "host_forward_seconds")
         return replace(forecast, **{name: self.times * getattr(forecast, name) for name in names})
 
     def follow(self, candidate: Candidate, *, to_end: bool = True) -> Estimate:
@@ -145,18 +140,14 @@ class Planned:
             micro_batches=-(-own // (candidate.split_size or own)),
         )
         is_ahead = candidate.pipeline > 1 and times.seconds > times.host
-        uses = {
-            trace.device: estimate_memory_use(
-                trace, self.capacity, estimate_cuda_overhead(trace, processes), margin, is_ahead
-            )
+        uses = [
+            estimate_memory_use(trace, self.capacity, estimate_cuda_overhead(trace, processes), margin, is_ahead)
             for trace in traces
-        }
+        ]
         return Estimate(
             candidate=candidate,
-            memory=max(uses.values(), key=lambda use: use.total),
-            devices=_list_devices(uses, candidate),
+            memory=max(uses, key=lambda use: use.total),
             seconds=times.seconds,
-            host_seconds=times.host,
             host_forward_seconds=times.host_forward,
         )
 
@@ -172,23 +163,6 @@ class Planned:
             return None
         beside = forecast.memory.outside + reserve
         return Need(total=forecast.memory.reserved + beside, held=forecast.memory.used + beside)
-
-
-def _list_devices(followed: Mapping[int, MemoryUse], candidate: Candidate) -> tuple[MemoryUse, ...]:
-    """Return the memory of every GPU; a GPU without a trace gets that of a traced one with as much work or more.
-
-    >>> use = lambda gib: MemoryUse(used=gib, reserved=gib, outside=0, peak_in="")
-    >>> [each.used for each in _list_devices({0: use(3), 1: use(4)}, Candidate(spatial=4))]
-    [3, 4, 4, 3]
-    """
-    if len(followed) == candidate.num_gpus:
-        return tuple(followed[number] for number in range(candidate.num_gpus))
-    if candidate.spatial == 1:  # each replica takes as much as the traced one, stage by stage
-        return tuple(followed[number % candidate.pipeline] for number in range(candidate.num_gpus))
-    inner = followed.get(1, next(iter(followed.values())))
-    outer = followed.get(0, inner)  # an outermost slab has one neighbour fewer
-    shards = [outer, *[inner] * (candidate.spatial - 2), outer]
-    return tuple(shards * candidate.data)
 
 
 @contextmanager

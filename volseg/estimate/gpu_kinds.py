@@ -2,7 +2,7 @@
 
 The H200 was measured, and has its own table. The speed of another kind is estimated from its vendor's figures, assuming
 that it reaches the same share of them as the H200 does. Its times are marked ``published`` until it is calibrated
-(`volseg.estimate.calibration`).
+(`volseg.profiling.calibration`).
 """
 
 import gzip
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+import yaml
 
 from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
@@ -60,8 +62,6 @@ class GpuKind:
     peaks: Peaks
     source: str
     """Source of these figures, with a date."""
-    has_tf32: bool
-    """Whether the matrix units support float32 as TF32; else ``peaks.full`` is the peak of the CUDA cores."""
     measured: bool = False
     """Whether the table in the package was measured on this kind."""
     factors: Mapping[str, float] | None = None
@@ -71,7 +71,7 @@ class GpuKind:
     """Cached seconds of kernels: a plan asks for the same thousands of kernels many times."""
 
     def takes_bfloat16(self) -> bool:
-        """Return whether the matrix units support bfloat16: see ``volseg.workflow.precision``."""
+        """Return whether the matrix units support bfloat16, and float32 as TF32: see ``volseg.workflow.precision``."""
         return self.capability >= (8, 0)
 
     @property
@@ -89,20 +89,20 @@ class GpuKind:
         return self._known[run]
 
     def _time(self, kernel: KernelClass) -> float:
-        table = read_table().rates
+        table, _ = read_table()
         if kernel.on_cores and not table.knows(kernel):
             by_bytes = self._time(kernel._replace(flops=0, on_cores=False))
             return max(by_bytes, table.gap + kernel.flops / self.peaks.cores / BY_CUDA_CORES)
         if self.measured:
             return table.seconds(kernel)
         seconds = table.seconds(kernel, self.peaks, self.processors)
-        if kernel.dtype == FULL and kernel.flops and not self.has_tf32:
+        if kernel.dtype == FULL and kernel.flops and not self.takes_bfloat16():
             return min(seconds, table.gap + self.peaks.bound(kernel) / BY_CUDA_CORES)
         return seconds
 
     def host_rates(self) -> HostRates:
         """Return the host's rates: those of a calibrated GPU's machine, else of the H200's machine."""
-        return self.host or read_table().host
+        return self.host or read_table()[1]
 
 
 def name_group(run: KernelRun) -> str:
@@ -111,67 +111,40 @@ def name_group(run: KernelRun) -> str:
     return f"{'products' if computes else 'passes'}, {name_dtype(run.dtype)}"
 
 
-@dataclass(frozen=True)
-class Table:
-    """The measurements of the H200."""
-
-    rates: RateTable
-    host: HostRates
-    links: tuple[Mapping[str, Any], ...]
-
-
 def read_host_rates(host: Mapping[str, float]) -> HostRates:
     """Return the rates that ``calibration.measure_host`` measured, and those that it does not measure."""
     return {"slab": OF_SLABS * host["triton"], "exchange": EXCHANGE_S, "message": MESSAGE_S, **host}
 
 
 @cache
-def read_table() -> Table:
-    """Return the table in the package (from ``workflows/benchmarks/kernel_rates.py``)."""
+def read_table() -> tuple[RateTable, HostRates]:
+    """Return the H200's kernels and its host's rates (from ``workflows/benchmarks/kernel_rates.py``)."""
     stored = json.loads(gzip.decompress(files("volseg.estimate").joinpath("tables", "h200.json.gz").read_bytes()))
     machine, host = stored["machine"], stored["host"]
     rates = RateTable(stored["rows"], KINDS["h200"].peaks, machine["processors"], host["graph"])
-    return Table(rates, read_host_rates(host), tuple(stored["links"]))
+    return rates, read_host_rates(host)
 
 
-NVIDIA = "https://www.nvidia.com/en-us/data-center"
-VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
-A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
+MACHINES: Mapping[str, Any] = yaml.safe_load(
+    files("volseg.estimate").joinpath("tables", "machines.yaml").read_text(encoding="utf-8")
+)
+"""Kinds of GPUs, links between GPUs, and machines for rent, with their sources."""
 
-
-_OF_H200 = f"{NVIDIA}/h200/ (peaks, 2026-11); times measured, see workflows/benchmarks/kernel_rates.py"
-_H200, _H100 = (4.8, 989.0, 494.0, 67.0), (3.35, 989.0, 494.0, 67.0)
-_A100, _V100 = (312, 156, 19.5), (0.9, 125.0, 15.7, 15.7)
 RATES = "bandwidth", "half", "full", "cores"
-
-_FIGURES: Mapping[str, tuple[str, int, int, tuple[int, int], tuple[float, float, float, float], str]] = {
-    "h200": ("NVIDIA H200", 150_109_880_320, 132, (9, 0), _H200, _OF_H200),
-    "h100": ("NVIDIA H100 80GB HBM3", 85_028_765_696, 132, (9, 0), _H100, f"{NVIDIA}/h100/ (SXM, 2026-11)"),
-    "a100-80": ("NVIDIA A100-SXM4-80GB", 84_974_239_744, 108, (8, 0), (2.039, *_A100), f"{NVIDIA}/a100/ (2026-11)"),
-    "a100-40": ("NVIDIA A100-SXM4-40GB", 42_298_834_944, 108, (8, 0), (1.555, *_A100), f"{NVIDIA}/a100/ (2026-11)"),
-    "v100-16": ("Tesla V100-SXM2-16GB", 16_935_682_048, 80, (7, 0), _V100, VOLTA),
-    "v100-32": ("Tesla V100-SXM2-32GB", 34_079_637_504, 80, (7, 0), _V100, VOLTA),
-    "a10g": ("NVIDIA A10G", 23_609_475_072, 80, (8, 6), (0.6, 70, 35, 31.2), A10G),
-    "l4": ("NVIDIA L4", 23_580_639_232, 58, (8, 9), (0.3, 121, 60, 30.3), f"{NVIDIA}/l4/ (2026-11, without sparsity)"),
-    "t4": ("Tesla T4", 15_655_829_504, 40, (7, 5), (0.32, 65, 8.1, 8.1), f"{NVIDIA}/tesla-t4/ (2026-11)"),
-}
-"""Names in CUDA, bytes of memory, multiprocessors, capability, speeds and their source. Speeds are TB/s, and
-tera-operations per second in half precision, in float32 and of the CUDA cores."""
 
 KINDS: Mapping[str, GpuKind] = {
     short: GpuKind(
-        name=name,
-        memory=memory,
-        processors=processors,
-        capability=capability,
-        peaks=Peaks(**{rate: 1e12 * speed for rate, speed in zip(RATES, speeds, strict=True)}),
-        source=source,
-        has_tf32=capability >= (8, 0),
+        name=row["name"],
+        memory=row["memory"],
+        processors=row["processors"],
+        capability=tuple(row["capability"]),
+        peaks=Peaks(**{rate: 1e12 * row[rate] for rate in RATES}),
+        source=row["source"],
         measured=short == "h200",
     )
-    for short, (name, memory, processors, capability, speeds, source) in _FIGURES.items()
+    for short, row in MACHINES["gpus"].items()
 }
-"""Kinds by their names in options. Memory as CUDA reports it; measured for the H200 only, recalled for the others."""
+"""Kinds by their names in options."""
 
 
 def find_kind(name: str) -> GpuKind:

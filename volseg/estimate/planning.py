@@ -8,7 +8,7 @@ from typing import Any
 from volseg.errors import ParallelError
 from volseg.estimate.allocator import has_expandable_segments
 from volseg.estimate.candidate import Candidate, Estimate, list_candidates, name_candidate, relieve
-from volseg.estimate.estimator import Machine, Planned
+from volseg.estimate.estimator import Planned
 from volseg.estimate.largest_volume import Largest, Sides, find_largest
 from volseg.estimate.report import PlanReport, build_row, build_skipped_row, format_table
 from volseg.estimate.search import GIB, Found, choose, guess_least, judge, search
@@ -22,51 +22,8 @@ MOST_GPUS = 64
 class StepPlan(Found):
     """The estimates of all candidates on a machine, and the choice."""
 
-    name: str
-    """Name of the network."""
-    shape: tuple[int, ...]
-    """Shape of a step's images, (B, C, D, H, W)."""
-    precision: str
-    machine: Machine
-    reserve: int
-    """Bytes of each GPU that the step may not take."""
-    remedies: tuple[str, ...] = ()
-    """Changes that would make the step fit, if nothing fits."""
-    notes: tuple[str, ...] = ()
-    steps_per_epoch: int | None = None
-
-    @property
-    def report(self) -> PlanReport:
-        """The whole plan as a report; ``PlanReport.model_json_schema()`` is its schema."""
-        machine = self.machine
-        rows = [
-            build_row(
-                each,
-                chosen=each is self.chosen,
-                steps_per_epoch=self.steps_per_epoch,
-                price_per_hour=machine.price_per_hour,
-            )
-            for each in self.forecasts
-        ]
-        return PlanReport(
-            network=self.name,
-            shape=self.shape,
-            precision=self.precision,
-            gpu=machine.gpu.name,
-            num_gpus=machine.num_gpus,
-            gpu_bytes=machine.gpu_bytes,
-            reserve_bytes=self.reserve,
-            rates="measured" if machine.gpu.is_measured else "published",
-            instance=machine.instance,
-            price_per_hour=machine.price_per_hour,
-            price_source=machine.price_source,
-            steps_per_epoch=self.steps_per_epoch,
-            candidates=(*rows, *(build_skipped_row(*each) for each in self.skipped)),
-            fits=self.chosen is not None,
-            why=self.why,
-            remedies=self.remedies,
-            notes=self.notes,
-        )
+    report: PlanReport
+    """The whole plan as data; ``PlanReport.model_json_schema()`` is its schema."""
 
     def to_json(self) -> str:
         """Return the report as JSON."""
@@ -149,17 +106,31 @@ def plan_work(
             first = found.forecasts[0]
             raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
         remedies = tuple(_list_remedies(planned, found, workers)) if found.chosen is None else ()
-    return StepPlan(
-        **vars(found),
-        name=work.name,
+    price = machine.price_per_hour
+    rows = [
+        build_row(each, chosen=each is found.chosen, steps_per_epoch=steps_per_epoch, price_per_hour=price)
+        for each in found.forecasts
+    ]
+    report = PlanReport(
+        network=work.name,
         shape=work.shape,
         precision=str(work.precision).removeprefix("torch."),
-        machine=machine,
-        reserve=planned.reserve,
+        gpu=machine.gpu.name,
+        num_gpus=machine.num_gpus,
+        gpu_bytes=machine.gpu_bytes,
+        reserve_bytes=planned.reserve,
+        rates="measured" if machine.gpu.is_measured else "published",
+        instance=machine.instance,
+        price_per_hour=price,
+        price_source=machine.price_source,
+        steps_per_epoch=steps_per_epoch,
+        candidates=(*rows, *(build_skipped_row(*each) for each in found.skipped)),
+        fits=found.chosen is not None,
+        why=found.why,
         remedies=remedies,
         notes=tuple(notes),
-        steps_per_epoch=steps_per_epoch,
     )
+    return StepPlan(**vars(found), report=report)
 
 
 def _list_remedies(planned: Planned, found: Found, workers: ForkedWorkers[Planned]) -> Iterator[str]:

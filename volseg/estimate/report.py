@@ -30,15 +30,6 @@ class _Row(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class DeviceRow(_Row):
-    """Memory of one GPU."""
-
-    used_bytes: Bytes
-    reserved_bytes: Bytes
-    step_reserved_bytes: Bytes
-    outside_bytes: Bytes
-
-
 class CandidateRow(_Row):
     """One way to run the training, with its memory and time."""
 
@@ -69,8 +60,6 @@ class CandidateRow(_Row):
     """Memory of the fullest GPU outside torch's allocator: context, libraries."""
     peak_in: str | None = None
     """Part of the step in which reserved memory peaks."""
-    devices: tuple[DeviceRow, ...] = ()
-    """Memory of every GPU, ordered by process, then by stage."""
     step_seconds: Seconds | None = None
     least_step_seconds: Seconds | None = None
     """Lower bound on the seconds of a step, if the candidate was not traced."""
@@ -87,23 +76,16 @@ class CandidateRow(_Row):
     @property
     def estimate(self) -> Estimate:
         """The estimate of the row."""
-        devices = tuple(
-            MemoryUse(
-                used=each.used_bytes,
-                reserved=each.reserved_bytes,
-                outside=each.outside_bytes,
+        memory = None
+        if self.used_bytes is not None and self.reserved_bytes is not None:
+            memory = MemoryUse(
+                used=self.used_bytes,
+                reserved=self.reserved_bytes,
+                outside=self.outside_bytes or 0,
                 peak_in=self.peak_in or "",
-                reserved_by_steps=each.step_reserved_bytes,
+                reserved_by_steps=self.step_reserved_bytes,
             )
-            for each in self.devices
-        )
-        return Estimate(
-            candidate=self.candidate,
-            memory=max(devices, key=lambda use: use.total, default=None),
-            devices=devices,
-            seconds=self.step_seconds,
-            refused=self.refused,
-        )
+        return Estimate(candidate=self.candidate, memory=memory, seconds=self.step_seconds, refused=self.refused)
 
 
 class PlanReport(_Row):
@@ -189,12 +171,14 @@ def build_row(
     epoch = None if seconds is None or steps_per_epoch is None else seconds * steps_per_epoch
     return CandidateRow(
         **_describe(forecast.candidate),
-        **({} if memory is None else _describe_use(memory)),
         state="chosen" if chosen else "runs" if forecast.runs else "refused",
         refused=forecast.refused,
         more_than_bytes=forecast.more_than,
+        used_bytes=None if memory is None else memory.used,
+        reserved_bytes=None if memory is None else memory.reserved,
+        step_reserved_bytes=None if memory is None else memory.of_steps().reserved,
+        outside_bytes=None if memory is None else memory.outside,
         peak_in=None if memory is None else memory.peak_in,
-        devices=tuple(DeviceRow(**_describe_use(use)) for use in forecast.devices),
         step_seconds=seconds,
         epoch_seconds=epoch,
         epoch_price=None if epoch is None or price_per_hour is None else epoch / 3600 * price_per_hour,
@@ -209,15 +193,6 @@ def build_skipped_row(candidate: Candidate, least_seconds: float) -> CandidateRo
 def _describe(candidate: Candidate) -> dict[str, Any]:
     way = {name: getattr(candidate, name) for name in WAY}
     return {"name": name_candidate(candidate), **way, "num_gpus": candidate.num_gpus}
-
-
-def _describe_use(use: MemoryUse) -> dict[str, Any]:
-    return {
-        "used_bytes": use.used,
-        "reserved_bytes": use.reserved,
-        "step_reserved_bytes": use.of_steps().reserved,
-        "outside_bytes": use.outside,
-    }
 
 
 def format_table(rows: Sequence[CandidateRow]) -> str:

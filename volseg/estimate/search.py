@@ -5,10 +5,8 @@ times hold for every network, since large kernels are at least as efficient as s
 
 - A step with recomputation runs the kernels of the plain step, and more.
 - Each of N GPUs runs a share of the kernels of one GPU, in at least 1/N of their time.
-- A pipeline of N stages and m micro-batches is full for m rounds, and fills or drains for N - 1 more. Smaller
-  micro-batches only shorten the filling and draining.
-- Without replay, Python starts each kernel: in a pipeline m times those of the forward pass, and the others once or
-  more, with more starts for smaller micro-batches.
+- A pipeline of N stages and m micro-batches is full for m rounds, and fills or drains for N - 1 more.
+- Without replay, Python starts the forward pass of each of the m micro-batches.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -140,48 +138,19 @@ def sort_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def compute_lower_bound(candidate: Candidate, known: Iterable[Estimate], batch_size: int) -> float:
-    """Return a lower bound on a candidate's seconds per step, from estimates of others with the same kernels."""
-    rounds = _count_rounds(candidate, batch_size)
+    """Return a lower bound on a candidate's seconds per step, from estimates of one GPU with the same kernels."""
+    rounds = 1 if candidate.split_size is None else -(-batch_size // (candidate.data * candidate.split_size))
     bounds = [0.0]
     for forecast in known:
         one = forecast.candidate
         alike = (one.kernels, one.recorded) == (candidate.kernels, candidate.recorded) and one.checkpoint is None
-        if not alike or forecast.seconds is None or candidate == one:
+        if not alike or forecast.seconds is None or candidate == one or one.num_gpus > 1:
             continue
-        if one.num_gpus == 1:
-            # A pipeline is full for this many rounds, and fills or drains in the others.
-            share = forecast.seconds / candidate.num_gpus
-            bounds.append(share * (rounds + candidate.pipeline - 1) / rounds)
-        if _is_of_larger_pieces(one, candidate):
-            before = _count_rounds(one, batch_size)
-            filled = (rounds + candidate.pipeline - 1) / rounds * before / (before + candidate.pipeline - 1)
-            bounds.append(forecast.seconds * min(filled, 1.0))
-        bounds.append(_find_host_bound(candidate, forecast, rounds))
+        # A pipeline is full for this many rounds, and fills or drains in the others.
+        bounds.append(forecast.seconds / candidate.num_gpus * (rounds + candidate.pipeline - 1) / rounds)
+        if candidate.pipeline > 1 and not candidate.recorded:
+            bounds.append(rounds * OF_STAGES * (forecast.host_forward_seconds or 0.0))
     return max(bounds)
-
-
-def _count_rounds(candidate: Candidate, batch_size: int) -> int:
-    """Return the number of micro-batches of a step; 1 without a pipeline."""
-    if candidate.pipeline == 1 or candidate.split_size is None:
-        return 1
-    return -(-batch_size // (candidate.data * candidate.split_size))
-
-
-def _is_of_larger_pieces(one: Candidate, candidate: Candidate) -> bool:
-    """Return whether ``one`` is the same pipeline as the candidate with larger micro-batches."""
-    is_larger = candidate.pipeline > 1 and (one.split_size or 0) > (candidate.split_size or 0)
-    return is_larger and (one.data, one.pipeline) == (candidate.data, candidate.pipeline)
-
-
-def _find_host_bound(candidate: Candidate, known: Estimate, rounds: int) -> float:
-    """Return a lower bound on Python's seconds in a pipeline's step, from one GPU or from larger micro-batches."""
-    one = known.candidate
-    if candidate.pipeline == 1 or candidate.recorded or known.host_seconds is None:
-        return 0.0
-    if one.num_gpus == 1 and candidate.data == 1:
-        forward = known.host_forward_seconds or 0.0
-        return known.host_seconds + (rounds * OF_STAGES - 1) * forward
-    return known.host_seconds if _is_of_larger_pieces(one, candidate) else 0.0
 
 
 def choose(forecasts: Sequence[Estimate], capacity: int | None = None) -> tuple[Estimate | None, str]:

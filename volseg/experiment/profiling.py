@@ -170,7 +170,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
     pieces = max(1, config.patch.batch // (followed.candidate.split_size or 1)) if stages else 1
     dtype = choose_dtype(config.training.precision, gpu.capability)
     # The cost of messages is the difference to a step with free messages: streams overlap.
-    free = replace(machine.links, points={}, latency_s=0.0, bandwidth=math.inf)
+    free = replace(machine.links, latency_s=0.0, bandwidth=math.inf)
     step, without = (
         estimate_times(
             followed.traces, gpu, links, recorded=followed.recorded, stages=stages, micro_batches=pieces

@@ -30,11 +30,11 @@ from volseg.device import triton_tiles
 from volseg.device.graph import undisturbed
 from volseg.device.peer.planes import LIMIT, PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
-from volseg.estimate.calibration import describe_machine, measure_host, record, time_calls
 from volseg.estimate.trace import KernelRun
 from volseg.losses.dice import passes as dice
 from volseg.losses.dice.reference import Terms
 from volseg.parallel import FastKernels
+from volseg.profiling.calibration import describe_machine, measure_host, record, time_calls
 
 Measured = dict[str, Any]
 """A row of the table: the fields of a ``KernelRun``, and ``seconds``."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from volseg.device.convolution import choice, depth_chunks
 from volseg.device.convolution.forms import Direction
 from volseg.device.convolution.settings import Settings
-from volseg.estimate.calibration import time_calls, time_once
+from volseg.profiling.calibration import time_calls, time_once
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "input gradient", "weight gradient")
 

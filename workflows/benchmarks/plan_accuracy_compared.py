@@ -123,8 +123,7 @@ def compare(
             memory, reserved = forecast.memory, max(row["max_memory_reserved"])
             beside = max(row["beside"]["end"])
             found |= {"measured_reserved": reserved, "forecast_reserved": memory.reserved}
-            used = max(use.used for use in forecast.devices)  # another one may hold most than reserves most
-            found |= {"measured_used": max(row["max_memory_allocated"]), "forecast_used": used}
+            found |= {"measured_used": max(row["max_memory_allocated"]), "forecast_used": memory.used}
             found |= {"measured_outside": beside, "forecast_outside": memory.outside}
             found |= {"measured_seconds": row["seconds_not_waited_for"], "forecast_seconds": forecast.seconds}
             for what in ("reserved", "used", "seconds"):

@@ -58,7 +58,7 @@ FLOAT32 = _split("""
 
 FLOAT32_RESULT = _split("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-    linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
 """)
 """Operators whose result is float32, unless another type is requested; they read their argument as it is."""
 
@@ -131,12 +131,6 @@ def _refuse(operator: Any, args: Any, kwargs: Any) -> Call:
 SOFTMAX = {torch.ops.aten.softmax.int: softmax, torch.ops.aten.log_softmax.int: log_softmax}
 """Operators that read half precision and write float32 on GPUs only."""
 
-NORMS = {
-    torch.ops.aten.norm.Scalar: (torch.ops.aten.norm.ScalarOpt_dtype, {"p": 2}),
-    torch.ops.aten.norm.ScalarOpt_dim: (torch.ops.aten.norm.ScalarOpt_dim_dtype, {"keepdim": False}),
-}
-"""Operators that write another type through another overload, with the further arguments of the overload."""
-
 
 def _to_result(operator: Any, args: Any, kwargs: Any) -> Call:
     names = [argument.name for argument in get_schema(operator).arguments]
@@ -145,9 +139,6 @@ def _to_result(operator: Any, args: Any, kwargs: Any) -> Call:
         return operator, args, kwargs
     if operator in SOFTMAX and args[0].dtype != torch.float32:  # a GPU widens inside the kernel
         return SOFTMAX[operator], (given["self"], given["dim"], True), {}
-    if operator in NORMS:
-        other, rest = NORMS[operator]
-        return other, (), rest | given | {"dtype": torch.float32}
     return operator, args, kwargs | {"dtype": torch.float32}
 
 

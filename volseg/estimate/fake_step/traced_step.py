@@ -111,7 +111,6 @@ class TracedStep(GpuObserver):
         self._limit = limit
         self._has_ended = False
         self._is_recorded = False
-        self._listener: Callable[[str], None] | None = None
         self.fault: OutOfMemoryError | None = None
         """Error that stopped the trace: its end raises it again if the body caught it."""
         self._sizes = [0] * num_gpus
@@ -139,16 +138,10 @@ class TracedStep(GpuObserver):
         self._is_recorded = self._is_recorded or name == "record"
         for number in range(len(self._events)):
             self._put(number, Mark(name))
-        if self._listener is not None:
-            self._listener(name)
 
     def on_mark(self, name: str) -> None:
         """Mark the beginning of a part, when a strategy reports it."""
         self.mark(name)
-
-    def listen(self, listener: Callable[[str], None]) -> None:
-        """Call a function at each mark from now on; its exception ends the step there."""
-        self._listener = listener
 
     def copy(self, value: Any) -> Any:
         """Return a fake copy, on the host, of a network or of any value that holds tensors."""

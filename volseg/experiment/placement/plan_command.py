@@ -11,7 +11,6 @@ import torch
 
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
-from volseg.estimate.calibration import calibrate, describe_kind, describe_machine, rates_file_path, read_calibration
 from volseg.estimate.candidate import Candidate, Work, name_candidate
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, find_kind
@@ -32,6 +31,7 @@ from volseg.parallel.devices import count_gpus, current_gpu_or_cpu
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.parallel.forking import ask_copy
 from volseg.planning import parse_memory
+from volseg.profiling.calibration import calibrate, describe_kind, describe_machine, rates_file_path, read_calibration
 from volseg.workflow.precision import choose_dtype
 
 
@@ -119,13 +119,13 @@ def plan_words(
     overrides, components : sequence
         Overrides and component files of the plan; the training command includes them.
     """
-    machine = plan.machine
-    where = f"{machine.num_gpus} x {machine.gpu.name} of {machine.gpu_bytes / GIB:.1f} GiB"
-    if machine.instance is not None:
-        price = "" if machine.price_per_hour is None else f", {machine.price_per_hour:.2f} $ an hour"
-        where += f" ({machine.instance}{price})"
+    report = plan.report
+    where = f"{report.num_gpus} x {report.gpu} of {report.gpu_bytes / GIB:.1f} GiB"
+    if report.instance is not None:
+        price = "" if report.price_per_hour is None else f", {report.price_per_hour:.2f} $ an hour"
+        where += f" ({report.instance}{price})"
     lines = [
-        f"{plan.name}, {' x '.join(map(str, plan.shape))}, {plan.precision}, on {where}",
+        f"{report.network}, {' x '.join(map(str, report.shape))}, {report.precision}, on {where}",
         "",
         plan.table(),
         "",
@@ -133,7 +133,7 @@ def plan_words(
     ]
     if plan.chosen is not None:
         lines += [f"  {shlex.join(_list_command(plan.chosen.candidate, config, overrides, components))}"]
-    lines += [f"It would fit: {remedy}." for remedy in plan.remedies]
+    lines += [f"It would fit: {remedy}." for remedy in report.remedies]
     refused: dict[str, list[str]] = {}
     for each in plan.forecasts:
         if each.memory is None and each.more_than is None:
@@ -143,11 +143,11 @@ def plan_words(
         "",
         "GiB of the fullest GPU: `used` by tensors; `reserved` with what torch and its libraries hold besides.",
     ]
-    if not machine.gpu.is_measured:
-        lines.append(f"Times follow from published rates of {machine.gpu.name}: volseg has no measurements of it.")
-    if machine.price_source is not None:
-        lines.append(f"Prices: {machine.price_source}; of the steps alone, without validation.")
-    lines += [f"Note: {note}." for note in plan.notes]
+    if report.rates == "published":
+        lines.append(f"Times follow from published rates of {report.gpu}: volseg has no measurements of it.")
+    if report.price_source is not None:
+        lines.append(f"Prices: {report.price_source}; of the steps alone, without validation.")
+    lines += [f"Note: {note}." for note in report.notes]
     return "\n".join(lines)
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from volseg.errors import ConfigError
-from volseg.estimate import calibration
-from volseg.estimate.calibration import calibrate, describe_kind, rates_file_path, read_calibration
 from volseg.estimate.gpu_kinds import find_kind, name_group
 from volseg.estimate.operator_work import describe_kernel, list_tensors
 from volseg.estimate.trace import KernelRun
+from volseg.profiling import calibration
+from volseg.profiling.calibration import calibrate, describe_kind, rates_file_path, read_calibration
 
 MACHINE = {
     "gpu": "NVIDIA H200",
