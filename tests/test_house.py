@@ -151,13 +151,13 @@ def test_the_text_of_processes_has_an_encoding() -> None:
 
 
 LIMITS = {
-    "lines of code": 56_920,
-    "modules": 427,
+    "lines of code": 56_560,
+    "modules": 425,
     "modules of the largest folder": 20,
     "functions called find_": 33,
-    "lines of tests": 69_950,
+    "lines of tests": 66_100,
     "benchmark scripts": 25,
-    "lines of benchmarks": 7_000,
+    "lines of benchmarks": 6_500,
     "words of docs": 57_800,
 }
 """How large the house may be. Lower a number when the house shrinks; raise none: what a change adds, it takes away.
