@@ -1,6 +1,8 @@
 """The processes of the benchmarks: they answer together, and where one fails all end with its reason."""
 
 import argparse
+import gzip
+import json
 import os
 import time
 import weakref
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import networks
 import pytest
+import results
 import spatial
 import task04
 import workers
@@ -117,3 +120,9 @@ def test_a_row_of_slabs_leaves_no_memory_to_the_next(monkeypatch):
 
     monkeypatch.setattr(spatial, "measure", lambda row: {"held": bool(Step()) and left[0]() is not None})
     assert [told["held"] for told in spatial.answer(iter([{}, {}]))] == [True, False]
+
+
+def test_the_table_of_kernels_is_packed_as_its_name_says(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "read_environment", dict)
+    results.write_result(tmp_path / "h200.json.gz", rows=[1])
+    assert json.loads(gzip.decompress((tmp_path / "h200.json.gz").read_bytes()))["rows"] == [1]
