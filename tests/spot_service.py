@@ -48,7 +48,9 @@ def serving():
     service = Service()
     thread = threading.Thread(target=service.server.serve_forever, args=(0.01,))
     thread.start()
-    yield service
-    service.server.shutdown()
-    thread.join()
-    service.server.server_close()
+    try:
+        yield service
+    finally:  # the program would wait for the thread
+        service.server.shutdown()
+        thread.join()
+        service.server.server_close()

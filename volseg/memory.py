@@ -30,9 +30,8 @@ def read_limits(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[int 
     cgroups, own
         Folder of the cgroups (version 2), and file with this process's.
     """
-    path = next((line[3:] for line in _read(own).splitlines() if line.startswith("0::")), None)
-    if path is None:  # not Linux, or cgroups of version 1
-        return None, None
+    # A process that cannot tell its cgroup may still be limited at the top, as containers are.
+    path = next((line[3:] for line in _read(own).splitlines() if line.startswith("0::")), "")
     memory, cores = [], []
     # In a container the cgroup's path is often the host's, and its own files are at the top.
     for folder in (cgroups / path.strip("/"), *(cgroups / path.strip("/")).parents):
@@ -47,6 +46,6 @@ def read_limits(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[int 
 def _read(file: Path) -> str:
     """Return the text of a file of the system; empty where there is none."""
     try:
-        return file.read_text(encoding="ascii", errors="replace").strip()
+        return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from kernels import DEVICE, with_kernels
 
+from volseg import memory as main_memory
 from volseg.diagnosis.doctor import (
     SCHEMA_VERSION,
     Diagnosis,
@@ -112,6 +113,8 @@ def test_shared_memory_as_small_as_dockers_is_found() -> None:
         # A step below a job: the job's limit counts where it is the smaller one.
         ("0::/job/step\n", {"job/memory.max": "1073741824", "job/step/memory.max": "max"}, 2**30, None),
         ("4:memory:/box\n1:cpu,cpuacct:/box\n", {"memory/box/memory.limit_in_bytes": "3221225472"}, None, None),
+        ("4:memory:/box\n", {"memory.max": "1073741824"}, 2**30, None),
+        ("0::/größe\n", {"größe/memory.max": "1073741824"}, 2**30, None),
         ("0::/\n", {}, None, None),
     ],
 )
@@ -125,6 +128,11 @@ def test_limits_of_a_container_are_found(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n", encoding="utf-8")
     assert read_limits(tmp_path / "cgroup", group) == (memory, cores)
+
+
+def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main_memory, "read_limits", lambda: (2**20, None))
+    assert main_memory.total_bytes() == main_memory.available_bytes() == 2**20
 
 
 def test_a_gatherer_that_hangs_is_ended_with_what_it_started_and_named(tmp_path: Path) -> None:

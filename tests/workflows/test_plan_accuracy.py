@@ -30,7 +30,9 @@ def test_a_configuration_is_measured_in_this_process():
 
 @pytest.fixture
 def compared():
-    measured = {"max_memory_reserved": [100 * MIB], "max_memory_allocated": [80 * MIB], "seconds_not_waited_for": 2.0}
+    # The GPU that uses most need not be the one that is fullest.
+    measured = {"max_memory_reserved": [90 * MIB, 100 * MIB], "max_memory_allocated": [85 * MIB, 80 * MIB]}
+    measured["seconds_not_waited_for"] = 2.0
     way = {"kernels": "torch", "spatial": 1, "pipeline": 1, "checkpoint": None, "recorded": False}
     measured |= {"patch": [32] * 3, "batch": 1, "precision": "bf16", "ema": None, "layout": "contiguous"}
     measured["split_size"] = None

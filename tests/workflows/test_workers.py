@@ -1,9 +1,18 @@
 """The processes of the benchmarks: they answer together, and where one fails all end with its reason."""
 
+import argparse
+import gzip
+import json
+import os
 import time
+import weakref
 from pathlib import Path
 
+import networks
 import pytest
+import results
+import spatial
+import task04
 import workers
 from workers import Group, Worker, ask, share_gpus
 
@@ -63,3 +72,57 @@ def test_jobs_share_the_gpus_and_one_that_fails_loses_no_other():
     with pytest.raises(SystemExit, match="ZeroDivisionError"):
         share_gpus({"a": lambda gpu: 1 / 0, "c": lambda gpu: gpu}, 2, finished.__setitem__)
     assert finished.keys() == {"a", "b", "c"}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two folds at a time need two cores")
+def test_each_fold_has_the_cores_of_its_place_whichever_thread_starts_it(monkeypatch):
+    """A thread that had trained a fold counted the cores of that fold only, and the next one had none."""
+    places, own = [], sorted(os.sched_getaffinity(0))
+
+    def run(command, env, check):
+        places.append((own[int(env["CUDA_VISIBLE_DEVICES"])], *os.sched_getaffinity(0)))
+
+    monkeypatch.setattr(task04.subprocess, "run", run)
+    chosen = argparse.Namespace(folds=[0, 1, 2, 3, 4, 5], gpus=2, cores=1, cold=False)
+    assert task04.train_folds(chosen).keys() == {*chosen.folds}
+    assert all(core == allowed for core, allowed in places)
+
+
+class Ended:
+    """A worker whose process has given its answer and ended."""
+
+    def hear(self, seconds):
+        return {"error": "its process ended by 0"}
+
+    def tell(self, message):
+        pass
+
+    read_log = end = lambda self: ""
+
+
+def test_kernels_are_no_question_to_who_measured_exactness(monkeypatch, tmp_path):
+    monkeypatch.setattr(networks, "Worker", lambda *_: Ended())
+    row = {**networks.ROWS["exactness on 2 GPUs"], "network": "UNet", "name": "exactness", "sides": (8, 8, 8)}
+    running = networks.Running(row, 0, argparse.Namespace(cache=tmp_path, threads=1))
+    running.told = {"ours_to_plain": 0}
+    running.write_kernels(tmp_path / "kernels")
+    assert running.tell() == {"ours_to_plain": 0}
+
+
+def test_a_row_of_slabs_leaves_no_memory_to_the_next(monkeypatch):
+    """A step refers to its network, and back: its memory was counted with the next row's."""
+    left = []
+
+    class Step:
+        def __init__(self):
+            self.network = self
+            left.append(weakref.ref(self))
+
+    monkeypatch.setattr(spatial, "measure", lambda row: {"held": bool(Step()) and left[0]() is not None})
+    assert [told["held"] for told in spatial.answer(iter([{}, {}]))] == [True, False]
+
+
+def test_the_table_of_kernels_is_packed_as_its_name_says(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "read_environment", dict)
+    results.write_result(tmp_path / "h200.json.gz", rows=[1])
+    assert json.loads(gzip.decompress((tmp_path / "h200.json.gz").read_bytes()))["rows"] == [1]

@@ -85,8 +85,10 @@ class Sitting:
 
     def wait(self, seconds: float = LIMIT) -> int | None:
         """Return the exit status as a shell shows it; None while it runs."""
-        self._process.join(seconds)
-        code = self._process.exitcode
+        deadline = time.monotonic() + seconds
+        # Not `join`: forks of other threads hold the pipe that it waits on, and outlive the training.
+        while (code := self._process.exitcode) is None and time.monotonic() < deadline:
+            time.sleep(0.005)
         return code if code is None or code >= 0 else 128 - code
 
     def end(self) -> int:

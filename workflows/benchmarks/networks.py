@@ -163,6 +163,8 @@ class Running:
 
     def write_kernels(self, folder: Path) -> None:
         """Have each process write the kernels of two steps into a folder."""
+        if not self.ms:  # the processes of exactness have ended
+            return
         name = f"{self.row['network']} {self.row['name']} {name_sides(self.row['sides'])}".replace(" ", "_")
         folder.mkdir(parents=True, exist_ok=True)
         self._ask({"asks": "kernels", "file": str(folder.resolve() / name)})

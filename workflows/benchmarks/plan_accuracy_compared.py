@@ -119,11 +119,12 @@ def compare(
         if forecast.memory is None or forecast.seconds is None:
             found["refused"] = forecast.refused
         else:
-            # Of several GPUs that of which more is forecast is what counts: where it is full, nothing fits.
+            # Of several GPUs the fullest is what counts: where it is full, nothing fits.
             memory, reserved = forecast.memory, max(row["max_memory_reserved"])
+            used = row["max_memory_allocated"][row["max_memory_reserved"].index(reserved)]
             beside = max(row["beside"]["end"])
             found |= {"measured_reserved": reserved, "forecast_reserved": memory.reserved}
-            found |= {"measured_used": max(row["max_memory_allocated"]), "forecast_used": memory.used}
+            found |= {"measured_used": used, "forecast_used": memory.used}
             found |= {"measured_outside": beside, "forecast_outside": memory.outside}
             found |= {"measured_seconds": row["seconds_not_waited_for"], "forecast_seconds": forecast.seconds}
             for what in ("reserved", "used", "seconds"):

@@ -1,6 +1,7 @@
 """Write a benchmark's result as JSON, with its command, machine and libraries, and draw its plot as SVG."""
 
 import argparse
+import gzip
 import json
 import shlex
 import subprocess
@@ -42,8 +43,9 @@ def read_result(path: Path) -> dict[str, Any]:
 def write_result(path: Path, indent: int | None = 1, **content: Any) -> None:
     """Write a result as JSON, whole or not at all: a script writes after each row, and may be killed meanwhile."""
     told = {"command": name_command(), "environment": read_environment(), **content}
+    text = (json.dumps(told, indent=indent) + "\n").encode()
     with replacing(path) as fresh:
-        fresh.write_text(json.dumps(told, indent=indent) + "\n", encoding="utf-8")
+        fresh.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ JSON. ``--device cpu --small`` tries the script without a GPU.
 """
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -37,6 +38,7 @@ def answer(messages: Iterator[Row]) -> Iterator[Row]:
             if not _is_out_of_memory(fault):
                 raise
             yield {"out_of_memory": str(fault).partition("\n")[0][:300]}
+        gc.collect()  # a step and its network hold one another
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

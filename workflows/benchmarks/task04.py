@@ -79,9 +79,11 @@ def train_folds(chosen: argparse.Namespace) -> dict[int, float]:
     SystemExit
         If a fold fails; the others are trained to their end.
     """
+    # Counted once: a thread that has trained a fold may use that fold's cores only.
+    cores = [first_cores(chosen.cores, place) for place in range(chosen.gpus)]
 
     def train(fold: int, place: int) -> float:
-        os.sched_setaffinity(0, first_cores(chosen.cores, place))  # of this thread, for the process that it starts
+        os.sched_setaffinity(0, cores[place])  # of this thread, for the process that it starts
         environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": str(place)} if chosen.gpus > 1 else {})}
         if chosen.cold:
             environment["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton_")
