@@ -199,6 +199,7 @@ def test_a_file_per_channel_is_one_image(save, ramp, affine):
     torch.testing.assert_close(volume.meta["original_affine"], alone["original_affine"])
     read = Read(["image"])({"case": "a", "image": (first, second)})
     torch.testing.assert_close(read["image"].as_tensor(), volume.as_tensor())
+    assert read_volume((save(np.stack([ramp, ramp], axis=-1)),)).shape == (2, *ramp.shape)  # one file of all channels
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,19 @@ def test_names_and_colours_of_labels_are_in_the_header(tmp_path):
     assert read_label_table(write_prediction(labels, image, tmp_path / "plain.nii")) == {}
 
 
+@pytest.mark.parametrize("codes", [(4, 0), (0, 1), (0, 0)])
+def test_header_codes_are_those_of_the_image(tmp_path, codes):
+    image = nib.Nifti1Image(np.zeros((5, 6, 7), np.float32), None)
+    for set_form, code in zip((image.set_sform, image.set_qform), codes, strict=True):
+        set_form(RIGID.numpy(), code=code)
+    image.to_filename(tmp_path / "image.nii")
+    written = nib.load(
+        write_prediction(torch.zeros(1, 5, 6, 7), read_volume(tmp_path / "image.nii"), tmp_path / "a.nii")
+    )
+    assert (int(written.header["sform_code"]), int(written.header["qform_code"])) == codes
+    np.testing.assert_allclose(written.affine, nib.load(tmp_path / "image.nii").affine, atol=1e-5)  # float32
+
+
 def test_sform_and_qform_of_different_places_are_both_kept(tmp_path):
     """An image registered to an atlas (sform) keeps its place in the scanner (qform), by which ITK-SNAP shows it."""
     scanner, atlas = np.diag([-2.0, 1.5, 1, 1]), np.diag([1.0, 1, 1, 1])

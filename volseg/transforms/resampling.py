@@ -102,17 +102,16 @@ def _resample(volume: MetaTensor, target: Sides, mode: str, field: str) -> MetaT
     """Return ``volume`` ``(C, D, H, W)`` in float32 at the spacing, on the grid that MONAI's ``Spacing`` gives it."""
     grid = Grid.of(volume)
     before = grid.affine.numpy()
-    axes = before[:3, :3]
-    if np.allclose(axes.T @ axes, np.diag(np.square(target)), atol=AFFINE_TOL):
-        return volume.float()
-    _require_room(volume, grid, target, field)
-    sides = np.linalg.norm(axes, axis=0)
+    sides = np.linalg.norm(before[:3, :3], axis=0)
     kept = np.abs(sides - target) <= AFFINE_TOL
     after = zoom_affine(before, np.where(kept, sides, target), diagonal=False)
     sizes, after[:3, 3] = compute_shape_offset(grid.shape, before, after)
     shape, moved = sizes.tolist(), torch.from_numpy(np.linalg.solve(before, after))
-    if shape == list(grid.shape) and torch.allclose(moved, torch.eye(4, dtype=moved.dtype), atol=AFFINE_TOL):
+    if shape == list(grid.shape) and (
+        np.allclose(before, after, atol=AFFINE_TOL) or np.allclose(moved, np.eye(4), atol=AFFINE_TOL)
+    ):
         return volume.float()
+    _require_room(volume, grid, target, field)
     source = volume.as_tensor() if mode == "bilinear" else volume.as_tensor().cpu()
     resampled = torch.empty(len(source), *shape, device=source.device)
     fill = _make_fill(source.double(), resampled, moved, mode)

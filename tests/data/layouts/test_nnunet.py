@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from volseg.data.layouts import load_task
+from volseg.data.readers import list_case_files
 from volseg.errors import DataError
 
 BRATS = {"background": 0, "whole tumor": [1, 2, 3], "tumor core": [2, 3], "enhancing tumor": [3]}
@@ -60,6 +61,11 @@ def test_one_channel_is_one_path(raw):
         root / "imagesTr/a_0000.nrrd",
         root / "labelsTr/a.nrrd",
     )
+
+
+def test_a_file_of_all_channels_is_one_path(raw):
+    root = raw(channels=(0,))
+    assert load_task(root).training[0]["image"] == root / "imagesTr/a_0000.nii.gz"
 
 
 @pytest.mark.parametrize(
@@ -144,37 +150,39 @@ def test_what_nnunet_passes_over_is_said(raw, caplog):
     (root / "labelsTr/orphan.nii.gz").touch()
     (root / "imagesTr/._a_0000.nii.gz").touch()  # macOS
     (root / "imagesTr/notes.txt").touch()
+    (root / "imagesTs/u_0001.nii.gz").touch()
     with caplog.at_level(logging.INFO, logger="volseg.data"):
         task = load_task(root)
     assert [case["case"] for case in (*task.training, *task.test)] == ["a", "b", "t"]
     assert "numTraining is 7, but 2 cases were found" in caplog.text
     assert logging.WARNING in {record.levelno for record in caplog.records}
     assert "1 label(s) have no image and are left out: orphan" in caplog.text
+    assert "1 of 2 declared test images are absent and left out" in caplog.text
 
 
-def test_a_missing_label_is_left_to_the_check_unless_files_are_required(raw):
+@pytest.mark.parametrize("gone", ["imagesTr/b_0000.nii.gz", "imagesTr/b_0001.nii.gz", "labelsTr/b.nii.gz"])
+def test_a_missing_channel_or_label_is_left_to_the_check_unless_files_are_required(raw, gone):
     root = raw()
-    (root / "labelsTr/a.nii.gz").unlink()
-    with pytest.raises(DataError, match=r"1 absent file\(s\): labelsTr/a\.nii\.gz; fetch"):
+    (root / gone).unlink()
+    with pytest.raises(DataError, match=rf"1 absent file\(s\): {gone}; fetch"):
         load_task(root)
-    assert len(load_task(root, require_files=False).training) == 2
+    [_, case] = load_task(root, require_files=False).training
+    assert root / gone in list_case_files(case)
 
 
 @pytest.mark.parametrize(
-    ("removed", "added", "message"),
+    ("name", "changes"),
     [
-        ("imagesTr/b_0001.nii.gz", None, r"b has 1 file\(s\), b_0000\.nii\.gz; needed: one for each of the 2 channels"),
-        (None, "imagesTr/b_0002.nii.gz", r"b has 3 file\(s\), b_0000\.nii\.gz, b_0001\.nii\.gz, b_0002\.nii\.gz"),
-        (None, "imagesTr/c.nii.gz", r"1 absent file\(s\): labelsTr/c\.nii\.gz"),
+        ("imagesTr/b_0002.nii.gz", {}),
+        ("imagesTs/t_0001.nii.gz", {"channel_names": {"0": "CT"}, "channels": (0,)}),
+        ("imagesTr/c.nii.gz", {}),
     ],
 )
-def test_images_without_exactly_the_declared_channels_are_refused(raw, removed, added, message):
-    root = raw()
-    if removed:
-        (root / removed).unlink()
-    if added:
-        (root / added).touch()
-    with pytest.raises(DataError, match=message):
+def test_files_that_nobody_declared_are_refused(raw, name, changes):
+    """The second channel of a test image became a case of its own, with a prediction."""
+    root = raw(**changes)
+    (root / name).touch()
+    with pytest.raises(DataError, match=rf"{name} is none of the [12] declared channel\(s\).*declare the channel in"):
         load_task(root)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from volseg.data.cases import Case, Task
 from volseg.data.dicom.labels import find_dicom_label
 from volseg.data.layouts.declared import make_task, note_columns, read_channel_names, read_labelled, read_regions
-from volseg.data.layouts.naming import group_channels, image_of, log_once, number_channels
+from volseg.data.layouts.naming import image_of, log_once, number_channels
 from volseg.data.readers import SUFFIXES, list_case_files, list_files, match_suffix, stem
 from volseg.errors import DataError
 from volseg.files import require_text
@@ -282,8 +282,8 @@ def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: b
         fields = ("image", "label")
         training = _read_cases(named, fields, manifest, len(modalities), labels.labels, columns, _expand)
     else:
-        training = _list_training(folder, ending, modalities)
-    test = _group_images(folder / "imagesTs", ending, modalities) if (folder / "imagesTs").is_dir() else []
+        training = _list_training(folder, ending, len(modalities))
+    test = _list_images(folder / "imagesTs", ending, len(modalities)) if (folder / "imagesTs").is_dir() else []
     _log_counts(declared, {"training": training}, manifest, logging.WARNING)
     cases = sort_cases(training, test, manifest, require_files=require_files)
     return make_task(manifest, declared, modalities, labels, cases, columns)
@@ -295,7 +295,7 @@ def _expand(folder: Path, path: str, where: str) -> Path:
     return Path(os.path.abspath(folder / os.path.expandvars(path)))
 
 
-def _list_training(folder: Path, ending: str | None, modalities: Sequence[str]) -> list[Case]:
+def _list_training(folder: Path, ending: str | None, num_channels: int) -> list[Case]:
     images, labels = folder / "imagesTr", folder / "labelsTr"
     for needed in (images, labels):
         if not needed.is_dir():
@@ -307,7 +307,7 @@ def _list_training(folder: Path, ending: str | None, modalities: Sequence[str]) 
         by_name[stem(path)].append(path)
     if doubled := [name for name, paths in by_name.items() if len(paths) > 1]:
         raise DataError(f"{labels} holds {list_some([path.name for path in by_name[doubled[0]]])}; keep one of them")
-    cases = _group_images(images, ending, modalities)
+    cases = _list_images(images, ending, num_channels)
     if not cases:
         raise DataError(f"{images} holds no image; needed: CASE_0000{ending or '.nii.gz'}, a file per channel")
     if alone := sorted(by_name.keys() - {case["case"] for case in cases}):
@@ -318,8 +318,32 @@ def _list_training(folder: Path, ending: str | None, modalities: Sequence[str]) 
     return cases
 
 
-def _group_images(folder: Path, ending: str | None, modalities: Sequence[str]) -> list[Case]:
-    """Return the images of a folder; an image without all its channels is refused."""
-    files = [path for path in list_images(folder) if ending is None or path.name.endswith(ending)]
-    cases = group_channels(files, modalities)
-    return [{**case, "case": require_id(case["case"], str(folder))} for case in cases]
+def _list_images(folder: Path, ending: str | None, num_channels: int) -> list[Case]:
+    """Return the images of a folder: a path per channel, also for absent files, so that each case is judged by itself.
+
+    If several channels are declared and every case has only channel 0, its file holds all channels.
+    """
+    found: dict[str, dict[int, Path]] = defaultdict(dict)
+    for path in (path for path in list_images(folder) if ending is None or path.name.endswith(ending)):
+        case, channel = number_channels(stem(path)) or (stem(path), num_channels)
+        if channel >= num_channels or channel in found[case]:
+            raise DataError(
+                f"{path} is none of the {num_channels} declared channel(s), or one twice; needed: CASE_0000"
+                f"{ending or '.nii.gz'}, CASE_0001 ..., a file per channel; declare the channel in 'channel_names', or "
+                "move the file away"
+            )
+        found[case][channel] = path
+    is_joined = all(list(channels) == [0] for channels in found.values())
+    return [
+        {
+            "case": require_id(case, str(folder)),
+            "image": channels[0] if is_joined else image_of(_fill(case, channels, num_channels)),
+        }
+        for case, channels in found.items()
+    ]
+
+
+def _fill(case: str, channels: Mapping[int, Path], num_channels: int) -> list[Path]:
+    known = next(iter(channels.values()))
+    ending = known.name[len(stem(known)) :]
+    return [channels.get(number, known.with_name(f"{case}_{number:04d}{ending}")) for number in range(num_channels)]
