@@ -58,5 +58,6 @@ def test_a_family_of_one_machine_stands_for_it_and_of_several_all_are_listed() -
 
 
 def test_an_unknown_gpu_names_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"'v100' is not known \(did you mean .*'v100-16'"):
-        find_kind("v100")
+    """For ``a100`` the first hint was ``h100``."""
+    with pytest.raises(ConfigError, match=r"'a100' is not known \(did you mean 'a100-\d0' or 'a100-\d0'\?\)"):
+        find_kind("a100")

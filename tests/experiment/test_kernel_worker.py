@@ -138,6 +138,11 @@ def test_a_worker_that_brings_nothing_says_why(line, told, begin, tmp_path):
 
 
 @pytest.mark.usefixtures("ready_python")
+def test_a_worker_that_hangs_costs_the_seconds_it_may(begin):
+    assert "longer than" in begin("time.sleep(600)").wait(seconds=0.3).problem
+
+
+@pytest.mark.usefixtures("ready_python")
 def test_a_note_that_cannot_be_written_is_told(begin, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(compiled_kernels, "note_path", lambda *given: tmp_path / "file" / "note.json")

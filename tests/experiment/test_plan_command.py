@@ -75,6 +75,11 @@ def test_json_is_a_plan_report(vnet):
     report = PlanReport.model_validate_json(told.stdout)
     assert (report.num_gpus, report.rates, report.precision) == (2, "measured", "bfloat16")
     names = {row.name for row in report.candidates}
+    (stages, *_) = [row for row in report.candidates if row.pipeline == 2 and row.used_bytes is not None]
+    assert len({*stages.stage_used_bytes}) == 2, "stages hold different layers"
+    assert (stages.used_bytes, stages.reserved_bytes) in zip(
+        stages.stage_used_bytes, stages.stage_reserved_bytes, strict=True
+    )
     assert {"one GPU", "data: 2", "spatial: 2", "pipeline: 2, split_size: 1"} <= names
     assert [row.state for row in report.candidates].count("chosen") == 1
     for row in report.candidates:

@@ -26,6 +26,7 @@ from volseg.config.loading import format_config, load_config
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment import RunFolder, predict, train, validate
 from volseg.experiment.launching import _choose_settings, count_workers
+from volseg.launched import OWN_LAUNCHER
 from volseg.lifetime import is_running
 from volseg.monitoring.spot_notices import ENDPOINT_VARIABLE
 from volseg.workflow import load_checkpoint
@@ -364,6 +365,28 @@ def test_an_error_is_told_once_and_without_gloo(start, config_file):
     last = errors.rstrip().splitlines()[-1]
     assert re.match(r"volseg: process [01] of 2 \(\S+, cpu\): the loss is not finite in epoch 1", last), last
     assert errors.count("the loss is not finite") <= 2  # by the other process, in a line, if it lives to say so
+
+
+VERB = """
+import os, sys
+from volseg.cli import main
+sys.argv[1:] = ["compile-kernels"]
+print(os.getpid(), flush=True)
+main()
+"""
+
+STARTER = f"import os, subprocess, sys; os.environ[{OWN_LAUNCHER!r}] = str(os.getpid()); subprocess.run(sys.argv[1:])"
+
+
+def test_no_fold_outlives_a_killed_cross_validation(start):
+    """Folds are verbs that volseg starts. This verb waits for its order, which never comes."""
+    job = start(
+        [sys.executable, "-c", STARTER, sys.executable, "-c", VERB], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    verb = int(job.stdout.readline())
+    job.kill()
+    job.wait()
+    wait_until(lambda: not is_running(verb), 30)
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one core follows in the process itself")

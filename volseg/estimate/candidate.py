@@ -94,7 +94,9 @@ class Estimate:
 
     candidate: Candidate
     memory: MemoryUse | None = None
-    """None if the candidate cannot run; ``refused`` has the reason."""
+    """Memory of the fullest GPU; None if the candidate cannot run; ``refused`` has the reason."""
+    stages: tuple[MemoryUse, ...] = ()
+    """Memory of each stage of a pipeline, in order."""
     seconds: float | None = None
     """Seconds of one optimizer step."""
     host_forward_seconds: float | None = None

@@ -147,6 +147,7 @@ class Planned:
         return Estimate(
             candidate=candidate,
             memory=max(uses, key=lambda use: use.total),
+            stages=tuple(uses) if candidate.pipeline > 1 else (),
             seconds=times.seconds,
             host_forward_seconds=times.host_forward,
         )

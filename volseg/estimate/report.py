@@ -60,6 +60,10 @@ class CandidateRow(_Row):
     """Memory of the fullest GPU outside torch's allocator: context, libraries."""
     peak_in: str | None = None
     """Part of the step in which reserved memory peaks."""
+    stage_used_bytes: tuple[Bytes, ...] = ()
+    """``used_bytes`` of each stage of a pipeline, in order: stages hold different layers."""
+    stage_reserved_bytes: tuple[Bytes, ...] = ()
+    """``reserved_bytes`` of each stage."""
     step_seconds: Seconds | None = None
     least_step_seconds: Seconds | None = None
     """Lower bound on the seconds of a step, if the candidate was not traced."""
@@ -179,6 +183,8 @@ def build_row(
         step_reserved_bytes=None if memory is None else memory.of_steps().reserved,
         outside_bytes=None if memory is None else memory.outside,
         peak_in=None if memory is None else memory.peak_in,
+        stage_used_bytes=tuple(use.used for use in forecast.stages),
+        stage_reserved_bytes=tuple(use.reserved for use in forecast.stages),
         step_seconds=seconds,
         epoch_seconds=epoch,
         epoch_price=None if epoch is None or price_per_hour is None else epoch / 3600 * price_per_hour,
