@@ -321,6 +321,7 @@ def test_a_bucket_with_a_parameter_that_is_not_used_is_summed_all_the_same():
     (trace,) = followed.traces()
     sums = [event for event in trace.events if isinstance(event, Sent) and event.kind == "all_reduce"]
     assert [each.size for each in sums] == [4 * 40] * 2, "the next pass reports the size of the last one"
+    assert FollowedReplicas(torch.relu, [], 2)(torch.ones(1)) == 1, "torch's own function asserts that there are some"
 
 
 # Forecasts that were wrong: results remembered of other arguments, passes that there are none of, refused steps.

@@ -115,6 +115,17 @@ def test_an_unknown_reduction() -> None:
         F.mse_loss(spatial(nn.Identity())(VOLUME), OTHER, reduction="average")
 
 
+def test_a_shuffle_by_a_wrong_factor() -> None:
+    # Rehearsed on the meta device, it was torch's ZeroDivisionError, or "Expected cond to be True, but got False".
+    for shuffle, factors, rule in (
+        (F.pixel_shuffle, (0, -1, 5), "the square of upscale_factor must divide the channels, got {} for"),
+        (F.pixel_unshuffle, (0, -3, 7), "downscale_factor must divide rows and columns, got {} for"),
+    ):
+        for factor in factors:
+            with pytest.raises(RuntimeError, match=rule.format(factor)):
+                shuffle(spatial(nn.Identity())(VOLUME), factor)
+
+
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize(
     "function",

@@ -158,6 +158,16 @@ def test_parameters_that_are_replaced() -> None:
     torch.testing.assert_close(whole(model(x.half())), plain(x.half()), rtol=1e-2, atol=1e-2)
 
 
+def test_an_output_is_computed_with_the_weights_of_its_pass() -> None:
+    """A norm at the end waited for its first reader, and its backward pass read the weight of then."""
+    model = spatial(nn.InstanceNorm3d(2, affine=True).double())
+    features = model(volume(2))
+    with torch.no_grad():
+        model.module.weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        features.square().mean().backward()
+
+
 def block(norm: nn.Module, activation: nn.Module | None = None) -> nn.Module:
     return nn.Sequential(convolution(1, 4), norm, activation or nn.PReLU(4), convolution(4, 1))
 

@@ -291,6 +291,8 @@ def assign_buckets(parameters: Sequence[Tensor], limits: Sequence[int]) -> list[
     limits
         Bytes at which the first bucket of a device and dtype is full, and the others.
     """
+    if not parameters:  # torch asserts that there are some
+        return []
     assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     found: list[list[int]] = assign(list(parameters), list(limits))[0]
     return found

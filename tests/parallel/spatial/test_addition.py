@@ -10,6 +10,7 @@ from beside_plain import WAYS, RunLayers, check_beside_plain, measure_rounding
 from torch import Tensor, nn
 
 from volseg.device import fusions
+from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.lazy.addition import WaitingSum
 from volseg.parallel.spatial.transport.halo import Halo
 
@@ -220,6 +221,30 @@ def test_a_sum_waits_for_its_activation() -> None:
     with fusions.without("sums"):
         net(x)
     assert "WaitingSum" not in kinds
+
+
+@pytest.mark.parametrize("ask", [lambda y: y.register_hook(print), lambda y: y.retain_grad()], ids=["hook", "kept"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y, other: y + other,
+        lambda y, other: other.add_(y),
+        lambda y, other: F.relu(y),
+        lambda y, other: F.prelu(y, torch.ones(1)),
+    ],
+    ids=["sum", "sum in place", "activation", "prelu"],
+)
+def test_a_hook_that_nobody_would_call_is_refused(use: Callable[..., Any], ask: Callable[[Any], object]) -> None:
+    """The gradient goes past a norm that was included, so that the hook was never called."""
+
+    def run(net: Any, x: Any) -> Any:
+        y = net.norm(x * 2)
+        used = use(y, net.norm(x))
+        ask(y)
+        return used
+
+    with pytest.raises(UnsupportedOperatorError, match="before the volume is used"):
+        WAYS["one"](RunLayers(run, norm=nn.InstanceNorm3d(1)))(torch.rand(1, 1, 4, 4, 4, requires_grad=True))
 
 
 @pytest.mark.parametrize("norm", ["instance", "batch", "group"])

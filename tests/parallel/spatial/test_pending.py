@@ -17,6 +17,7 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.recipes import RecomputedInput
+from volseg.parallel.spatial.operators.conversions import convert_by_name
 from volseg.parallel.spatial.pending import PLAIN, PLAIN_SHOWN, Released, Shown, Waiting, Written
 from volseg.parallel.spatial.sources import Recipe, Unchanged
 from volseg.parallel.spatial.transport.one_process import LocalDevices
@@ -296,6 +297,14 @@ def test_a_join_whose_skip_changed_is_refused(whole: Tensor) -> None:
     change(skip)
     with pytest.raises(UnsupportedOperatorError, match=r"or of a join, .* changed in place before the result was used"):
         joined.settle()
+
+
+def test_a_volume_that_is_sent_to_its_own_device_goes_on_waiting(whole: Tensor) -> None:
+    volume = norm_of(cut(whole), "waiting")
+    assert volume.cpu() is volume.to("cpu") is volume
+    # On a GPU: x.cuda(None, True), with torch's positional non_blocking.
+    assert convert_by_name(Tensor.cpu, (volume, None, True), {"non_blocking": True}) is volume
+    assert isinstance(volume.pending, Waiting)
 
 
 def test_a_join_of_joins_is_one_of_all_parts(whole: Tensor) -> None:

@@ -33,20 +33,24 @@ def broadcast_tensors(func: Callable, tensors: Sequence[Any]) -> tuple[Tensor, .
         return tuple(tensor.expand(shape) for tensor in given)
 
 
-@handles("Dims", "torch.pixel_shuffle", merged=True)
+@handles("Dims", "torch.pixel_shuffle", rehearse=False, merged=True)  # on the meta device torch names no cause
 def pixel_shuffle(func: Callable, input: Tensor, upscale_factor: int) -> Tensor:
     """Rearrange channels into rows and columns."""
     factor, (*front, channels, height, width) = upscale_factor, input.shape
+    if factor <= 0 or channels % factor**2:
+        raise RuntimeError(f"the square of upscale_factor must divide the channels, got {factor} for {(*input.shape,)}")
     sides = channels // factor**2, factor, factor, height, width
     with with_overrides():
         parts = input.reshape(-1, *sides).permute(0, 1, 4, 2, 5, 3)
         return parts.reshape(*front, channels // factor**2, height * factor, width * factor)
 
 
-@handles("Dims", "torch.pixel_unshuffle", merged=True)
+@handles("Dims", "torch.pixel_unshuffle", rehearse=False, merged=True)
 def pixel_unshuffle(func: Callable, input: Tensor, downscale_factor: int) -> Tensor:
     """Rearrange rows and columns into channels."""
     factor, (*front, channels, height, width) = downscale_factor, input.shape
+    if factor <= 0 or height % factor or width % factor:
+        raise RuntimeError(f"downscale_factor must divide rows and columns, got {factor} for {(*input.shape,)}")
     sides = channels, height // factor, factor, width // factor, factor
     with with_overrides():
         parts = input.reshape(-1, *sides).permute(0, 1, 3, 5, 2, 4)

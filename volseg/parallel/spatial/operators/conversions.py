@@ -49,9 +49,11 @@ def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles("Copies and conversions", *(f"Tensor.{name}" for name in NAMED), rehearse=False, merged=True)
 def convert_by_name(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change to the dtype of the method's name; return a volume on devices of its name."""
-    volume, *rest = args
-    target = func.__name__ if func in (Tensor.cpu, Tensor.cuda) else _read_dtype(func)
-    return convert(Tensor.to, (volume, target, *rest), kwargs)
+    if func not in (Tensor.cpu, Tensor.cuda):
+        return convert(Tensor.to, (args[0], _read_dtype(func)), kwargs)
+    # Whatever its device and non_blocking are: no slab moves.
+    layout = {name: value for name, value in kwargs.items() if name == "memory_format"}
+    return convert(Tensor.to, (args[0], func.__name__), layout)
 
 
 @cache
@@ -79,7 +81,9 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         later = cast(volume, told[0])
         if later is not None:
             return later
-    found = _converted(volume, [func(slab, *kept, **named) if kept or named else slab for slab in volume.slabs])
+    if not told:  # what waits goes on waiting
+        return volume
+    found = _converted(volume, [func(slab, *kept, **named) for slab in volume.slabs])
     layouts = {value for value in told if isinstance(value, torch.memory_format)}
     if not layouts - {torch.preserve_format} or found.dtype != volume.dtype:
         return found
