@@ -1,6 +1,7 @@
 """Fetching a task from a real server on this machine, which does what servers do to downloads."""
 
 import hashlib
+import http.client
 import io
 import json
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import urllib.request
 from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -238,6 +240,17 @@ def test_redirects_are_followed_within_the_web(serve, fetch):
     circle, _ = serve(lambda handler: handler.answer(302, Location=handler.path))
     with pytest.raises(DataError, match=r"the server answers 302 .*infinite loop"):
         fetch(circle)
+
+
+def test_an_encrypted_address_redirects_to_no_plain_one(serve, fetch, monkeypatch):
+    def answer_unencrypted(handler, request):  # no certificate is needed here
+        return handler.do_open(http.client.HTTPConnection, request)
+
+    monkeypatch.setattr(urllib.request.HTTPSHandler, "https_open", answer_unencrypted)
+    plain, _ = serve(whole())
+    first, _ = serve(refuse(302, Location=plain))
+    with pytest.raises(DataError, match=rf"redirects to {plain}, without encryption"):
+        fetch(first.replace("http:", "https:"))
 
 
 ADDRESSES = [

@@ -124,6 +124,8 @@ def test_a_sum_over_more_gpus_sends_up_to_twice_as_much() -> None:
     two, eight = (LINKS.seconds(Sent("all_reduce", 2**28, number)) for number in (2, 8))
     assert eight == pytest.approx(two * 1.75, rel=1e-3)
     assert LINKS.seconds(Sent("all_reduce", 2**28, 1)) == 0
+    latencies = [replace(LINKS, is_direct=direct).seconds(Sent("all_reduce", 1, 8)) for direct in (False, True)]
+    assert latencies == pytest.approx([70 * US, 10 * US], rel=1e-3)
 
 
 def test_python_takes_long_over_an_eager_exchange() -> None:

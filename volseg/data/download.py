@@ -136,6 +136,8 @@ def _ask(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) ->
     )
     try:
         with urllib.request.build_opener().open(request, timeout=TIMEOUT) as response:
+            if url.startswith("https:") and not response.url.startswith("https:"):
+                raise DataError(f"{url} cannot be fetched: it redirects to {response.url}, without encryption")
             start, total = _read_lengths(url, response)
             part.truncate(start if start == held else 0)
             if start not in (0, held):

@@ -17,6 +17,8 @@ class Links:
     """Achieved bytes per second from one GPU to its neighbour, in one direction."""
     latency_s: float
     """Latency of a message in seconds."""
+    is_direct: bool = False
+    """Whether each GPU writes into the memory of all others, so that a sum takes one latency and not one per GPU."""
 
     def seconds(self, sent: Sent) -> float:
         """Return the seconds of a message; a message to no other device takes 0 s."""
@@ -24,7 +26,7 @@ class Links:
             return 0.0
         # An all-reduce over a ring sends each byte twice, except the device's own share.
         share = 2 * (sent.devices - 1) / sent.devices if sent.kind == "all_reduce" else 1.0
-        messages = sent.devices - 1 if sent.kind == "all_reduce" else 1
+        messages = sent.devices - 1 if sent.kind == "all_reduce" and not self.is_direct else 1
         return self.latency_s * messages + sent.size * share / self.bandwidth
 
 
