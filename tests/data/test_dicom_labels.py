@@ -280,7 +280,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "kind"), zip(LAYOUTS, itertools.cycle(KINDS), strict=False))
+@pytest.mark.parametrize(("layout", "kind"), list(zip(LAYOUTS, itertools.cycle(KINDS), strict=False)))
 def test_every_layout_has_labels_in_dicom(layout, kind, tmp_path):
     task = load_task(LAYOUTS[layout](tmp_path / "data", kind))
     assert [case["case"] for case in task.training] == ["case1", "case2"]

@@ -256,7 +256,7 @@ def test_cases_without_any_readable_header_stop_the_plan(config, tmp_path):
     empty = make_task(tmp_path / "Task00_Empty", num_cases=4, num_test=0)
     for path in (empty / "imagesTr").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(DataError, match="voxel sides could be read"):
+    with pytest.raises(DataError, match=r"voxel sides of all 4 cases of .* are unreadable"):
         experiment.train(config(f"data.root={empty}", WITHOUT))
 
 
