@@ -152,7 +152,7 @@ def test_the_text_of_processes_has_an_encoding() -> None:
 
 LIMITS = {
     "lines of code": 56_560,
-    "modules": 425,
+    "modules": 426,
     "modules of the largest folder": 20,
     "functions called find_": 33,
     "lines of tests": 66_250,

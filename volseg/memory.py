@@ -17,7 +17,7 @@ def total_bytes() -> int:
 
 def available_bytes() -> int:
     """Return the main memory that can be allocated without swapping; all of it if the system does not report it."""
-    lines = _read(_MEMINFO).splitlines()
+    lines = read_text(_MEMINFO).splitlines()
     kibibytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
     return total_bytes() if kibibytes is None else min(1024 * kibibytes, total_bytes())
 
@@ -31,20 +31,20 @@ def read_limits(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[int 
         Folder of the cgroups (version 2), and file with this process's.
     """
     # A process that cannot tell its cgroup may still be limited at the top, as containers are.
-    path = next((line[3:] for line in _read(own).splitlines() if line.startswith("0::")), "")
+    path = next((line[3:] for line in read_text(own).splitlines() if line.startswith("0::")), "")
     memory, cores = [], []
     # In a container the cgroup's path is often the host's, and its own files are at the top.
     for folder in (cgroups / path.strip("/"), *(cgroups / path.strip("/")).parents):
         if folder != cgroups and cgroups not in folder.parents:
             break
-        memory += [int(text) for text in _read(folder / "memory.max").split() if text.isdigit()]
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        memory += [int(text) for text in read_text(folder / "memory.max").split() if text.isdigit()]
+        quota, _, period = read_text(folder / "cpu.max").partition(" ")
         cores += [int(quota) / int(period)] if quota.isdigit() else []
     return min(memory, default=None), min(cores, default=None)
 
 
-def _read(file: Path) -> str:
-    """Return the text of a file of the system; empty where there is none."""
+def read_text(file: Path) -> str:
+    """Return the text of a system file; empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -273,7 +273,7 @@ def test_what_a_recording_would_refuse_is_foreseen_by_the_first_step(
 ) -> None:
     work = make_work(lambda: nn.Sequential(Drops()))
     candidate = Candidate(checkpoint="all", recorded=True, **mesh)
-    with pytest.raises(OutOfMemoryError):  # given up at its tensors it is told as it was asked for
+    with pytest.raises(OutOfMemoryError):  # the limit ends the trace
         trace_candidate(work, candidate, limit=1 << 12)
     for num_steps in (1, candidate_trace.NUM_STEPS + 2):  # foreseen, or refused by the attempt
         calls: list[Any] = []

@@ -134,7 +134,7 @@ def test_a_cross_validation_leaves_a_page(cross_validated):
 
 
 class Fails(Hook):
-    """Fail at the end of the first epoch's validation, and when resumed amid the second epoch; keep what is told."""
+    """Fail after the first epoch's validation, and after a resume within the second epoch; keep the statuses."""
 
     def __init__(self, folder):
         self.folder, self.seen, self.state = folder, [], None

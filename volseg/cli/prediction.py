@@ -160,9 +160,9 @@ def evaluate(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Score label maps per case and label. Exit status 1 if a case could not be scored."""
-    from volseg.evaluation import folders  # imports torch: not for --help
+    from volseg.evaluation import evaluate_command  # imports torch: not for --help
 
-    evaluated = folders.score_folders(
+    evaluated = evaluate_command.score_folders(
         predictions,
         labels,
         names=names,
@@ -173,7 +173,8 @@ def evaluate(
         output=output or predictions,
         overwrite=overwrite,
     )
-    show(folders.format_json(evaluated) if as_json else folders.format_report(evaluated, metrics))
+    report = evaluate_command.format_json(evaluated) if as_json else evaluate_command.format_report(evaluated, metrics)
+    show(report)
     if evaluated.summary is not None and not as_json:
         show(f"every case: summary.json and cases.csv in {output or predictions}")
     if evaluated.faults:

@@ -135,9 +135,7 @@ def _ask(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) ->
         url, headers=headers | ({"Range": f"bytes={held}-"} if held else {})
     )
     try:
-        with urllib.request.build_opener().open(request, timeout=TIMEOUT) as response:
-            if url.startswith("https:") and not response.url.startswith("https:"):
-                raise DataError(f"{url} cannot be fetched: it redirects to {response.url}, without encryption")
+        with urllib.request.build_opener(_SafeRedirects()).open(request, timeout=TIMEOUT) as response:
             start, total = _read_lengths(url, response)
             part.truncate(start if start == held else 0)
             if start not in (0, held):
@@ -199,6 +197,19 @@ def _digest(part: BinaryIO, show: ShowBytes) -> str:
         hashed.update(piece)
         show("checking", part.tell(), total)
     return hashed.hexdigest()
+
+
+class _SafeRedirects(urllib.request.HTTPRedirectHandler):
+    """Follow redirects to web addresses, but not from an encrypted one to an open one."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        """Return the next request."""
+        require_web(newurl)
+        if req.type == "https" and urlsplit(newurl).scheme != "https":
+            raise DataError(f"{req.full_url} leads to {newurl}, which is not encrypted; name another mirror by --url")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def require_web(url: str) -> None:

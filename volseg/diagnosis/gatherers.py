@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import volseg
-from volseg.memory import available_bytes, read_limits
+from volseg.memory import available_bytes, read_limits, read_text
 from volseg.version import installed_version
 
 Section = dict[str, Any]
@@ -127,10 +127,6 @@ def gather_system() -> Section:
     }
 
 
-def _read(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
-
-
 def gather_folders(*assigned: str) -> Section:
     """Inspect the folders of the cache, of runs, and of temporary files.
 
@@ -211,7 +207,7 @@ def read_module(path: Path) -> tuple[str | None, bool | None]:
     """Return the version of the kernel module, and whether it is the open one; None if none is loaded."""
     if not path.is_file():
         return None, None
-    text = _read(path)
+    text = read_text(path)
     found = re.search(r"^NVRM version:.*?\s(\d+\.[\d.]+)", text, re.MULTILINE)
     return (found[1] if found else None), "Open Kernel Module" in text
 
@@ -219,7 +215,7 @@ def read_module(path: Path) -> tuple[str | None, bool | None]:
 def list_bus(bus: Path) -> Iterator[Section]:
     """Yield address and device number of NVIDIA's GPUs among the devices on the bus."""
     for device in sorted(bus.iterdir()) if bus.is_dir() else ():
-        vendor, kind, number = (_read(device / name) for name in ("vendor", "class", "device"))
+        vendor, kind, number = (read_text(device / name) for name in ("vendor", "class", "device"))
         if vendor == NVIDIA and kind.startswith(DISPLAY):
             yield {"address": device.name, "device": int(number, 16)}
 

@@ -217,7 +217,7 @@ HARMFUL: Mapping[str, tuple[str, str, str]] = {
     "PYTORCH_CUDA_ALLOC_CONF": (
         ".*backend:cudaMallocAsync.*",
         "warning",
-        "steps are recorded otherwise than with torch's own allocator, and volseg plan does not model it",
+        "CUDA graphs are captured in another way than with torch's own allocator, and volseg plan does not model it",
     ),
     "NCCL_P2P_DISABLE": ("1", "warning", "GPUs talk over main memory in place of NVLink"),
     "NCCL_SHM_DISABLE": ("1", "warning", "GPUs without peer access talk over the network"),

@@ -108,7 +108,7 @@ class Streamer:
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the probabilities ``(B, K, D, H, W)`` float32 of images ``(B, C, D, H, W)``, held whole."""
         if self.window is None:
-            return self.step(images.to(self.device)).to(self.device)  # a pipeline's last stage may lie elsewhere
+            return self.step(images.to(self.device)).to(self.device)  # a pipeline's output is elsewhere
         depth, height, width = images.shape[-3:]
         shape = pad_shape(images.shape[-3:], self.window)
         w, _, h, _, d, _ = margins = _compute_margins(images.shape[-3:], shape)

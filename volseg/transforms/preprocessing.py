@@ -148,9 +148,9 @@ class Preprocessing(Compose):
         return self._apply(handed.pop(), self.transforms)  # a variable here would keep the input alive
 
     def inverse(self, _: Any) -> Any:
-        """Refuse MONAI's inversion by a trace, of which `Spacing` would leave its part out without an error."""
+        """Refuse MONAI's inversion: it replays a trace, and `Spacing` records none."""
         raise GridError(
-            "preprocessing keeps no trace to invert; predictions return by the affines of both grids: take Predictor, "
+            "preprocessing records no trace to invert; predictions return by the affines of both grids: use Predictor "
             "or volseg.inference.original_grid.resample"
         )
 

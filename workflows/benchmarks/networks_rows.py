@@ -1,7 +1,7 @@
 """The rows of ``networks.py``, and what the processes of one do: build a step, wait for their turns, time it.
 
-A process is told its row and answers what its first steps took; asked for a ``turn`` it runs some steps and answers
-``{"ms": ...}``, asked for ``kernels`` it writes those of two steps.
+The process reads a row and answers how long its first steps took. For ``turn`` it runs some steps and answers
+``{"ms": ...}``; for ``kernels`` it writes those of two steps.
 """
 
 import gc

@@ -149,7 +149,7 @@ def ours(same: Row, counts: list[int], launches: list[str]) -> Iterator[Row]:
 
 
 def answer(messages: Iterator[Row]) -> Iterator[Row]:
-    """Measure the rows that this process is told; a failure, which may leave the GPUs in disorder, ends it."""
+    """Measure the rows that arrive; a failure ends the process, because it may leave the GPUs in disorder."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for row in messages:
         try:

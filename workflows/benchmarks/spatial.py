@@ -30,7 +30,7 @@ from workers import Group, Row, count_gpus, serve
 
 
 def answer(messages: Iterator[Row]) -> Iterator[Row]:
-    """Measure the rows that this process is told."""
+    """Measure the rows that arrive."""
     for row in messages:
         try:
             yield measure(row)

@@ -221,7 +221,7 @@ def locate_weights(path: Path) -> Path | None:
 def _is_zip(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # its end is damaged: who reads it says so
+    except zipfile.BadZipFile:  # the reader reports the damage
         return True
 
 

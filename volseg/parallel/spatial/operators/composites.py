@@ -33,7 +33,7 @@ def broadcast_tensors(func: Callable, tensors: Sequence[Any]) -> tuple[Tensor, .
         return tuple(tensor.expand(shape) for tensor in given)
 
 
-@handles("Dims", "torch.pixel_shuffle", rehearse=False, merged=True)  # on the meta device torch names no cause
+@handles("Dims", "torch.pixel_shuffle", rehearse=False, merged=True)  # torch's error on the meta device names no cause
 def pixel_shuffle(func: Callable, input: Tensor, upscale_factor: int) -> Tensor:
     """Rearrange channels into rows and columns."""
     factor, (*front, channels, height, width) = upscale_factor, input.shape

@@ -48,10 +48,10 @@ def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Copies and conversions", *(f"Tensor.{name}" for name in NAMED), rehearse=False, merged=True)
 def convert_by_name(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Change to the dtype of the method's name; return a volume on devices of its name."""
+    """Convert to the dtype in the method's name; ``cpu`` and ``cuda`` return a volume that is there already."""
     if func not in (Tensor.cpu, Tensor.cuda):
         return convert(Tensor.to, (args[0], _read_dtype(func)), kwargs)
-    # Whatever its device and non_blocking are: no slab moves.
+    # No slab moves, so the arguments device and non_blocking have no effect.
     layout = {name: value for name, value in kwargs.items() if name == "memory_format"}
     return convert(Tensor.to, (args[0], func.__name__), layout)
 
@@ -81,7 +81,7 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         later = cast(volume, told[0])
         if later is not None:
             return later
-    if not told:  # what waits goes on waiting
+    if not told:  # a pending volume stays pending
         return volume
     found = _converted(volume, [func(slab, *kept, **named) for slab in volume.slabs])
     layouts = {value for value in told if isinstance(value, torch.memory_format)}

@@ -118,11 +118,15 @@ def _letters(term: str, width: int) -> list[str]:
     return [*before, *(str(-i) for i in range(width, 0, -1) if dots), *after]
 
 
-@handles("Products", "matmul", "Tensor.__matmul__", "Tensor.__rmatmul__", "bmm", "mm", "mv", "vdot", merged=True)
+@handles("Products", "Tensor.__rmatmul__", merged=True)
+def reversed_matmul(func: Callable, input: Any, other: Any) -> Any:
+    """Multiply ``other @ input``."""
+    return matmul(torch.matmul, other, input)
+
+
+@handles("Products", "matmul", "Tensor.__matmul__", "bmm", "mm", "mv", "vdot", merged=True)
 def matmul(func: Callable, input: Any, other: Any) -> Any:
     """Multiply matrices and vectors."""
-    if func is Tensor.__rmatmul__:
-        return matmul(torch.matmul, other, input)
     waiting = attend(input, other)
     waiting = score(func, input, other, turned=False) if waiting is None else waiting
     if waiting is not None:

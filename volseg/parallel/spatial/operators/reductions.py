@@ -238,18 +238,22 @@ def matrix_or_vector_norm(func: Callable, input: Any, ord: Any = None, dim: Any 
     return gathered(func, (input, ord, dim, keepdim), {})
 
 
-@handles("Reductions", "equal", "allclose", rehearse=False, merged=True)
-def all_alike(
+@handles("Reductions", "equal", rehearse=False, merged=True)
+def equal(func: Callable, input: Any, other: Any) -> bool:
+    """Return whether all voxels are equal; the result is the same on every shard."""
+    if input.shape != other.shape:
+        return False
+    same = elementwise(torch.eq, input, other)
+    return bool(over_dims("all", same, list(range(same.ndim))))
+
+
+@handles("Reductions", "allclose", rehearse=False, merged=True)
+def allclose(
     func: Callable, input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> bool:
-    """Return whether all voxels are equal, or close; the result is the same on every shard."""
-    if func.__name__ == "allclose":
-        torch.broadcast_shapes(input.shape, other.shape)
-        same = elementwise(torch.isclose, input, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
-    elif input.shape == other.shape:
-        same = elementwise(torch.eq, input, other)
-    else:
-        return False
+    """Return whether all voxels are close; the result is the same on every shard."""
+    torch.broadcast_shapes(input.shape, other.shape)
+    same = elementwise(torch.isclose, input, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
     return bool(over_dims("all", same, list(range(same.ndim))))
 
 
