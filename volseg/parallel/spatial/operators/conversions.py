@@ -48,7 +48,7 @@ def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Copies and conversions", *(f"Tensor.{name}" for name in NAMED), rehearse=False, merged=True)
 def convert_by_name(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Convert to the dtype in the method's name; ``cpu`` and ``cuda`` return a volume that is there already."""
+    """Convert to the dtype in the method's name; ``cpu`` and ``cuda`` return the volume, or refuse to move it."""
     if func not in (Tensor.cpu, Tensor.cuda):
         return convert(Tensor.to, (args[0], _read_dtype(func)), kwargs)
     # No slab moves, so the arguments device and non_blocking have no effect.
