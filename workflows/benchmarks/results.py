@@ -30,7 +30,7 @@ def make_parser(text: str | None) -> argparse.ArgumentParser:
 
 @cache
 def read_environment() -> dict[str, Any]:
-    """Return versions and devices, asked by another process: who asks torch about GPUs takes memory of the first."""
+    """Return versions and devices, read by another process: torch takes memory of a GPU that it is asked about."""
     asked = subprocess.run([sys.executable, "-c", ENVIRONMENT], stdout=subprocess.PIPE, encoding="utf-8", check=True)
     return dict(json.loads(asked.stdout))
 

@@ -1,13 +1,11 @@
-"""Measure in processes of their own: each is told a line of JSON, and answers a line.
+"""Measure in worker processes, which read messages and answer them (``volseg.parallel.processes.workers``).
 
-A compiler or a library may hang, or take its process with it, and the caches of one measurement must not be another's.
+A compiler or a library may hang or end its process, and measurements must not share caches.
 A script that is started with ``--worker`` calls `serve`. Workers end with the program that started them.
 """
 
-import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,80 +14,63 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from queue import Empty, Queue, SimpleQueue
-from threading import Lock, Thread
+from queue import SimpleQueue
+from threading import Lock
 from typing import Any, NoReturn
 
+from torch.distributed.elastic.utils.distributed import get_free_port
+
 from volseg.lifetime import end_with_parent
+from volseg.parallel.processes.workers import WorkerPool, open_channel
 
 Row = dict[str, Any]
 
 LATE = "no answer within"
 
 FAILURES = {"error", "out_of_memory"}
-"""Keys of answers after which a worker is of no further use."""
+"""Keys of answers after which a worker must end."""
 
 IMPORT_S = 40
-"""Seconds more that new workers have for their first row."""
+"""Additional seconds of new workers for their first row."""
 
 
 class Worker:
-    """A process of a script; start it from a thread that lives as long as it does."""
+    """A process that runs a script; start it from a thread that lives as long as the process."""
 
     def __init__(self, script: str | Path, environment: Mapping[str, str] | None = None) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), "--worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            encoding="utf-8",
-            env={**os.environ, **(environment or {})},
-        )
-        self._answers: Queue[Row] = Queue()
-        self._listener = Thread(target=self._listen, daemon=True)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(json.loads(line))
-        self._answers.put({"error": f"its process ended by {self._process.wait()}"})
+        self._folder = tempfile.TemporaryDirectory()
+        self._pool = WorkerPool()
+        command, log = [sys.executable, str(script), "--worker"], Path(self._folder.name) / "log"
+        self._worker = self._pool.start("worker", command, log, talks=True, variables=environment)
 
     def tell(self, message: Row) -> None:
-        """Send a message; `hear` says why it is not answered."""
-        with suppress(BrokenPipeError):
-            print(json.dumps(message), file=self._process.stdin, flush=True)
+        """Send a message; if the process has ended, `hear` returns an error."""
+        self._worker.send(message)
 
     def hear(self, seconds: float) -> Row | None:
         """Return the next answer; None if there is none within so many seconds."""
-        try:
-            return self._answers.get(timeout=max(0.0, seconds))
-        except Empty:
+        heard = self._pool.hear(max(0.0, seconds))
+        if heard is None:
             return None
+        _, message = heard
+        return {"error": f"its process ended by {self._worker.process.returncode}"} if message is None else message
 
     def read_log(self) -> str:
-        """Return the end of what the process printed beside its answers."""
-        self._log.seek(0)
-        return self._log.read()[-3000:].decode("utf-8", "replace")
+        """Return the end of the process's other output."""
+        return self._worker.log.read_text(encoding="utf-8", errors="replace")[-3000:]
 
     def end(self) -> None:
-        """End the process; a second call does nothing."""
-        self._process.kill()
-        self._process.wait()
-        self._listener.join()
-        for pipe in (self._process.stdin, self._process.stdout, self._log):
-            with suppress(BrokenPipeError):  # a line that its reader did not live to read
-                pipe.close()  # type: ignore[union-attr]
+        """End the process and its children; a second call does nothing."""
+        self._pool.stop_workers(at_once=True)
+        self._folder.cleanup()
 
 
 def ask(workers: Sequence[Worker], messages: Iterable[Row], seconds: float) -> list[Row]:
-    """Tell each worker its message; return the answers.
+    """Send each worker its message; return the answers.
 
-    Where a worker has an ``error``, is ``out_of_memory`` or late, the others may wait for it forever: all end, and that
-    answer is returned alone.
+    If a worker answers with ``error`` or ``out_of_memory``, or is late, all workers end, because the others may wait
+    for it forever. Only that answer is returned.
     """
     for worker, message in zip(workers, messages, strict=True):
         worker.tell(message)
@@ -111,7 +92,7 @@ def ask(workers: Sequence[Worker], messages: Iterable[Row], seconds: float) -> l
 
 
 class Group:
-    """Workers of a script that measure row after row together; begun anew after a failure, and for another number."""
+    """Workers that measure row after row together; new ones are started after a failure, and for another number."""
 
     def __init__(self, script: str | Path) -> None:
         self.script = script
@@ -136,12 +117,12 @@ class Group:
 
 def number_jobs(row: Row, count: int) -> list[Row]:
     """Return a row for each of several workers that make one group: see `take_place`."""
-    port = find_port()
+    port = get_free_port()
     return [{**row, "number": number, "processes": count, "port": port} for number in range(count)]
 
 
 def take_place(job: Row) -> None:
-    """Give this process the place that a launcher would, where it is one of several."""
+    """Set the environment variables of a launcher if this process is one of several."""
     if job["processes"] > 1:
         number = str(job["number"])
         os.environ |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": str(job["processes"])}
@@ -149,18 +130,16 @@ def take_place(job: Row) -> None:
 
 
 def serve(answer: Callable[[Iterator[Row]], Iterable[Row]]) -> NoReturn:
-    """Be a worker: write what ``answer`` makes of the messages; an exception is an answer too, and the last."""
+    """Send what ``answer`` makes of the messages; the last message is the exception, if there is one."""
     end_with_parent(os.getppid())
     warnings.simplefilter("ignore")
-    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever libraries print is no answer
+    channel = open_channel()
     status = 0
     try:
-        for told in answer(map(json.loads, sys.stdin)):
-            print(json.dumps(told), file=output, flush=True)
-    except BaseException as fault:  # whatever it is, it is the result
-        told = {"error": f"{type(fault).__name__}: {fault}"[:2000], "trace": traceback.format_exc()[-3000:]}
-        print(json.dumps(told), file=output, flush=True)
+        for made in answer(iter(channel.receive, None)):
+            channel.send(made)
+    except BaseException as fault:  # the script's result is the error
+        channel.send({"error": f"{type(fault).__name__}: {fault}"[:2000], "trace": traceback.format_exc()[-3000:]})
         status = 1
     # Not the interpreter's own end: NCCL waits there for recordings that are still alive.
     os._exit(status)
@@ -201,15 +180,8 @@ def share_gpus(
     return results
 
 
-def find_port() -> int:
-    """Return a port that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as asked:
-        port: int = asked.getsockname()[1]
-    return port
-
-
 def count_gpus() -> int:
-    """Return how many GPUs this program may use, one without a driver; who asks torch takes memory of the first."""
+    """Return the number of usable GPUs, 1 without a driver; torch is not asked, because it would take memory of one."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return len(visible.split(","))
     if (driver := shutil.which("nvidia-smi")) is None:
