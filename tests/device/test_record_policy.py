@@ -106,7 +106,8 @@ def test_a_recording_that_is_long_idle_gives_way_to_another_where_idleness_has_a
     assert found == [False, False, True, True]
     assert held.released
     assert first.recording is None
-    assert len(recordings) == 0
+    assert not recordings.kept
+    assert recordings  # `if recorder:` asks for the recorder, not for its recordings
     unlimited = Recordings(Kind, warm_up=0, limit=1)
     unlimited.keep(unlimited.find_kind("first"), Played("first"))
     for _ in range(1000):

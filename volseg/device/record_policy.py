@@ -120,9 +120,6 @@ class Recordings(Generic[K]):
         self._kinds: dict[Hashable, K] = {}
         self._kept: list[K] = []
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     @property
     def kept(self) -> list[K]:
         """The kinds that have recordings."""
@@ -251,7 +248,7 @@ class Recorder(Recordings[Kind[Recording]]):
     @property
     def is_replaying(self) -> bool:
         """Whether there are recordings."""
-        return len(self) > 0
+        return bool(self._kept)
 
     def _begin_anew(self, changed: str) -> None:
         self.release()

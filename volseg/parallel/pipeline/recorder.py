@@ -155,8 +155,10 @@ class BatchRecorder:
             Kind, warm_up=warm_up, limit=MOST_RECORDINGS, idle=IDLE_BATCHES
         )
 
-    def __len__(self) -> int:
-        return len(self._recordings)
+    @property
+    def num_kept(self) -> int:
+        """Number of kinds of batches that have recordings."""
+        return len(self._recordings.kept)
 
     def find(self, placement: Placement, batch: CutBatch) -> RecordedBatch | None:
         """Return a usable recording for batches of this kind, made if it is due; otherwise count an eager batch."""

@@ -245,7 +245,7 @@ class PipelineStrategy:
     @property
     def is_replaying(self) -> bool:
         """Whether a kind of batch is replayed."""
-        return len(self._recorder) > 0
+        return self._recorder.num_kept > 0
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
         """Measure, cut and place without running, as ``DistributedDataParallel`` requires beforehand."""
