@@ -13,7 +13,7 @@ from traced_graphs import trace_only
 from tests.experiment.conftest import latest
 from volseg import Hook
 from volseg.checkpointing.folder import RunFolder
-from volseg.config.schema import UNSETTLED_KERNELS
+from volseg.config.sections import UNSETTLED_KERNELS
 from volseg.data.json_files import read_json
 from volseg.data.layouts import load_task
 from volseg.device import compiler_internals

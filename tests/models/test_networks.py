@@ -21,26 +21,6 @@ def test_dynunet_is_planned_as_nnunet_plans_task04():
     assert abs(parameters / 5.60e6 - 1) < 0.01  # as MONAI's with these strides has
 
 
-@pytest.mark.parametrize(
-    ("patch", "spacing", "strides", "kernels"),
-    [
-        # nnU-Net's published plans: Task01 BRATS and Task05 Prostate.
-        ((128, 128, 128), (1, 1, 1), [1, 2, 2, 2, 2, 2], [3] * 6),
-        (
-            (320, 256, 20),
-            (0.62, 0.62, 3.6),
-            [1, (2, 2, 1), (2, 2, 1), 2, 2, (2, 2, 1), (2, 2, 1)],
-            [(3, 3, 1), (3, 3, 1), 3, 3, 3, 3, 3],
-        ),
-    ],
-)
-def test_topologies_are_nnunets(patch, spacing, strides, kernels):
-    topology = plan_topology(patch, spacing)
-    triple = [[(v,) * 3 if isinstance(v, int) else v for v in values] for values in (strides, kernels)]
-    assert [list(topology.strides), list(topology.kernels)] == triple
-    assert max(topology.filters) == 320
-
-
 def test_state_of_our_dynunet_is_monais():
     ours = build("DynUNet", deep_supervision=True)
     topology = plan_topology((40, 56, 40))
