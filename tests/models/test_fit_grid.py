@@ -9,7 +9,8 @@ from monai.losses import DeepSupervisionLoss, DiceCELoss
 from torch import nn
 from torch.nn.functional import pad
 
-from volseg.models import FitGrid, build_network
+from volseg.models.fit_grid import FitGrid
+from volseg.models.networks import build_network
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.volume import from_whole

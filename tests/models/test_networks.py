@@ -6,7 +6,9 @@ from monai.losses import DeepSupervisionLoss, DiceCELoss
 from monai.networks import nets
 
 from volseg.errors import ConfigError
-from volseg.models import NETWORKS, DynUNet, VNet, build_network, plan_topology
+from volseg.models.networks import NETWORKS, DynUNet, build_network
+from volseg.models.topology import plan_topology
+from volseg.models.vnet import VNet
 
 
 def build(name, patch_size=(40, 56, 40), **parameters):

@@ -5,8 +5,10 @@ import torch
 from monai.networks import nets
 
 from volseg.errors import ConfigError
-from volseg.models import GridRule, VNet, build_network, grid_rule
+from volseg.models.grids import GridRule, grid_rule
+from volseg.models.networks import build_network
 from volseg.models.topology import VNET_MONAI, plan_vnet_topology
+from volseg.models.vnet import VNet
 from volseg.planning.geometry import turn_topology
 
 FLAT = plan_vnet_topology((216, 256, 9), (1.5, 1.5, 10.0))
