@@ -13,8 +13,8 @@ from typing import Any
 
 from volseg.config.catalogue import get_public_task, list_public_tasks
 from volseg.files import replacing
-from volseg.planning import Plan, plan, write_config
 from volseg.planning.fingerprint import MOSTLY_ZERO, published_fingerprint
+from volseg.planning.plan import Plan, plan, write_config
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIGS = REPOSITORY / "configs" / "msd"

@@ -15,7 +15,7 @@ from volseg.models.vnet import reshape_levels
 class NarrowVNet(VNet):
     """MONAI's blocks and forward, without dropout, which MONAI cannot switch off in the finest levels.
 
-    A topology sets the kernels and strides of its levels, as in `volseg.models.VNet`.
+    A topology sets the kernels and strides of its levels, as in `VNet`.
     """
 
     def __init__(self, topology: Topology | None = None) -> None:

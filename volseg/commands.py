@@ -42,11 +42,10 @@ def run_module(name: str, *arguments: str) -> list[str]:
 
 def _find(tool: str) -> str:
     started = Path(sys.argv[0])
-    suffix = ".exe" if os.name == "nt" else ""
     if started.name == "__main__.py":  # python -m volseg
         return _as_module(tool)
     folder = started.parent if started.stem == "volseg" else Path(sysconfig.get_path("scripts"))
-    script = folder / f"{tool}{suffix}"
+    script = folder / tool
     if not script.is_file():
         return _as_module(tool)
     on_path = shutil.which(tool)

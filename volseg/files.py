@@ -207,9 +207,7 @@ def _rename_too(path: Path, previous: Path) -> None:
 
 
 def _flush_names(folder: Path) -> None:
-    """Flush the folder's entries to disk, where the system allows it."""
-    if os.name == "nt":
-        return
+    """Flush the folder's entries to disk, where the file system allows it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

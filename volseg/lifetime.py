@@ -53,11 +53,11 @@ def count_from_beginning() -> None:
 def take_age() -> float:
     """Return the seconds since this process started, to the first caller; 0.0 to later ones.
 
-    Also 0.0 if the process does not do one piece of work (a notebook does not), or the system does not report the time.
+    Also 0.0 if the process does not do one piece of work; a notebook does not.
     """
     global _counts_from_beginning
     counts, _counts_from_beginning = _counts_from_beginning, False
-    if not counts or not sys.platform.startswith("linux"):
+    if not counts:
         return 0.0
     with open("/proc/self/stat", encoding="utf-8") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])  # the preceding name may contain any character
@@ -92,11 +92,8 @@ def _end_without(parent: int) -> None:
 def end_with_parent(parent: int) -> None:
     """Have the system send SIGTERM to this process when its ``parent`` ends; at once if the parent has ended.
 
-    For parents that start processes from a thread that lives as long as they do: see ``end_with_launcher``. On systems
-    other than Linux this function does nothing.
+    For parents that start processes from a thread that lives as long as they do: see ``end_with_launcher``.
     """
-    if not sys.platform.startswith("linux"):
-        return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # before the call of prctl
         end_now(128 + signal.SIGTERM)
@@ -117,14 +114,6 @@ def bind_copy(parent: int) -> None:
 
 def is_running(process: int) -> bool:
     """Return whether a process of this machine runs; a zombie does not."""
-    if not sys.platform.startswith("linux"):
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # a child of another process
-            return True
-        return True
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
@@ -189,20 +178,11 @@ def begin_anew(variables: Mapping[str, str]) -> NoReturn:
     """
     _write_out()
     os.environ.update(variables)
-    if sys.platform.startswith("linux"):
-        os.environ[BEGUN_ANEW] = str(time.clock_gettime(time.CLOCK_BOOTTIME))
-    for descriptor in _list_open_files():
+    os.environ[BEGUN_ANEW] = str(time.clock_gettime(time.CLOCK_BOOTTIME))
+    for descriptor in [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]:
         with suppress(OSError):  # the descriptor of the listing itself
             os.set_inheritable(descriptor, False)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
-
-
-def _list_open_files() -> list[int]:
-    """List the open files other than the standard streams; none where the system does not list them."""
-    try:
-        return [descriptor for descriptor in map(int, os.listdir("/proc/self/fd")) if descriptor > 2]
-    except OSError:
-        return []
 
 
 def _write_out() -> bool:

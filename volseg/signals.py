@@ -22,7 +22,7 @@ TYPE_CHECKING = False  # typing and threading are slow imports: until this modul
 if TYPE_CHECKING:
     from typing import NoReturn
 
-ENDING = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals of Ctrl-C, of a cluster that ends a job, and of a closed terminal."""
 
 INTERRUPTED = tuple(128 + number for number in ENDING)
@@ -164,10 +164,7 @@ class _Unwinding:
             self._is_retry = signal.getsignal(number) is self
             if not self._is_retry:  # the handler was replaced: the new one gets the signal once
                 self._since = None
-            if hasattr(signal, "pthread_kill"):  # interrupts a system call in which the main thread waits
-                signal.pthread_kill(main, number)
-            else:
-                signal.raise_signal(number)
+            signal.pthread_kill(main, number)  # interrupts a system call in which the main thread waits
 
 
 def _inspect_stack(frame: FrameType | None) -> tuple[bool, bool]:

@@ -62,8 +62,6 @@ def guard_streams() -> None:
         if stream is not getattr(sys, f"__{name}__"):
             continue  # replaced by a library or a test
         is_buffered = isinstance(stream.buffer, io.BufferedIOBase)  # not with python -u
-        if not isinstance(stream.buffer.raw if is_buffered else stream.buffer, io.FileIO):
-            continue  # a console of Windows
         stream.flush()
         raw = _Guarded(stream.fileno(), is_log=name == "stderr")
         guarded = io.TextIOWrapper(

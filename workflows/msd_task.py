@@ -8,7 +8,8 @@ from pathlib import Path
 
 from volseg.data import check_task, load_task
 from volseg.experiment import configure, format_outcome, load_config, predict, train
-from volseg.planning import PRESETS, write_config
+from volseg.planning.geometry import PRESETS
+from volseg.planning.plan import write_config
 
 
 def main() -> None:

@@ -211,7 +211,7 @@ class Supervised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from volseg.models import DynUNet
+        from volseg.models.networks import DynUNet
 
         kernels, strides = [3, 3, 3, 3], [1, 2, 2, 2]
         filters = [4, 6, 8, 8]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from volseg.models import ResEncUNet
+from volseg.models.residual_encoder import ResEncUNet
 from volseg.parallel import ModelParallel
 from volseg.parallel.fast_kernels import FastKernels
 

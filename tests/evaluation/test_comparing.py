@@ -25,7 +25,7 @@ def method(name, scores, metric="Dice", labels=("1",)):
         for number in order
     ]
     summary = {"foreground_mean": {}, "mean": {label: {metric: 0.0} for label in labels}, "metric_per_case": cases}
-    return Method(name=name, summary=summary, labels={})
+    return Method(name=name, summary=summary)
 
 
 def test_the_test_is_scipys_and_cases_are_paired_by_id():

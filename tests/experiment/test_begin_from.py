@@ -26,7 +26,7 @@ from volseg.exchange.nnunet.plans import read_plan
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment import REGISTRIES, configure, export, load_config, train
 from volseg.experiment.prediction.sources import load_trained, read_weights
-from volseg.models import build_network
+from volseg.models.networks import build_network
 from volseg.workflow import Hook
 
 NNUNET = Path(__file__).parents[1] / "exchange" / "nnunet" / "model"

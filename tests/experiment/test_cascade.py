@@ -10,7 +10,7 @@ import volseg
 from volseg.data.synthetic import make_task
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import configure, cross_validate, export, load_config, predict, train
-from volseg.planning import name_first_stage, write_config
+from volseg.planning.plan import name_first_stage, write_config
 from volseg.transforms.augmentation.own import ChangedMasks, _dilate
 from volseg.transforms.preprocessing import build_preprocessing
 

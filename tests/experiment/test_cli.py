@@ -18,7 +18,7 @@ from volseg.cli.options import SETTINGS
 from volseg.config.catalogue import shipped_config_path
 from volseg.errors import ConfigError, DataError, VolsegError
 from volseg.experiment import load_config, quickstart
-from volseg.models import NETWORKS
+from volseg.models.networks import NETWORKS
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 

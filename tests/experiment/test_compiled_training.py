@@ -13,7 +13,7 @@ from traced_graphs import trace_only
 from tests.experiment.conftest import latest
 from volseg import Hook
 from volseg.checkpointing.folder import RunFolder
-from volseg.config.schema import UNSETTLED_KERNELS
+from volseg.config.sections import UNSETTLED_KERNELS
 from volseg.data.json_files import read_json
 from volseg.data.layouts import load_task
 from volseg.device import compiler_internals
@@ -30,7 +30,7 @@ from volseg.experiment.placement.measured_kernels import (
 from volseg.experiment.placement.mesh_resolution import resolve_mesh
 from volseg.experiment.placement.placed_network import build_model
 from volseg.experiment.profiling import profile_training
-from volseg.models import FitGrid
+from volseg.models.fit_grid import FitGrid
 from volseg.parallel import CompiledNetwork, DataParallel, FastKernels, Replicas
 from volseg.parallel.devices import is_main_process
 

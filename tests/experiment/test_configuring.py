@@ -14,7 +14,9 @@ from volseg.cli import app
 from volseg.commands import spell
 from volseg.config.catalogue import list_shipped
 from volseg.config.describing import describe_values, list_keys, read_schema, write_commented
-from volseg.config.schema import ExperimentConfig, ParallelConfig, PatchConfig, TrainingConfig
+from volseg.config.parallel import ParallelConfig
+from volseg.config.schema import ExperimentConfig
+from volseg.config.sections import PatchConfig, TrainingConfig
 from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import RunFolder, load_config

@@ -10,7 +10,8 @@ from torch import nn
 from volseg import experiment
 from volseg.data import load_task
 from volseg.experiment.prediction.sources import load_trained
-from volseg.planning import plan, take_fingerprint, write_config
+from volseg.planning.fingerprint import take_fingerprint
+from volseg.planning.plan import plan, write_config
 
 QUICK = [
     *("training.epochs=1", "training.iterations=1", "patch.batch=2", "augmentation={margin: 0.0}"),

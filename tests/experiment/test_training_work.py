@@ -20,7 +20,7 @@ from volseg.experiment.placement.training_work import (
     describe_training,
     estimate_reserve,
 )
-from volseg.models import FitGrid
+from volseg.models.fit_grid import FitGrid
 
 GIB = 2**30
 VNET = "configs/task04_vnet.yaml"

@@ -9,7 +9,11 @@ from monai.losses import DeepSupervisionLoss, DiceCELoss
 from torch import nn
 from torch.nn.functional import pad
 
-from volseg.models import FitGrid, build_network
+from volseg.models.fit_grid import FitGrid
+from volseg.models.networks import build_network
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.volume import from_whole
 
 FEW = {"filters": [4, 4, 8, 8]}
 
@@ -119,30 +123,7 @@ def test_every_kind_of_output_is_fitted(kind, result, sides):
         assert outputs["norm"].ndim == 0
 
 
-def test_volumes_that_are_no_tensors_pass():
-    """A volume cut over devices answers torch functions and slices, and is no Tensor."""
-
-    class Duck:
-        def __init__(self, held):
-            self.held = held
-
-        @property
-        def shape(self):
-            return self.held.shape
-
-        def __getitem__(self, key):
-            return Duck(self.held[key])
-
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            def plain(a):
-                return a.held if isinstance(a, Duck) else a
-
-            return cls(func(*map(plain, args), **{k: plain(v) for k, v in (kwargs or {}).items()}))
-
-    net = nn.Conv3d(1, 2, 3, padding=1)
-    x = volume(13, 16, 9)
-    fitted = FitGrid(net, divisors=(4, 4, 4))
-    out = fitted(Duck(x))
-    assert isinstance(out, Duck)
-    torch.testing.assert_close(out.held, fitted(x))
+def test_a_volume_that_is_cut_over_devices_is_fitted_too():
+    fitted, x = FitGrid(nn.Conv3d(1, 2, 3, padding=1), divisors=(4, 4, 4)), volume(13, 16, 9)
+    cut = from_whole(x, (2,), Context(LocalDevices(["cpu"] * 2)))
+    torch.testing.assert_close(fitted(cut).full_tensor(), fitted(x))

@@ -9,8 +9,8 @@ from monai.networks import nets
 from torch import nn
 
 from volseg.errors import GridError
-from volseg.models import DynUNet, GridRule, build_network, grid_divisors, grid_rule
-from volseg.models.grids import probe_grid_rule, run_on_copies
+from volseg.models.grids import GridRule, grid_divisors, grid_rule, probe_grid_rule, run_on_copies
+from volseg.models.networks import DynUNet, build_network
 
 
 def really_takes(net: nn.Module, sides, device: str = "cpu") -> bool:

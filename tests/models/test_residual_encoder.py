@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 from volseg.errors import ConfigError
-from volseg.models import FitGrid, ResEncUNet, build_network, grid_rule
+from volseg.models.fit_grid import FitGrid
+from volseg.models.grids import grid_rule
+from volseg.models.networks import build_network
+from volseg.models.residual_encoder import ResEncUNet
 
 SMALL = {"strides": [1, (2, 2, 1), 2], "kernel_size": [(3, 3, 1), 3, 3], "filters": [4, 8, 8], "blocks": [1, 2, 2]}
 

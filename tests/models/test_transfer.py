@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from volseg.errors import CheckpointError
-from volseg.models import build_network
+from volseg.models.networks import build_network
 from volseg.models.weights import trace_dependent_dims, transfer_weights
 
 SPECS = {

@@ -5,8 +5,10 @@ import torch
 from monai.networks import nets
 
 from volseg.errors import ConfigError
-from volseg.models import FitGrid, GridRule, VNet, build_network, grid_rule
+from volseg.models.grids import GridRule, grid_rule
+from volseg.models.networks import build_network
 from volseg.models.topology import VNET_MONAI, plan_vnet_topology
+from volseg.models.vnet import VNet
 from volseg.planning.geometry import turn_topology
 
 FLAT = plan_vnet_topology((216, 256, 9), (1.5, 1.5, 10.0))
@@ -100,12 +102,6 @@ def test_its_grid_rule_follows_its_strides(build, rule, axis, sides):
     assert net.training
 
 
-def test_any_size_fits_its_grid():
-    assert grid_rule(VNet()) == grid_rule(nets.VNet())
-    with torch.no_grad():
-        assert FitGrid(flat()).eval()(torch.zeros(1, 1, 30, 17, 9)).shape == (1, 1, 30, 17, 9)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_torchscript_gives_the_same_logits():
     net = flat(out_channels=2).eval()
@@ -143,8 +139,6 @@ def test_wrong_strides_and_kernels_are_refused(parameters, message):
         build_network({"name": "VNet", **parameters}, in_channels=1, out_channels=2)
 
 
-def test_in_two_dimensions_it_is_monais():
-    with torch.device("meta"):
-        assert VNet(spatial_dims=2).state_dict().keys() == nets.VNet(spatial_dims=2).state_dict().keys()
-        with pytest.raises(ConfigError, match="volumes only, got spatial_dims=2"):
-            VNet(spatial_dims=2, strides=(1, 2, 2, 2, 2))
+def test_an_image_is_no_volume():
+    with torch.device("meta"), pytest.raises(ConfigError, match="volumes only, got spatial_dims=2"):
+        VNet(spatial_dims=2)

@@ -264,13 +264,6 @@ def test_a_package_that_is_not_there_is_named_with_what_installs_it(monkeypatch,
         build_logger({"name": name})
 
 
-@pytest.mark.usefixtures("ready_python")
-def test_other_packages_are_not_needed_until_they_are_named():
-    assert {*LOGGERS} == {"history", "mlflow", "tensorboard", "wandb"}
-    code = "import sys; sys.modules['wandb'] = sys.modules['mlflow'] = None; import volseg.experiment"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_weights_and_biases_keeps_a_run_offline(tmp_path):
     pytest.importorskip("wandb", reason="the extra wandb is not installed")

@@ -152,16 +152,6 @@ def test_a_bar_is_opened_beside_a_stream_that_cannot_be_flushed(monkeypatch, nam
     assert bar.done == 1
 
 
-def test_a_line_of_the_log_on_a_closed_stream_ends_nothing(monkeypatch):
-    closed = io.StringIO()
-    closed.close()
-    monkeypatch.setattr(sys, "stderr", closed)
-    with Bar("counted", 3) as bar:
-        BesideBars().emit(logging.makeLogRecord({"msg": "a line"}))
-        bar.advance()
-    assert bar.done == 1
-
-
 @pytest.mark.parametrize("before", ["", "sys.stderr = None", "sys.stderr.close()"], ids=["full", "none", "closed"])
 def test_last_words_that_nobody_can_hear_change_no_exit_status(before):
     """The status was that of the error which writing them raised."""

@@ -18,7 +18,7 @@ from traced_graphs import trace_only
 
 from volseg.device import compiler_internals
 from volseg.errors import ParallelError, UnsupportedOperatorError
-from volseg.models import FitGrid
+from volseg.models.fit_grid import FitGrid
 from volseg.parallel import CompiledNetwork, DataParallel, Replicas, join_mesh
 from volseg.parallel.state.recorded import RecordedState
 

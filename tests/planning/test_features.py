@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from volseg.models import build_network, plan_topology
-from volseg.models.topology import plan_vnet_topology
+from volseg.models.networks import build_network
+from volseg.models.topology import plan_topology, plan_vnet_topology
 from volseg.planning.patch import count_residual_features, count_unet_features, count_vnet_features, reference_features
 
 

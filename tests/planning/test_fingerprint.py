@@ -11,8 +11,13 @@ import pytest
 from volseg.data import load_task
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
-from volseg.planning import Fingerprint, keep_fingerprint, load_fingerprint, take_fingerprint
-from volseg.planning.fingerprint import list_fingerprint_paths
+from volseg.planning.fingerprint import (
+    Fingerprint,
+    keep_fingerprint,
+    list_fingerprint_paths,
+    load_fingerprint,
+    take_fingerprint,
+)
 
 
 @pytest.fixture

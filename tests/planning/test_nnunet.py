@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from volseg.planning import CaseSizes, Fingerprint, Intensities, plan
+from volseg.planning.fingerprint import CaseSizes, Fingerprint, Intensities
+from volseg.planning.plan import plan
 
 RECORDED = json.loads(Path(__file__).with_name("nnunet_plans.json").read_text(encoding="utf-8"))
 PRESETS = {"ExperimentPlanner": "unet"}

@@ -28,7 +28,7 @@ from volseg.exchange.nnunet.folder import read_checkpoint
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment import train
 from volseg.experiment.prediction.sources import load_trained, read_weights
-from volseg.models import FitGrid
+from volseg.models.fit_grid import FitGrid
 from volseg.models.weights import load_weights, strip_prefixes, transfer_weights
 from volseg.workflow import Checkpoints, Hook, Training, load_checkpoint, save_checkpoint
 

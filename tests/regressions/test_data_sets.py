@@ -53,8 +53,8 @@ from volseg.data.readers import SUFFIXES
 from volseg.errors import ConfigError, DataError, GridError, NonFiniteLossError, ReaderError
 from volseg.experiment import load_config, train
 from volseg.experiment.prediction.sources import load_trained
-from volseg.planning import Fingerprint, plan, take_fingerprint
-from volseg.planning.fingerprint import CaseSizes, keep_fingerprint, load_fingerprint
+from volseg.planning.fingerprint import CaseSizes, Fingerprint, keep_fingerprint, load_fingerprint, take_fingerprint
+from volseg.planning.plan import plan
 from volseg.transforms import resampling
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing

@@ -44,7 +44,7 @@ from volseg.experiment.network_plan import NetworkPlan, load_facts
 from volseg.experiment.placement.compiled_kernels import _digest_sources
 from volseg.experiment.prediction.sources import load_trained
 from volseg.experiment.prediction.trained import open_run
-from volseg.models import build_network
+from volseg.models.networks import build_network
 from volseg.monitoring import heartbeat
 from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.loggers import History, LoggedRun, Logger, TensorBoard

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from volseg.errors import ConfigError
-from volseg.models import FitGrid
+from volseg.models.fit_grid import FitGrid
 from volseg.workflow.components import build_optimizer, freeze_parts, group_parameters, list_frozen_norms
 
 

@@ -9,7 +9,7 @@ from plan_accuracy_rows import NETWORKS, fill_row, list_one_gpu_rows, list_rows,
 
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.step_memory import MemoryUse
-from volseg.models import build_network
+from volseg.models.networks import build_network
 
 MIB = 2**20
 TINY = {"net": "tiny", "patch": [16] * 3, "batch": 1, "precision": "fp32", "measured_s": 0}

@@ -5,7 +5,6 @@ Of networks and label maps: predict, postprocess, validate, evaluate, compare. O
 
 import json
 import os
-import sys
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -260,7 +259,7 @@ def view(
     )
     show(page)
     # Without a screen, a text browser would take over the terminal.
-    if not no_open and (sys.platform != "linux" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}):
+    if not no_open and os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
         webbrowser.open(page.absolute().as_uri())
 
 

@@ -57,7 +57,7 @@ def configure(
 ) -> None:
     """Analyse a data set and write a training config; each value is commented with its reason."""
     from volseg.files import require_new  # what follows imports torch: not for --help
-    from volseg.planning import parse_memory, write_config
+    from volseg.planning.plan import parse_memory, write_config
 
     memory = parse_memory(gpu_memory)
     require_new(output, overwrite=overwrite)  # before minutes of reading
@@ -97,7 +97,7 @@ def train(
 
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
     if not is_config_file(config) and experiment.is_data_set(config):
-        from volseg.planning import parse_memory  # imports torch: not for --help
+        from volseg.planning.plan import parse_memory  # imports torch: not for --help
 
         memory = parse_memory(gpu_memory or "8GiB")
         goes_on = resume or restart

@@ -8,20 +8,18 @@ import math
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetJsonSchemaHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
@@ -137,10 +135,6 @@ ClassWeight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Section = TypeVar("Section", bound="ConfigModel")
 
 
-RENAMED = {"training.capture": "training.record"}
-"""Former keys of the schema, mapped to their present names."""
-
-
 class _Fields(BaseModel):
     """Fields that refuse values of another type."""
 
@@ -172,17 +166,6 @@ class ConfigModel(_Fields):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
-
-    words: ClassVar[Sequence[str]] = ()
-    """Words that a validator of the section accepts in place of keys, such as ``parallel: auto``."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the JSON schema of the section, with the words accepted in place of keys."""
-        schema = handler.resolve_ref_schema(handler(core))
-        if cls.words:  # a pattern applies to strings only, properties to mappings
-            schema |= {"type": ["object", "string"], "pattern": f"^({'|'.join(cls.words)})$"}
-        return schema
 
 
 class ComponentConfig(_Fields):
@@ -271,8 +254,6 @@ def _sentence(section: type[BaseModel], error: Any) -> str:
     *parents, last = keys or ("(top level)",)
     where = ".".join(str(part) for part in (*parents, last))
     if error["type"] == "extra_forbidden":
-        if where in RENAMED:
-            return f"{where}: unknown key; write {RENAMED[where]}"
         return f"{where}: unknown key; {did_you_mean(str(last), _section_at(section, parents).model_fields)}"
     fields = _section_at(section, (*parents, last)).model_fields
     message = say_what_is_needed(error, str(parents[-1] if parents and isinstance(last, int) else last), fields)

@@ -249,7 +249,7 @@ def _say(field: FieldInfo, default: FieldInfo | None) -> str:
 def describe_values(field: FieldInfo) -> str:
     """Return the values that a field accepts, as far as its type states them.
 
-    >>> from volseg.config.schema import DataConfig, TrainingConfig
+    >>> from volseg.config.sections import DataConfig, TrainingConfig
     >>> describe_values(TrainingConfig.model_fields["precision"])
     'One of: auto, fp32, bf16, fp16.'
     >>> describe_values(DataConfig.model_fields["device_limit"])

@@ -205,7 +205,7 @@ def format_config(config: ExperimentConfig) -> str:
 def differences(one: ExperimentConfig, other: ExperimentConfig) -> list[str]:
     """Return each dotted key in which two configs differ, with both values.
 
-    >>> from volseg.config.schema import PatchConfig, DataConfig
+    >>> from volseg.config.sections import PatchConfig, DataConfig
     >>> config = ExperimentConfig(
     ...     name="a", data=DataConfig(root="x"), patch=PatchConfig(size=(8, 8, 8)),
     ...     network={"name": "VNet"}, optimizer={"name": "SGD", "lr": 0.1})

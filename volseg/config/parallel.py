@@ -4,11 +4,10 @@ The rest of the config does not depend on the devices: ``patch.batch`` is the ba
 of GPUs. So a run can resume on other devices.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from volseg.config.base import ConfigModel, Count
 from volseg.errors import ConfigError
@@ -49,7 +48,8 @@ class ParallelConfig(ConfigModel):
     processes determines the values that are left out.
     """
 
-    words: ClassVar[Sequence[str]] = ("auto",)
+    # The word auto is accepted in place of keys: a pattern applies to strings only, properties to mappings.
+    model_config = ConfigDict(json_schema_extra={"type": ["object", "string"], "pattern": "^(auto)$"})
 
     data: Count | None = None
     """Replicas of the network; they share the samples of every batch."""

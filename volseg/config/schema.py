@@ -15,12 +15,10 @@ from volseg.config.augmentation import AugmentationConfig
 from volseg.config.base import ComponentConfig, ConfigModel, Count, NonNegative, Seed, Sides, Tolerance, validated
 from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
 from volseg.config.sections import (
-    BATCH_FIELDS,
     KERNELS_OF,
     PREVIOUS_STAGE,
     UNSETTLED_KERNELS,
     DataConfig,
-    GrowthConfig,
     LossConfig,
     MetricConfig,
     NetworkConfig,
@@ -30,29 +28,6 @@ from volseg.config.sections import (
     SplitConfig,
     TrainingConfig,
 )
-
-__all__ = [
-    "BATCH_FIELDS",
-    "KERNELS_OF",
-    "UNSETTLED_KERNELS",
-    "AugmentationConfig",
-    "ComponentConfig",
-    "DataConfig",
-    "EvaluationConfig",
-    "ExperimentConfig",
-    "GrowthConfig",
-    "InferenceConfig",
-    "LoggingConfig",
-    "LossConfig",
-    "MetricConfig",
-    "NetworkConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PatchConfig",
-    "ScheduleConfig",
-    "SplitConfig",
-    "TrainingConfig",
-]
 
 
 class InferenceConfig(ConfigModel):

@@ -114,7 +114,7 @@ def gather_system() -> Section:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "available_bytes": available_bytes(),
         "memory_limit_bytes": memory_limit,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": len(os.sched_getaffinity(0)),
         "core_limit": core_limit,
         "shared_memory_bytes": shared.total if shared else None,
         "shared_memory_free_bytes": shared.free if shared else None,

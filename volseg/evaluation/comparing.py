@@ -9,7 +9,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from itertools import combinations
 from pathlib import Path
@@ -27,8 +27,6 @@ from volseg.evaluation.summary import (
     collect_scores,
     compute_median,
     name_cases,
-    read_names,
-    read_settings,
     read_summary,
 )
 from volseg.evaluation.surfaces import DISTANCES
@@ -49,10 +47,11 @@ class Method:
 
     name: str
     summary: Summary
-    labels: Mapping[str, str]
-    """Names of labels by key of the summary, if known."""
-    settings: Mapping[str, object] = field(default_factory=dict)
-    """Settings of the measurement of surfaces and lesions, if known."""
+
+    def get(self, key: str) -> Mapping[str, Any]:
+        """Return the names of the ``labels`` by key, or the ``settings`` of the measurement, as far as known."""
+        known: Mapping[str, Any] = self.summary.get(key, {})
+        return known
 
 
 PairedResult = dict[str, Any]
@@ -85,12 +84,7 @@ def read_method(source: str | Path, name: str | None = None) -> Method:
     summary = read_summary(files[0])
     if doubled := list_duplicates(name_cases(summary)):
         raise DataError(f"{files[0]} holds {list_some(doubled)} more than once; score each case once")
-    return Method(
-        name=name or source.name or str(source),
-        summary=summary,
-        labels=read_names(files[0]),
-        settings=read_settings(files[0]),
-    )
+    return Method(name=name or source.name or str(source), summary=summary)
 
 
 def compare_methods(methods: Sequence[Method]) -> list[PairedResult]:
@@ -151,10 +145,10 @@ def _require_same(methods: Sequence[Method]) -> None:
 def _require_same_rules(first: Method, other: Method) -> None:
     """Raise if labels or settings of two methods differ; unknown ones are assumed to agree."""
     pair: list[Mapping[str, object]] = [
-        {key: name for key, name in method.labels.items() if name != f"label_{key}"}  # which nobody has named
+        {key: name for key, name in method.get("labels").items() if name != f"label_{key}"}  # which nobody has named
         for method in (first, other)
     ]
-    for kind, (mine, theirs) in {"labels": pair, "settings": [first.settings, other.settings]}.items():
+    for kind, (mine, theirs) in {"labels": pair, "settings": [first.get("settings"), other.get("settings")]}.items():
         if differing := [
             f"{key} ({mine[key]} and {theirs[key]})" for key in mine if key in theirs and mine[key] != theirs[key]
         ]:
@@ -193,7 +187,7 @@ def _compare(metric: str, label: str, first: Method, second: Method) -> PairedRe
     interval = mean_intervals(finite[:, None])[1] if finite.size else None
     return {
         "metric": metric,
-        "label": first.labels.get(label, second.labels.get(label, label)),
+        "label": first.get("labels").get(label, second.get("labels").get(label, label)),
         "first": first.name,
         "second": second.name,
         "num_cases": finite.size,

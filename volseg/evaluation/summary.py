@@ -203,7 +203,8 @@ def read_structure(key: str) -> Structure:
 def read_summary(path: str | os.PathLike[str]) -> Summary:
     """Read a ``summary.json`` of ours or of nnU-Net; null and NaN become NaN, or the infinite distance that they were.
 
-    Values that follow from the cases are left out: `complete_summary` computes them.
+    Values that follow from the cases are left out: `complete_summary` computes them. ``labels`` and ``settings`` are
+    empty if the file has none, as nnU-Net's.
 
     Raises
     ------
@@ -221,22 +222,9 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
     for metrics in cases:
         if (metrics.get("n_pred") == 0) != (metrics.get("n_ref") == 0):  # in one of them only
             metrics.update({name: math.inf for name in DISTANCES if math.isnan(metrics.get(name, 0))})
-    return {key: summary[key] for key in ("foreground_mean", "mean", "metric_per_case")}
-
-
-def read_names(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the names of the labels in a ``summary.json``; empty if it has none, as nnU-Net's."""
-    return {key: str(name) for key, name in _read_further(path, "labels").items()}
-
-
-def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the settings of a ``summary.json``; empty if it has none, as nnU-Net's."""
-    return _read_further(path, "settings")
-
-
-def _read_further(path: str | os.PathLike[str], of: str) -> dict[str, Any]:
-    declared = read_json(Path(path), "a summary", has_nan=True).get(of)
-    return declared if isinstance(declared, dict) else {}
+    read = {key: summary[key] for key in ("foreground_mean", "mean", "metric_per_case")}
+    names, settings = (of if isinstance(of := summary.get(key), dict) else {} for key in ("labels", "settings"))
+    return {**read, "labels": {key: str(name) for key, name in names.items()}, "settings": settings}
 
 
 def _average(several: Iterable[Mapping[str, float]]) -> Metrics:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.config.nearest import did_you_mean
-from volseg.config.schema import BATCH_FIELDS, ExperimentConfig
+from volseg.config.schema import ExperimentConfig
+from volseg.config.sections import BATCH_FIELDS
 from volseg.data.augmented import AugmentedBatches, EpochBatches, GrowingBatches
 from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.cases import Case, Task, list_values

@@ -24,19 +24,8 @@ from volseg.experiment.prediction.sources import open_one
 from volseg.files import replacing, require_new
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import count_gpus, is_launched
-from volseg.planning import (
-    CASCADE,
-    DEFAULT_MEMORY,
-    Fingerprint,
-    Plan,
-    choose_name,
-    keep_fingerprint,
-    load_fingerprint,
-    name_first_stage,
-    plan,
-    take_fingerprint,
-    write_config,
-)
+from volseg.planning.fingerprint import Fingerprint, keep_fingerprint, load_fingerprint, take_fingerprint
+from volseg.planning.plan import CASCADE, DEFAULT_MEMORY, Plan, choose_name, name_first_stage, plan, write_config
 
 logger = logging.getLogger(__name__)
 

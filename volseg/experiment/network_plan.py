@@ -18,7 +18,8 @@ import numpy as np
 
 from volseg.config.catalogue import PublicTask, get_public_task
 from volseg.config.registry import read_record
-from volseg.config.schema import ExperimentConfig, NetworkConfig
+from volseg.config.schema import ExperimentConfig
+from volseg.config.sections import NetworkConfig
 from volseg.data.cases import Case, Task
 from volseg.data.readers import read_affine
 from volseg.data.threads import map_in_threads

@@ -28,7 +28,7 @@ from volseg.experiment.building import build_training
 from volseg.experiment.network_plan import DataFacts
 from volseg.experiment.placement.mesh_resolution import CaseReading, resolve_mesh
 from volseg.experiment.placement.placed_network import build_model, choose_device
-from volseg.models import FitGrid
+from volseg.models.fit_grid import FitGrid
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import DataParallel
 from volseg.profiling.kernels import AUGMENTATION, MARK, OUTSIDE

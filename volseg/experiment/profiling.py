@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from volseg.config.schema import UNSETTLED_KERNELS, ExperimentConfig
+from volseg.config.schema import ExperimentConfig
+from volseg.config.sections import UNSETTLED_KERNELS
 from volseg.errors import ConfigError, VolsegError
 from volseg.estimate.candidate import Candidate, name_candidate
 from volseg.estimate.candidate_trace import trace_candidate

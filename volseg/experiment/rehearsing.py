@@ -19,7 +19,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.errors import ConfigError, VolsegError
 from volseg.inference.window_step import full_logits
-from volseg.models import FitGrid
+from volseg.models.fit_grid import FitGrid
 from volseg.models.grids import run_on_copies
 from volseg.workflow.named import Named, Objective, require_mean
 

@@ -14,7 +14,8 @@ from volseg.errors import CheckpointError
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.prediction.sources import read_weights
 from volseg.formatting import list_some
-from volseg.models import FitGrid, build_network
+from volseg.models.fit_grid import FitGrid
+from volseg.models.networks import build_network
 from volseg.models.weights import WeightTransfer, strip_prefixes, trace_dependent_dims, transfer_weights
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.state.random import own_random_numbers

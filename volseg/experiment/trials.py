@@ -22,7 +22,7 @@ from volseg.experiment.placement.placed_network import build_plain_network
 from volseg.experiment.prediction.predicting import predict
 from volseg.experiment.report import format_outcome
 from volseg.experiment.training import train
-from volseg.models import GridRule
+from volseg.models.grids import GridRule
 from volseg.parallel import Report
 from volseg.parallel import verify as verify_network
 from volseg.parallel.devices import count_gpus, list_devices, list_gpus

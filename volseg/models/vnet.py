@@ -80,16 +80,15 @@ class VNet(nets.VNet):
             for module in transition.modules():
                 if isinstance(module, nn.Dropout | nn.Dropout2d | nn.Dropout3d):
                     module.p = dropout_prob_fine
-        if spatial_dims != 3 and (strides, kernel_size) != (None, None):
-            raise ConfigError(f"VNet takes strides and kernel_size of volumes only, got spatial_dims={spatial_dims}")
+        if spatial_dims != 3:
+            raise ConfigError(f"VNet takes volumes only, got spatial_dims={spatial_dims}")
         self.strides = _read_levels("strides", VNET_MONAI.strides if strides is None else strides)
         self.kernels = _read_levels("kernel_size", VNET_MONAI.kernels if kernel_size is None else kernel_size)
         if self.strides[0] != (1, 1, 1):
             raise ConfigError(f"VNet's first level has the image's grid: its stride is 1, got {self.strides[0]}")
         if even := [kernel for kernel in self.kernels if not all(side % 2 for side in kernel)]:
             raise ConfigError(f"VNet needs a kernel_size that is odd along each axis, got {even[0]}")
-        if spatial_dims == 3:
-            reshape_levels(self, self.strides, self.kernels)
+        reshape_levels(self, self.strides, self.kernels)
 
 
 def reshape_levels(net: nets.VNet, strides: Sequence[Sides], kernels: Sequence[Sides]) -> None:

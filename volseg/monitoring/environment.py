@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in devices],
         "driver": _driver() if devices else None,
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
         "platform": platform.platform(),
     }
 

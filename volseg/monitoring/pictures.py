@@ -6,7 +6,7 @@ a pale outline, false structures a pale outline without a tint.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
@@ -196,16 +196,9 @@ def _colour(labels: Tensor) -> Tensor:
 
 def _find_border(labels: Tensor, width: int) -> Tensor:
     """Return the pixels of structures within ``width`` of another value, or of the picture's edge."""
-    high = low = functional.pad(labels.int(), (width,) * 4)
-    for dim in (0, 1):  # shifted copies, since max_pool2d takes four times as long on a CPU
-        high, low = (_join(torch.maximum, high, width, dim), _join(torch.minimum, low, width, dim))
+    ringed = functional.pad(labels.float()[None], (width,) * 4)
+    high, low = (sign * functional.max_pool2d(sign * ringed, 2 * width + 1, stride=1)[0] for sign in (1, -1))
     return (labels > 0) & (high != low)
-
-
-def _join(extreme: Callable[[Tensor, Tensor], Tensor], ringed: Tensor, width: int, dim: int) -> Tensor:
-    """Return the extreme of the values within ``width`` along a dim, without the padding of that width."""
-    size = ringed.shape[dim] - 2 * width
-    return reduce(extreme, (ringed.narrow(dim, begin, size) for begin in range(2 * width + 1)))
 
 
 def _frame(panel: Tensor, title: str, sides: tuple[str, str], min_width: int) -> Tensor:

@@ -202,7 +202,7 @@ def write_config(plan: Plan, path: str | Path, *, overwrite: bool = False) -> Pa
     Parameters
     ----------
     plan : Plan
-        See `volseg.planning.plan`.
+        See `plan`.
     path : path
         The file.
     overwrite : bool

@@ -21,7 +21,7 @@ from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.instances import get_links
 from volseg.estimate.search import choose, judge, search
 from volseg.estimate.step_memory import MemoryUse
-from volseg.models import build_network
+from volseg.models.networks import build_network
 from volseg.workflow.precision import Precision
 
 COLOURS = {"vnet": "#d9a441", "unet": "#5aa05a", "dynunet": "#1b6ca8", "segresnet": "#a04f8c", "swinunetr": "#b5442e"}

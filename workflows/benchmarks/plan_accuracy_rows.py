@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from workers import Row
 
 from volseg.config.loading import load_config
-from volseg.models import build_network
-from volseg.models.networks import complete_spec
+from volseg.models.networks import build_network, complete_spec
 from volseg.models.residual_encoder import ENCODER_BLOCKS
 from volseg.parallel import FastKernels, ModelParallel
 from volseg.parallel.batches import from_slab, slab_shape

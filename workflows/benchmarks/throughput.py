@@ -43,7 +43,8 @@ from torch.utils.data import RandomSampler
 
 from volseg import experiment
 from volseg.config.augmentation import AugmentationConfig
-from volseg.config.schema import ExperimentConfig, ParallelConfig
+from volseg.config.parallel import ParallelConfig
+from volseg.config.schema import ExperimentConfig
 from volseg.data.case_store.preprocessed import prepare_all
 from volseg.data.cases import Case, Task
 from volseg.data.layouts import load_task

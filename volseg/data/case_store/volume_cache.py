@@ -5,7 +5,7 @@ by index tensors: no Python per case and no wait for the host. The other cases s
 files. Their patches are fetched: cut to boxes on the host, and copied to the device. Both ways give the same bits.
 
 Outside a case the value is 0. After normalisation 0 is the mean of a z-scored image, and the padding of nnU-Net and of
-`volseg.models.FitGrid`, so a network sees the same outside in training and in prediction.
+`FitGrid`, so a network sees the same outside in training and in prediction.
 """
 
 import logging

@@ -96,7 +96,7 @@ def take_candidate(config: ExperimentConfig, candidate: Candidate, num_processes
 def list_overrides(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
     """Return the ``--set`` overrides that turn one config into the other.
 
-    >>> from volseg.config.schema import DataConfig, PatchConfig
+    >>> from volseg.config.sections import DataConfig, PatchConfig
     >>> config = ExperimentConfig(
     ...     name="a", data=DataConfig(root="x"), patch=PatchConfig(size=(8, 8, 8)),
     ...     network={"name": "VNet"}, optimizer={"name": "SGD", "lr": 0.1})

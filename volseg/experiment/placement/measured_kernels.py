@@ -26,7 +26,7 @@ from volseg.experiment.building import build_step, draw_batch
 from volseg.experiment.placement.alternatives import free_memory, is_out_of_memory
 from volseg.experiment.placement.mesh_resolution import TrainingMesh
 from volseg.experiment.placement.placed_network import build_model
-from volseg.models import FitGrid
+from volseg.models.fit_grid import FitGrid
 from volseg.parallel import CompiledNetwork, FastKernels, Replicas
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.devices import is_distributed

@@ -18,8 +18,9 @@ from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.building import build_objective
 from volseg.experiment.rehearsing import rehearse_losses, rehearse_network, require_window
 from volseg.memory import total_bytes
-from volseg.models import FitGrid, build_network
+from volseg.models.fit_grid import FitGrid
 from volseg.models.layout import faster_layout
+from volseg.models.networks import build_network
 from volseg.parallel import CompiledNetwork, FastKernels, ModelParallel
 from volseg.parallel.compiled_network import refusing
 from volseg.parallel.data_parallel import DataParallel

@@ -30,7 +30,7 @@ from volseg.experiment.placement.training_work import (
 from volseg.parallel.devices import count_gpus, current_gpu_or_cpu
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.parallel.forking import ask_copy
-from volseg.planning import parse_memory
+from volseg.planning.plan import parse_memory
 from volseg.profiling.calibration import calibrate, describe_kind, describe_machine, rates_file_path, read_calibration
 from volseg.workflow.precision import choose_dtype
 

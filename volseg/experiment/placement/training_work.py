@@ -23,7 +23,7 @@ from volseg.experiment.placement.placed_network import build_plain_network, expl
 from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
 from volseg.inference.predictor import evaluating
 from volseg.inference.window_step import WindowStep
-from volseg.models import GridRule
+from volseg.models.grids import GridRule
 from volseg.workflow.components import build_optimizer, freeze_parts, list_frozen_norms
 from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import WeightAverage

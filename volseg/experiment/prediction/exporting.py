@@ -36,7 +36,7 @@ from volseg.experiment.rehearsing import OneOutput
 from volseg.files import digest_file, replace_nan, require_new
 from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import full_logits
-from volseg.models import FitGrid
+from volseg.models.fit_grid import FitGrid
 from volseg.models.grids import GridRule
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from volseg.experiment.placement.placed_network import choose_device
 from volseg.experiment.prediction.trained import SourceNetwork
 from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing
-from volseg.models import build_network
+from volseg.models.networks import build_network
 
 logger = logging.getLogger(__name__)
 

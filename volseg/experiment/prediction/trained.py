@@ -26,7 +26,7 @@ from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.predictor import Predictor, SharedPredictor
 from volseg.models.weights import load_weights
 from volseg.parallel import FastKernels
-from volseg.planning import Like
+from volseg.planning.geometry import Like
 
 PREDICTION_KEYS = (
     "inference",
