@@ -25,7 +25,7 @@ import volseg.transforms
 from volseg.data.case_store.cache_folder import (
     GIB,
     SUFFIX,
-    FileDigests,
+    FileMemory,
     digest_modules,
     list_entries,
     make_cache_folder,
@@ -103,7 +103,7 @@ class CaseCache:
         self.num_found = self.num_stored = 0
         self._common = _describe_preparing(task, preprocessing)
         self._num_classes, self._is_sparse = task.num_classes, task.ignore is not None
-        self._digests = FileDigests(folder / "files")
+        self._memory = FileMemory(folder / "files")
         self._writes = True
         # Beyond this limit, verifying would evict earlier cases from memory.
         self._verified_bytes = available_bytes() // 2
@@ -113,7 +113,7 @@ class CaseCache:
     def key_of(self, case: Case) -> str | None:
         """Return the name of a case's prepared form, or None if its files cannot be read."""
         try:
-            files = {field: self._digests.of_images(list_files(case[field])) for field in FILES if field in case}
+            files = {field: self._memory.digest_images(list_files(case[field])) for field in FILES if field in case}
         except (OSError, ReaderError):  # the check reports the fault
             return None
         return sha256(_format_json([self._common, _without_files(case), files]).encode()).hexdigest()

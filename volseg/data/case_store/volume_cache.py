@@ -111,8 +111,6 @@ class VolumeCache:
     budget_bytes : int, optional
         Bytes that ``auto`` may take on the device, at most the free memory; by default 30 % of the free memory on a
         GPU, and nothing on a CPU.
-    image_dtype : torch.dtype
-        Type of stored images; float16 halves the memory. Patches are always float32.
     num_classes : int, optional
         Classes of the labels, background included, if the labels may hold larger numbers; see `volseg.data.labels`.
     is_sparse : bool
@@ -150,7 +148,6 @@ class VolumeCache:
         device: torch.device | str = "cpu",
         keep: Literal["auto", "device", "memory"] = "auto",
         budget_bytes: int | None = None,
-        image_dtype: torch.dtype = torch.float32,
         num_classes: int | None = None,
         is_sparse: bool = False,
     ) -> None:
@@ -158,7 +155,7 @@ class VolumeCache:
             raise DataError("training needs at least one case, got none")
         self.device = torch.device(device)
         self.names = [str(case["case"]) for case in cases]
-        images = [_drop_metadata(case["image"]).to(image_dtype) for case in cases]
+        images = [_drop_metadata(case["image"]).float() for case in cases]
         labels = [_drop_metadata(case["label"]) for case in cases]
         listed = [case.get("voxels") for case in cases]
         for name, image, label, known in zip(self.names, images, labels, listed, strict=True):
