@@ -98,6 +98,8 @@ def test_cold_warm_and_without_a_cache_are_the_same_bits(task, folder, read):
     del read[:]
     assert_same(prepared_by(task, folder), without)
     assert read == []
+    assert folder.stat().st_mode & 0o077 == 0  # patients are for their user's eyes only
+    assert (folder / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
 
 
 def change_a_voxel(path):
@@ -287,14 +289,14 @@ def test_a_damaged_case_is_made_again(task, folder, read, how):
     assert not [fault for _, fault in verify_entries(folder) if fault]
 
 
-def test_every_truncation_is_noticed(tmp_path):
+def test_every_truncation_and_a_damaged_description_are_noticed(tmp_path):
     file = tmp_path / "whole.case"
     with file.open("wb") as writer:
-        write_case(writer, {"image": torch.ones(1, 2, 3, 5), "none": torch.zeros(0, 3)}, {"a": 1})
+        write_case(writer, {"image": torch.ones(1, 2, 3, 5), "none": torch.zeros(0, 3)}, {"a": "told"})
     whole = file.read_bytes()
     StoredCase.open(file).require_whole()
-    for length in range(0, len(whole), 3):
-        file.write_bytes(whole[:length])
+    for damaged in (whole.replace(b"told", b"tolD"), *(whole[:length] for length in range(0, len(whole), 3))):
+        file.write_bytes(damaged)
         with pytest.raises(DamagedCaseError):
             StoredCase.open(file)
 
@@ -495,9 +497,3 @@ def test_the_folder_is_the_variables_then_the_users(monkeypatch, tmp_path):
     assert choose_cache_folder("auto") == tmp_path / "c" / ".cache" / "volseg"
     assert choose_cache_folder("none") is None
     assert choose_cache_folder(str(tmp_path)) == tmp_path
-
-
-def test_patients_are_for_their_users_eyes_only(task, folder):
-    CaseCache(folder, task, build_preprocessing(STEPS))
-    assert folder.stat().st_mode & 0o077 == 0
-    assert (folder / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")

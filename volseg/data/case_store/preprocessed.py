@@ -90,7 +90,7 @@ class DamagedCaseError(Exception):
 
 
 def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Write the tensors of a prepared case, and facts about them.
+    """Write the tensors of a prepared case, its ``voxels`` (two tensors for each name), and facts about them.
 
     Raises
     ------
@@ -104,6 +104,7 @@ def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]
     content = {
         "volumes": {name: _pack(tensor) for name, tensor in tensors.items()},
         "metas": {name: _plain(dict(of.meta)) if isinstance(of, MetaTensor) else None for name, of in tensors.items()},
+        "voxels": {name: tuple(map(_pack, parts)) for name, parts in case.get("voxels", {}).items()},
         "about": _plain(about),
     }
     try:
@@ -152,6 +153,8 @@ class StoredCase:
     identity: tuple[int, int]
     """Device and inode of the mapped file, which tell it from a later file of the same name."""
     about: Mapping[str, Any]
+    voxels: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
+    """Voxels of each list of places, and their number by class; see `volseg.data.case_store.case_cache.pack_case`."""
     _volumes: Mapping[str, Tensor] = field(repr=False)
     _metas: Mapping[str, Mapping[str, Any] | None] = field(repr=False)
     _changed: dict[str, int] = field(repr=False)
@@ -159,24 +162,27 @@ class StoredCase:
 
     @classmethod
     def open(cls, path: Path) -> "StoredCase":
-        """Map a file whose description can be read; its volumes are not checked."""
+        """Map a file whose description is as it was written; its volumes are not checked."""
         told = path.stat()
         if not told.st_size:  # which no system maps
             raise DamagedCaseError(f"{path} is empty")
         try:
+            with ZipFile(path) as file:
+                file.read("archive/data.pkl")  # compares its checksum, which torch does not
             content = torch.load(path, mmap=True, weights_only=True)
-            volumes, metas, about = (content[name] for name in ("volumes", "metas", "about"))
+            volumes, metas, voxels, about = (content[name] for name in ("volumes", "metas", "voxels", "about"))
         except OSError:
             raise
         except Exception as fault:  # damaged bytes may raise anything
             if (reason := os.strerror(errno.ENOMEM)) in str(fault):  # no address space is left
                 raise OSError(errno.ENOMEM, reason) from fault
-            raise DamagedCaseError(f"{path} is cut off, damaged or of another layout") from fault
+            raise DamagedCaseError(f"{path} is cut off, or is not what was written") from fault
         return cls(
             path=path,
             size=told.st_size,
             identity=(told.st_dev, told.st_ino),
             about=about,
+            voxels=voxels,
             _volumes=volumes,
             _metas=metas,
             _changed={"at": told.st_ctime_ns},

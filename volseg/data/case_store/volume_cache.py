@@ -34,10 +34,13 @@ class ForegroundVoxels:
 
     voxels: Tensor
     """Positions (M, 3), those of one case and class together; in the smallest type that holds them."""
-    first: Tensor
-    """First row of case n's class k + 1 in ``voxels``, (N, K)."""
     count: Tensor
-    """Number of these rows, (N, K)."""
+    """Number of the rows of case n's class k + 1 in ``voxels``, (N, K)."""
+
+    @property
+    def first(self) -> Tensor:
+        """First of these rows, (N, K)."""
+        return self.count.flatten().cumsum(0).view_as(self.count) - self.count
 
     @classmethod
     def find(
@@ -63,22 +66,14 @@ class ForegroundVoxels:
             if len(mine) > most:
                 mine = mine[torch.randperm(len(mine), generator=generator)[:most]]
             chosen.append(mine)
-        return cls.one(torch.cat(chosen), torch.tensor([[len(mine) for mine in chosen[1:]]], dtype=torch.int64))
-
-    @classmethod
-    def one(cls, voxels: Tensor, count: Tensor) -> "ForegroundVoxels":
-        """Return the voxels of one case, from its voxels in the order of the classes and their number (1, K)."""
-        return cls(voxels, count.cumsum(1) - count, count)
+        return cls(torch.cat(chosen), torch.tensor([[len(mine) for mine in chosen[1:]]], dtype=torch.int64))
 
     @classmethod
     def join(cls, cases: Sequence["ForegroundVoxels"]) -> "ForegroundVoxels":
         """Return the voxels of all cases as one."""
-        num_classes = max((case.count.shape[1] for case in cases), default=0)
+        num_classes = max(case.count.shape[1] for case in cases)
         counts = [pad(case.count, (0, num_classes - case.count.shape[1])) for case in cases]
-        count = torch.cat(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
-        first = count.flatten().cumsum(0).view_as(count) - count
-        voxels = [case.voxels for case in cases]
-        return cls(torch.cat(voxels) if voxels else torch.zeros(0, 3, dtype=torch.int16), first, count)
+        return cls(torch.cat([case.voxels for case in cases]), torch.cat(counts))
 
 
 def list_voxels(
