@@ -268,13 +268,14 @@ def test_any_other_error_ends_all_and_is_named(made):
 def test_writing_to_shared_memory_changes_ones_own_copy_only():
     store = SharedCases()
     path = Path(store.add({"image": torch.arange(5.0), "label": torch.ones(2, 3, dtype=torch.uint8)}, {"case": "a"}))
-    first, second = (StoredCase.open(path) for _ in range(2))
+    opened = [StoredCase.open(path) for _ in range(2)]
     store.close()
-    first.tensor("image").fill_(9)
-    assert first.tensor("image").tolist() == [9.0] * 5
-    assert second.tensor("image").tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert second.tensor("label").tolist() == [[1, 1, 1], [1, 1, 1]]
-    second.require_unchanged()
+    first, second = (one.volumes() for one in opened)
+    first["image"].fill_(9)
+    assert opened[0].volumes()["image"].tolist() == [9.0] * 5
+    assert second["image"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert second["label"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    opened[1].require_unchanged()
 
 
 def be_killed(meeting, root):

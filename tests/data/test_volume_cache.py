@@ -85,13 +85,13 @@ def test_the_smallest_cases_lie_on_the_device_without_padding(budget_bytes, resi
 
 
 @pytest.mark.parametrize("keep", ["device", "memory"])
-def test_half_precision_storage_gives_float32_boxes_without_metadata(keep):
+def test_boxes_of_half_precision_volumes_are_float32_without_metadata(keep):
     case = list(cases())[1]
-    case |= {name: MetaTensor(case[name]) for name in ("image", "label")}
-    image, label = VolumeCache([case], keep=keep, image_dtype=torch.float16).gather(
+    case |= {name: MetaTensor(case[name].half()) for name in ("image", "label")}
+    image, label = VolumeCache([case], keep=keep).gather(
         torch.tensor([0]), torch.zeros(1, 3, dtype=torch.int64), SHAPES[1]
     )
-    assert torch.equal(image[0], case["image"].as_tensor().half().float())
+    assert torch.equal(image[0], case["image"].as_tensor().float())
     assert type(image) is type(label) is torch.Tensor
 
 

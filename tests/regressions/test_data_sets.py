@@ -263,7 +263,9 @@ def test_a_cached_case_that_is_overwritten_in_place_is_noticed(batches, moment):
     if moment == "within":
         next(running)
     overwrite(cases[2]["mapped"].path)
-    with pytest.raises(DataError, match=r"the prepared case of case_02, was overwritten while it was used: the \w+ in"):
+    with pytest.raises(
+        DataError, match=r"the prepared case of case_02, was overwritten while it was used: the content of"
+    ):
         list(running)
 
 

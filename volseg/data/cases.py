@@ -274,6 +274,11 @@ class Task:
         return tuple(sorted(self.labels))
 
     @property
+    def file_values(self) -> tuple[int, ...]:
+        """Values that label files may hold: those of the classes, then the value to ignore."""
+        return self.class_values if self.ignore is None else (*self.class_values, self.ignore)
+
+    @property
     def output_values(self) -> tuple[int, ...]:
         """Value of each output in a written label map: that of its class, or the value painted for its region.
 

@@ -48,7 +48,7 @@ def to_classes(label_map: Tensor, task: Task, case: Case | None = None) -> Tenso
     DataError
         For other values, or a case with a set of annotated values that no training case has.
     """
-    known = [*task.class_values, *(() if task.ignore is None else (task.ignore,))]
+    known = list(task.file_values)
     numbers = list(range(len(known)))
     if case is not None and (labelled := task.labelled(case)) is not None:
         numbers[0] = len(known) + _place_labelled(labelled, case, task)

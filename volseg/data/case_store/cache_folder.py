@@ -1,4 +1,4 @@
-"""The folder of prepared cases: find, list, clear and verify it, and remember the SHA-256 digests of files in it.
+"""The folder of prepared cases: find, list, clear and verify it, and remember facts of files in it.
 
 A file counts as unchanged while its size, inode, modification time and change time (``ctime``) are the same. Restoring
 a file's date sets the modification time; the change time cannot be set.
@@ -11,16 +11,16 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import file_digest, sha256
 from importlib.machinery import ModuleSpec
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypeVar, cast
 
 from volseg.config.registry import EXECUTED
 from volseg.data.case_store.preprocessed import DamagedCaseError, StoredCase
@@ -29,6 +29,8 @@ from volseg.data.json_files import parse_json
 from volseg.data.volume import require_regular
 from volseg.errors import ConfigError, ReaderError
 from volseg.files import replacing
+
+Found = TypeVar("Found")
 
 VARIABLE = "VOLSEG_CACHE"
 """Environment variable: the folder, or ``none``."""
@@ -192,19 +194,19 @@ def list_image_files(path: Path) -> list[Path]:
     return [path]
 
 
-class FileDigests:
-    """Digests of files, remembered in a folder for all processes.
+class FileMemory:
+    """Facts of files, such as their digests, remembered in a folder for all processes while the files are unchanged.
 
     Parameters
     ----------
-    folder : Path
-        Folder of the remembered digests. A read-only folder only costs time.
+    folder : Path or None
+        Folder of the remembered facts. A read-only folder only costs time; None remembers nothing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
 
-    def of_images(self, paths: Sequence[Path]) -> list[list[str]]:
+    def digest_images(self, paths: Sequence[Path]) -> list[list[str]]:
         """Return name and digest of each file that the images depend on.
 
         Raises
@@ -215,42 +217,47 @@ class FileDigests:
         files = [file for path in paths for file in list_image_files(path)]
         if missing := [path for path in paths if not path.exists()]:  # an empty folder is valid here
             raise ReaderError(f"{missing[0]} does not exist")
-        return [[file.name, self.of(file)] for file in files]
+        return [[file.name, self.recall("digest", [file], partial(_digest_file, file))] for file in files]
 
-    def of(self, path: Path) -> str:
-        """Return the digest of one file's bytes.
+    def recall(self, fact: str, files: Sequence[Path], compute: Callable[[], Found]) -> Found:
+        """Return the result of ``compute``, a value for JSON, or the remembered one of unchanged files.
 
         Raises
         ------
         OSError, ReaderError
-            If the file cannot be read; a pipe, which could block forever, is refused.
+            If a file cannot be read; a pipe, which could block forever, is refused.
         """
-        require_regular(path)
-        path = Path(os.path.abspath(path))
-        known = self.folder / f"{sha256(os.fsencode(path)).hexdigest()}.json"
-        with path.open("rb") as file:
-            seen = _read_state(file)  # of the open file: a network file system checks with its server at each opening
-            remembered = _recall(known)
-            if isinstance(remembered, dict) and remembered.get("seen") == seen:
-                return str(remembered["digest"])
-            begun = time.time_ns()
-            digest = file_digest(file, "sha256").hexdigest()
-            is_settled = _read_state(file) == seen and begun - max(seen[2:4]) > YOUNG_NS
-        if is_settled and os.name != "nt":  # there ctime is the time of creation
-            with suppress(OSError), replacing(known, flush=False) as partial:  # a full disk: digested again next time
-                content = {"path": os.fsdecode(path), "seen": seen, "digest": digest}
-                partial.write_text(json.dumps(content), encoding="utf-8")
-        return digest
+        for file in files:
+            require_regular(file)
+        seen = [_read_state(file) for file in files]
+        named = "\0".join([fact, *(os.path.abspath(file) for file in files)])
+        known = None if self.folder is None else self.folder / f"{sha256(os.fsencode(named)).hexdigest()}.json"
+        if isinstance(remembered := _load_remembered(known), dict) and remembered.get("seen") == seen:
+            return cast(Found, remembered["found"])
+        begun = time.time_ns()
+        found = compute()
+        latest = max((changed for state in seen for changed in state[2:]), default=0)
+        is_settled = [_read_state(file) for file in files] == seen and begun - latest > YOUNG_NS
+        if known is not None and is_settled and os.name != "nt":  # there ctime is the time of creation
+            with suppress(OSError), replacing(known, flush=False) as partial_file:  # a full disk: computed again
+                partial_file.write_text(json.dumps({"seen": seen, "found": found}), encoding="utf-8")
+        return found
 
 
-def _read_state(file: BinaryIO) -> list[int]:
-    found = os.fstat(file.fileno())
+def _digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _read_state(path: Path) -> list[int]:
+    with path.open("rb") as file:  # a network file system checks with its server at each opening
+        found = os.fstat(file.fileno())
     return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def _recall(known: Path) -> Any:
+def _load_remembered(known: Path | None) -> Any:
     try:
-        return parse_json(known.read_bytes())
+        return None if known is None else parse_json(known.read_bytes())
     except (OSError, ValueError):  # never remembered, or damaged
         return None
 

@@ -25,7 +25,7 @@ import volseg.transforms
 from volseg.data.case_store.cache_folder import (
     GIB,
     SUFFIX,
-    FileDigests,
+    FileMemory,
     digest_modules,
     list_entries,
     make_cache_folder,
@@ -56,9 +56,6 @@ OWN_CODE = (Path(__file__).parents[1], Path(volseg.transforms.__file__).parent)
 
 FILES = ("image", "label", "stage")
 """Fields of a case that are files."""
-
-VOXEL_PARTS = (".voxels", ".count")
-"""Parts of a list of voxels, stored beside the volumes."""
 
 LEFT_FREE_SHARE, LEFT_FREE_BYTES = 0.1, 20 * GIB
 """Part of the disk that is left free: the smaller of the two."""
@@ -103,7 +100,7 @@ class CaseCache:
         self.num_found = self.num_stored = 0
         self._common = _describe_preparing(task, preprocessing)
         self._num_classes, self._is_sparse = task.num_classes, task.ignore is not None
-        self._digests = FileDigests(folder / "files")
+        self._memory = FileMemory(folder / "files")
         self._writes = True
         # Beyond this limit, verifying would evict earlier cases from memory.
         self._verified_bytes = available_bytes() // 2
@@ -113,7 +110,7 @@ class CaseCache:
     def key_of(self, case: Case) -> str | None:
         """Return the name of a case's prepared form, or None if its files cannot be read."""
         try:
-            files = {field: self._digests.of_images(list_files(case[field])) for field in FILES if field in case}
+            files = {field: self._memory.digest_images(list_files(case[field])) for field in FILES if field in case}
         except (OSError, ReaderError):  # the check reports the fault
             return None
         return sha256(_format_json([self._common, _without_files(case), files]).encode()).hexdigest()
@@ -274,8 +271,7 @@ def pack_case(prepared: Case, case: Case, num_classes: int, *, is_sparse: bool) 
     """
     require_fit(str(case["case"]), prepared["image"], prepared["label"], len(prepared["image"]))
     found = list_voxels(prepared["label"].as_subclass(Tensor), num_classes, is_sparse=is_sparse)
-    parts = [(name, part) for name in found for part in VOXEL_PARTS]
-    return {**prepared, **{name + part: getattr(found[name], part.removeprefix(".")) for name, part in parts}}
+    return {**prepared, "voxels": {name: (of.voxels, of.count) for name, of in found.items()}}
 
 
 def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
@@ -285,8 +281,6 @@ def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
     `list_voxels`.
     """
     volumes = stored.volumes()
-    names = [name.removesuffix(VOXEL_PARTS[0]) for name in volumes if name.endswith(VOXEL_PARTS[0])]
-    voxels = {name: ForegroundVoxels.one(*(volumes.pop(f"{name}{part}") for part in VOXEL_PARTS)) for name in names}
     if keep_reference:
         for name, volume in volumes.items():
             source = case["image" if name == "image" else "label"]
@@ -294,6 +288,7 @@ def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
                 volume.meta["filename_or_obj"] = str(source)  # its present path
         return {**case, **volumes, "reference_file": Path(case["label"]), "mapped": stored}
     plain = {name: volume.as_subclass(Tensor) for name, volume in volumes.items() if name != "reference"}
+    voxels = {name: ForegroundVoxels(*parts) for name, parts in stored.voxels.items()}
     return {**case, **plain, "voxels": voxels, "mapped": stored}
 
 

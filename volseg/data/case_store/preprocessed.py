@@ -1,10 +1,7 @@
 """Read and preprocess cases, and keep a prepared case as one file that is mapped, not read.
 
-::
-
-    volumes, each from a multiple of 64 bytes on | description (JSON) | its place, its SHA-256, a mark
-
-The description is at the end and written last, so a truncated file has none. Opening such a file executes no code.
+The file is what ``torch.save`` writes: a zip archive, whose list of contents is written last, so a truncated file has
+none, and which has a checksum of each volume. Opening such a file executes no code.
 Volumes are mapped copy-on-write: the system keeps their pages once for all processes and drops them when memory is
 short. A process that writes to such a tensor changes its own copy.
 
@@ -16,17 +13,14 @@ part of ``/dev/shm``, which has 64 MB in a container.
 
 import copy
 import errno
-import json
 import os
-import struct
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
@@ -91,45 +85,55 @@ def prepare_all(cases: Sequence[Case], preprocessing: Preprocessing, *, keep_ref
     return list(map_in_threads(partial(prepare, preprocessing=preprocessing, keep_reference=keep_reference), cases))
 
 
-MARK = b"volsegC1"
-"""Last bytes of the file; the number is that of this layout."""
-
-END = struct.Struct("<QQ32s8s")
-"""First byte and length of the description, its SHA-256, and `MARK`."""
-
-TENSOR, TUPLE = "__tensor__", "__tuple__"
-
-
 class DamagedCaseError(Exception):
     """A file that is no valid stored case; it is silently made again."""
 
 
 def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Write the tensors of a prepared case, and facts about them.
+    """Write the tensors of a prepared case, its ``voxels`` (two tensors for each name), and facts about them.
 
     Raises
     ------
     TypeError
-        If metadata or ``about`` has values that JSON lacks.
+        If metadata or ``about`` has values other than tensors, arrays, numbers, texts, and collections of these.
     OSError
         As for any writing.
     """
-    volumes: dict[str, Any] = {}
-    for name, tensor in case.items():
-        if not isinstance(tensor, Tensor):  # an id, a path: the reader of the case has them
-            continue
-        values = tensor.as_subclass(Tensor).detach().cpu().contiguous()
-        content = view_bytes(values)
-        file.write(bytes(-file.tell() % ALIGNMENT))
-        volumes[name] = {
-            "place": [file.tell(), str(values.dtype).removeprefix("torch."), list(values.shape)],
-            "checksum": zlib.crc32(content),
-            "meta": _encode(dict(tensor.meta)) if isinstance(tensor, MetaTensor) else None,
-        }
-        file.write(content)
-    description = json.dumps({"volumes": volumes, "about": about}).encode()
-    begin = file.tell()
-    file.write(description + END.pack(begin, len(description), sha256(description).digest(), MARK))
+    # An id and paths are known to the reader of the case.
+    tensors = {name: value for name, value in case.items() if isinstance(value, Tensor)}
+    content = {
+        "volumes": {name: _pack(tensor) for name, tensor in tensors.items()},
+        "metas": {name: _plain(dict(of.meta)) if isinstance(of, MetaTensor) else None for name, of in tensors.items()},
+        "voxels": {name: tuple(map(_pack, parts)) for name, parts in case.get("voxels", {}).items()},
+        "about": _plain(about),
+    }
+    try:
+        torch.save(content, file)
+    except RuntimeError as fault:  # torch's own error hides the reason
+        raise (fault.__context__ if isinstance(fault.__context__, OSError) else fault) from None
+
+
+def _pack(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU, in memory of its own: a part of a volume would be stored with the whole."""
+    values = tensor.as_subclass(Tensor).detach().cpu().contiguous()
+    return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+
+
+def _plain(value: Any) -> Any:
+    """Return metadata as values that a file without code can hold; arrays become tensors."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(part) for part in value)
+    if isinstance(value, str):  # also an enumeration of strings
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return torch.as_tensor(value)
+    if value is None or isinstance(value, bool | int | float | Tensor):
+        return value
+    raise TypeError(f"metadata of the type {type(value).__name__} cannot be stored")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,34 +153,39 @@ class StoredCase:
     identity: tuple[int, int]
     """Device and inode of the mapped file, which tell it from a later file of the same name."""
     about: Mapping[str, Any]
-    _volumes: Mapping[str, Mapping[str, Any]]
-    _mapped: torch.UntypedStorage = field(repr=False)
+    voxels: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
+    """Voxels of each list of places, and their number by class; see `volseg.data.case_store.case_cache.pack_case`."""
+    _volumes: Mapping[str, Tensor] = field(repr=False)
+    _metas: Mapping[str, Mapping[str, Any] | None] = field(repr=False)
     _changed: dict[str, int] = field(repr=False)
     """``at``: last change of the file (``ctime``, ns) that is known to have kept its content."""
 
     @classmethod
     def open(cls, path: Path) -> "StoredCase":
-        """Map a file whose description is valid and fits its size; its volumes are not checked."""
-        with path.open("rb") as file:
-            told_of_file = os.fstat(file.fileno())
-            size, identity = told_of_file.st_size, (told_of_file.st_dev, told_of_file.st_ino)
-            changed = {"at": told_of_file.st_ctime_ns}
-            begin, length, digest, mark = END.unpack(_read_at(file, size - END.size, END.size))
-            if mark != MARK or begin + length + END.size != size:  # reading behind the end would kill the process
-                raise DamagedCaseError(f"{path} is cut off or of another layout")
-            description = _read_at(file, begin, length)
-            if sha256(description).digest() != digest:
-                raise DamagedCaseError(f"{path} has a damaged description")
-        mapped = map_file(str(path), size)
-        told = json.loads(description, object_hook=_decode)
+        """Map a file whose description is as it was written; its volumes are not checked."""
+        told = path.stat()
+        if not told.st_size:  # which no system maps
+            raise DamagedCaseError(f"{path} is empty")
+        try:
+            with ZipFile(path) as file:
+                file.read("archive/data.pkl")  # compares its checksum, which torch does not
+            content = torch.load(path, mmap=True, weights_only=True)
+            volumes, metas, voxels, about = (content[name] for name in ("volumes", "metas", "voxels", "about"))
+        except OSError:
+            raise
+        except Exception as fault:  # damaged bytes may raise anything
+            if (reason := os.strerror(errno.ENOMEM)) in str(fault):  # no address space is left
+                raise OSError(errno.ENOMEM, reason) from fault
+            raise DamagedCaseError(f"{path} is cut off, or is not what was written") from fault
         return cls(
             path=path,
-            size=size,
-            identity=identity,
-            about=told["about"],
-            _volumes=told["volumes"],
-            _mapped=mapped,
-            _changed=changed,
+            size=told.st_size,
+            identity=(told.st_dev, told.st_ino),
+            about=about,
+            voxels=voxels,
+            _volumes=volumes,
+            _metas=metas,
+            _changed={"at": told.st_ctime_ns},
         )
 
     def mark_used(self) -> None:
@@ -216,69 +225,21 @@ class StoredCase:
         self._changed["at"] = told.st_ctime_ns
 
     def require_whole(self) -> None:
-        """Compare every byte with its checksum."""
-        for name, told in self._volumes.items():
-            if zlib.crc32(view_bytes(self.tensor(name))) != told["checksum"]:
-                raise DamagedCaseError(f"the {name} in {self.path} is not what was written")
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a volume without its metadata."""
-        begin, dtype, shape = self._volumes[name]["place"]
-        values = torch.empty(0, dtype=getattr(torch, dtype))
-        return values.set_(self._mapped, begin // values.element_size(), shape)  # type: ignore[call-overload]
+        """Compare every byte of the file with its checksum."""
+        try:
+            with ZipFile(self.path) as file:
+                is_whole = file.testzip() is None
+        except BadZipFile:
+            is_whole = False
+        if not is_whole:
+            raise DamagedCaseError(f"the content of {self.path} is not what was written")
 
     def volumes(self) -> Case:
         """Return all volumes, with their metadata."""
-        metas = {name: told["meta"] for name, told in self._volumes.items()}
         return {
-            name: self.tensor(name) if meta is None else MetaTensor(self.tensor(name), meta=copy.deepcopy(meta))
-            for name, meta in metas.items()
+            name: volume if (meta := self._metas[name]) is None else MetaTensor(volume, meta=copy.deepcopy(meta))
+            for name, volume in self._volumes.items()
         }
-
-
-def _read_at(file: BinaryIO, begin: int, count: int) -> bytes:
-    if begin < 0:
-        raise DamagedCaseError(f"{file.name} is cut off")
-    file.seek(begin)
-    content = file.read(count)
-    if len(content) < count:
-        raise DamagedCaseError(f"{file.name} is cut off")
-    return content
-
-
-def _encode(value: Any) -> Any:
-    """Return metadata as values for JSON; numbers keep every bit."""
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, str):  # also an enumeration of strings
-        return str(value)
-    if isinstance(value, np.generic):
-        return _encode(value.item())
-    if isinstance(value, Tensor | np.ndarray):
-        values = torch.as_tensor(value)
-        return {TENSOR: [values.tolist(), str(values.dtype).removeprefix("torch."), isinstance(value, Tensor)]}
-    if isinstance(value, tuple):
-        return {TUPLE: [_encode(part) for part in value]}
-    if isinstance(value, list):
-        return [_encode(part) for part in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _encode(part) for key, part in value.items()}
-    raise TypeError(f"metadata of the type {type(value).__name__} cannot be stored")
-
-
-def _decode(content: dict[str, Any]) -> Any:
-    """Return the value of a JSON object, whose inner objects are decoded."""
-    if TUPLE in content:
-        return tuple(content[TUPLE])
-    if TENSOR in content:
-        numbers, dtype, is_tensor = content[TENSOR]
-        values = torch.tensor(numbers, dtype=getattr(torch, dtype))
-        return values if is_tensor else values.numpy()
-    return content
-
-
-ALIGNMENT = 64
-"""Bytes; the alignment of torch's own memory."""
 
 
 def can_share() -> bool:
@@ -319,25 +280,3 @@ class SharedCases:
         """Close the files; mappings stay valid."""
         while self._files:
             os.close(self._files.pop())
-
-
-def view_bytes(values: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, without a copy."""
-    return memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def map_file(path: str, size: int) -> torch.UntypedStorage:
-    """Map the first bytes of a file copy-on-write; the mapping lives as long as one of its tensors.
-
-    Raises
-    ------
-    OSError
-        If the file is gone or unreadable, or the address space is exhausted.
-    """
-    try:
-        # Not Python's mmap, which keeps a descriptor for each: a process may have a thousand of them.
-        mapped: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
-    except RuntimeError as fault:
-        raise OSError(errno.ENOMEM, str(fault).partition("\n")[0]) from fault
-    storage: torch.UntypedStorage = mapped
-    return storage

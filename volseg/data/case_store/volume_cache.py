@@ -34,10 +34,13 @@ class ForegroundVoxels:
 
     voxels: Tensor
     """Positions (M, 3), those of one case and class together; in the smallest type that holds them."""
-    first: Tensor
-    """First row of case n's class k + 1 in ``voxels``, (N, K)."""
     count: Tensor
-    """Number of these rows, (N, K)."""
+    """Number of the rows of case n's class k + 1 in ``voxels``, (N, K)."""
+
+    @property
+    def first(self) -> Tensor:
+        """First of these rows, (N, K)."""
+        return self.count.flatten().cumsum(0).view_as(self.count) - self.count
 
     @classmethod
     def find(
@@ -63,22 +66,14 @@ class ForegroundVoxels:
             if len(mine) > most:
                 mine = mine[torch.randperm(len(mine), generator=generator)[:most]]
             chosen.append(mine)
-        return cls.one(torch.cat(chosen), torch.tensor([[len(mine) for mine in chosen[1:]]], dtype=torch.int64))
-
-    @classmethod
-    def one(cls, voxels: Tensor, count: Tensor) -> "ForegroundVoxels":
-        """Return the voxels of one case, from its voxels in the order of the classes and their number (1, K)."""
-        return cls(voxels, count.cumsum(1) - count, count)
+        return cls(torch.cat(chosen), torch.tensor([[len(mine) for mine in chosen[1:]]], dtype=torch.int64))
 
     @classmethod
     def join(cls, cases: Sequence["ForegroundVoxels"]) -> "ForegroundVoxels":
         """Return the voxels of all cases as one."""
-        num_classes = max((case.count.shape[1] for case in cases), default=0)
+        num_classes = max(case.count.shape[1] for case in cases)
         counts = [pad(case.count, (0, num_classes - case.count.shape[1])) for case in cases]
-        count = torch.cat(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
-        first = count.flatten().cumsum(0).view_as(count) - count
-        voxels = [case.voxels for case in cases]
-        return cls(torch.cat(voxels) if voxels else torch.zeros(0, 3, dtype=torch.int16), first, count)
+        return cls(torch.cat([case.voxels for case in cases]), torch.cat(counts))
 
 
 def list_voxels(
@@ -111,8 +106,6 @@ class VolumeCache:
     budget_bytes : int, optional
         Bytes that ``auto`` may take on the device, at most the free memory; by default 30 % of the free memory on a
         GPU, and nothing on a CPU.
-    image_dtype : torch.dtype
-        Type of stored images; float16 halves the memory. Patches are always float32.
     num_classes : int, optional
         Classes of the labels, background included, if the labels may hold larger numbers; see `volseg.data.labels`.
     is_sparse : bool
@@ -150,7 +143,6 @@ class VolumeCache:
         device: torch.device | str = "cpu",
         keep: Literal["auto", "device", "memory"] = "auto",
         budget_bytes: int | None = None,
-        image_dtype: torch.dtype = torch.float32,
         num_classes: int | None = None,
         is_sparse: bool = False,
     ) -> None:
@@ -158,7 +150,7 @@ class VolumeCache:
             raise DataError("training needs at least one case, got none")
         self.device = torch.device(device)
         self.names = [str(case["case"]) for case in cases]
-        images = [_drop_metadata(case["image"]).to(image_dtype) for case in cases]
+        images = [_drop_metadata(case["image"]).float() for case in cases]
         labels = [_drop_metadata(case["label"]) for case in cases]
         listed = [case.get("voxels") for case in cases]
         for name, image, label, known in zip(self.names, images, labels, listed, strict=True):

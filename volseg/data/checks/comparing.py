@@ -339,15 +339,12 @@ def _standardise(thumbnails: np.ndarray) -> np.ndarray:
 
 def _agree(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether two images are equal after a shift by whole voxels and a linear change of intensities."""
+    from scipy.signal import correlate  # takes a second, for few pairs of images
+
     blocks = [_take_middle(image) for image in (one, other)]
-    room = [side + other_side for side, other_side in zip(blocks[0].shape, blocks[1].shape, strict=True)]
-    spectra = [np.fft.rfftn(block - block.mean(), room, axes=(0, 1, 2)) for block in blocks]
-    match = np.fft.irfftn(spectra[0] * spectra[1].conj(), room, axes=(0, 1, 2))
-    shift = [int(at) for at in np.unravel_index(int(match.argmax()), match.shape)]
-    shift = [
-        at - side if at >= blocks[0].shape[axis] else at
-        for axis, (at, side) in enumerate(zip(shift, room, strict=True))
-    ]
+    match = correlate(*(block - block.mean() for block in blocks), method="fft")
+    place = np.unravel_index(int(match.argmax()), match.shape)
+    shift = [int(at) - side + 1 for at, side in zip(place, blocks[1].shape, strict=True)]
     parts = []
     for block, sign in ((blocks[0], 1), (blocks[1], -1)):
         starts = [max(0, sign * at) for at in shift]

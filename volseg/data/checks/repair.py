@@ -201,8 +201,7 @@ def _repair_label(case: Case, task: Task) -> MetaTensor | None:
     label = read_label(case["label"], image, task)
     voxels = label.as_tensor().round()
     values = voxels.unique().to(torch.int64).tolist()
-    declared = {*task.labels} | ({task.ignore} if task.ignore is not None else set())
-    if (voxels - label.as_tensor()).abs().max() > ROUNDED_VALUE or not declared.issuperset(values):
+    if (voxels - label.as_tensor()).abs().max() > ROUNDED_VALUE or not {*task.file_values}.issuperset(values):
         return None
     grid, other = Grid.of(image), Grid.of(label)
     if (order := grid.find_axis_order(other)) is not None:

@@ -148,7 +148,7 @@ def check_label_voxels(label: MetaTensor, values: LabelValues | None, task: Task
     if values.fractions:
         yield Fault("label-fractions", _describe_fractions(voxels, values))
         return
-    declared = _declare(task)
+    declared = {*task.file_values}
     if unknown := sorted(value for value in values.counts if value not in declared):
         count = sum(values.counts[value] for value in unknown)
         yield Fault(
@@ -176,10 +176,6 @@ def _describe_fractions(voxels: Tensor, values: LabelValues) -> str:
         f"holds values{probabilities} that are no integers ({found}); it was probably resampled linearly, so export it "
         "again with nearest neighbours"
     )
-
-
-def _declare(task: Task) -> set[int]:
-    return {*task.labels} | ({task.ignore} if task.ignore is not None else set())
 
 
 def count_values(voxels: Tensor) -> LabelValues | None:
@@ -210,7 +206,7 @@ def count_values(voxels: Tensor) -> LabelValues | None:
 
 def holds_labels_only(image: Tensor, task: Task) -> bool:
     """Return whether every voxel has a declared value, and several values occur, as in a label map."""
-    declared = torch.tensor(sorted(_declare(task)), dtype=image.dtype)
+    declared = torch.tensor(task.file_values, dtype=image.dtype)
     for piece in image.flatten().split(PIECE_VOXELS):
         # A few voxels decide for nearly every image.
         if not torch.isin(piece[:1000], declared).all() or not torch.isin(piece, declared).all():

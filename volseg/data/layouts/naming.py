@@ -10,22 +10,19 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
-from volseg.data.case_store.cache_folder import list_image_files
+from volseg.data.case_store.cache_folder import FileMemory, choose_cache_folder, list_image_files
 from volseg.data.cases import Case
 from volseg.data.dicom.labels import DicomLabel
-from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import DeclaredLabels, read_channel_names, read_regions
 from volseg.data.readers import read_volume, stem
 from volseg.data.threads import map_in_threads
-from volseg.errors import DataError, ReaderError
-from volseg.files import replacing
+from volseg.errors import DataError
 from volseg.formatting import list_duplicates, list_some
 from volseg.launched import read_launch
 
@@ -149,9 +146,6 @@ def name_image(image: Path) -> str:
     return stem(os.path.abspath(image))
 
 
-CACHE = Path(".volseg") / "label_values.json"
-"""File with the values of a folder's label maps, so that they are read only once."""
-
 MOST_VALUES = 1000
 """Most values of a label map; a volume with more is an image."""
 
@@ -195,8 +189,8 @@ def name_labels(
 ) -> DeclaredLabels:
     """Return labels as declared, or by default the values of all label maps, named ``label_1`` ....
 
-    By default every label map is read, once: the folder keeps the result. If ``require_files`` is off, unreadable files
-    are left to the data check, which names every bad case.
+    By default every label map is read, once: the cache folder remembers the result. If ``require_files`` is off,
+    unreadable files are left to the data check, which names every bad case.
 
     Raises
     ------
@@ -226,30 +220,21 @@ def name_labels(
 
 
 def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int] | DataError]:
-    """Return the values of each label map, from the folder's cache if the file is unchanged, or its fault."""
-    known = _read_cache(folder / CACHE)
-    keys = {path: _identify(path, folder) for path in labels}
-    unread = [path for path, key in keys.items() if key not in known]
-    if not unread:
-        return [known[keys[path]] for path in labels]
-    logger.info("%s: reading %d label map(s) for the values that they hold", folder, len(unread))
-    read = dict(zip(unread, map_in_threads(attempt_values, unread), strict=True))
-    known |= {keys[path]: values for path, values in read.items() if not isinstance(values, DataError)}
-    _write_cache(folder / CACHE, known)
-    return [read[path] if path in read else known[keys[path]] for path in labels]
+    """Return the values of each label map, from the cache folder if the file is unchanged, or its fault."""
+    cache = choose_cache_folder("auto")
+    memory = FileMemory(None if cache is None else cache / "files")
 
+    def load(path: Path) -> list[int]:
+        log_once(f"{folder}: reading label maps for the values that they hold")
+        return _load_values(path)
 
-def _identify(path: Path, folder: Path) -> str:
-    """Return a text that changes with a label map: the names, sizes and modification times of its files."""
-    try:
-        found = [(file, file.stat()) for file in list_image_files(path)]
-    except (OSError, ReaderError):  # reading the file reports it too
-        return str(path)
-    places = [file.relative_to(folder) if file.is_relative_to(folder) else file for file, _ in found]
-    stated = [
-        f"{place.as_posix()} {told.st_size} {told.st_mtime_ns}" for place, (_, told) in zip(places, found, strict=True)
-    ]
-    return " ".join(stated)
+    def read(path: Path) -> list[int] | DataError:
+        try:
+            return memory.recall("label values", list_image_files(path), partial(load, path))
+        except (OSError, DataError):
+            return attempt_values(path)  # its reader names the fault
+
+    return list(map_in_threads(read, labels))
 
 
 def attempt_values(path: Path) -> list[int] | DataError:
@@ -277,19 +262,3 @@ def _load_values(path: Path) -> list[int]:
     if len(values) > MOST_VALUES:
         raise DataError(f"{path} holds {len(values)} values; needed: a label map, with a number for each structure")
     return values.to(torch.int64).tolist()
-
-
-def _read_cache(file: Path) -> dict[str, list[int]]:
-    """Return the cached values; empty if the file is absent or damaged."""
-    try:
-        return TypeAdapter(dict[str, list[int]]).validate_python(read_json(file), strict=True)
-    except (DataError, ValueError):  # absent at first, and rewritten if damaged
-        return {}
-
-
-def _write_cache(file: Path, known: Mapping[str, list[int]]) -> None:
-    try:
-        with replacing(file) as partial:
-            partial.write_text(json.dumps(known, indent=0) + "\n", encoding="utf-8")
-    except OSError as fault:  # read-only data, which are read again next time
-        logger.info("%s cannot be written (%s); the label maps are read each time", file, fault.strerror or fault)
