@@ -64,12 +64,14 @@ class Result:
     num_cases: int = 0
 
     def add(self, call: Call, thin_call: bool, thin: bool) -> None:
-        """Judge every placement of a call."""
+        """Judge every placement of a call; in the thinned form, what a change after it does on the first one only."""
+        later = True
         for placement in placements(call):
             belongs = thin_call and placement.thin
             if thin and not belongs:
                 continue
-            self.note(call.variant, call, str(placement), belongs, judge(call, placement))
+            self.note(call.variant, call, str(placement), belongs, judge(call, placement, later))
+            later = not thin
 
     def note(self, variant: str, call: Call | ModuleCall, where: str, thin: bool, verdict: Verdict) -> None:
         """Count a verdict."""
