@@ -93,6 +93,9 @@ count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 nn_functions = torch._C._nn
 """Functions that ``torch.nn.functional`` has from C++, under their own names."""
 
+name_reduction: Callable[..., str] = nn._reduction.legacy_get_string
+"""Return the reduction that the deprecated ``size_average`` and ``reduce`` of losses request."""
+
 find_schemas: Callable[[str], list[Any]] = torch._C._jit_get_schemas_for_operator
 """Return the schemas of an operator's overloads, by its name such as ``aten::add``."""
 

@@ -302,8 +302,8 @@ def said(fault: Exception) -> str:
     return f"{type(fault).__name__}: {' '.join(str(fault).split())[:160]}"
 
 
-def judge(call: Call, placement: Placement) -> Verdict:
-    """Say what a call on volumes does, beside the plain call."""
+def judge(call: Call, placement: Placement, later: bool = True) -> Verdict:
+    """Say what a call on volumes does, beside the plain call; with ``later``, also what a change after it does."""
     actual = attempt(call, placement, "call")
     expected = call.plain("call")
     if isinstance(expected, Exception):
@@ -323,7 +323,7 @@ def judge(call: Call, placement: Placement) -> Verdict:
         return _judge_random(actual, expected, actual if call.undefined else again, placement)
     verdict = judge_seen(actual, expected, "")
     steps = ("output", "input") if expected.shares else ("output",)
-    for step in steps if verdict.outcome == "equal" else ():
+    for step in steps if later and verdict.outcome == "equal" else ():
         verdict = _judge_later(call, placement, step)
         if verdict.outcome != "equal":
             break

@@ -4,6 +4,7 @@
     python tests/parallel/spatial/operator_database.py --thin     # the cases of ``make test``
     python tests/parallel/spatial/operator_database.py --only nn.functional.conv3d "volumes.*"
     python tests/parallel/spatial/operator_database.py --write    # the committed table, anew; with --thin its half
+    python tests/parallel/spatial/operator_database.py --table    # then every entry of the operator table
 
 The database is private to torch: importing it changes global settings (cuDNN's flags, Hypothesis' profile). The tests
 therefore run this file in a process of its own. The table holds, for each operator, how many cases are equal and how
@@ -22,10 +23,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import operator_table
 import torch
 from database_calls import OWN, RANDOM, calls, database, name_of, own_calls
 from differential import Call, Verdict, judge, placements
 from module_database import ModuleCall, judge_module, module_calls, modules
+from operator_table import version
 from volume_samples import HANDWRITTEN, is_own
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -61,12 +64,14 @@ class Result:
     num_cases: int = 0
 
     def add(self, call: Call, thin_call: bool, thin: bool) -> None:
-        """Judge every placement of a call."""
+        """Judge every placement of a call; in the thinned form, what a change after it does on the first one only."""
+        later = True
         for placement in placements(call):
             belongs = thin_call and placement.thin
             if thin and not belongs:
                 continue
-            self.note(call.variant, call, str(placement), belongs, judge(call, placement))
+            self.note(call.variant, call, str(placement), belongs, judge(call, placement, later))
+            later = not thin
 
     def note(self, variant: str, call: Call | ModuleCall, where: str, thin: bool, verdict: Verdict) -> None:
         """Count a verdict."""
@@ -156,10 +161,6 @@ def complaints(results: Sequence[Result], table: dict[str, Any], form: str) -> I
             yield f"{result.name}: all {refused} cases are refused now, the table has {before[0]} equal"
 
 
-def version() -> str:
-    return torch.__version__.partition("+")[0]
-
-
 def _run(index: int) -> Result:
     return run(TASKS[index], THIN)
 
@@ -174,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--thin", action="store_true", help="only the cases of make test")
     parser.add_argument("--only", nargs="+", metavar="OPERATOR", help="only these; * stands for anything")
+    parser.add_argument("--table", action="store_true", help="then compare the operator table, too")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--write", action="store_true", help="write what was run into the committed table")
     chosen = parser.parse_args(arguments)
@@ -186,8 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UNAVAILABLE
     THIN = chosen.thin
     TASKS.extend(task for task in found if not chosen.only or any(fnmatchcase(task.name, o) for o in chosen.only))
-    results = _results(chosen.jobs)
-    return _conclude(results, chosen)
+    status = _conclude(_results(chosen.jobs), chosen)
+    return int(chosen.table and operator_table.compare(chosen.only, chosen.write)) or status
 
 
 def _results(jobs: int) -> list[Result]:

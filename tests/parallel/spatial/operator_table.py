@@ -1,8 +1,7 @@
 """Every entry of the operator table on every cut: equal to torch, or in the frozen list of what is not.
 
-    python tests/parallel/spatial/operator_table.py                    # compared with the committed list
-    python tests/parallel/spatial/operator_table.py --only "Tensor.*"  # these entries, with what each cut gave
-    python tests/parallel/spatial/operator_table.py --write            # the list, anew: it may only become shorter
+It is run by ``operator_database.py --table``. With ``--only`` that prints what each cut gave, and with ``--write`` it
+writes the list anew, which may only become shorter.
 
 ``operator_database`` counts how many cases of an operator are equal. Here is asked, of each function that the table
 names: along which cuts does it run at all? The list (``operator_table.json``) names the exceptions, entry by entry:
@@ -11,15 +10,11 @@ names: along which cuts does it run at all? The list (``operator_table.json``) n
 - ``torch refuses``: torch refuses every one as well, such as ``bool`` of a volume that has more than one voxel;
 - ``no such cut``: no argument has such a dim, such as a vector's third.
 
-An entry that has no case at all fails: write it a sample in ``table_samples``. Like the database, this is run in a
-process of its own.
+An entry that has no case at all fails: write it a sample in ``table_samples``.
 """
-# ruff: noqa: T201  (a script)
+# ruff: noqa: T201  (part of a script)
 
-import argparse
 import json
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,14 +34,14 @@ from volseg.parallel.spatial.table import TABLE
 from volseg.parallel.spatial.volume import ShardedVolume
 
 LIST = Path(__file__).with_suffix(".json")
-UNAVAILABLE = 77
-"""Exit status where this torch has no such database."""
-
 CUTS = {"D": (-3,), "H": (-2,), "W": (-1,), "batch": (0,), "DxH": (-3, -2), "DxW": (-3, -1), "HxW": (-2, -1)}
 """By name: the dims of a volume that are cut, each into two."""
 
 MERGED = "merged"
 """D, after it was merged with a dim of two behind it."""
+
+CHANGED_AFTERWARDS = ("D", "batch", MERGED)
+"""Cuts for which arguments and outputs are changed after the call, too; the database changes them along all."""
 
 MOST_CALLS = 24
 """Cases that are tried of an entry until one is equal; a list of hundreds is thinned evenly."""
@@ -146,7 +141,7 @@ def examine(label: str, function: Callable, cases: Cases) -> Found:
         outcomes: Counter[str] = Counter()
         for call, placement in ((each, placement) for each in own for placement in placements(each, cut)):
             with Noted() as noted:
-                verdict = judge(call, placement)
+                verdict = judge(call, placement, later=cut in CHANGED_AFTERWARDS)
             # torch may hand another function than the one called: its own name for an alias, what Python code calls.
             met = met or bool(noted & TABLE.keys())
             if verdict.outcome in ("WRONG", "CRASH"):
@@ -233,36 +228,22 @@ def entries() -> dict[str, Callable]:
     return {entry.name: function for function, entry in TABLE.items() if entry.family is not None}
 
 
-def main() -> int:
-    """Run the comparison; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="ENTRY", help="only these; * stands for anything")
-    parser.add_argument("--write", action="store_true", help="write the committed list")
-    chosen = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    try:
-        cases = Cases()
-    except ImportError as fault:
-        print(f"torch {torch.__version__} has no database that can be imported here: {fault}")
-        return UNAVAILABLE
-    names = [name for name in entries() if not chosen.only or any(fnmatchcase(name, own) for own in chosen.only)]
-    results = [examine(name, entries()[name], cases) for name in names]
+def compare(only: Sequence[str] | None, write: bool) -> bool:
+    """Compare the entries of these names (None: all) with the list, or write it; say whether something is wrong."""
+    cases, known = Cases(), entries()
+    names = [name for name in known if not only or any(fnmatchcase(name, own) for own in only)]
+    results = [examine(name, known[name], cases) for name in names]
     faults = [f"{result.name}: {fault}" for result in results for fault in result.faults]
     exceptions = listed(results)
     print("\n".join(faults))
-    if chosen.only:
+    if only:
         for result in results:
             print(result.name, result.outcomes)
         return bool(faults)
-    if chosen.write:
+    if write:
         LIST.write_text(written(exceptions), encoding="utf-8")
     told = list(complaints(exceptions, json.loads(LIST.read_text(encoding="utf-8")), names))
     print("\n".join(told))
     counts = Counter(outcome for result in results for outcome in result.outcomes.values())
     print(f"{len(results)} entries; of their cuts: {dict(counts)}; {len(faults)} faults")
     return bool(faults or told)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

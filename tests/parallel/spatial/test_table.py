@@ -7,15 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from volseg.parallel.spatial.operators.composites import each_sample
 from volseg.parallel.spatial.operators.random import dropout
-from volseg.parallel.spatial.table import (
-    BY_SAMPLE,
-    TABLE,
-    handles,
-    handles_samples,
-    sharded_form,
-)
+from volseg.parallel.spatial.table import TABLE, handles, sharded_form
 
 
 def handler(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -28,10 +21,6 @@ AGAIN: dict[str, tuple[Callable[[], Any], str]] = {
     "another name of it": (lambda: handles("Dims", "Tensor.__abs__")(handler), "handled by pointwise already"),
     "a composite": (lambda: handles("Dims", "torch.pixel_shuffle")(handler), "handled by pixel_shuffle already"),
     "one's own form": (lambda: sharded_form(F.dropout)(handler), "dropout is handled by dropout already"),
-    "for cut samples": (
-        lambda: handles_samples("F.group_norm")(each_sample),
-        "F.group_norm has a form for cut samples",
-    ),
     "one name twice": (lambda: handles("Dims", "vander", "vander")(handler), "vander stands in one registration twice"),
 }
 
@@ -39,10 +28,10 @@ AGAIN: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("case", AGAIN)
 def test_a_second_registration_is_refused(case: str) -> None:
     register, message = AGAIN[case]
-    before = dict(TABLE), dict(BY_SAMPLE)
+    before = dict(TABLE)
     with pytest.raises(ValueError, match=message):
         register()
-    assert before == (TABLE, BY_SAMPLE)
+    assert before == TABLE
 
 
 def test_a_function_known_by_several_names_is_one_entry() -> None:

@@ -30,7 +30,7 @@ from volseg.parallel.spatial.context import HISTORY, refuse_custom
 from volseg.parallel.spatial.copied_view import Origin, mark_copies
 from volseg.parallel.spatial.gathered import name_of, nested, unsupported, volumes
 from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of, writes
-from volseg.parallel.spatial.table import BY_SAMPLE, TABLE, Entry, Refusal, refuse
+from volseg.parallel.spatial.table import TABLE, Entry, Refusal, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid
 
 Outline = tuple[tuple[int, ...], torch.dtype | None]
@@ -144,8 +144,8 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if kwargs and kwargs.get("out") is not None:
                 refuse("it has no out= on slabs: use the result")
             only = len(given) == 1 and bool(args) and args[0] is given[0]  # the function's input is the only volume
-            if by_sample and func in BY_SAMPLE and only and len(given[0].dims) == 1:
-                handler = BY_SAMPLE[func]
+            if by_sample and entry.samples is not None and only and len(given[0].dims) == 1:
+                handler = entry.samples
             elif merged and not entry.merged:
                 args, kwargs = tree_map_only(ShardedVolume, in_planes, (args, kwargs))
                 given = _given(args, kwargs)

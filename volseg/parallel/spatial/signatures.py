@@ -53,7 +53,10 @@ OPERATOR_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of a torch function."""
+    """One argument of a torch function.
+
+    ``type`` is that of torch's schema. ``Any`` takes all values, and ``SEVERAL`` all further positional ones.
+    """
 
     name: str
     type: str
@@ -120,33 +123,15 @@ MOST_BINDINGS = 10_000
 
 def _binding(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Binding:
     if isinstance(func, FunctionType):
-        return _python_binding(func, args, kwargs)
-    candidates = _schemas(func)
+        python_signature(func).bind(*args, **kwargs)  # raises Python's own TypeError
     # First in the given form; then with a number in place of a tensor, which some functions accept.
     for loose in (False, True):
-        for parameters in candidates:
+        for parameters in _forms(func):
             found = _fit(parameters, args, kwargs, loose)
             if found is not None:
                 return found
     given = ", ".join([*(type(a).__name__ for a in args), *(f"{k}={type(v).__name__}" for k, v in kwargs.items())])
     raise TypeError(f"{getattr(func, '__name__', func)}() takes no such arguments: ({given})")
-
-
-def _python_binding(func: FunctionType, args: tuple, kwargs: dict[str, Any]) -> Binding:
-    signature = python_signature(func)
-    signature.bind(*args, **kwargs)  # raises Python's own TypeError
-    parameters = list(signature.parameters.values())
-    names = [parameter.name for parameter in parameters]
-    gathered = None
-    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-        gathered = next(i for i, p in enumerate(parameters) if p.kind is inspect.Parameter.VAR_POSITIONAL)
-        passed = names[: gathered + 1]
-    else:
-        passed = names[: len(args)]
-    given = [CANONICAL.get(name, name) for name in (*passed, *kwargs)]
-    empty = inspect.Parameter.empty
-    defaults = [(CANONICAL.get(p.name, p.name), p.default) for p in parameters if p.default is not empty]
-    return Binding(tuple(given), gathered, tuple(defaults))
 
 
 @cache
@@ -171,8 +156,10 @@ def operator_name(func: Callable) -> str:
 
 
 @cache
-def _schemas(func: Callable) -> tuple[tuple[Parameter, ...], ...]:
-    """Return the parameters of every form of a compiled function that takes tensors."""
+def _forms(func: Callable) -> tuple[tuple[Parameter, ...], ...]:
+    """Return the parameters of every form of a function that takes tensors; one written in Python has one form."""
+    if isinstance(func, FunctionType):
+        return (tuple(_read_parameter(parameter) for parameter in python_signature(func).parameters.values()),)
     found = []
     for schema in _raw_schemas(func):
         parameters = tuple(
@@ -183,6 +170,13 @@ def _schemas(func: Callable) -> tuple[tuple[Parameter, ...], ...]:
             found.append(parameters)
     # Forms that write to out= come last: their arguments are those of another form, and out.
     return tuple(sorted(found, key=lambda parameters: any(p.name == "out" for p in parameters)))
+
+
+def _read_parameter(python: inspect.Parameter) -> Parameter:
+    if python.kind is python.VAR_POSITIONAL:
+        return Parameter(python.name, SEVERAL, (), keyword_only=False)
+    default = NOTHING if python.default is python.empty else python.default
+    return Parameter(python.name, "Any", default, python.kind is python.KEYWORD_ONLY)
 
 
 @cache
@@ -213,19 +207,22 @@ def writes(func: Callable) -> bool:
     return any(a.alias_info is not None and a.alias_info.is_write and "List" not in str(a.type) for a in own)
 
 
+SEVERAL = "*"
+
 NOTHING: Any = object()
 """The default of an argument that must be passed."""
 
 
 def _fit(parameters: Sequence[Parameter], args: tuple, kwargs: dict[str, Any], loose: bool) -> Binding | None:
     positional = [parameter for parameter in parameters if not parameter.keyword_only]
-    gathered = None
+    gathered = next((place for place, own in enumerate(positional) if own.type == SEVERAL), None)
     # x.permute(0, 2, 1): torch takes integers one by one for the last positional argument of a method.
     sequence = len(positional) >= 2 and positional[1].type == "List[int]"
     one_by_one = len(args) > 1 and all(isinstance(value, int) for value in args[1:])
     if sequence and one_by_one and (len(positional) == 2 or len(args) > len(positional)):
         gathered = 1
-        args = (args[0], list(args[1:]))
+    if gathered is not None:
+        args = (*args[:gathered], list(args[gathered:]))
     if len(args) > len(positional):
         return None
     names = [parameter.name for parameter in positional[: len(args)]]
@@ -255,7 +252,7 @@ def _fit(parameters: Sequence[Parameter], args: tuple, kwargs: dict[str, Any], l
 
 def _accepts(kind: str, value: Any, loose: bool) -> bool:
     if value is None:
-        return kind.startswith("Optional[") or kind == "List[int]"
+        return kind.startswith("Optional[") or kind in ("List[int]", "Any")
     if kind.startswith("Optional["):
         return _accepts(kind.removeprefix("Optional[").removesuffix("]"), value, loose)
     if kind == "Tensor":

@@ -61,6 +61,9 @@ class Entry:
         Its family in the documentation; None for functions that are not torch's.
     treated
         The arguments that the handler treats; None for all of them.
+    samples
+        Handler for volumes that are cut along dim 0, whose samples are computed by themselves; it gets the arguments by
+        name. None if there is none.
     filled
         Whether it gets them as one value, with torch's defaults (see ``signatures.fill``).
     rehearsed
@@ -90,6 +93,7 @@ class Entry:
     merged: bool = False
     rounded: bool = False
     filled: bool = False
+    samples: Handler | None = None
 
 
 class Refusal(Exception):  # noqa: N818  (never reaches a user)
@@ -109,9 +113,6 @@ def refuse_if(stands_against: object, reason: str) -> None:
 
 TABLE: dict[Any, Entry] = {}
 
-BY_SAMPLE: dict[Any, Handler] = {}
-"""Handlers for volumes that are cut along dim 0; each sample is computed by itself."""
-
 
 def handles(
     family: str,
@@ -121,6 +122,7 @@ def handles(
     merged: bool = False,
     rounded: bool = False,
     treats: str = "",
+    samples: Handler | None = None,
 ) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in each namespace of torch that has it.
 
@@ -128,7 +130,9 @@ def handles(
     is ``merged`` if it uses the cut only by zipping slabs, by ``aligned`` or by ``wrap``, or asks the volume for the
     owned entries.
 
-    ``treats`` names the arguments of a handler that gets them as one value, with torch's own defaults.
+    ``treats`` names the arguments of a handler that gets them as one value, with torch's own defaults. ``samples`` is
+    the handler for volumes that are cut along dim 0: slices of one volume as samples of a batch, for networks of 2D
+    convolutions (``x.transpose(1, 2).reshape(B * D, C, H, W)``).
 
     A ``rounded`` handler reads an upsampled volume in the slabs' type, where torch has float32 under autocast. These
     are convolutions, which autocast runs in that type anyway; operators between an upsampling and its convolution in
@@ -143,7 +147,7 @@ def handles(
             bare = label.rpartition(".")[2]
             perhaps = bare in PERHAPS_VIEWS
             views = perhaps or bare in VIEWS or returns_view(function)
-            flags = rehearse, broadcasts, views, perhaps, merged, rounded, bool(treats)
+            flags = rehearse, broadcasts, views, perhaps, merged, rounded, bool(treats), samples
             TABLE[function] = Entry(label, family, handler, treated, *flags)
         return handler
 
@@ -165,20 +169,6 @@ def sharded_form(function: Callable) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         _check_unknown(function, function.__qualname__)
         TABLE[function] = Entry(function.__qualname__, None, handler)
-        return handler
-
-    return register
-
-
-def handles_samples(*names: str) -> Callable[[Handler], Handler]:
-    """Register handlers for volumes that are cut along dim 0; they take the entry's arguments by name."""
-
-    def register(handler: Handler) -> Handler:
-        forms = {function: label for name in names for label, function in _find(name)}
-        for function, label in forms.items():
-            if function in BY_SAMPLE:
-                raise ValueError(f"{label} has a form for cut samples already; register it once")
-            BY_SAMPLE[function] = handler
         return handler
 
     return register

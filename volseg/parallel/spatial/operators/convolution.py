@@ -19,7 +19,7 @@ from volseg.parallel.spatial.convolution.slab import convolve
 from volseg.parallel.spatial.dispatch import rehearsed
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, sum_vanishing, vanishes, with_gradient
 from volseg.parallel.spatial.lazy.transposed import TransposedSettings, convolve_later
-from volseg.parallel.spatial.operators.operands import per_dim, spatial_only
+from volseg.parallel.spatial.operators.operands import each_sample, per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -35,7 +35,17 @@ from volseg.parallel.spatial.volume import ShardedVolume
 TREATED = "input weight bias stride padding dilation groups"
 
 
-@handles("Convolution", "torch.conv1d", "torch.conv2d", "torch.conv3d", rehearse=False, rounded=True, treats=TREATED)
+def convolve_samples(func: Callable, input: ShardedVolume, weight: Tensor, **settings: Any) -> Any:
+    """Convolve each sample by itself."""
+    if input.ndim != weight.ndim or isinstance(weight, ShardedVolume):
+        refuse("dim 0 are its channels, which are cut, or its weight is sharded")
+    return each_sample(func, input, weight=weight, **settings)
+
+
+PLAIN = ["torch.conv1d", "torch.conv2d", "torch.conv3d"]
+
+
+@handles("Convolution", *PLAIN, rehearse=False, rounded=True, treats=TREATED, samples=convolve_samples)
 def convolution(func: Callable, given: Any) -> Any:
     """Convolve each slab, extended by its halo, without padding along the cut."""
     volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
@@ -73,7 +83,7 @@ def convolution(func: Callable, given: Any) -> Any:
 TRANSPOSED = ["torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d"]
 
 
-@handles("Convolution", *TRANSPOSED, rounded=True, treats=f"{TREATED} output_padding")
+@handles("Convolution", *TRANSPOSED, rounded=True, treats=f"{TREATED} output_padding", samples=convolve_samples)
 def transposed_convolution(func: Callable, given: Any) -> Any:
     """Run a transposed convolution on the input planes that contribute to each slab's outputs."""
     volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.device.torch_internals import with_overrides
+from volseg.device.torch_internals import name_reduction, with_overrides
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.operators.operands import cut_like, elementwise
 from volseg.parallel.spatial.operators.reductions import over_dims
@@ -48,20 +48,13 @@ def reduced(volume: ShardedVolume | Tensor, reduction: str) -> Any:
     return over_dims(reduction, volume, list(range(volume.ndim)))
 
 
-def legacy_reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
-    """Return the reduction that torch's deprecated ``size_average`` and ``reduce`` request, if either is given."""
-    if size_average is None and reduce is None:
-        return reduction
-    if reduce is False:
-        return "none"
-    return "sum" if size_average is False else "mean"
-
-
 def _settings(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the arguments by name, and the reduction."""
+    """Return the arguments by name, and the reduction, also where torch's deprecated arguments request it."""
     named = bind(func, args, kwargs)
-    old = named.pop("size_average", None), named.pop("reduce", None)
-    return named, legacy_reduction(*old, named.pop("reduction", "mean"))
+    reduction, *old = (named.pop(name, None) for name in ("reduction", "size_average", "reduce"))
+    if old == [None, None]:
+        return named, "mean" if reduction is None else reduction
+    return named, name_reduction(*old, emit_warning=False)
 
 
 @handles("Losses", *(f"F.{name}" for name in (*VOXELWISE, *WEIGHTED)), merged=True)

@@ -19,10 +19,11 @@ from volseg.device.norm.reference import Running, check_sizes
 from volseg.parallel.spatial.lazy.bias import take_without_bias
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
 from volseg.parallel.spatial.lazy.statistics import Affine, NormStatistics, Pooled, compute_statistics, take_statistics
-from volseg.parallel.spatial.operators.operands import each_slab, elementwise, spatial_only
+from volseg.parallel.spatial.operators.operands import each_sample, each_slab, elementwise, spatial_only
 from volseg.parallel.spatial.operators.reductions import moments
+from volseg.parallel.spatial.signatures import fill
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
-from volseg.parallel.spatial.volume import ShardedVolume, defer
+from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
 
 def normalize(
@@ -53,8 +54,40 @@ OVER_BATCH = f"{TREATED} training"
 OF_SAMPLES = f"{TREATED} use_input_stats"
 
 
-@handles("Normalisation", "F.batch_norm", "torch.batch_norm", rehearse=False, rounded=True, treats=OVER_BATCH)
-@handles("Normalisation", "F.instance_norm", rehearse=False, rounded=True, treats=OF_SAMPLES)
+def normalize_each_sample(
+    func: Callable, input: ShardedVolume, running_mean: Any = None, use_input_stats: bool = True, **settings: Any
+) -> Any:
+    """Normalise each sample by itself."""
+    if running_mean is not None and use_input_stats:
+        refuse("running statistics of samples on several shards are not supported")
+    return each_sample(func, input, running_mean=running_mean, use_input_stats=use_input_stats, **settings)
+
+
+def normalize_samples(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
+    """Normalise each channel over all samples, as a volume whose planes are the samples."""
+    outer, unit = input.merged or (1, 1)
+    channels, rest = input.shape[1], input.shape[2:].numel()
+
+    def as_planes(slab: Tensor) -> Tensor:
+        return slab.reshape(outer, slab.shape[0] // (outer * unit), unit, channels, rest).permute(0, 3, 1, 2, 4)
+
+    def as_samples(slab: Tensor, like: Tensor) -> Tensor:
+        return slab.permute(0, 2, 3, 1, 4).reshape(like.shape)
+
+    shape = (outer, channels, input.shape[0] // (outer * unit), unit, rest)
+    planes = ShardedVolume([as_planes(slab) for slab in input.slabs], (2,), shape, input.context)
+    result = batch_or_instance_norm(func, fill(func, (planes,), settings))
+    slabs: Sequence[Tensor] = result.slabs
+    return wrap(input, [as_samples(slab, own) for slab, own in zip(slabs, input.slabs, strict=True)])
+
+
+BATCH_NORMS = ["F.batch_norm", "torch.batch_norm"]
+
+
+@handles("Normalisation", *BATCH_NORMS, rehearse=False, rounded=True, treats=OVER_BATCH, samples=normalize_samples)
+@handles(
+    "Normalisation", "F.instance_norm", rehearse=False, rounded=True, treats=OF_SAMPLES, samples=normalize_each_sample
+)
 def batch_or_instance_norm(func: Callable, given: Any) -> Any:
     """Normalise each channel over the volume, for each sample or over the batch."""
     volume = given.input
@@ -118,7 +151,7 @@ def _with_given(volume: ShardedVolume, given: Any) -> ShardedVolume:
 GROUPED = "input num_groups weight bias eps cudnn_enabled"
 
 
-@handles("Normalisation", "F.group_norm", "torch.group_norm", rounded=True, treats=GROUPED)
+@handles("Normalisation", "F.group_norm", "torch.group_norm", rounded=True, treats=GROUPED, samples=each_sample)
 def group_norm(func: Callable, given: Any) -> Any:
     """Normalise groups of channels of each sample over the volume."""
     _check_spatial(given.input)

@@ -201,6 +201,11 @@ def call_each(func: Callable, volume: ShardedVolume, *operands: Any, **settings:
     return [func(*row, **{name: column[number] for name, column in named.items()}) for number, row in rows]
 
 
+def each_sample(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
+    """Run a function on each slab of samples, which it computes by themselves."""
+    return rewrap(input, call_each(func, input, **settings))
+
+
 def wrap_reduced(
     volume: ShardedVolume, slabs: Sequence[Tensor], gone: Collection[int], keepdim: bool = False
 ) -> ShardedVolume:

@@ -1,7 +1,7 @@
 """Padding, mirroring and rolling: each output plane is an input plane or a constant."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from volseg.parallel.spatial.operators.planes import (
 )
 from volseg.parallel.spatial.plan.shards import Fetch, spans
 from volseg.parallel.spatial.plan.windows import ChosenPlanes, Strided, Window
-from volseg.parallel.spatial.table import handles, refuse, refuse_if
+from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 
@@ -43,8 +43,7 @@ def pad(
         # Modes other than constant need a width for each of the last dims: it is zero for cut dims.
         volume = wrap(volume, [F.pad(slab, inside, mode=mode, value=value) for slab in volume.slabs])
     for dim in (dim for dim in volume.dims if pairs[dim] != (0, 0)):
-        volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0, len(widths))
-        refuse_if(not isinstance(volume, ShardedVolume), "the padded volume is thinner than the number of shards")
+        volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0)
     return _apart(volume, source)
 
 
@@ -57,10 +56,8 @@ def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
     return wrap(volume, [own.clone() if same else own for own, same in zip(volume.slabs, shared, strict=True)])
 
 
-def _pad_cut(
-    volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float, length: int
-) -> ShardedVolume | Tensor:
-    """Pad along a cut dim; a mode may need as many widths as ``length``."""
+def _pad_cut(volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float) -> ShardedVolume:
+    """Pad along a cut dim of a volume on several shards."""
     before, after = pair
     size = volume.shape[dim]
     outputs = size + before + after
@@ -83,12 +80,11 @@ def _pad_cut(
         own = windows[axis]
         return select_planes(slab, dim, [plane - own.span[0] for plane in window.planes[slice(*own.output)]])
 
-    def whole(tensor: Tensor) -> Tensor:
-        widths, place = [0] * length, 2 * (tensor.ndim - 1 - dim)
-        widths[place : place + 2] = [before, after]
-        return F.pad(tensor, widths, mode=mode, value=value) if mode == "constant" else F.pad(tensor, widths, mode=mode)
+    def refuse_thin(_: Tensor) -> NoReturn:
+        refuse("the padded volume is thinner than the number of shards")
 
-    return sharded_windows(volume, plans, local, whole)
+    result: ShardedVolume = sharded_windows(volume, plans, local, refuse_thin)
+    return result
 
 
 @handles("Padding and mirroring", "flip", "fliplr", "flipud", merged=True)

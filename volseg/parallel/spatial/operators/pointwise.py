@@ -19,7 +19,7 @@ from volseg.parallel.spatial.lazy import scores
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting, add_with_room
 from volseg.parallel.spatial.lazy.attention import waits
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
-from volseg.parallel.spatial.operators.operands import aligned, each_slab, rewrap, run_local
+from volseg.parallel.spatial.operators.operands import aligned, each_sample, each_slab, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
@@ -230,7 +230,7 @@ def activate(func: Callable, given: Any) -> Any:
     return defer(waiting, volume.dims, volume.shape, volume.context)
 
 
-@handles("Activations", "prelu", "F.prelu", rehearse=False, merged=True)
+@handles("Activations", "prelu", "F.prelu", rehearse=False, merged=True, samples=each_sample)
 def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
     """Apply a slope per channel (not a broadcast from the end)."""
     if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):

@@ -10,7 +10,7 @@ from torch import Tensor
 from volseg.device import fusions, upsample2x
 from volseg.device.first_order import LinearMap
 from volseg.parallel.spatial.gathered import say_gathered
-from volseg.parallel.spatial.operators.operands import per_dim, spatial_only
+from volseg.parallel.spatial.operators.operands import each_sample, per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -29,8 +29,8 @@ TREATED = "input kernel_size stride padding ceil_mode"
 LARGEST = f"{TREATED} dilation"
 
 
-@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d", treats=LARGEST)
-@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d", treats=LARGEST)
+@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d", treats=LARGEST, samples=each_sample)
+@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d", treats=LARGEST, samples=each_sample)
 def max_pool(func: Callable, given: Any) -> Any:
     """Pool each slab, extended by its halo; planes beyond the volume hold minus infinity."""
     volume, ceil_mode = given.input, given.ceil_mode
@@ -57,7 +57,7 @@ def _read_windows(given: Any, count: int) -> tuple[list[int], list[int], list[in
 AVERAGED = f"{TREATED} count_include_pad divisor_override"
 
 
-@handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d", treats=AVERAGED)
+@handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d", treats=AVERAGED, samples=each_sample)
 def average_pool(func: Callable, given: Any) -> Any:
     """Sum each window on the extended slab, then divide by the number of planes that torch counts."""
     volume, ceil_mode = given.input, given.ceil_mode
@@ -121,8 +121,8 @@ def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWin
     return counts
 
 
-@handles("Pooling", "F.adaptive_avg_pool1d", "F.adaptive_avg_pool2d", "F.adaptive_avg_pool3d")
-@handles("Pooling", "F.adaptive_max_pool1d", "F.adaptive_max_pool2d", "F.adaptive_max_pool3d")
+@handles("Pooling", "F.adaptive_avg_pool1d", "F.adaptive_avg_pool2d", "F.adaptive_avg_pool3d", samples=each_sample)
+@handles("Pooling", "F.adaptive_max_pool1d", "F.adaptive_max_pool2d", "F.adaptive_max_pool3d", samples=each_sample)
 def adaptive_pool(func: Callable, input: Any, output_size: Any) -> Any:
     """Pool to a given number of planes; to one plane it is a reduction over the volume."""
     volume, count = input, _spatial(func)

@@ -11,7 +11,7 @@ from volseg.device import fusions, upsample2x
 from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM
 from volseg.parallel.spatial.gathered import run_gathered
-from volseg.parallel.spatial.operators.operands import per_dim, spatial_only
+from volseg.parallel.spatial.operators.operands import each_sample, per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.spatial.operators.pooling import adaptive_pool
 from volseg.parallel.spatial.pending import PLAIN
@@ -27,7 +27,11 @@ LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 RESIZED = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
 
 
-@handles("Interpolation", "F.interpolate", "F.upsample", treats=f"input {' '.join(RESIZED)} antialias")
+TREATED = f"input {' '.join(RESIZED)} antialias"
+
+
+@handles("Interpolation", "F.interpolate", treats=TREATED, samples=each_sample)
+@handles("Interpolation", "F.upsample", treats=TREATED)
 def interpolate(func: Callable, settings: Any) -> Any:
     """Blend planes along the cut, then let torch interpolate within them: linear interpolation is separable."""
     volume, mode = settings.input, settings.mode
