@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.convolution import plan, tiles
-from volseg.parallel.spatial.lazy import tiled_addition, transposed
+from volseg.parallel.spatial.lazy import addition, norm, transposed
 
 spatial = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("spatial_cases.py"))))
 
@@ -38,9 +38,7 @@ def small_tiles() -> Iterator[None]:
 
 @contextmanager
 def sums_of_any_type() -> Iterator[None]:
-    with patch.object(
-        tiled_addition, "has_fewer_digits", lambda *types: all(dtype.is_floating_point for dtype in types)
-    ):
+    with patch.object(addition, "has_fewer_digits", lambda *types: all(dtype.is_floating_point for dtype in types)):
         yield
 
 
@@ -64,11 +62,11 @@ def counted() -> Iterator[dict[str, list[torch.dtype]]]:
 
         return note
 
-    by_tiles, sums = tiles._ConvolveByTiles, tiled_addition._AddInTiles
+    by_tiles = tiles._ConvolveByTiles
     with (
         patch.object(by_tiles, "apply", noting("convolutions", by_tiles.apply)),
         patch.object(transposed._Transposed, "apply", noting("transposed", transposed._Transposed.apply)),
-        patch.object(sums, "backward", staticmethod(noting("sums", sums.backward))),
+        patch.object(norm, "_differentiate_in_tiles", noting("sums", norm._differentiate_in_tiles)),
     ):
         yield found
 
