@@ -178,7 +178,7 @@ class _Add(torch.autograd.Function):
         weights = list(islice(saved, len(plans)))
         rows = split_rows([*saved], ctx.sizes)
         means = list(zip(*(spread(mean) for mean, _ in known), strict=True))
-        each = list(zip(gradients, rows, means, strict=True))
+        each: list[_Slab] = list(zip(gradients, rows, means, strict=True))
         sums = [_add_sums(ctx.write, *own) for own in each]
         norms = list(zip(*(ctx.write.split(row)[0] for row in rows), strict=True))
         factors, of_parameters, of_slopes = [], [], []
@@ -190,7 +190,7 @@ class _Add(torch.autograd.Function):
             if plan.has_slope:
                 of_slopes += [sum_to_slope(part, slope) for part, (*_, slope) in zip(own, norms[place], strict=True)]
         differentiate = _differentiate if ctx.write.planes is None else _differentiate_in_tiles
-        inputs = [differentiate(ctx, *own, pairs) for own, *pairs in zip(each, *factors, strict=True)]
+        inputs = [differentiate(ctx, own, pairs) for own, *pairs in zip(each, *factors, strict=True)]
         columns = list(zip(*inputs, strict=True))
         for column, plan, (mean, _), pairs in zip(columns, plans, known, factors, strict=False):
             plan.note_vanishing(mean, column, pairs)
@@ -206,14 +206,16 @@ def _add_sums(write: Add, gradient: Tensor, row: Sequence[Tensor], means: Sequen
     return found[0] if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
+_Slab = tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]
+"""Gradient of a slab of the result, the tensors that it was written from, and the mean of each norm."""
+
 Factors = list[tuple[Tensor, Tensor]]
 """Factor and offset of each norm of a slab (see ``reference.gradient_input``)."""
 
 
-def _differentiate(
-    ctx: Any, gradient: Tensor, row: Sequence[Tensor], means: Sequence[Tensor], factors: Factors
-) -> Sequence[Tensor | None]:
+def _differentiate(ctx: Any, slab: _Slab, factors: Factors) -> Sequence[Tensor | None]:
     """Return the gradients of a slab of each term."""
+    gradient, row, means = slab
     first, second = ctx.write.read(row, 0, gradient.shape[DIM], means)
     both = len(ctx.plans) == 2 or any(asked for *_, asked in ctx.columns)
     room = _give_room(ctx, first, second)
@@ -221,19 +223,19 @@ def _differentiate(
     return found[: len(ctx.plans) + len(ctx.columns)]
 
 
-def _differentiate_in_tiles(
-    ctx: Any, gradient: Tensor, row: Sequence[Tensor], means: Sequence[Tensor], factors: Factors
-) -> Sequence[Tensor | None]:
+def _differentiate_in_tiles(ctx: Any, slab: _Slab, factors: Factors) -> Sequence[Tensor | None]:
     """Return the gradients of a slab of the norm's input, and of each volume that is joined in the other term."""
-    write, slab = ctx.write, row[0]
-    outs: list[Tensor | None] = [torch.empty_like(slab)]
+    write: Add = ctx.write
+    gradient, row, means = slab
+    given = row[0]
+    outs: list[Tensor | None] = [torch.empty_like(given)]
     for channels, dtype, asked in ctx.columns:
-        shape = [slab.shape[0], channels, *slab.shape[DIM:]]
-        layout = layout_of(slab)
-        outs.append(torch.empty(shape, dtype=dtype, device=slab.device, memory_format=layout) if asked else None)
+        shape = [given.shape[0], channels, *given.shape[DIM:]]
+        layout = layout_of(given)
+        outs.append(torch.empty(shape, dtype=dtype, device=given.device, memory_format=layout) if asked else None)
     widths = [channels for channels, *_ in ctx.columns]
     both = any(asked for *_, asked in ctx.columns)
-    for start, stop in write.cut(slab.shape[DIM]):
+    for start, stop in write.cut(given.shape[DIM]):
         own = gradient.narrow(DIM, start, stop - start).to(write.dtype)
         terms = write.read(row, start, stop - start, means)
         first, second = choice.add_gradients(own, *terms, factors, write.activation, both=both)
