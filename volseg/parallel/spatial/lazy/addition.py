@@ -47,6 +47,8 @@ class WaitingSum(WaitingTerms):
         Number of pieces in which a slab is written by its readers, which keep only its recipe; None if it is kept.
     """
 
+    may_cast = True
+
     def __init__(
         self,
         norms: Sequence[WaitingNorm],
@@ -99,10 +101,6 @@ class WaitingSum(WaitingTerms):
         """Leave a sum unwritten that is larger than its terms."""
         return self.spare(volume) if self.keeps_recipe else super().hold(volume)
 
-    def outline_in(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return the sum's history for an operator that reads it in another type, and whose gradient has that type."""
-        return self.outline_as(dtype)
-
     def end_block(self, volume: ShardedVolume) -> None:
         """Write the sum: while it waits, two slabs are kept instead of one."""
         if not self.keeps_recipe:
@@ -114,7 +112,7 @@ class WaitingSum(WaitingTerms):
             self.settle(volume)
             return
         self.check()
-        normed, _, _ = self.norms[0].write(())
+        normed, _ = self.norms[0].write(())
         with self.moment.restored():
             rows = zip(normed, self.columns[1], strict=True)
             volume._slabs = [self.write_terms.activation.apply(first + second) for first, second in rows]

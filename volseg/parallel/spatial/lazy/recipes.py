@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import choice
 from volseg.device.norm.activation import IDENTITY, Activation, Term
-from volseg.parallel.spatial.pending import Waiting, build_meta_slabs
+from volseg.parallel.spatial.pending import PLAIN, Released, Waiting, Written, build_meta_slabs
 from volseg.parallel.spatial.plan.shards import Span, spans
-from volseg.parallel.spatial.sources import Moment, Outline, Recipe, Unchanged, Write, outline_slab, split_rows
+from volseg.parallel.spatial.sources import Moment, Recipe, Unchanged, Write, outline_slab, split_rows
 from volseg.parallel.spatial.transport.halo import Halo, Wait, compute_halo_room, write_outer_first
 from volseg.parallel.spatial.transport.pieces import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume, defer
@@ -204,7 +205,7 @@ class WaitingRecipe(Waiting):
     recipe
         Writes the slabs.
     likes
-        Shape, element type and layout of each slab, on the meta device.
+        Tensors of the shape, element type and layout of each slab; mostly on the meta device.
     record
         See ``Record``.
     unchanged, stand_ins
@@ -212,12 +213,17 @@ class WaitingRecipe(Waiting):
 
     Attributes
     ----------
+    room
+        Planes of room to leave around each slab (see ``transport.pieces``), or more if a wider halo follows.
     keeps_recipe
         Whether the slabs can be written again: their recipe needs no more memory than they do.
+    may_cast
+        Whether an operator that reads unwritten slabs in another type returns a gradient of that type.
     """
 
     room = 0
     keeps_recipe = True
+    may_cast: ClassVar[bool] = False
 
     def __init__(
         self, recipe: Recipe, likes: Sequence[Tensor], record: Record, unchanged: Unchanged, stand_ins: list[Tensor]
@@ -225,8 +231,29 @@ class WaitingRecipe(Waiting):
         self.recipe, self.likes, self.record, self.unchanged = recipe, likes, record, unchanged
         self.stand_ins = list(stand_ins)
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+    def settle(self, volume: ShardedVolume, halos: Sequence[Halo] = ()) -> Wait | None:
         """Write the slabs."""
+        self.check()
+        volume._slabs, wait = self.write(halos if self.room else ())
+        volume.pending = self._describe_written(volume) if self.keeps_recipe else PLAIN
+        return wait
+
+    def spare(self, volume: ShardedVolume) -> Recipe | None:
+        """Leave the slabs unwritten, and without memory, for readers of a few planes at a time and backward passes."""
+        if not self.keeps_recipe:
+            return self.find_recipe(volume)
+        self.check()
+        volume._slabs = self.outline_as(self.likes[0].dtype)
+        written, none = self._describe_written(volume), [0] * len(volume._slabs)
+        cast = self.outline_as if self.may_cast else None
+        volume.pending = Released(written, none, self.parts, layout_of(self.likes[0]), cast)
+        return self.recipe
+
+    def _describe_written(self, volume: ShardedVolume) -> Written:
+        return Written(self.recipe, Unchanged((*volume._slabs, *self.recipe.tensors)), self.parts)
+
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Wait | None]:
+        """Return the slabs, and the wait for ``halos``; there are no halos without room."""
         rows, wait = self.recipe.rows, None
 
         def fill() -> list[Tensor]:
@@ -240,18 +267,12 @@ class WaitingRecipe(Waiting):
             ]
 
             def planes(number: int, start: int, count: int) -> None:
-                self.recipe.write(rows[number], outs[number].narrow(DIM, start, count), start)
+                self.recipe.write(rows[number], narrow_planes(outs[number], start, count), start)
 
             wait = write_outer_first(outs, room, halos, planes)
             return outs
 
-        return self.record(fill), self.recipe if self.keeps_recipe else None, wait
-
-    def outline(self) -> Outline | None:
-        """Return an outline for readers of a few planes at a time, and for the backward pass."""
-        if not self.keeps_recipe:
-            return None
-        return self.outline_as(self.likes[0].dtype), self.recipe, layout_of(self.likes[0])
+        return self.record(fill), wait
 
     def outline_as(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the slabs without memory, of this element type, with their history."""
