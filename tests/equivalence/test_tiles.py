@@ -87,6 +87,7 @@ def run_in_process(name: str) -> dict[str, float]:
 
 
 CASES = {
+    "channels last": (True, True),
     "dynunet all recomputed": (True, True),
     "dynunet residual anisotropic": (True, True),
     "segresnet deconv": (True, True),
@@ -94,17 +95,15 @@ CASES = {
 }
 """Cases, and whether convolutions and transposed ones are taken by tiles in them."""
 
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_a_network_by_tiles_equals_the_plain_one(name: str, counted: Counted) -> None:
-    assert_small(run(name, devices=["cpu"]))
-    assert (bool(counted["convolutions"]), bool(counted["transposed"])) == CASES[name]
+OTHERS = [pytest.param(name, 1, marks=pytest.mark.slow) for name in sorted({*spatial.CASES, "vnet"} - set(CASES))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*spatial.CASES, "vnet"} - set(CASES)))
-def test_every_other_network_by_tiles_equals_the_plain_one(name: str) -> None:
-    assert_small(run(name, devices=["cpu"]))
+@pytest.mark.parametrize(
+    ("name", "shards"), [*((name, 2 if "all" in name or "last" in name else 1) for name in CASES), *OTHERS]
+)
+def test_a_network_by_tiles_equals_the_plain_one(name: str, shards: int, counted: Counted) -> None:
+    assert_small(run(name, devices=["cpu"] * shards, fixed_order=shards > 1))
+    assert name not in CASES or (bool(counted["convolutions"]), bool(counted["transposed"])) == CASES[name]
 
 
 @pytest.mark.slow
@@ -113,13 +112,6 @@ def test_vnet_with_sums_by_tiles_equals_the_plain_one(devices: list[str], counte
     with sums_of_any_type():
         assert_small(run("vnet", devices=devices, fixed_order=len(devices) > 1))
     assert len(counted["sums"]) >= 2 * 2
-
-
-@pytest.mark.parametrize("name", ["dynunet all recomputed", "channels last"])
-def test_slabs_of_one_process_by_tiles_equal_one_device(name: str, counted: Counted) -> None:
-    assert_small(run(name, devices=["cpu"] * 2, fixed_order=True))
-    assert counted["convolutions"]
-    assert counted["transposed"]
 
 
 @pytest.mark.slow
@@ -188,10 +180,6 @@ def in_place(x: Tensor) -> Tensor:
     return F.elu(x, inplace=True)
 
 
-def nothing(x: Tensor) -> Tensor:
-    return x
-
-
 class Sloped(nn.Module):
     """One PReLU for two tensors."""
 
@@ -206,7 +194,7 @@ class Sloped(nn.Module):
 SUMS: dict[str, dict[str, Any]] = {
     "vnet": {"act": in_place},
     "instance": {"norm": lambda channels: nn.InstanceNorm3d(channels, affine=True)},
-    "plain": {"norm": nn.InstanceNorm3d, "act": nothing},
+    "plain": {"norm": nn.InstanceNorm3d, "act": nn.Identity()},
     "group": {"norm": lambda channels: nn.GroupNorm(1, channels), "act": F.silu, "inner": F.gelu},
     "slopes inside": {"inner": Sloped()},
     "slopes behind": {"act": Sloped()},
@@ -312,35 +300,28 @@ def test_half_precision_is_as_near_to_float64_as_without_tiles(
     assert_no_coarser(tiled, plain, whole)
 
 
-def test_a_hook_on_a_sum_by_tiles_gets_its_gradient_or_is_refused() -> None:
+def test_a_hook_on_a_sum_by_tiles_gets_its_gradient_and_one_on_its_norm_is_refused() -> None:
+    """The gradient goes past the norm, whose hook was never called, without an error."""
     torch.manual_seed(7)
     seen: list[Tensor] = []
 
     class Hooked(Residual):
         def forward(self, x: Tensor) -> Tensor:
-            total = F.elu(self.norm(self.first(x)) + x.repeat([1, 2, 1, 1, 1]))
-            total.register_hook(lambda gradient: seen.append(getattr(gradient, "full_tensor", lambda: gradient)()))
+            normed = self.norm(self.first(x))
+            total = F.elu(normed + x.repeat([1, 2, 1, 1, 1]))
+            hooked = total if self.hooks_total else normed
+            hooked.register_hook(lambda gradient: seen.append(getattr(gradient, "full_tensor", lambda: gradient)()))
             return self.way_up(torch.cat((total, total), 1))
 
     plain = Hooked().double()
     with sums_of_any_type():
+        plain.hooks_total = True
         for net in (plain, TILED(copy.deepcopy(plain))):
             net(make_volume(1, 2)).sum().backward()
-    torch.testing.assert_close(seen[1], seen[0])
-
-
-def test_a_hook_on_a_norm_that_a_sum_by_tiles_has_included_is_refused() -> None:
-    """Its gradient goes past the norm: the hook was never called, without an error."""
-
-    class Hooked(Residual):
-        def forward(self, x: Tensor) -> Tensor:
-            normed = self.norm(self.first(x))
-            total = F.elu(normed + x.repeat([1, 2, 1, 1, 1]))
-            normed.register_hook(lambda gradient: gradient * 2)
-            return self.way_up(torch.cat((total, total), 1))
-
-    with sums_of_any_type(), pytest.raises(UnsupportedOperatorError, match="before the volume is used"):
-        TILED(Hooked().double())(make_volume(1, 2))
+        torch.testing.assert_close(seen[1], seen[0])
+        plain.hooks_total = False
+        with pytest.raises(UnsupportedOperatorError, match="before the volume is used"):
+            TILED(plain)(make_volume(1, 2))
 
 
 @pytest.mark.parametrize("adds", [False, True])
