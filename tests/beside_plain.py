@@ -9,6 +9,7 @@ from unittest.mock import patch
 import plain_kernels
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from volseg.device import attention
 from volseg.parallel import FastKernels, ModelParallel
@@ -52,6 +53,21 @@ WAYS: dict[str, Way] = {
     "two, offloaded": on_slabs(2, offload=True),
     "processes": on_slabs(None),
 }
+
+
+class Counted(TorchDispatchMode):
+    """The names of the operators that run; with ``ndim`` of those whose result has so many dims."""
+
+    def __init__(self, ndim: int | None = None) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.ndim = ndim
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.ndim in (None, getattr(result, "ndim", 0)):
+            self.names.append(func.overloadpacket.__name__)
+        return result
 
 
 class RunLayers(nn.Module):

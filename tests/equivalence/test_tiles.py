@@ -21,8 +21,9 @@ from in_group import in_group
 from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.convolution import plan, tiles
-from volseg.parallel.spatial.lazy import tiled_addition, transposed
+from volseg.parallel.spatial.convolution import plan, slab
+from volseg.parallel.spatial.lazy import addition, norm
+from volseg.parallel.spatial.operators import convolution
 
 spatial = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("spatial_cases.py"))))
 
@@ -38,9 +39,7 @@ def small_tiles() -> Iterator[None]:
 
 @contextmanager
 def sums_of_any_type() -> Iterator[None]:
-    with patch.object(
-        tiled_addition, "has_fewer_digits", lambda *types: all(dtype.is_floating_point for dtype in types)
-    ):
+    with patch.object(addition, "has_fewer_digits", lambda *types: all(dtype.is_floating_point for dtype in types)):
         yield
 
 
@@ -58,17 +57,16 @@ def counted() -> Iterator[dict[str, list[torch.dtype]]]:
     def noting(name: str, function: Callable) -> Callable:
         def note(*args: Any) -> Any:
             result = function(*args)
-            tensors = [tensor for tensor in (args if name == "sums" else result) if isinstance(tensor, Tensor)]
-            found[name] += [tensor.dtype for tensor in tensors]
+            tensors = args[1][:1] if name == "sums" else [result]
+            found[name] += [tensor.dtype for tensor in tensors if isinstance(tensor, Tensor)]
             return result
 
         return note
 
-    by_tiles, sums = tiles._ConvolveByTiles, tiled_addition._AddInTiles
     with (
-        patch.object(by_tiles, "apply", noting("convolutions", by_tiles.apply)),
-        patch.object(transposed._Transposed, "apply", noting("transposed", transposed._Transposed.apply)),
-        patch.object(sums, "backward", staticmethod(noting("sums", sums.backward))),
+        patch.object(slab, "convolve_by_tiles", noting("convolutions", slab.convolve_by_tiles)),
+        patch.object(convolution, "convolve_later", noting("transposed", convolution.convolve_later)),
+        patch.object(norm, "_differentiate_in_tiles", noting("sums", norm._differentiate_in_tiles)),
     ):
         yield found
 
@@ -89,6 +87,7 @@ def run_in_process(name: str) -> dict[str, float]:
 
 
 CASES = {
+    "channels last": (True, True),
     "dynunet all recomputed": (True, True),
     "dynunet residual anisotropic": (True, True),
     "segresnet deconv": (True, True),
@@ -96,17 +95,15 @@ CASES = {
 }
 """Cases, and whether convolutions and transposed ones are taken by tiles in them."""
 
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_a_network_by_tiles_equals_the_plain_one(name: str, counted: Counted) -> None:
-    assert_small(run(name, devices=["cpu"]))
-    assert (bool(counted["convolutions"]), bool(counted["transposed"])) == CASES[name]
+OTHERS = [pytest.param(name, 1, marks=pytest.mark.slow) for name in sorted({*spatial.CASES, "vnet"} - set(CASES))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*spatial.CASES, "vnet"} - set(CASES)))
-def test_every_other_network_by_tiles_equals_the_plain_one(name: str) -> None:
-    assert_small(run(name, devices=["cpu"]))
+@pytest.mark.parametrize(
+    ("name", "shards"), [*((name, 2 if "all" in name or "last" in name else 1) for name in CASES), *OTHERS]
+)
+def test_a_network_by_tiles_equals_the_plain_one(name: str, shards: int, counted: Counted) -> None:
+    assert_small(run(name, devices=["cpu"] * shards, fixed_order=shards > 1))
+    assert name not in CASES or (bool(counted["convolutions"]), bool(counted["transposed"])) == CASES[name]
 
 
 @pytest.mark.slow
@@ -117,21 +114,12 @@ def test_vnet_with_sums_by_tiles_equals_the_plain_one(devices: list[str], counte
     assert len(counted["sums"]) >= 2 * 2
 
 
-@pytest.mark.parametrize("name", ["dynunet all recomputed", "channels last"])
-def test_slabs_of_one_process_by_tiles_equal_one_device(name: str, counted: Counted) -> None:
-    assert_small(run(name, devices=["cpu"] * 2, fixed_order=True))
-    assert counted["convolutions"]
-    assert counted["transposed"]
-
-
-SLOW = [(3, "dynunet all recomputed"), (3, "attention unet"), (2, "vnet"), (3, "vnet")]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "name"),
-    [(2, "channels last, one sample"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [(2, "channels last, one sample"), (3, "dynunet all recomputed"), (3, "attention unet"), (2, "vnet"), (3, "vnet")],
 )
-def test_processes_by_tiles_equal_one_device(processes: int, name: str) -> None:
+def test_networks_of_processes_by_tiles_equal_one_device(processes: int, name: str) -> None:
     for errors in in_group(processes, run_in_process, name):
         assert_small(errors)
 
@@ -192,10 +180,6 @@ def in_place(x: Tensor) -> Tensor:
     return F.elu(x, inplace=True)
 
 
-def nothing(x: Tensor) -> Tensor:
-    return x
-
-
 class Sloped(nn.Module):
     """One PReLU for two tensors."""
 
@@ -210,7 +194,7 @@ class Sloped(nn.Module):
 SUMS: dict[str, dict[str, Any]] = {
     "vnet": {"act": in_place},
     "instance": {"norm": lambda channels: nn.InstanceNorm3d(channels, affine=True)},
-    "plain": {"norm": nn.InstanceNorm3d, "act": nothing},
+    "plain": {"norm": nn.InstanceNorm3d, "act": nn.Identity()},
     "group": {"norm": lambda channels: nn.GroupNorm(1, channels), "act": F.silu, "inner": F.gelu},
     "slopes inside": {"inner": Sloped()},
     "slopes behind": {"act": Sloped()},
@@ -228,9 +212,10 @@ def check_tiled(plain: nn.Module, volume: Tensor, shards: int | None = 1, channe
     assert_small(compare(copy.deepcopy(plain), way(copy.deepcopy(plain)), [volume], steps=2))
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("samples", [1, 2])
-@pytest.mark.parametrize("name", sorted(LEVELS))
+@pytest.mark.parametrize(
+    ("name", "samples", "training"),
+    [*((name, 1, True) for name in LEVELS), ("usual", 2, True), ("flat", 2, True), ("usual", 1, False)],
+)
 def test_a_level_by_tiles_equals_the_plain_one(name: str, samples: int, training: bool, counted: Counted) -> None:
     torch.manual_seed(7)
     plain = Level(**LEVELS[name]).double().train(training)
@@ -241,8 +226,9 @@ def test_a_level_by_tiles_equals_the_plain_one(name: str, samples: int, training
         counted["convolutions"], counted["transposed"] = [], []
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", sorted(SUMS))
+@pytest.mark.parametrize(
+    ("name", "training"), [*((name, True) for name in SUMS), ("vnet", False), ("slopes inside", False)]
+)
 def test_a_level_with_sums_by_tiles_equals_the_plain_one(name: str, training: bool, counted: Counted) -> None:
     torch.manual_seed(7)
     plain = Residual(**SUMS[name]).double().train(training)
@@ -253,14 +239,16 @@ def test_a_level_with_sums_by_tiles_equals_the_plain_one(name: str, training: bo
             counted["sums"] = []
 
 
-def check_sums_in_process() -> None:
-    torch.manual_seed(7)
+def check_in_process() -> None:
+    torch.manual_seed(0)
     with small_tiles(), sums_of_any_type():
+        check_tiled(Level(**LEVELS["usual"]).double(), make_volume(), None, channels_last=True)
+        check_tiled(Level(**LEVELS["dilated"]).double(), make_volume(2), None)
         check_tiled(Residual(act=in_place).double(), make_volume(1, 2), None)
 
 
-def test_processes_with_sums_by_tiles_equal_one_device() -> None:
-    in_group(2, check_sums_in_process)
+def test_processes_by_tiles_equal_one_device() -> None:
+    in_group(2, check_in_process)
 
 
 @pytest.mark.parametrize("frozen", [["first", "norm", "up", "way_up"], ["first"], ["norm"], ["high"], ["last"], ["up"]])
@@ -312,21 +300,28 @@ def test_half_precision_is_as_near_to_float64_as_without_tiles(
     assert_no_coarser(tiled, plain, whole)
 
 
-def test_a_hook_on_a_sum_by_tiles_gets_its_gradient_or_is_refused() -> None:
+def test_a_hook_on_a_sum_by_tiles_gets_its_gradient_and_one_on_its_norm_is_refused() -> None:
+    """The gradient goes past the norm, whose hook was never called, without an error."""
     torch.manual_seed(7)
     seen: list[Tensor] = []
 
     class Hooked(Residual):
         def forward(self, x: Tensor) -> Tensor:
-            total = F.elu(self.norm(self.first(x)) + x.repeat([1, 2, 1, 1, 1]))
-            total.register_hook(lambda gradient: seen.append(getattr(gradient, "full_tensor", lambda: gradient)()))
+            normed = self.norm(self.first(x))
+            total = F.elu(normed + x.repeat([1, 2, 1, 1, 1]))
+            hooked = total if self.hooks_total else normed
+            hooked.register_hook(lambda gradient: seen.append(getattr(gradient, "full_tensor", lambda: gradient)()))
             return self.way_up(torch.cat((total, total), 1))
 
     plain = Hooked().double()
     with sums_of_any_type():
+        plain.hooks_total = True
         for net in (plain, TILED(copy.deepcopy(plain))):
             net(make_volume(1, 2)).sum().backward()
-    torch.testing.assert_close(seen[1], seen[0])
+        torch.testing.assert_close(seen[1], seen[0])
+        plain.hooks_total = False
+        with pytest.raises(UnsupportedOperatorError, match="before the volume is used"):
+            TILED(plain)(make_volume(1, 2))
 
 
 @pytest.mark.parametrize("adds", [False, True])

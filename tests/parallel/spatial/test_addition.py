@@ -168,7 +168,7 @@ def test_a_sum_reads_an_image_that_is_repeated_where_it_lies() -> None:
     def add(net: Mixed, half: Tensor, wide: Tensor, x: Tensor) -> Tensor:
         repeated: Any = repeat(x)
         total: Any = net.norm(half) + repeated
-        seen.append((type(repeated.pending).__name__, total.pending.other[0].stride(1)))
+        seen.append((type(repeated.pending).__name__, total.pending.columns[1][0].stride(1)))
         return F.elu(total)
 
     torch.manual_seed(0)

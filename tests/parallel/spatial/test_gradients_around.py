@@ -66,9 +66,13 @@ def verified(
     return "" if report.ok else str(report), added.call_count
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("up", UPS)
-@pytest.mark.parametrize(("kernel", "planes", "shards"), [(3, 8, 2), (3, 9, 3), (5, 12, 2)])
+CASES = [
+    *((3, planes, shards, up, 1) for up in UPS for planes, shards in ((8, 2), (9, 3))),
+    *((kernel, 12, 2, up, 4) for kernel, up in ((3, "3 by 2"), (3, "4 by 2"), (5, "5 by 2"), (5, "3"))),
+]
+
+
+@pytest.mark.parametrize(("kernel", "planes", "shards", "up", "groups"), CASES)
 def test_slabs_of_one_process(kernel: int, planes: int, shards: int, up: str, groups: int) -> None:
     torch.manual_seed(0)
     devices = ["cpu", *(f"cpu:{index}" for index in range(1, shards))]

@@ -2,22 +2,10 @@
 
 import pytest
 import torch
+from beside_plain import Counted
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from volseg.parallel import FastKernels
-
-
-class Counted(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 class Calls(torch.nn.Module):

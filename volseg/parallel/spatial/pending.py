@@ -52,7 +52,7 @@ This module is not part of ``lazy``: the volume needs the protocol, and the oper
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -62,7 +62,7 @@ from torch import Tensor
 from volseg.device.gpus import resize_memory
 from volseg.device.norm.activation import Activation
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.sources import Outline, Recipe, Unchanged
+from volseg.parallel.spatial.sources import Recipe, Unchanged
 from volseg.parallel.spatial.transport.halo import Halo, Wait
 
 if TYPE_CHECKING:
@@ -165,8 +165,6 @@ class Waiting(Pending):
     ----------
     stand_ins
         Tensors in the volume in place of its slabs, of their element type and on their devices.
-    room
-        Planes of room to leave around each slab (see ``transport.pieces``), or more if a wider halo follows.
     unchanged
         Sources of the slabs.
     """
@@ -176,45 +174,16 @@ class Waiting(Pending):
         "that out of place, or use the result before"
     )
     stand_ins: list[Tensor]
-    room: int
     unchanged: Unchanged
 
     @abstractmethod
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Return the slabs, their recipe, and the wait for ``halos``; there are no halos without room."""
-
-    def outline(self) -> Outline | None:
-        """Return the slabs without memory, with their history, and their recipe; None if this is impossible."""
-        return None
-
-    def outline_in(self, dtype: torch.dtype) -> list[Tensor] | None:
-        """Return such slabs of another element type, for an operator whose gradient has that type."""
-        del dtype
-        return None
+    def settle(self, volume: "ShardedVolume", halos: Sequence[Halo] = ()) -> Wait | None:
+        """Check the sources, and write the slabs."""
 
     def check(self) -> None:
         """Refuse to write from changed sources."""
         if not self.unchanged.holds():
             raise UnsupportedOperatorError(self.refusal)
-
-    def settle(self, volume: "ShardedVolume", halos: Sequence[Halo] = ()) -> Wait | None:
-        """Write the slabs."""
-        self.check()
-        slabs, recipe, wait = self.write(halos if self.room else ())
-        volume._slabs = slabs
-        volume.pending = PLAIN if recipe is None else Written(recipe, Unchanged((*slabs, *recipe.tensors)), self.parts)
-        return wait
-
-    def spare(self, volume: "ShardedVolume") -> Recipe | None:
-        """Leave the slabs unwritten, and without memory, if there is a recipe."""
-        self.check()
-        outlined = self.outline()
-        if outlined is None:
-            return self.find_recipe(volume)
-        volume._slabs, recipe, layout = outlined
-        written = Written(recipe, Unchanged((*volume._slabs, *recipe.tensors)), self.parts)
-        volume.pending = Released(written, [0] * len(volume._slabs), self.parts, layout, self)
-        return recipe
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
         """Write the slabs and return them."""
@@ -297,15 +266,15 @@ class Released(Pending):
         See ``Pending``.
     layout
         Layout of slabs that are only outlines so far; None if they have one.
-    waiting
-        Waiting state of outlined slabs, if any.
+    cast
+        Returns such slabs of another element type, for an operator whose gradient has that type, if possible.
     """
 
     written: Written
     bytes: list[int]
     parts: list[list[Tensor]] | None = None
     layout: torch.memory_format | None = None
-    waiting: Waiting | None = None
+    cast: Callable[[torch.dtype], list[Tensor]] | None = None
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
         """Write the slabs again and return them."""
@@ -323,11 +292,10 @@ class Released(Pending):
 
     def narrow(self, volume: "ShardedVolume", dtype: torch.dtype) -> list[Tensor]:
         """Return the history in another type if the outlined slabs have one."""
-        found = None if self.waiting is None or dtype == volume.dtype else self.waiting.outline_in(dtype)
-        if found is None:
+        if self.cast is None or dtype == volume.dtype:
             return volume._slabs
         volume.is_bypassed = True  # its own gradient is incomplete
-        return found
+        return self.cast(dtype)
 
     def _restore(self, volume: "ShardedVolume") -> None:
         recipe = self.find_recipe(volume)

@@ -197,11 +197,6 @@ class Recipe:
         return tuple(tensor for row in self.rows for tensor in row)
 
 
-Outline = tuple[list[Tensor], Recipe, torch.memory_format]
-"""Slabs that were not written: tensors of their shapes in the memory of one element (see ``outline_slab``), with their
-history; their recipe; and their layout."""
-
-
 def outline_slab(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of a slab's shape in the memory of one element."""
     return torch.empty_strided(shape, [0] * len(shape), dtype=dtype, device=device)

@@ -14,9 +14,9 @@ from torch import Tensor
 from volseg.device.torch_internals import make_wrapper_subclass, to_copy
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, check_history
-from volseg.parallel.spatial.pending import PLAIN, Pending, Waiting
+from volseg.parallel.spatial.pending import PLAIN, PLAIN_SHOWN, Pending, Shown, Waiting
 from volseg.parallel.spatial.plan.shards import Fetch, Merged, Span, spans
-from volseg.parallel.spatial.sources import Recipe, Unchanged
+from volseg.parallel.spatial.sources import Unchanged
 from volseg.parallel.spatial.transport.halo import Halo, Wait
 
 if TYPE_CHECKING:
@@ -296,19 +296,14 @@ class _SameSlabs(Waiting):
     """The slabs of another volume that waits."""
 
     def __init__(self, volume: ShardedVolume) -> None:
-        self.volume, self.stand_ins, self.room, self.unchanged = volume, list(volume._slabs), 0, Unchanged(())
+        self.volume, self.stand_ins, self.unchanged = volume, list(volume._slabs), Unchanged(())
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Write the other volume."""
+    def settle(self, volume: ShardedVolume, halos: Sequence[Halo] = ()) -> None:
+        """Write the other volume, and take its slabs, which are shown: their memory is shared."""
         del halos
-        slabs = list(self.volume.slabs)
-        return slabs, self.volume.pending.find_recipe(self.volume), None
-
-    def settle(self, volume: ShardedVolume, halos: Sequence[Halo] = ()) -> Wait | None:
-        """Take the slabs of the other volume, and show them: their memory is shared."""
-        wait = super().settle(volume, halos)
-        volume.pending.show(volume)
-        return wait
+        volume._slabs = list(self.volume.slabs)
+        recipe = self.volume.pending.find_recipe(self.volume)
+        volume.pending = PLAIN_SHOWN if recipe is None else Shown(recipe, Unchanged((*volume._slabs, *recipe.tensors)))
 
     def settle_apart(self, volume: ShardedVolume) -> None:
         """Write the other volume if it must be."""

@@ -65,8 +65,7 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
     waits = may_wait(bias, weight, slabs[0], channels)
     waits = waits and not choice.adds_bias(slabs[0], weights[0], plan.settings, plan.channels_last)
     work = _Input([slab.detach() for slab in slabs], plan, recipe, room, wait, len(biases), waits)
-    function = _ConvolveTransposed if transposed else _Convolve
-    results = function.apply(work, *weights, *biases, *chain.from_iterable(columns))
+    results = _Convolve.apply(work, *weights, *biases, *chain.from_iterable(columns))
     work.slabs = []
     volume.pending.release(volume)  # with a recipe: the input is kept as recipe, or as a cast
     shape = list(results[0].shape)
@@ -119,6 +118,10 @@ class _Convolve(torch.autograd.Function):
         buffers = given.surround(slabs) if halos else slabs
         rows = zip(buffers, weights, given.choose_added(biases), strict=True)
         results = tuple(choice.convolve(*row, plan.settings, plan.channels_last) for row in rows)
+        if plan.owed:
+            buffers = slabs  # those of a transposed convolution are coarse, and kept without their halo
+            # Autograd refuses in-place changes of a function's output that is a view.
+            results = tuple(own.narrow(DIM, 0, planes).detach() for own, planes in zip(results, plan.owed, strict=True))
         # Not the recipe's tensors: autograd keeps these, or saved-tensor hooks do.
         ctx.plan, ctx.write = plan, None if recipe is None else recipe.write
         ctx.count, ctx.num_biases = count, given.num_biases
@@ -152,7 +155,9 @@ class _Convolve(torch.autograd.Function):
         pairs_kept = list(zip(rows[::2], rows[1::2], strict=True))
         # A join of joins has more parts than inputs.
         joined = isinstance(ctx.write, Join) and len(ctx.write.channels) == len(ctx.channels)
-        if ctx.plan.in_parts and joined and ctx.plan.settings.groups == 1:
+        if ctx.plan.owed:
+            found = _derive_transposed(ctx, laid, weights, kept, asked)
+        elif ctx.plan.in_parts and joined and ctx.plan.settings.groups == 1:
             found = _derive_in_parts(ctx, laid, weights, pairs_kept, asked._replace(input=True))
         else:
             # Planes travel while the input is recomputed, and arrive before the weights' gradient begins: its blocks
@@ -168,42 +173,6 @@ class _Convolve(torch.autograd.Function):
         if no_biases:
             biases = list(map(sum_vanishing, gradients))
         return None, *(weight for _, weight, _ in found), *biases, *mask_asked(ctx, inputs)
-
-
-class _ConvolveTransposed(torch.autograd.Function):
-    """Function of a weight for each slab, a bias for each slab if any, and the slabs, which are kept unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, given: _Input, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.plan, count = given.plan, len(given.slabs)
-        first = count + given.num_biases
-        weights, biases, slabs = tensors[:count], tensors[count:first], tensors[first:]
-        ctx.num_biases = len(biases)
-        ctx.save_for_backward(*weights, *slabs)
-        plan, buffers = given.plan, given.surround(slabs)
-        rows = zip(buffers, weights, given.choose_added(biases), strict=True)
-        results = [choice.convolve(*row, plan.settings, plan.channels_last) for row in rows]
-        # Autograd refuses in-place changes of a function's output that is a view.
-        return tuple(own.narrow(DIM, 0, planes).detach() for own, planes in zip(results, plan.owed, strict=True))
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        plan, count, saved = ctx.plan, len(gradients), ctx.saved_tensors
-        weights, slabs = saved[:count], saved[count:]
-        asked = Asked.of(ctx, count)
-        pairs = zip(gradients, weights, strict=True)
-        laid = [choice.lay_out_gradient(*pair, plan.settings, plan.channels_last) for pair in pairs]
-        found: list[Sequence[Tensor | None]] = [(None, None)] * count
-        if asked.input or asked.weight:
-            around = SurroundedGradients(plan.around, laid, plan.channels_last)
-            found = list(around.differentiate(slabs, weights, asked.input, asked.weight))
-        biases: list[Tensor | None] = [None] * ctx.num_biases
-        if asked.bias:
-            vanish = all(map(vanishes, gradients))
-            others = (0, *range(DIM, gradients[0].ndim))
-            biases = [sum_vanishing(own) if vanish else own.sum(others) for own in gradients]
-        return None, *(own[1] for own in found), *biases, *(own[0] for own in found)
 
 
 def _share_memory(slab: Tensor, buffer: Tensor) -> bool:
@@ -243,14 +212,31 @@ class _Derivation:
         return [(own, weight, bias) for own, (_, weight, bias) in zip(inputs, rest, strict=True)]
 
 
+Found = list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]]
+"""For each slab: the gradients of the inputs that are joined in it, of the weight and of the bias."""
+
+
+def _derive_transposed(
+    ctx: Any, gradients: Sequence[Tensor], weights: Sequence[Tensor], slabs: Sequence[Tensor], asked: Asked
+) -> Found:
+    """Return the gradients of a transposed convolution."""
+    found: Sequence[Gradients] = [(None, None)] * ctx.count
+    if asked.input or asked.weight:
+        around = SurroundedGradients(ctx.plan.around, gradients, ctx.plan.channels_last)
+        found = around.differentiate(slabs, weights, asked.input, asked.weight)
+    others = (0, *range(DIM, gradients[0].ndim))
+    biases = [own.sum(others) if asked.bias else None for own in gradients]
+    return [([own], weight, bias) for (own, weight), bias in zip(found, biases, strict=True)]
+
+
 Kept = Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]
 """For each slab: copies of its halo, and the tensors from which the slab is written."""
 
 
 def _derive_in_parts(
     ctx: Any, gradients: Sequence[Tensor], weights: Sequence[Tensor], kept: Kept, asked: Asked
-) -> list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]]:
-    """Return, for each slab, the gradients of inputs, weight and bias of a convolution of joined channels.
+) -> Found:
+    """Return the gradients of a convolution of joined channels.
 
     The inputs are taken one after the other. Neither the join nor its gradient is materialized: they are half of the
     memory of a level's way up.
@@ -269,7 +255,7 @@ def _derive_in_parts(
             for weight, layout in zip(weights, layouts, strict=True)
         ]
         by_part.append(derive(buffers, narrow, asked._replace(bias=asked.bias and first == 0)))
-    found: list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]] = []
+    found: Found = []
     for of_slab in zip(*by_part, strict=True):
         inputs, parts_of_weight, biases = zip(*of_slab, strict=True)
         whole = torch.cat([part for part in parts_of_weight if part is not None], 1) if asked.weight else None

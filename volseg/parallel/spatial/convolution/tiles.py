@@ -13,9 +13,13 @@ their statistics and sums are of whole slabs, which are in memory anyway.
 A tile's planes of the output, and of the input's gradient, are the same sums as in a whole slab. The gradient of the
 weight is added over tiles in float32 at least. Slabs of several shards first exchange the few planes at their borders,
 which are written separately.
+
+A transposed convolution whose kernel is as wide as its stride, as in nearly all layers that lead a level up, waits: its
+result is written tile by tile when it is read, since each input plane has its own output planes. A join behind it keeps
+the coarse input instead of the result, which has eight times as many voxels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -26,13 +30,22 @@ from torch import Tensor
 from volseg.device.convolution import choice
 from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
-from volseg.device.layout import DIM, layout_of
+from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
-from volseg.parallel.spatial.lazy.recipes import Copy
+from volseg.parallel.spatial.lazy.recipes import Copy, WaitingRecipe, recipe_of_kept
 from volseg.parallel.spatial.plan.shards import Span, spans
-from volseg.parallel.spatial.sources import Asked, Write, add_in_float32, mask_asked, split_rows
+from volseg.parallel.spatial.sources import (
+    Asked,
+    Moment,
+    Recipe,
+    Unchanged,
+    Write,
+    add_in_float32,
+    mask_asked,
+    split_rows,
+)
 from volseg.parallel.spatial.transport.halo import Halo, start_filling
-from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 
 def convolve_by_tiles(
@@ -49,12 +62,78 @@ def convolve_by_tiles(
     columns = [volume.pending.narrow(volume, dtype)]
     if volume.pending.parts is not None:
         columns, volume.is_bypassed = volume.pending.parts, True
-    work = plan, recipe, [slab.shape for slab in volume._slabs], (volume.dtype, dtype), len(biases)
+    work = plan, recipe, [slab.shape for slab in volume._slabs], (volume.dtype, dtype), len(biases), None
     results = _ConvolveByTiles.apply(work, *weights, *biases, *chain.from_iterable(columns))
     volume.pending.release(volume)
     shape = list(results[0].shape)
     shape[volume.dims[0]] = plan.outputs
     return ShardedVolume(results, volume.dims, shape, context)
+
+
+def convolve_later(
+    volume: ShardedVolume, weights: Sequence[Tensor], biases: Sequence[Tensor], plan: ConvolutionPlan
+) -> ShardedVolume:
+    """Return the waiting result of a transposed convolution without padding, whose stride is its kernel.
+
+    Parameters
+    ----------
+    volume
+        The input; each shard's planes of the result are those of its slab.
+    weights, biases
+        One for each slab, of the volume's dtype; empty without a bias.
+    plan
+        Its tiles are of the input's planes.
+    """
+    source = volume.pending.spare(volume) or recipe_of_kept(volume.slabs)
+    slabs, moment = list(volume._slabs), Moment()
+    parameters = [(*own,) for own in zip(weights, biases, strict=True)] if biases else [(own,) for own in weights]
+    rows = tuple((*own, *row) for own, row in zip(parameters, source.rows, strict=True))
+    recipe = Recipe(rows, Transpose(source.write, bool(biases), plan))
+
+    def shape_of(given: torch.Size) -> list[int]:
+        sides = [side * stride for side, stride in zip(given[DIM:], plan.settings.stride, strict=True)]
+        return [given[0], weights[0].shape[1] * plan.settings.groups, *sides]
+
+    dtype, layout = weights[0].dtype, _find_layout(plan)
+    likes = [torch.empty(shape_of(slab.shape), dtype=dtype, device="meta", memory_format=layout) for slab in slabs]
+
+    def record(fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        work = plan, source, [slab.shape for slab in slabs], (dtype, dtype), len(biases), fill
+        with moment.restored():
+            return list(_ConvolveByTiles.apply(work, *weights, *biases, *slabs))
+
+    waiting = WaitingRecipe(recipe, likes, record, Unchanged([*slabs, *recipe.tensors]), slabs)
+    return defer(waiting, volume.dims, shape_of(volume.shape), volume.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """Transposed convolution of planes from ``write``; takes the weight, the bias if any, and the planes' tensors."""
+
+    write: Write
+    has_bias: bool
+    plan: ConvolutionPlan
+
+    def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
+        """Compute planes of the result, from one tile of input planes at a time."""
+        weight, *row = tensors
+        bias = row.pop(0) if self.has_bias else None
+        (stride, *others), count = self.plan.settings.stride, out.shape[DIM]
+        first, last = start // stride, -(-(start + count) // stride)
+        sides = [side // step for side, step in zip(out.shape[DIM + 1 :], others, strict=True)]
+        shape, dtype = torch.Size([len(out), len(weight), last, *sides]), weight.dtype
+        slab = _Surrounded(shape, dtype, dtype, _find_layout(self.plan), self.write, row, ())
+        for begin, end in spans(last - first, min(self.plan.tiles, last - first)):
+            given = slab.cut(first + begin, first + end)
+            part = choice.convolve(given, weight, bias, self.plan.settings, self.plan.channels_last)
+            # The first and the last requested plane may be in the middle of an input plane's outputs.
+            at = (first + begin) * stride
+            low, high = max(at, start), min(at + part.shape[DIM], start + count)
+            copy_into(part.narrow(DIM, low - at, high - low), out.narrow(DIM, low - start, high - low))
+
+
+def _find_layout(plan: ConvolutionPlan) -> torch.memory_format:
+    return torch.channels_last_3d if plan.channels_last else torch.contiguous_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +182,8 @@ class _ConvolveByTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, work: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # ``dtypes``: element types of the slabs and of the computation.
-        ctx.plan, recipe, ctx.shapes, ctx.dtypes, ctx.num_biases = work
+        # ``dtypes``: element types of the slabs and of the computation. ``fill`` returns results that wait.
+        ctx.plan, recipe, ctx.shapes, ctx.dtypes, ctx.num_biases, fill = work
         count, rows, ctx.write = len(ctx.shapes), recipe.rows, recipe.write
         weights, biases = tensors[:count], tensors[count : count + ctx.num_biases]
         ctx.columns = [(part.shape[1], part.dtype) for part in tensors[count + ctx.num_biases :: count]]
@@ -113,6 +192,8 @@ class _ConvolveByTiles(torch.autograd.Function):
         kept = list(chain.from_iterable(zip(borders, rows, strict=True)))
         ctx.sizes = [len(own) for own in kept]
         ctx.save_for_backward(*weights, *chain.from_iterable(kept))
+        if fill is not None:
+            return tuple(fill())
         slabs = [replace(slab, borders=own) for slab, own in zip(slabs, borders, strict=True)]
         each = zip(slabs, weights, biases or [None] * count, strict=True)
         return tuple(_convolve(*own, ctx.plan) for own in each)
@@ -124,8 +205,10 @@ class _ConvolveByTiles(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: a checkpoint recomputes them for each access
         weights, kept = saved[:count], saved[count:]
         asked = Asked.of(ctx, count)
-        pairs = zip(gradients, weights, strict=True)
-        laid = [choice.lay_out_gradient(*pair, plan.settings, plan.channels_last) for pair in pairs]
+        laid: Sequence[Tensor] = gradients  # those of a transposed convolution are laid out tile by tile
+        if not plan.settings.transposed:
+            pairs = zip(gradients, weights, strict=True)
+            laid = [choice.lay_out_gradient(*pair, plan.settings, plan.channels_last) for pair in pairs]
         around = [_Surrounded(own.shape, own.dtype, own.dtype, layout_of(own), Copy(), [own], ()) for own in laid]
         if asked.input:
             borders = _exchange(around, plan.halos)
@@ -140,9 +223,8 @@ class _ConvolveByTiles(torch.autograd.Function):
 
 def _surround(ctx: Any, rows: Sequence[Sequence[Tensor]], borders: Sequence[Sequence[Tensor]]) -> list[_Surrounded]:
     """Return the slabs that are written from these tensors."""
-    layout = torch.channels_last_3d if ctx.plan.channels_last else torch.contiguous_format
+    layout, (kept_in, dtype) = _find_layout(ctx.plan), ctx.dtypes
     each = zip(ctx.shapes, rows, borders, strict=True)
-    kept_in, dtype = ctx.dtypes
     return [_Surrounded(shape, kept_in, dtype, layout, ctx.write, row, own) for shape, row, own in each]
 
 
@@ -227,8 +309,11 @@ def _differentiate_tile(
     """Return the gradients of a tile's input planes, and the tile's share of the gradients of weight and bias."""
     start, stop = tile
     pad, last = _find_pad(plan), plan.channels_last
-    bias_sizes = [weight.shape[0]] if asked.bias else None
-    own = gradient.row[0].narrow(DIM, start, stop - start)
+    transposed, step = plan.settings.transposed, plan.settings.stride[0]  # the step of others is 1
+    bias_sizes = [weight.shape[1] * plan.settings.groups if transposed else weight.shape[0]] if asked.bias else None
+    own = gradient.row[0].narrow(DIM, start * step, (stop - start) * step)
+    if transposed:
+        own = choice.lay_out_gradient(own, weight, plan.settings, last)
     given = slab.cut(start - pad, stop + pad)
     # If a voxel reaches no other plane, one pass may compute all gradients.
     at_once = asked._replace(input=asked.input and not pad)

@@ -2,9 +2,17 @@
 
 ``act(norm(x) + y)`` and ``act(norm(x) + norm(y))`` are one pass over memory forward and two backward, like a single
 norm. The norms in the sum are not written in between, nor are their gradients.
+
+V-Net adds a norm in half precision to the repeated image in float32, and the sum is float32 as in the plain network: 64
+bytes per voxel, computed from 36. Where memory matters most (``checkpoint="tiled"``) such a sum keeps only its recipe:
+its reader and its backward pass write both terms, some planes at a time.
 """
 
+from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
+from functools import reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,9 +23,9 @@ from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, WaitingTerms, find_norm
-from volseg.parallel.spatial.lazy.recipes import WaitingRepeat
+from volseg.parallel.spatial.lazy.recipes import Add, WaitingRepeat, recipe_of_kept
 from volseg.parallel.spatial.pending import PLAIN
-from volseg.parallel.spatial.sources import Unchanged, outline_slab
+from volseg.parallel.spatial.sources import Recipe, outline_slab
 from volseg.parallel.spatial.transport.pieces import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
@@ -25,33 +33,54 @@ WIDTHS = {torch.float16, torch.bfloat16, torch.float32}
 
 
 class WaitingSum(WaitingTerms):
-    """A norm with its activation, if any, plus another norm or plain slabs, and an activation of the sum, if any.
+    """A norm with its activation, if any, plus another norm or a volume, and an activation of the sum, if any.
 
     Parameters
     ----------
-    norm
-        The first term.
-    other
-        The second term.
+    norms
+        The first term, and the second one if it is a norm.
+    others
+        The slabs of each volume that is joined in a second term that is no norm.
+    recipe, dtype
+        Recipe and element type of such a term.
+    tiles
+        Number of pieces in which a slab is written by its readers, which keep only its recipe; None if it is kept.
     """
 
-    def __init__(self, norm: WaitingNorm, other: WaitingNorm | list[Tensor]) -> None:
-        self.context, self.other = norm.context, other
-        self.norms = [norm, other] if isinstance(other, WaitingNorm) else [norm]
-        self.columns = [norm.stand_ins, other.stand_ins if isinstance(other, WaitingNorm) else other]
-        dtypes = [column[0].dtype for column in self.columns]
-        is_mixed = dtypes[0] != dtypes[1]
-        self.stand_ins = list(norm.stand_ins)
-        if is_mixed:
-            dtype = torch.promote_types(*dtypes)
-            self.stand_ins = [outline_slab(slab.shape, dtype, slab.device) for slab in norm.stand_ins]
+    may_cast = True
+
+    def __init__(
+        self,
+        norms: Sequence[WaitingNorm],
+        others: Sequence[Sequence[Tensor]] = (),
+        recipe: Recipe | None = None,
+        dtype: torch.dtype | None = None,
+        tiles: int | None = None,
+    ) -> None:
+        first, *second = norms
+        self.context, self.norms, self.moment, self.unchanged = first.context, norms, first.moment, first.unchanged
+        for other in second:
+            self.moment, self.unchanged = self.moment.joined(other.moment), self.unchanged.joined(other.unchanged)
+        rows = [norm.recipe.rows for norm in norms]
+        if recipe is not None:
+            self.unchanged = self.unchanged.including(*chain.from_iterable(others), *recipe.tensors)
+            rows.append(recipe.rows)
+        self.columns = [*(norm.stand_ins for norm in norms), *others]
+        types = {norm.write_terms.dtype for norm in norms} | ({dtype} if dtype is not None else set())
+        is_mixed, total = len(types) > 1, reduce(torch.promote_types, types)
+        self.stand_ins = self.likes = list(first.stand_ins)
+        if is_mixed or tiles is not None:
+            self.stand_ins = [outline_slab(slab.shape, total, slab.device) for slab in first.stand_ins]
+            self.likes = [torch.empty_like(slab, dtype=total, device="meta") for slab in first.stand_ins]
+        self.keeps_recipe = tiles is not None
+        # Half of a tile: several tensors of this size and the sum's type exist at a time.
+        planes = None if tiles is None else -(-min(slab.shape[DIM] for slab in first.stand_ins) // (2 * tiles))
+        kinds = tuple(chain.from_iterable(norm.write_terms.norms for norm in norms))
+        self.write_terms = Add(kinds, total, None if recipe is None else recipe.write, dtype, planes=planes)
+        self.recipe = Recipe(tuple(tuple(chain(*row)) for row in zip(*rows, strict=True)), self.write_terms)
         # With room around each of several samples the volume is not contiguous, and a reader without a halo would copy
         # it. A sum of two types gets its room from the convolution behind, which casts the sum.
-        self.room = 0 if is_mixed or len(norm.stand_ins[0]) > 1 else norm.room
-        if isinstance(other, WaitingNorm):
-            self.moment, self.unchanged = norm.moment.joined(other.moment), norm.unchanged.joined(other.unchanged)
-        else:
-            self.moment, self.unchanged = norm.moment, norm.unchanged.joined(Unchanged(other))
+        self.room = 0 if is_mixed or self.keeps_recipe or len(first.stand_ins[0]) > 1 else first.room
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "WaitingSum | None":
         """Return the sum with an activation; None if it has one, the activation has a slope, or the modes changed.
@@ -61,38 +90,46 @@ class WaitingSum(WaitingTerms):
         activation, slope
             See ``Pending.activate``.
         """
-        if self.outer != IDENTITY or slope is not None or not self.moment.is_now():
+        if self.write_terms.activation != IDENTITY or slope is not None or not self.moment.is_now():
             return None
         taken = copy(self)
-        taken.outer = activation
+        taken.write_terms = replace(self.write_terms, activation=activation)
+        taken.recipe = Recipe(self.recipe.rows, taken.write_terms)
         return taken
+
+    def hold(self, volume: ShardedVolume) -> Recipe | None:
+        """Leave a sum unwritten that is larger than its terms."""
+        return self.spare(volume) if self.keeps_recipe else super().hold(volume)
 
     def end_block(self, volume: ShardedVolume) -> None:
         """Write the sum: while it waits, two slabs are kept instead of one."""
-        self.settle(volume)
+        if not self.keeps_recipe:
+            self.settle(volume)
 
     def settle_apart(self, volume: ShardedVolume) -> None:
         """Write norm, sum and activation one after another: with an activation, ``write`` keeps the added slabs."""
-        if self.outer == IDENTITY or isinstance(self.other, WaitingNorm):
+        if self.keeps_recipe or self.write_terms.activation == IDENTITY or len(self.norms) == 2:
             self.settle(volume)
             return
         self.check()
-        normed, _, _ = self.norms[0].write(())
+        normed, _ = self.norms[0].write(())
         with self.moment.restored():
-            rows = zip(normed, self.other, strict=True)
-            volume._slabs = [self.outer.apply(first + second) for first, second in rows]
+            rows = zip(normed, self.columns[1], strict=True)
+            volume._slabs = [self.write_terms.activation.apply(first + second) for first, second in rows]
         volume.pending = PLAIN
 
 
-def add_waiting(first: Any, second: Any) -> ShardedVolume | None:
+def add_waiting(first: Any, second: Any, tiles: int) -> ShardedVolume | None:
     """Return a waiting sum that includes a waiting norm; None if neither term waits, or the terms differ in form.
 
     Parameters
     ----------
     first, second
         The terms.
+    tiles
+        Number of pieces in which a slab is written by its readers if the sum is larger than its terms.
     """
-    waiting = _find_sum(first, second) or _find_sum(second, first)
+    waiting = _find_sum(first, second, tiles) or _find_sum(second, first, tiles)
     if waiting is None:
         return None
     for volume in (first, second):
@@ -124,16 +161,27 @@ def add_in_place(first: Any, second: Any) -> bool:
     return True
 
 
-def _find_sum(first: Any, second: Any) -> WaitingSum | None:
+def _find_sum(first: Any, second: Any, tiles: int = 1) -> WaitingSum | None:
     """Return the sum of a waiting norm and another volume, or None if they differ in form."""
     norm = find_norm(first, second)
     # One type, or two types whose sum is float32, as in the kernels.
     if norm is None or not (first.dtype == second.dtype or {first.dtype, second.dtype} <= WIDTHS):
         return None
-    other = second.pending if isinstance(second.pending, WaitingNorm) else None
-    if other is not None and not other.moment.is_now():
-        return None
-    return WaitingSum(norm, _read_slabs(second) if other is None else other)
+    if isinstance(second.pending, WaitingNorm):
+        return WaitingSum([norm, second.pending]) if second.pending.moment.is_now() else None
+    if tiles > 1 and has_fewer_digits(first.dtype, second.dtype):
+        recipe = second.pending.spare(second)
+        if recipe is not None:
+            second.is_bypassed = second.is_bypassed or second.pending.parts is not None
+            # With a recipe only the history of the slabs is used.
+            return WaitingSum([norm], second.pending.parts or [second._slabs], recipe, second.dtype, tiles)
+    slabs = _read_slabs(second)
+    return WaitingSum([norm], [slabs], recipe_of_kept(slabs), second.dtype)
+
+
+def has_fewer_digits(first: torch.dtype, second: torch.dtype) -> bool:
+    """Return whether a norm's input of the first type takes less memory than its sum with the second type (half)."""
+    return first.is_floating_point and second.is_floating_point and first.itemsize < second.itemsize
 
 
 def _read_slabs(volume: ShardedVolume) -> list[Tensor]:

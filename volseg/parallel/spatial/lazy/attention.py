@@ -21,8 +21,8 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import active_autocast_dtype
 from volseg.parallel.spatial.pending import PLAIN, Waiting, Written
 from volseg.parallel.spatial.plan.shards import Merged
-from volseg.parallel.spatial.sources import Moment, Recipe, Unchanged
-from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.sources import Moment, Unchanged
+from volseg.parallel.spatial.transport.halo import Halo
 from volseg.parallel.spatial.volume import ShardedVolume, give_whole
 
 
@@ -162,19 +162,12 @@ class WaitingScores(Waiting):
         unchanged: Unchanged,
     ) -> None:
         self.steps, self.before, self.compute = steps, before, compute
-        self.stand_ins, self.room, self.unchanged = list(stand_ins), 0, unchanged
+        self.stand_ins, self.unchanged = list(stand_ins), unchanged
         self.earlier = None if before is None else before.pending
         self.moment = Moment([term for term in chain(*steps.terms) if term.is_leaf])
         self.autocast = active_autocast_dtype(self.stand_ins[0])
         self.is_taken = False
         self.written: Unchanged | None = None
-
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Compute this step and the steps before it with torch."""
-        del halos
-        given = self.steps.queries if self.before is None else self.before.slabs
-        with self.moment.restored(), self._autocast_again():
-            return self.compute(given), None, None
 
     def check(self) -> None:
         """Refuse to write from changed tensors, including scores that were read and changed in the meantime."""
@@ -188,11 +181,14 @@ class WaitingScores(Waiting):
                 )
             step = step.earlier
 
-    def settle(self, volume: ShardedVolume, halos: Sequence[Halo] = ()) -> Wait | None:
-        """Write the slabs, and note their versions."""
-        wait = super().settle(volume, halos)
+    def settle(self, volume: ShardedVolume, halos: Sequence[Halo] = ()) -> None:
+        """Compute this step and the steps before it with torch, and note the slabs' versions."""
+        del halos
+        self.check()
+        given = self.steps.queries if self.before is None else self.before.slabs
+        with self.moment.restored(), self._autocast_again():
+            volume._slabs, volume.pending = self.compute(given), PLAIN
         self.written = Unchanged(volume._slabs)
-        return wait
 
     def settle_apart(self, volume: ShardedVolume) -> None:
         """Write, unless a product included the step: it is rarely read again, and invalid reads are refused."""

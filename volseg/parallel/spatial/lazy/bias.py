@@ -19,9 +19,9 @@ from volseg.device import fusions
 from volseg.device.first_order import LinearMap, first_order
 from volseg.device.gpus import on_gpu
 from volseg.device.torch_internals import get_version
-from volseg.parallel.spatial.pending import Waiting
-from volseg.parallel.spatial.sources import Moment, Recipe, Unchanged
-from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.pending import PLAIN, Waiting
+from volseg.parallel.spatial.sources import Moment, Unchanged
+from volseg.parallel.spatial.transport.halo import Halo
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 
@@ -73,21 +73,23 @@ class WaitingBias(Waiting):
     )
 
     def __init__(self, slabs: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        self.stand_ins, self.biases, self.room = list(slabs), [bias.detach() for bias in biases], 0
+        self.stand_ins, self.biases = list(slabs), [bias.detach() for bias in biases]
         self.moment, self.unchanged = Moment(), Unchanged(biases)
         self.is_kept = False
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+    def settle(self, volume: ShardedVolume, halos: Sequence[Halo] = ()) -> None:
         """Add the bias."""
         del halos
+        self.check()
         pairs = list(zip(self.stand_ins, self.biases, strict=True))
         with self.moment.restored():
             if self.is_kept:
-                return [_add_bias(*pair) for pair in pairs], None, None
-            with torch.no_grad():  # the convolution computes the bias's gradient
-                for slab, bias in pairs:
-                    slab.add_(_over_voxels(bias, slab))
-        return self.stand_ins, None, None
+                volume._slabs = [_add_bias(*pair) for pair in pairs]
+            else:
+                with torch.no_grad():  # the convolution computes the bias's gradient
+                    for slab, bias in pairs:
+                        slab.add_(_over_voxels(bias, slab))
+        volume.pending = PLAIN
 
     def settle_apart(self, volume: ShardedVolume) -> None:
         """Keep waiting: no code holds the slabs to change them, and once a norm keeps them, writing makes copies."""

@@ -10,6 +10,7 @@ The statistics are computed when the norm is called; scale and shift wait (see `
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -18,20 +19,15 @@ from torch import Tensor
 
 from volseg.device import fusions
 from volseg.device.first_order import first_order
-from volseg.device.layout import DIM, layout_of
+from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import choice
 from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.parallel.spatial.context import Context
-from volseg.parallel.spatial.lazy.recipes import Normalize
+from volseg.parallel.spatial.lazy.recipes import Add, WaitingRecipe, narrow_planes
 from volseg.parallel.spatial.lazy.statistics import Affine, NormPlan, NormStatistics, Pooled
-from volseg.parallel.spatial.pending import Waiting
-from volseg.parallel.spatial.sources import Moment, Outline, Recipe, Unchanged, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait, compute_halo_room, write_outer_first
+from volseg.parallel.spatial.sources import Moment, Recipe, Unchanged, split_rows
 from volseg.parallel.spatial.transport.pieces import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume
-
-Terms = tuple[Term, Term | None]
-"""Terms of a slab: a norm, and the term that is added to it, if any."""
 
 
 def settle_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
@@ -46,7 +42,7 @@ def settle_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
     return volume
 
 
-class WaitingTerms(Waiting):
+class WaitingTerms(WaitingRecipe):
     """One norm, or the sum of a norm and another term, and an activation of the sum, if any.
 
     Attributes
@@ -56,9 +52,9 @@ class WaitingTerms(Waiting):
     norms
         One norm or two.
     columns
-        The slabs of each term.
-    outer
-        Activation of the sum.
+        The slabs of each norm, then those of each volume that is joined in another term.
+    write_terms
+        Function of the recipe.
     moment
         Modes in which the slabs are written.
     """
@@ -66,50 +62,15 @@ class WaitingTerms(Waiting):
     context: Context
     norms: "Sequence[WaitingNorm]"
     columns: Sequence[Sequence[Tensor]]
-    outer: Activation = IDENTITY
+    write_terms: Add
     moment: Moment
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Apply norms and activations, and add the terms."""
-        wait: Wait | None = None
-        written: Sequence[Terms] = ()
-
-        def fill(rows: Sequence[Terms]) -> list[Tensor]:
-            nonlocal wait, written
-            written, (outs, wait) = rows, self._fill(rows, halos)
-            return outs
-
-        slabs = self.run(fill)
-        return slabs, self.describe(written), wait
-
-    def describe(self, rows: Sequence[Terms]) -> Recipe | None:
-        """Return the recipe of the slabs; None for a sum, which keeps its terms."""
-        del rows
-        return None
-
-    def run(self, fill: Callable[[Sequence[Terms]], list[Tensor]]) -> list[Tensor]:
-        """Return the slabs that ``fill`` computes from the terms, with their history."""
+    def record(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:  # type: ignore[override]
+        """Return the slabs that ``fill`` computes, with the history of all terms."""
+        parameters = chain.from_iterable((norm.weight, norm.bias) for norm in self.norms)
+        slopes = chain.from_iterable(norm.slopes for norm in self.norms)
         with self.moment.restored():
-            slopes = [[] if norm.slope is None else self.context.spread(norm.slope) for norm in self.norms]
-            parameters = chain.from_iterable((norm.weight, norm.bias) for norm in self.norms)
-            return list(_Add.apply(self, fill, *parameters, *chain.from_iterable((*slopes, *self.columns))))
-
-    def _fill(self, rows: Sequence[Terms], halos: Sequence[Halo]) -> tuple[list[Tensor], Wait | None]:
-        """Return the slabs, with room where convolutions receive a halo, and the wait for the halos."""
-        room = compute_halo_room(self.room, halos)
-        if not room:
-            return [choice.add(*row, self.outer) for row in rows], None
-        outs = [allocate_with_room(first.slab, room) for first, _ in rows]
-
-        def planes(number: int, start: int, count: int) -> None:
-            first, second = (
-                None if term is None else term._replace(slab=term.slab.narrow(DIM, start, count))
-                for term in rows[number]
-            )
-            assert first is not None
-            choice.add(first, second, self.outer, outs[number].narrow(DIM, start, count))
-
-        return outs, write_outer_first(outs, room, halos, planes)
+            return list(_Add.apply(self, fill, *parameters, *slopes, *chain.from_iterable(self.columns)))
 
 
 class WaitingNorm(WaitingTerms):
@@ -132,16 +93,20 @@ class WaitingNorm(WaitingTerms):
     ) -> None:
         weight, bias, _ = affine
         self.context, self.pooled, self.found, self.weight, self.bias = volume.context, pooled, found, weight, bias
-        self.stand_ins = slabs = list(slabs)
+        self.stand_ins = self.likes = slabs = list(slabs)
         self.columns = [slabs]
         self.activation = IDENTITY
-        self.slope: Tensor | None = None
+        self.slopes: list[Tensor] = []
+        self.write_terms = Add(((IDENTITY, False),), slabs[0].dtype)
+        spread = self.context.spread
+        self.recipe = Recipe(tuple(zip(slabs, spread(found.scale), spread(found.shift), strict=True)), self.write_terms)
         self.moment = Moment([tensor for tensor in (weight, bias) if tensor is not None])
         # A backward pass reads the weight.
         read = slabs if weight is None or not self.moment.grad_enabled else [*slabs, weight]
         self.unchanged = Unchanged(read)
         communicator = self.context.communicator
         cut_along_depth = volume.dims == (DIM,) and volume.ndim == 5 and communicator.num_shards > 1
+        self.keeps_recipe = communicator.is_direct
         self.room = self.context.room if cut_along_depth and communicator.is_direct else 0
 
     @property
@@ -160,34 +125,14 @@ class WaitingNorm(WaitingTerms):
         if self.activation != IDENTITY or not self.moment.is_now():
             return None
         taken = copy(self)
-        taken.activation, taken.slope = activation, slope
+        taken.activation, rows = activation, self.recipe.rows
         if slope is not None:
             taken.moment, taken.unchanged = self.moment.including(slope), self.unchanged.including(slope)
+            taken.slopes = self.context.spread(slope)
+            rows = tuple((*row, own.detach()) for row, own in zip(rows, taken.slopes, strict=True))
+        taken.write_terms = replace(self.write_terms, norms=((activation, slope is not None),))
+        taken.recipe = Recipe(rows, taken.write_terms)
         return taken
-
-    def outline(self) -> Outline | None:
-        """Return the slabs without memory, for the backward pass; None if the communicator is not direct."""
-        if not self.context.communicator.is_direct:
-            return None
-        terms: Sequence[Terms] = ()
-
-        def fill(rows: Sequence[Terms]) -> list[Tensor]:
-            nonlocal terms
-            terms = rows
-            return [outline_slab(slab.shape, slab.dtype, slab.device) for slab in self.stand_ins]
-
-        slabs, recipe = self.run(fill), self.describe(terms)
-        return None if recipe is None else (slabs, recipe, layout_of(self.stand_ins[0]))
-
-    def describe(self, rows: Sequence[Terms]) -> Recipe | None:
-        """Return the recipe that writes the slabs from the norm's input."""
-        if not self.context.communicator.is_direct:
-            return None
-        kept = [
-            (slab, term.scale, term.shift, *(() if term.slope is None else (term.slope.detach(),)))
-            for slab, (term, _) in zip(self.stand_ins, rows, strict=True)
-        ]
-        return Recipe(tuple(kept), Normalize(self.activation))  # type: ignore[arg-type]
 
 
 def find_norm(first: Any, second: Any) -> WaitingNorm | None:
@@ -202,54 +147,104 @@ def find_norm(first: Any, second: Any) -> WaitingNorm | None:
 
 
 class _Add(torch.autograd.Function):
-    """Takes weight and bias of each norm, a slope per slab of each norm that has one, then the slabs of all terms."""
+    """Takes weight and bias of each norm, a slope per slab of each norm that has one, then the slabs of all columns."""
 
     @staticmethod
     def forward(
-        ctx: Any, waiting: WaitingTerms, fill: Callable[[Sequence[Terms]], list[Tensor]], *tensors: Tensor
+        ctx: Any, waiting: WaitingTerms, fill: Callable[[], list[Tensor]], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        norms = waiting.norms
-        ctx.context, ctx.activation, ctx.room = waiting.context, waiting.outer, waiting.room
+        norms, rows, write = waiting.norms, waiting.recipe.rows, waiting.write_terms
+        ctx.context, ctx.room = waiting.context, waiting.room
         ctx.plans = [NormPlan.of(norm) for norm in norms]
-        ctx.count, ctx.num_columns = len(waiting.columns[0]), len(waiting.columns)
-        ctx.wants_both = len(norms) == 2 or (ctx.num_columns == 2 and any(ctx.needs_input_grad[-ctx.count :]))
-        # Without an activation a plain term has the sum's gradient, and is not kept: torch does not keep it either.
-        ctx.keeps_all = ctx.num_columns == len(norms) or waiting.outer != IDENTITY
-        known = [(norm.found.mean, norm.found.rstd, norm.found.scale, norm.found.shift) for norm in norms]
-        rest = tensors[2 * len(norms) :]
-        weights, kept = tensors[: 2 * len(norms) : 2], rest if ctx.keeps_all else rest[: -ctx.count]
-        ctx.save_for_backward(*chain.from_iterable(known), *weights, *kept)
-        return tuple(fill(_list_terms(ctx, known, rest)))
+        others = waiting.columns[len(norms) :]
+        needed = [
+            any(ctx.needs_input_grad[first:][: len(rows)]) for first in range(-len(rows) * len(others), 0, len(rows))
+        ]
+        # Channels, type, and whether a gradient is needed, of each volume that is joined in a term that is no norm.
+        ctx.columns = [(own[0].shape[1], own[0].dtype, asked) for own, asked in zip(others, needed, strict=True)]
+        if write.passes_gradient_on:
+            # Without an activation such a term is not kept: torch does not keep it either.
+            write, rows = replace(write, write=None), tuple(write.split(row)[0][0] for row in rows)
+        ctx.write, ctx.sizes = write, [len(row) for row in rows]
+        known = chain.from_iterable((norm.found.mean, norm.found.rstd) for norm in norms)
+        ctx.save_for_backward(*known, *tensors[: 2 * len(norms) : 2], *chain.from_iterable(rows))
+        return tuple(fill())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved, number = iter(ctx.saved_tensors), len(ctx.plans)
-        known = [tuple(islice(saved, 4)) for _ in ctx.plans]
-        weights, rest = list(islice(saved, number)), [*saved]
-        if not ctx.keeps_all:
-            rest += gradients  # in place of tensors that are not used
-        rows = _list_terms(ctx, known, rest)
-        pairs_of_terms = zip(gradients, rows, strict=True)
-        sums = [choice.add_sums(own, first, second, ctx.activation) for own, (first, second) in pairs_of_terms]
-        slabs = [first.slab for first, _ in rows]
+        saved, plans, spread = iter(ctx.saved_tensors), ctx.plans, ctx.context.spread
+        known = [tuple(islice(saved, 2)) for _ in plans]
+        weights = list(islice(saved, len(plans)))
+        rows = split_rows([*saved], ctx.sizes)
+        means = list(zip(*(spread(mean) for mean, _ in known), strict=True))
+        each: list[_Slab] = list(zip(gradients, rows, means, strict=True))
+        sums = [_add_sums(ctx.write, *own) for own in each]
+        norms = list(zip(*(ctx.write.split(row)[0] for row in rows), strict=True))
         factors, of_parameters, of_slopes = [], [], []
-        for place, (plan, weight, (mean, rstd, _, _)) in enumerate(zip(ctx.plans, weights, known, strict=True)):
+        for place, (plan, weight, (mean, rstd)) in enumerate(zip(plans, weights, known, strict=True)):
             own = [of_slab[place] for of_slab in sums]
-            pairs, *found = plan.combine(own, mean, rstd, weight, slabs)
+            pairs, *found = plan.combine(own, mean, rstd, weight, [slab for slab, *_ in norms[place]])
             factors.append(pairs)
             of_parameters += found
             if plan.has_slope:
-                of_slopes += [sum_to_slope(each, row[place].slope) for each, row in zip(own, rows, strict=True)]
-        inputs = []
-        for gradient, (first, second), *pairs in zip(gradients, rows, *factors, strict=True):
-            room, both = _give_room(ctx, first, second), ctx.wants_both
-            of_slabs = choice.add_gradients(gradient, first, second, pairs, ctx.activation, room, both=both)
-            inputs.append(of_slabs[: ctx.num_columns])
+                of_slopes += [sum_to_slope(part, slope) for part, (*_, slope) in zip(own, norms[place], strict=True)]
+        differentiate = _differentiate if ctx.write.planes is None else _differentiate_in_tiles
+        inputs = [differentiate(ctx, own, pairs) for own, *pairs in zip(each, *factors, strict=True)]
         columns = list(zip(*inputs, strict=True))
-        for column, plan, (mean, *_), pairs in zip(columns, ctx.plans, known, factors, strict=False):
+        for column, plan, (mean, _), pairs in zip(columns, plans, known, factors, strict=False):
             plan.note_vanishing(mean, column, pairs)
         return None, None, *of_parameters, *of_slopes, *chain.from_iterable(columns)
+
+
+def _add_sums(write: Add, gradient: Tensor, row: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``choice.add_sums`` of a slab, over all tiles."""
+    found = []
+    for start, stop in write.cut(gradient.shape[DIM]):
+        own = narrow_planes(gradient, start, stop - start).to(write.dtype)
+        found.append(choice.add_sums(own, *write.read(row, start, stop - start, means), write.activation))
+    return found[0] if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+_Slab = tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]
+"""Gradient of a slab of the result, the tensors that it was written from, and the mean of each norm."""
+
+Factors = list[tuple[Tensor, Tensor]]
+"""Factor and offset of each norm of a slab (see ``reference.gradient_input``)."""
+
+
+def _differentiate(ctx: Any, slab: _Slab, factors: Factors) -> Sequence[Tensor | None]:
+    """Return the gradients of a slab of each term."""
+    gradient, row, means = slab
+    first, second = ctx.write.read(row, 0, gradient.shape[DIM], means)
+    both = len(ctx.plans) == 2 or any(asked for *_, asked in ctx.columns)
+    room = _give_room(ctx, first, second)
+    found = choice.add_gradients(gradient, first, second, factors, ctx.write.activation, room, both=both)
+    return found[: len(ctx.plans) + len(ctx.columns)]
+
+
+def _differentiate_in_tiles(ctx: Any, slab: _Slab, factors: Factors) -> Sequence[Tensor | None]:
+    """Return the gradients of a slab of the norm's input, and of each volume that is joined in the other term."""
+    write: Add = ctx.write
+    gradient, row, means = slab
+    given = row[0]
+    outs: list[Tensor | None] = [torch.empty_like(given)]
+    for channels, dtype, asked in ctx.columns:
+        shape = [given.shape[0], channels, *given.shape[DIM:]]
+        layout = layout_of(given)
+        outs.append(torch.empty(shape, dtype=dtype, device=given.device, memory_format=layout) if asked else None)
+    widths = [channels for channels, *_ in ctx.columns]
+    both = any(asked for *_, asked in ctx.columns)
+    for start, stop in write.cut(given.shape[DIM]):
+        own = gradient.narrow(DIM, start, stop - start).to(write.dtype)
+        terms = write.read(row, start, stop - start, means)
+        first, second = choice.add_gradients(own, *terms, factors, write.activation, both=both)
+        parts = [first, *([None] * len(widths) if second is None else second.split(widths, 1))]
+        for out, part in zip(outs, parts, strict=True):
+            if out is not None and part is not None:
+                copy_into(part, out.narrow(DIM, start, stop - start))
+        del own, terms, first, second, parts, part  # before the next tile is written
+    return outs
 
 
 def _give_room(ctx: Any, *terms: Term | None) -> list[Tensor | None]:
@@ -263,20 +258,6 @@ def _give_room(ctx: Any, *terms: Term | None) -> list[Tensor | None]:
         else None
         for term in terms
     ]
-
-
-def _list_terms(ctx: Any, known: Sequence[tuple[Tensor, ...]], tensors: Sequence[Tensor]) -> list[Any]:
-    """Return the terms of each slab (see ``Terms``), from the slopes and the slabs."""
-    spread, rest = ctx.context.spread, iter(tensors)
-    nothing = [None] * ctx.count
-    slopes = [list(islice(rest, ctx.count)) if plan.has_slope else nothing for plan in ctx.plans]
-    columns: list[Any] = []
-    for plan, (mean, _, scale, shift), own in zip(ctx.plans, known, slopes, strict=True):
-        of_norm = zip(islice(rest, ctx.count), spread(mean), spread(scale), spread(shift), own, strict=True)
-        columns.append([Term(x, m, a, s, plan.activation, slope) for x, m, a, s, slope in of_norm])
-    if len(columns) == 1:
-        columns.append([Term(slab) for slab in rest] or nothing)
-    return list(zip(*columns, strict=True))
 
 
 def sum_to_slope(sums: Tensor, slope: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,30 +20,18 @@ from torch import Tensor
 from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import choice
-from volseg.device.norm.activation import Activation, Term
-from volseg.parallel.spatial.pending import Waiting, build_meta_slabs
-from volseg.parallel.spatial.sources import Moment, Outline, Recipe, Unchanged, Write, outline_slab
+from volseg.device.norm.activation import IDENTITY, Activation, Term
+from volseg.parallel.spatial.pending import PLAIN, Released, Waiting, Written, build_meta_slabs
+from volseg.parallel.spatial.plan.shards import Span, spans
+from volseg.parallel.spatial.sources import Moment, Recipe, Unchanged, Write, outline_slab, split_rows
 from volseg.parallel.spatial.transport.halo import Halo, Wait, compute_halo_room, write_outer_first
 from volseg.parallel.spatial.transport.pieces import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 
-def _view_planes(slab: Tensor, start: int, out: Tensor) -> Tensor:
-    count = out.shape[DIM]
+def narrow_planes(slab: Tensor, start: int, count: int) -> Tensor:
+    """Return planes of a slab; the slab itself if they are all."""
     return slab if slab.shape[DIM] == count else slab.narrow(DIM, start, count)
-
-
-@dataclass(frozen=True, slots=True)
-class Normalize:
-    """Scale, shift and activation of a convolution's output; PReLU's slope is the last tensor."""
-
-    activation: Activation
-
-    def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
-        """Write planes of the slab."""
-        slab, scale, shift, *slope = tensors
-        planes = _view_planes(slab, start, out)
-        choice.affine(Term(planes, None, scale, shift, self.activation, *slope), out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +40,96 @@ class Copy:
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
         """Copy planes of the slab."""
-        copy_into(_view_planes(tensors[0], start, out), out)
+        copy_into(narrow_planes(tensors[0], start, out.shape[DIM]), out)
+
+
+Terms = tuple[Term, Term | None]
+"""Terms of a slab: a norm, and the term that is added to it, if any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Writes a norm, or the sum of a norm and another term, and the activation of the sum.
+
+    The tensors are, for each norm, its input, scale, shift, and PReLU's slope if any; then those of ``write``.
+
+    Attributes
+    ----------
+    norms
+        Activation of each norm, and whether it has a slope.
+    dtype
+        Element type of the result.
+    write, kept_in
+        Writes the second term if this is no norm, in this element type.
+    activation
+        Activation of the sum.
+    planes
+        Number of planes to write at a time; None for all.
+    """
+
+    norms: tuple[tuple[Activation, bool], ...]
+    dtype: torch.dtype
+    write: Write | None = None
+    kept_in: torch.dtype | None = None
+    activation: Activation = IDENTITY
+    planes: int | None = None
+
+    @property
+    def passes_gradient_on(self) -> bool:
+        """Whether the second term gets the gradient of the sum unchanged."""
+        return len(self.norms) == 1 and self.activation == IDENTITY
+
+    def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
+        """Write planes of the sum."""
+        if self.planes is None:
+            choice.add(*self.read(tensors, start, out.shape[DIM]), self.activation, out)
+            return
+        for begin, end in self.cut(out.shape[DIM]):
+            tile = choice.add(*self.read(tensors, start + begin, end - begin), self.activation)
+            copy_into(tile, out.narrow(DIM, begin, end - begin))
+            del tile  # before the next tile is written
+
+    def cut(self, planes: int) -> list[Span]:
+        """Return the spans of planes to write at a time."""
+        if self.planes is None:
+            return [(0, planes)]
+        return spans(planes, -(-planes // self.planes)) if planes else []
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        """Return the tensors of each norm, and those of the other term."""
+        *own, rest = split_rows(tensors, [*(3 + has_slope for _, has_slope in self.norms), len(tensors)])
+        return own, rest
+
+    def read(
+        self, tensors: Sequence[Tensor], start: int, count: int, means: Sequence[Tensor | None] = (None, None)
+    ) -> Terms:
+        """Return planes of both terms.
+
+        Parameters
+        ----------
+        tensors
+            See above.
+        start, count
+            The planes.
+        means
+            Mean of each norm, for the backward pass.
+        """
+        norms, rest = self.split(tensors)
+        terms: list[Term | None] = [
+            Term(narrow_planes(slab, start, count), mean, scale, shift, activation, *slope)
+            for (slab, scale, shift, *slope), mean, (activation, _) in zip(norms, means, self.norms, strict=False)
+        ]
+        if isinstance(self.write, Copy):
+            terms.append(Term(narrow_planes(rest[0], start, count)))
+        elif self.write is not None:
+            like = norms[0][0]
+            shape = [*like.shape[:DIM], count, *like.shape[DIM + 1 :]]
+            other = torch.empty(shape, dtype=self.kept_in, device=like.device, memory_format=layout_of(like))
+            self.write(rest, other, start)
+            terms.append(Term(other))
+        first, second = [*terms, None][:2]
+        assert first is not None
+        return first, second
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +205,25 @@ class WaitingRecipe(Waiting):
     recipe
         Writes the slabs.
     likes
-        Shape, element type and layout of each slab, on the meta device.
+        Tensors of the shape, element type and layout of each slab; mostly on the meta device.
     record
         See ``Record``.
     unchanged, stand_ins
         See ``Waiting``.
+
+    Attributes
+    ----------
+    room
+        Planes of room to leave around each slab (see ``transport.pieces``), or more if a wider halo follows.
+    keeps_recipe
+        Whether the slabs can be written again: their recipe needs no more memory than they do.
+    may_cast
+        Whether an operator that reads unwritten slabs in another type returns a gradient of that type.
     """
 
     room = 0
+    keeps_recipe = True
+    may_cast: ClassVar[bool] = False
 
     def __init__(
         self, recipe: Recipe, likes: Sequence[Tensor], record: Record, unchanged: Unchanged, stand_ins: list[Tensor]
@@ -142,8 +231,29 @@ class WaitingRecipe(Waiting):
         self.recipe, self.likes, self.record, self.unchanged = recipe, likes, record, unchanged
         self.stand_ins = list(stand_ins)
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+    def settle(self, volume: ShardedVolume, halos: Sequence[Halo] = ()) -> Wait | None:
         """Write the slabs."""
+        self.check()
+        volume._slabs, wait = self.write(halos if self.room else ())
+        volume.pending = self._describe_written(volume) if self.keeps_recipe else PLAIN
+        return wait
+
+    def spare(self, volume: ShardedVolume) -> Recipe | None:
+        """Leave the slabs unwritten, and without memory, for readers of a few planes at a time and backward passes."""
+        if not self.keeps_recipe:
+            return self.find_recipe(volume)
+        self.check()
+        volume._slabs = self.outline_as(self.likes[0].dtype)
+        written, none = self._describe_written(volume), [0] * len(volume._slabs)
+        cast = self.outline_as if self.may_cast else None
+        volume.pending = Released(written, none, self.parts, layout_of(self.likes[0]), cast)
+        return self.recipe
+
+    def _describe_written(self, volume: ShardedVolume) -> Written:
+        return Written(self.recipe, Unchanged((*volume._slabs, *self.recipe.tensors)), self.parts)
+
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Wait | None]:
+        """Return the slabs, and the wait for ``halos``; there are no halos without room."""
         rows, wait = self.recipe.rows, None
 
         def fill() -> list[Tensor]:
@@ -157,16 +267,12 @@ class WaitingRecipe(Waiting):
             ]
 
             def planes(number: int, start: int, count: int) -> None:
-                self.recipe.write(rows[number], outs[number].narrow(DIM, start, count), start)
+                self.recipe.write(rows[number], narrow_planes(outs[number], start, count), start)
 
             wait = write_outer_first(outs, room, halos, planes)
             return outs
 
-        return self.record(fill), self.recipe, wait
-
-    def outline(self) -> Outline | None:
-        """Return an outline for readers of a few planes at a time, and for the backward pass."""
-        return self.outline_as(self.likes[0].dtype), self.recipe, layout_of(self.likes[0])
+        return self.record(fill), wait
 
     def outline_as(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the slabs without memory, of this element type, with their history."""

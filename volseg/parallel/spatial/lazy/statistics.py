@@ -224,7 +224,7 @@ class NormPlan:
     @classmethod
     def of(cls, norm: Any) -> "NormPlan":
         """Return the plan of a norm."""
-        has = norm.slope is not None, norm.bias is not None
+        has = bool(norm.slopes), norm.bias is not None
         return cls(norm.context, norm.pooled, norm.found.voxels, norm.activation, *has)
 
     def combine(

@@ -16,9 +16,9 @@ from volseg.device.layout import DIM
 from volseg.parallel.spatial.context import Context, active_autocast_dtype
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan, count_tiles, plan_convolution, plan_transposed
 from volseg.parallel.spatial.convolution.slab import convolve
+from volseg.parallel.spatial.convolution.tiles import convolve_later
 from volseg.parallel.spatial.dispatch import rehearsed
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, sum_vanishing, vanishes, with_gradient
-from volseg.parallel.spatial.lazy.transposed import TransposedSettings, convolve_later
 from volseg.parallel.spatial.operators.operands import each_sample, per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
@@ -204,10 +204,9 @@ def _convolve_later(
         return None  # autograd converts it
     biases = [] if biases[0] is None else biases
     settings = Settings(tuple(stride), (0,) * 3, (1,) * 3, True, (0,) * 3, groups)
-    layout = torch.channels_last_3d if context.channels_last else torch.contiguous_format
-    how = TransposedSettings(settings, channels, tiles, layout)
+    plan = ConvolutionPlan(settings, (), planes * stride[0], context.channels_last, tiles=tiles)
     weights, biases = ([context.cast(copy, dtype) for copy in copies] for copies in (weights, biases))
-    return convolve_later(volume, weights, biases, how)
+    return convolve_later(volume, weights, biases, plan)
 
 
 def convolve_transposed(

@@ -18,7 +18,6 @@ from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.lazy import scores
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting, add_with_room
 from volseg.parallel.spatial.lazy.attention import waits
-from volseg.parallel.spatial.lazy.tiled_addition import add_later
 from volseg.parallel.spatial.operators.operands import aligned, each_sample, each_slab, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
@@ -89,9 +88,10 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if later is not None:
             return later
     if func in SUMS and len(args) == 2 and not kwargs:
-        for add in (_add_later, add_waiting, add_with_room):
-            if (added := add(*args)) is not None:
-                return added
+        added = add_waiting(*args, _count_tiles(*args))
+        added = add_with_room(*args) if added is None else added
+        if added is not None:
+            return added
     if func in PRODUCTS and len(args) == 2 and not kwargs:
         volume, gate = sorted(args, key=lambda given: isinstance(given, ShardedVolume) and given.shape[1:2] == (1,))
         if _is_gated(volume, gate):
@@ -139,13 +139,12 @@ class _Gate(torch.autograd.Function):
         return broadcast_mul.differentiate(gradient, *ctx.saved_tensors)
 
 
-def _add_later(first: Any, second: Any) -> ShardedVolume | None:
-    """Return a large sum as a pending volume; None if the sum should be computed now."""
+def _count_tiles(first: Any, second: Any) -> int:
+    """Return the number of pieces in which a large sum is written; 1 if it should be computed at once."""
     if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or first.ndim < 2:
-        return None
+        return 1
     itemsize = torch.promote_types(first.dtype, second.dtype).itemsize
-    tiles = count_slab_tiles(first, first.shape[1], itemsize)
-    return None if tiles == 1 else add_later(first, second, tiles)
+    return count_slab_tiles(first, first.shape[1], itemsize)
 
 
 @handles("Activations", *ACTIVATIONS, rehearse=False, merged=True)
