@@ -228,8 +228,7 @@ def check_tiled(plain: nn.Module, volume: Tensor, shards: int | None = 1, channe
     assert_small(compare(copy.deepcopy(plain), way(copy.deepcopy(plain)), [volume], steps=2))
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize(("samples", "training"), [(1, True), (2, False)])
 @pytest.mark.parametrize("name", sorted(LEVELS))
 def test_a_level_by_tiles_equals_the_plain_one(name: str, samples: int, training: bool, counted: Counted) -> None:
     torch.manual_seed(7)
