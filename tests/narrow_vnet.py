@@ -1,7 +1,7 @@
 """MONAI's V-Net, an eighth as wide: its width is no parameter.
 
 With its 46 million parameters each comparison in float64 took half a minute, through the same layers.
-`test_narrow_vnet.py` checks that nothing else differs.
+`equivalence/test_benchmarked_networks.py` checks that nothing else differs.
 """
 
 from monai.networks.nets import VNet

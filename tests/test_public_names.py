@@ -1,16 +1,21 @@
 import ast
+import gc
 import importlib
 import inspect
 import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import volseg
 from volseg import errors
+from volseg.importing import import_late
 
 MODULES = sorted(
     module.name
@@ -77,3 +82,100 @@ def test_the_parallel_package_is_reached_without_a_second_import() -> None:
         "import volseg; volseg.parallel.verification.verify, volseg.parallel.whole, volseg.parallel.pointwise_function"
     )
     subprocess.run([sys.executable, "-c", call], check=True)
+
+
+# No module but those of ``volseg.device`` that are for it, ``*_internals.py``, names a private name of torch.
+
+
+ROOT = Path(volseg.__file__).parent
+ALLOWED = {ROOT / "device" / f"{of}_internals.py" for of in ("torch", "module", "fake", "compiler")}
+FILES = sorted({*ROOT.rglob("*.py")} - ALLOWED)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+REGISTRIES = {name for name in vars(nn.Module()) if is_private(name)}
+"""Of a module: also as a string, by which they are read and set."""
+
+ATTRIBUTES = REGISTRIES | {
+    name
+    for of in (Tensor, nn.Module, torch.ops.aten.add.Tensor, torch.UntypedStorage, torch.Generator, torch.dtype)
+    for name in dir(of)
+    if is_private(name)
+}
+"""Of objects of torch, whatever an expression calls them."""
+
+
+def find_private_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the private names of torch in a module, with their lines."""
+    imported: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, alias.asname or alias.name.split(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
+        else:
+            continue
+        for name, bound in names:
+            if name.split(".")[0] == "torch":
+                imported.add(bound)
+                if any(map(is_private, name.split("."))):
+                    yield f"line {node.lineno}: import of {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in REGISTRIES:
+            yield f"line {node.lineno}: {node.value!r}"
+        if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+            continue
+        owner = ast.unparse(node.value)
+        of_torch = owner.split(".")[0] in imported
+        if of_torch or (node.attr in ATTRIBUTES and owner not in ("self", "cls", "super()")):
+            yield f"line {node.lineno}: {owner}.{node.attr}"
+
+
+def test_no_private_name_of_torch() -> None:
+    names = {str(file): [*find_private_names(ast.parse(file.read_text(encoding="utf-8")))] for file in FILES}
+    found = {file: sorted(set(private)) for file, private in names.items() if private}
+    assert not found, f"give it a public name, and a test, in volseg/device/torch_internals.py or beside it: {found}"
+
+
+@pytest.mark.parametrize(
+    ("source", "number"),
+    [
+        ("import torch\ntorch._C.DisableTorchFunction()", 1),
+        ("from torch.utils import _pytree as pytree", 1),
+        ("from torch import nn\nnn.modules.batchnorm._NormBase", 1),
+        ("def changed(x): return x._version", 1),
+        ("def own(module): return module._buffers, vars(module)['_parameters']", 2),
+        ("class Ours:\n    def get(self): return self._version", 0),
+        ("def slabs(volume): return volume._slabs", 0),
+        ("import torch\ntorch.overrides.__doc__", 0),
+    ],
+)
+def test_what_counts_as_private(source: str, number: int) -> None:
+    found = list(find_private_names(ast.parse(source)))
+    assert len(found) == number, found
+
+
+# Modules that are imported late: whoever collects garbage, or does not, goes on as before.
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize(
+    "text", ["", "raise KeyError", "from volseg.importing import import_late; import_late('json')"]
+)
+def test_garbage_is_collected_afterwards_if_it_was_before(collects, text, tmp_path, monkeypatch):
+    name = f"imported_late_{collects}_{len(text)}"
+    (tmp_path / f"{name}.py").write_text(f"import gc\nassert not gc.isenabled()\n{text}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    (gc.enable if collects else gc.disable)()
+    try:
+        if text.startswith("raise"):
+            with pytest.raises(KeyError):
+                import_late(name)
+        else:
+            import_late(name)
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()

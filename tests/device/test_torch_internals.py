@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from volseg.device import compiler_internals as of_compiler
 from volseg.device import fake_internals as of_fakes
 from volseg.device import module_internals as of_modules
 from volseg.device import torch_internals as internals
@@ -195,3 +196,25 @@ def test_a_refusal_without_values_is_raised_and_not_logged(caplog: pytest.LogCap
         with of_fakes.quiet_fake_tensors(), pytest.raises(RuntimeError):
             first @ second
     assert not caplog.text
+
+
+# What is relied on of torch's compiler, whose names are private.
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.slow
+def test_a_graph_is_compiled_without_graphs_of_cuda():
+    if reason := of_compiler.explain_no_compiler(CPU):
+        pytest.skip(reason)
+    compiled = torch.compile(lambda x: x.sin() + 1, backend=of_compiler.compile_graph, dynamic=False)
+    x = torch.linspace(0, 1, 7)
+    torch.testing.assert_close(compiled(x), x.sin() + 1)
+
+
+def test_a_machine_without_a_compiler_is_told(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "there is no compiler of it here" in of_compiler.explain_no_compiler(CPU)
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/g++")
+    assert of_compiler.explain_no_compiler(CPU) is None

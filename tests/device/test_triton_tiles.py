@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from volseg.device import fusions
 from volseg.device.triton_tiles import choose_tile, compute_divider, is_narrow, read_strides
 
 SECTOR = 32
@@ -67,3 +68,22 @@ def test_divider(n: int) -> None:
     assert -(2**31) <= multiplier < 2**31
     for v in (0, 1, n - 1, n, n + 1, 5 * n - 1, 5 * n, 2**30 + 3, 2**31 - 2, 2**31 - 1):
         assert ((v * (multiplier % 2**32) >> 32) + v) >> shift == v // n
+
+
+# Which fusions are on.
+
+
+def test_all_are_on_but_where_they_are_switched_off() -> None:
+    assert all(map(fusions.is_on, fusions.NAMES))
+    with fusions.without("pairs", "attention"):
+        with fusions.without("pairs"):
+            assert {name for name in fusions.NAMES if not fusions.is_on(name)} == {"pairs", "attention"}
+        assert {name for name in fusions.NAMES if not fusions.is_on(name)} == {"pairs", "attention"}
+    with pytest.raises(RuntimeError), fusions.without("sums"):
+        raise RuntimeError
+    assert all(map(fusions.is_on, fusions.NAMES))
+
+
+def test_an_unknown_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no fusion is called \['paris'\]; there are pooled statistics, "):
+        fusions.without("paris").__enter__()

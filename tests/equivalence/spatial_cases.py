@@ -1,8 +1,10 @@
 """Networks and volumes on which N shards must equal one device; run in one process and across processes."""
 
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from volseg.errors import DataError, ParallelError
 from volseg.models.topology import plan_vnet_topology
 from volseg.parallel import ModelParallel
 from volseg.planning.geometry import turn_topology
+
+NETWORKS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("monai_networks.py")))["NETWORKS"]
+"""MONAI's, as small as they go."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,11 @@ def monai(name: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
     return build
 
 
+def listed(name: str, *shape: int, steps: int = 1, **options: Any) -> Case:
+    """Return a case of a network of the census."""
+    return Case(NETWORKS[name].make, shape, steps, options)
+
+
 class Slices(nn.Module):
     """A network of 2D layers on the slices of a volume, which are the samples of a batch."""
 
@@ -229,76 +239,35 @@ def swin() -> nn.Module:
     return SwinTransformer(1, 4, (2, 2, 2), (2, 2, 2), depths=(2, 1, 1, 1), num_heads=(2, 1, 1, 1))
 
 
-WIDTHS, STRIDES = (4, 8, 16), (2, 2)
-DYN = ([3, 3, 3], [1, 2, 2], [2, 2])
+WIDTHS = (4, 8, 16)
 CASES = {
-    "unet residual instance": Case(monai("UNet", 3, 1, 2, WIDTHS, STRIDES, num_res_units=2), (1, 1, 20, 12, 8), 2),
-    "unet batch": Case(monai("UNet", 3, 1, 2, WIDTHS, STRIDES, norm="BATCH"), (2, 1, 20, 12, 8), 2),
-    "unet group": Case(
-        monai("UNet", 3, 1, 2, WIDTHS, STRIDES, num_res_units=1, norm=("GROUP", {"num_groups": 2})), (2, 1, 20, 12, 8)
-    ),
-    "basic unet": Case(monai("BasicUNet", 3, 1, 2, (2, 2, 4, 4, 4, 2), norm="batch"), (1, 1, 35, 17, 16)),
-    "dynunet deep supervision": Case(
-        monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS, deep_supervision=True, deep_supr_num=1), (1, 1, 20, 12, 8), 2
-    ),
+    "unet residual instance": listed("UNet, residual", 1, 1, 20, 12, 8, steps=2),
+    "unet batch": listed("UNet, batch norm", 2, 1, 20, 12, 8, steps=2),
+    "unet group": listed("UNet, group norm", 2, 1, 20, 12, 8),
+    "basic unet": listed("BasicUNet, batch norm", 1, 1, 35, 17, 16),
+    "dynunet deep supervision": listed("DynUNet, supervised", 1, 1, 20, 12, 8, steps=2),
     "dynunet residual anisotropic": Case(
         monai("DynUNet", 3, 1, 2, [3, 3, [1, 3, 3]], [1, 2, [1, 2, 2]], [2, [1, 2, 2]], filters=WIDTHS, res_block=True),
         (1, 1, 20, 12, 8),
     ),
-    "segresnet": Case(monai("SegResNet", 3, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)), (1, 1, 20, 12, 8)),
-    "segresnet deconv": Case(
-        monai("SegResNet", 3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,), upsample_mode="deconv"), (1, 1, 18, 8, 8)
-    ),
-    "attention unet": Case(monai("AttentionUnet", 3, 1, 2, (4, 8), (2,)), (1, 1, 20, 12, 8)),
-    "mednext": Case(
-        monai(
-            "MedNeXt",
-            init_filters=4,
-            in_channels=1,
-            out_channels=2,
-            kernel_size=3,
-            blocks_down=(1, 1),
-            blocks_bottleneck=1,
-            blocks_up=(1, 1),
-            deep_supervision=True,
-        ),
-        (1, 1, 20, 12, 8),
-    ),
-    "segresnet, channels last": Case(
-        monai("SegResNet", 3, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)),
-        (1, 1, 20, 12, 8),
-        2,
-        options={"channels_last": True},
-    ),
-    "mednext, channels last": Case(
-        monai("MedNeXt", 3, 4, 1, 2, kernel_size=3, blocks_down=(1,), blocks_up=(1,), use_residual_connection=True),
-        (1, 1, 20, 12, 8),
-        options={"channels_last": True},
-    ),
+    "segresnet": listed("SegResNet", 1, 1, 20, 12, 8),
+    "segresnet deconv": listed("SegResNet, transposed", 1, 1, 18, 8, 8),
+    "attention unet": listed("AttentionUnet", 1, 1, 20, 12, 8),
+    "mednext": listed("MedNeXt, supervised", 1, 1, 20, 12, 8),
+    "segresnet, channels last": listed("SegResNet", 1, 1, 20, 12, 8, steps=2, channels_last=True),
+    "mednext, channels last": listed("MedNeXt", 1, 1, 20, 12, 8, channels_last=True),
     "residual": Case(Residual, (2, 1, 20, 8, 6), 2),
     "residual, channels last": Case(Residual, (1, 1, 24, 8, 6), 2, options={"channels_last": True}),
     "residual, channels last, several samples, evaluated": Case(
         Residual, (2, 1, 24, 8, 6), options={"channels_last": True}, evaluate=True
     ),
     "residual, recomputed": Case(Residual, (1, 1, 24, 8, 6), options={"channels_last": True, "checkpoint": "all"}),
-    "dynunet all recomputed": Case(
-        monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS), (1, 1, 20, 12, 8), 2, options={"checkpoint": "all"}
-    ),
-    "unet finest level recomputed": Case(
-        monai("UNet", 3, 1, 2, WIDTHS, STRIDES, num_res_units=2), (1, 1, 20, 12, 8), options={"checkpoint": 1}
-    ),
-    "channels last": Case(
-        monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS), (2, 1, 32, 12, 8), 2, options={"channels_last": True}
-    ),
-    "channels last, one sample": Case(
-        monai("UNet", 3, 1, 2, WIDTHS, STRIDES, num_res_units=2), (1, 1, 32, 12, 8), options={"channels_last": True}
-    ),
-    "offloaded and recomputed": Case(
-        monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS), (1, 1, 64, 32, 16), options={"offload": True, "checkpoint": 1}
-    ),
-    "offloaded": Case(
-        monai("UNet", 3, 1, 2, WIDTHS, STRIDES, num_res_units=1), (1, 1, 64, 32, 32), options={"offload": True}
-    ),
+    "dynunet all recomputed": listed("DynUNet", 1, 1, 20, 12, 8, steps=2, checkpoint="all"),
+    "unet finest level recomputed": listed("UNet, residual", 1, 1, 20, 12, 8, checkpoint=1),
+    "channels last": listed("DynUNet", 2, 1, 32, 12, 8, steps=2, channels_last=True),
+    "channels last, one sample": listed("UNet, residual", 1, 1, 32, 12, 8, channels_last=True),
+    "offloaded and recomputed": listed("DynUNet", 1, 1, 64, 32, 16, offload=True, checkpoint=1),
+    "offloaded": listed("UNet, batch norm", 1, 1, 64, 32, 32, offload=True),
     "squeeze and excite": Case(SqueezeExcite, (2, 1, 11, 5, 4), 2),
     "checkpointed": Case(Checkpointed, (1, 1, 13, 6, 5)),
     "join without history": Case(JoinWithoutHistory, (2, 1, 12, 5, 4)),
@@ -372,8 +341,8 @@ def scattered() -> dict[str, float]:
     from volseg.parallel.batches import loads_batches, scatter_batch
 
     torch.manual_seed(7)
-    plain = monai("UNet", 3, 1, 3, WIDTHS, STRIDES, num_res_units=1)().double()
-    model = ModelParallel(monai("UNet", 3, 1, 3, WIDTHS, STRIDES, num_res_units=1)().double(), strategy="spatial")
+    plain = monai("UNet", 3, 1, 3, WIDTHS, (2, 2), num_res_units=1)().double()
+    model = ModelParallel(monai("UNet", 3, 1, 3, WIDTHS, (2, 2), num_res_units=1)().double(), strategy="spatial")
     model.load_state_dict(plain.state_dict())
     image = torch.randn(2, 1, 20, 8, 12, dtype=torch.float64)
     label = torch.randint(0, 3, (2, 1, 20, 8, 12))
@@ -448,30 +417,11 @@ def replicas() -> dict[str, float]:
     return {"gradients": gradient_error(model, plain)}
 
 
-def dropped() -> dict[str, float]:
-    """Whole channels drop on all shards alike, also on a level that is too coarse to cut; voxels drop independently."""
-    torch.manual_seed(dist.get_rank())  # whatever the processes were seeded with
-    net = nn.Sequential(nn.Dropout3d(0.5), nn.MaxPool3d(4), nn.Dropout3d(0.5))
-    ones = torch.ones(1, 64, 8 * 4, 4, 4, dtype=torch.float64)
-    channels = ModelParallel(net[0], strategy="spatial")(ones).full_tensor().flatten(2)
-    coarse = ModelParallel(nn.Sequential(nn.MaxPool3d(32), nn.Dropout(0.5)), strategy="spatial")(
-        ones.repeat(1, 1, 1, 8, 8)
-    )
-    voxels = ModelParallel(nn.Dropout(0.5), strategy="spatial")(ones).full_tensor()
-    halves = voxels.chunk(dist.get_world_size(), 2)
-    return {
-        "channels": float((channels - channels[..., :1]).abs().max()),
-        "some channels": float(not 10 < int((channels[0, :, 0] == 0).sum()) < 54),
-        "coarse": spread_over_ranks(coarse),
-        "voxels": float(halves[0].equal(halves[1])) + abs(float(voxels.mean()) - 1) // 0.1,
-    }
-
-
 def accumulated(**where: Any) -> dict[str, float]:
     """Gradients of two volumes of different sizes add up; then a step, and a third size."""
     torch.manual_seed(7)
-    plain = monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)().double()
-    other = monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)().double()
+    plain = NETWORKS["DynUNet"].make().double()
+    other = NETWORKS["DynUNet"].make().double()
     other.load_state_dict(plain.state_dict())
     model = ModelParallel(other, strategy="spatial", **where)
     optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (plain, model)]
@@ -490,7 +440,7 @@ def accumulated(**where: Any) -> dict[str, float]:
 
 def in_half(**where: Any) -> dict[str, float]:
     """Autocast to bfloat16: ours is as far from float64 as the plain network is."""
-    dynunet = monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)
+    dynunet = NETWORKS["DynUNet"].make
     for build, shape, options in ((dynunet, (32, 12, 8), {}), (Residual, (24, 8, 6), {"channels_last": True})):
         torch.manual_seed(7)
         ways = partial(ModelParallel, strategy="spatial", **where, **options), None
@@ -518,7 +468,6 @@ EXTRA = {
     "supervised": supervised,
     "label that is no class": refused,
     "replicas": replicas,
-    "dropout": dropped,
 }
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from beside_plain import WAYS, check_beside_plain
+from monai.networks.nets import VNet
+from narrow_vnet import NarrowVNet
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
@@ -37,3 +39,19 @@ def test_a_network_equals_the_plain_one(name, way):
 def test_sides_are_those_that_a_network_takes():
     assert fit("SwinUNETR", (32, 16, 128)) == (64, 32, 128)
     assert fit("DynUNet", (32, 32, 32)) == (32, 32, 32)
+
+
+# The narrow V-Net is MONAI's but for its width.
+
+
+def test_the_narrow_vnet_is_monais_but_for_its_width() -> None:
+    with torch.device("meta"):
+        theirs = VNet(3, 1, 2, dropout_prob_down=0.0, dropout_prob_up=(0.0, 0.0))
+    ours = NarrowVNet()
+    assert [(name, type(part)) for name, part in ours.named_modules()][1:] == [
+        (name, type(part)) for name, part in theirs.named_modules()
+    ][1:]
+    wide = {name: tensor.shape for name, tensor in theirs.state_dict().items()}
+    for name, tensor in ours.state_dict().items():
+        assert all(mine in (theirs, theirs // 8) for mine, theirs in zip(tensor.shape, wide[name], strict=True))
+    assert [*wide] == [*ours.state_dict()]

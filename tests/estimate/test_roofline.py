@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fake_gpus import Gpu, KernelObserver
+from volseg.device import fake_gpu
+from volseg.device.norm import passes
+from volseg.device.norm.activation import Term
 from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, read_table
+from volseg.estimate.operator_work import describe_noted
 from volseg.estimate.roofline import ATTENTION, Peaks, RateTable, classify
 from volseg.estimate.trace import KernelRun
 
@@ -217,3 +222,21 @@ def test_a_norm_that_few_multiprocessors_work_at_is_hardly_slower_on_a_smaller_g
     few, many = ([KINDS[name].seconds(normalize(1, channels)) for name in ("h200", "t4")] for channels in (4, 4096))
     assert few[1] < 2 * few[0]
     assert many[1] >= normalize(1, 4096).bytes_moved / KINDS["t4"].peaks.bandwidth
+
+
+# What kernels of our own move.
+
+
+def count_bytes(ends: tuple[int, int] | None) -> int:
+    observer = KernelObserver()
+    x, scale = torch.zeros(1, 32, 16, 16, 16, dtype=torch.bfloat16), torch.ones(1, 32)
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    with fake_gpu.faking(Gpu(), observer):
+        passes.affine(Term(x, None, scale, scale), torch.empty_like(x), ends)
+    return describe_noted(observer.noted[0], 0).bytes_moved
+
+
+def test_the_ends_of_a_slab_are_not_all_of_it() -> None:
+    plane, scales = 32 * 16 * 16 * 2, 2 * 32 * 4
+    assert count_bytes(None) == 2 * 16 * plane + scales
+    assert count_bytes((1, 1)) == 2 * 2 * plane + scales

@@ -1,5 +1,6 @@
 """The choice, on constructed forecasts."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -7,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from volseg.estimate.candidate import Candidate, Estimate, Freedom, list_candidates, relieve
+from volseg.estimate.candidate import Candidate, Estimate, Freedom, list_candidates, name_candidate, relieve
+from volseg.estimate.largest_volume import Largest, Need, find_largest, scale_sides
 from volseg.estimate.search import choose, compute_lower_bound, guess_least, judge, search
 from volseg.estimate.step_memory import MemoryUse
 
@@ -203,3 +205,179 @@ def test_where_ways_were_given_up_none_is_said_to_be_the_least():
     assert choose(forecasts)[1] == "nothing fits: one GPU needs 40.0 GiB, and there are 16.0 GiB"
     assert guess_least(forecasts).candidate == Candidate(data=2, checkpoint="all")
     assert guess_least(forecasts[:1]) is None
+
+
+# Which candidates there are.
+
+
+def names(*arguments, **freedom):
+    return [name_candidate(each) for each in list_candidates(*arguments, Freedom(**freedom))]
+
+
+def test_one_gpu_leaves_its_kernels_open():
+    found = list_candidates(1, 2, (64, 64, 64), Freedom(kernels=("fast", "torch")))
+    assert [(each.num_gpus, each.kernels) for each in found] == [(1, "fast")]
+
+
+def test_four_gpus_deal_samples_cut_volumes_and_lay_out_layers():
+    assert names(4, 8, (64, 64, 64)) == [
+        "one GPU",
+        "data: 4",
+        "data: 2, spatial: 2",
+        "spatial: 4",
+        "data: 2, pipeline: 2, split_size: 1",
+        "data: 2, pipeline: 2, split_size: 2",
+        "pipeline: 4, split_size: 1",
+        "pipeline: 4, split_size: 2",
+        "pipeline: 4, split_size: 4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "batch", "freedom", "expected"),
+    [
+        # Three samples keep three of four GPUs busy.
+        (4, 3, {"pipeline": 1}, ["data: 3", "data: 2, spatial: 2", "spatial: 4"]),
+        (4, 1, {"pipeline": 1}, ["spatial: 4"]),
+        (2, 4, {"spatial": 2}, ["spatial: 2"]),
+        (4, 4, {"data": 2, "pipeline": 2}, ["data: 2, pipeline: 2, split_size: 1"]),
+        (2, 4, {"pipeline": 2, "split_size": 3}, ["pipeline: 2, split_size: 3"]),
+        (2, 4, {"spatial": 1, "data": 1, "split_size": 64}, ["pipeline: 2, split_size: 4"]),
+        (2, 8, {"one_process": True, "pipeline": 1}, ["spatial: 2"]),
+        # Replicas of a pipeline have two samples each, or their stages wait for each other, unless that is asked for.
+        (4, 3, {"spatial": 1, "data": 2}, []),
+        (4, 2, {"data": 2, "pipeline": 2}, ["data: 2, pipeline: 2, split_size: 1"]),
+        (8, 8, {"spatial": 1, "data": 4}, ["data: 4, pipeline: 2, split_size: 1"]),
+    ],
+)
+def test_what_was_decided_stays(num_gpus, batch, freedom, expected):
+    found = list_candidates(num_gpus, batch, (64, 64, 64), Freedom(**freedom))
+    assert [name_candidate(each) for each in found if each.num_gpus > 1] == expected
+
+
+def test_no_candidate_takes_more_than_there_is():
+    assert "spatial: 8" not in names(8, 1, (4, 4, 4)), "a volume has no more slabs than planes"
+    for num_gpus in range(1, 9):
+        for batch in range(1, 9):
+            found = list_candidates(num_gpus, batch, (64, 64, 64), Freedom())
+            assert all(each.num_gpus <= num_gpus for each in found)
+            assert all(each.data <= batch for each in found)
+            assert len(set(found)) == len(found)
+
+
+def test_one_process_records_no_step_over_several_of_its_gpus():
+    found = list_candidates(2, 2, (64, 64, 64), Freedom(one_process=True))
+    recorded = {name_candidate(each): each.recorded for each in found}
+    assert recorded == {"one GPU": True, "spatial: 2": False, "pipeline: 2, split_size: 1": True}
+
+
+def test_relief_recomputes_more_and_more():
+    relieved = relieve(Candidate(spatial=2), Freedom())
+    assert [each.checkpoint for each in relieved] == [1, 2, 3, "all", "tiled"]
+    assert {(each.spatial, each.kernels) for each in relieved} == {(2, "fast")}
+
+
+@pytest.mark.parametrize("candidate", [Candidate(pipeline=2), Candidate(checkpoint="all")])
+def test_what_cannot_recompute_is_not_relieved(candidate):
+    assert relieve(candidate, Freedom()) == []
+
+
+def test_names_are_a_configs_words():
+    candidate = Candidate(data=2, spatial=2, checkpoint="all", kernels="torch")
+    assert name_candidate(candidate, kernels=True) == "data: 2, spatial: 2, checkpoint: all, torch kernels"
+
+
+# The largest volume that fits, against trying one size after the other.
+
+
+SHAPES = {
+    "aspect": st.sampled_from([(1, 1, 1), (32, 48, 32), (512, 512, 320)]),
+    "divisors": st.sampled_from([(16, 16, 16), (8, 8, 8), (32, 32, 4)]),
+}
+NEEDS = {**SHAPES, "fixed": st.integers(0, 2**30), "per_voxel": st.floats(50, 5000)}
+POWERS = st.sampled_from([0.98, 1.0, 1.02])
+
+
+def check(need, find_total, capacity, aspect, divisors, first, most):
+    """Compare the search with trying all sizes; it may look at ``most`` sizes, each of which takes a second."""
+    asked = []
+
+    def ask(sides):
+        asked.append(sides)
+        return need(sides, is_first=len(asked) == 1)
+
+    found = find_largest(ask, capacity, aspect, divisors, first=first)
+    step = 0
+    while find_total(scale_sides(step + 1, aspect, divisors)) <= capacity:
+        step += 1
+    if step == 0:
+        assert found is None
+        return
+    sides, limit = (scale_sides(each, aspect, divisors) for each in (step, step + 1))
+    assert found == Largest(sides=sides, needed=find_total(sides), limit=limit)
+    assert len(asked) <= most
+
+
+@given(
+    **NEEDS,
+    power=POWERS,
+    piece=st.sampled_from([1, 2**21, 2**25]),
+    capacity=st.integers(2**28, 2**35),
+    first=st.integers(1, 40),
+)
+def test_the_largest_is_that_of_trying_all(aspect, divisors, fixed, per_voxel, power, piece, capacity, first):
+    """Tensors that grow with the voxels, nearly in proportion, and memory for them, which comes in whole pieces."""
+
+    def need(sides, is_first=False):
+        held = math.ceil(fixed + per_voxel * math.prod(sides) ** power)
+        return Need(total=math.ceil(held / piece) * piece, held=held)
+
+    check(need, lambda sides: need(sides).total, capacity, aspect, divisors, first, most=14)
+
+
+@given(**NEEDS, capacity=st.integers(2**28, 2**35), first=st.integers(1, 400), flat=st.floats(0.2, 1))
+def test_the_largest_is_found_where_what_fails_is_not_followed_to_its_end(
+    aspect, divisors, fixed, per_voxel, capacity, first, flat
+):
+    """Of what was given up nothing is known but that it fails; a line through what fits may lie far too low."""
+
+    def find_total(sides):
+        return math.ceil(fixed + per_voxel * math.prod(sides))
+
+    def need(sides, is_first):
+        total = find_total(sides)
+        if total > capacity and not is_first:
+            return Need(total=capacity + 1, held=None)
+        return Need(total=total, held=math.ceil(flat * total))
+
+    check(need, find_total, capacity, aspect, divisors, first, most=20)
+
+
+@given(**NEEDS, power=POWERS, capacity=st.integers(2**31, 2**35), first=st.integers(1, 40))
+def test_what_is_held_says_where_to_look_while_torch_gives_back_what_it_can(
+    aspect, divisors, fixed, per_voxel, power, capacity, first
+):
+    """Near the capacity all that there is is taken, by sizes that fit: lines through it went anywhere."""
+
+    def need(sides, is_first=False):
+        own = int(fixed + per_voxel * math.prod(sides) ** power)
+        squeezed = own * 1.1 <= capacity
+        return Need(total=min(int(own * 1.4), capacity) if squeezed else int(own * 1.4), held=own)
+
+    check(need, lambda sides: need(sides).total, capacity, aspect, divisors, first, most=12)
+
+
+@given(**SHAPES, step=st.integers(1, 60))
+def test_sizes_are_ones_that_the_network_takes_and_grow(step, aspect, divisors):
+    sides, larger = (scale_sides(each, aspect, divisors) for each in (step, step + 1))
+    assert all(side % divisor == 0 for side, divisor in zip(sides, divisors, strict=True))
+    assert all(side <= long for side, long in zip(sides, larger, strict=True))
+    assert math.prod(sides) < math.prod(larger)
+
+
+def test_sizes_that_cannot_be_run_are_too_small():
+    def need(sides):
+        return None if sides[0] < 32 else Need(total=sides[0] * 10, held=math.prod(sides) // 1000)
+
+    found = find_largest(need, 640, (1, 1, 1), (16, 16, 16))
+    assert found == Largest(sides=(64, 64, 64), needed=640, limit=(80, 80, 80))

@@ -12,7 +12,7 @@ from volseg.inference.predictor import Predictor
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 
-few = settings(max_examples=25)
+few = settings(max_examples=15)
 sides = st.tuples(*[st.integers(6, 15)] * 3)
 shift = st.tuples(*[st.floats(-200, 200)] * 3)
 

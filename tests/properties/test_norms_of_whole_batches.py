@@ -122,7 +122,7 @@ DRAWN = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(norms=st.tuples(DRAWN) | st.tuples(DRAWN, DRAWN), mesh=st.sampled_from(MESHES), batch=st.integers(2, 5))
 def test_any_norms_on_any_mesh(norms: tuple[Norm, ...], mesh: tuple[int, int, str], batch: int) -> None:
     check(norms, mesh, batch)

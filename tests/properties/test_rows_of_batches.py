@@ -92,7 +92,7 @@ def layouts(draw):
     return batch_size, [spans[process::processes] for process in range(processes)], draw(st.integers(0, ITERATIONS))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     layout=layouts(),
     budgets=st.lists(BUDGETS, min_size=8, max_size=8),
@@ -115,7 +115,7 @@ def test_the_rows_of_all_processes_are_the_batch_of_one(layout, budgets, elastic
             assert mine["case"] == [name for part in rows for name in batch["case"][part]]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(layout=layouts(), epoch=st.integers(0, 3))
 def test_every_sample_of_an_epoch_is_cut_out_once_wherever_the_epoch_is_entered(layout, epoch):
     batch_size, processes, start = layout

@@ -28,7 +28,7 @@ def assert_equal_or_refused(seeds: range, draw: Callable[[int], Any] = dags.draw
     return verdicts
 
 
-@pytest.mark.parametrize("first", range(0, 600, 100))
+@pytest.mark.parametrize("first", range(0, 300, 100))
 def test_a_random_network_on_slabs_equals_itself_or_is_refused(first: int) -> None:
     verdicts = assert_equal_or_refused(range(first, first + 100))
     assert verdicts["equal"] >= 33, f"few networks run at all: {verdicts}"
@@ -36,15 +36,15 @@ def test_a_random_network_on_slabs_equals_itself_or_is_refused(first: int) -> No
 
 @pytest.mark.parametrize(
     ("kind", "count", "equal"),
-    [("draw_fused", 100, 70), ("draw_stack", 150, 120), ("draw_deep", 60, 15), ("draw_slabs", 80, 40)],
+    [("draw_fused", 60, 42), ("draw_stack", 75, 60), ("draw_deep", 40, 10), ("draw_slabs", 50, 25)],
 )
 def test_a_random_network_of_one_kind_equals_itself_or_is_refused(kind: str, count: int, equal: int) -> None:
     assert assert_equal_or_refused(range(count), getattr(dags, kind))["equal"] >= equal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 3000, 500))
-@pytest.mark.parametrize("kind", ["draw", "draw_stack", "draw_deep", "draw_slabs"])
+@pytest.mark.parametrize("first", [0, *range(1000, 3000, 500)])
+@pytest.mark.parametrize("kind", ["draw", "draw_fused", "draw_stack", "draw_deep", "draw_slabs"])
 def test_more_random_networks(kind: str, first: int) -> None:
     assert_equal_or_refused(range(first, first + 500), getattr(dags, kind))
 
@@ -63,7 +63,7 @@ def check_ranks(processes: int, first: int, count: int, kind: str = "draw") -> N
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["draw", "draw_deep", "draw_slabs"])
 def test_random_networks_on_processes(processes: int, kind: str) -> None:
-    check_ranks(processes, 0, 25, kind)
+    check_ranks(processes, 0, 12, kind)
 
 
 @pytest.mark.slow

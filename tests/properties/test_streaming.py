@@ -17,7 +17,7 @@ from volseg.inference.predictor import Predictor
 from volseg.inference.windows import choose_axis, compute_starts, plan_blend
 from volseg.transforms.preprocessing import build_preprocessing
 
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=20, deadline=None)
 sides = st.tuples(*[st.integers(5, 18)] * 3)
 windows = st.tuples(*[st.integers(5, 9)] * 3)
 overlaps = st.sampled_from([0.0, 0.3, 0.5])

@@ -102,7 +102,7 @@ def build(seed):
     return Drawn(1, 3, seed)
 
 
-@pytest.mark.parametrize(("decay", "count"), [(0.7, 50), (None, len(IDIOMS))])
+@pytest.mark.parametrize(("decay", "count"), [(0.7, 25), (None, len(IDIOMS))])
 def test_checkpoints_give_the_bits_of_the_average(decay, count, tmp_path):
     counts = Counter()
     for seed in range(count):

@@ -56,7 +56,6 @@ from volseg.experiment.prediction.sources import load_trained
 from volseg.planning.fingerprint import CaseSizes, Fingerprint, keep_fingerprint, load_fingerprint, take_fingerprint
 from volseg.planning.plan import plan
 from volseg.transforms import resampling
-from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 from volseg.workflow.checks import EpochLosses
 
@@ -101,18 +100,6 @@ def test_a_label_in_another_axis_order_is_reordered_without_loss(root, tmp_path,
     np.testing.assert_array_equal(np.asarray(written.dataobj), before)
     np.testing.assert_array_equal(written.affine, nibabel.load(case.image).affine)
     assert repaired.left_out == ()
-
-
-def test_a_grid_that_is_reordered_is_found_from_both_sides():
-    affine = torch.diag(torch.tensor([1.0, 1.5, 3.0, 1.0], dtype=torch.float64))
-    grid = Grid((4, 5, 6), affine)
-    other = grid.reorder((2, 0, 1), (1,))
-    assert other.shape == (6, 4, 5)
-    dims, flipped = grid.find_axis_order(other)
-    assert grid.distance(other.reorder(dims, flipped)) == 0
-    assert grid.find_axis_order(grid) is None
-    assert grid.find_axis_order(Grid((4, 5, 6), affine @ torch.diag(torch.tensor([1, 1, 1.5, 1]).double()))) is None
-    assert grid.find_axis_order(Grid((4, 5, 6), affine @ torch.diag(torch.tensor([-1.0, 1, 1, 1]).double()))) is None
 
 
 def test_values_next_to_integers_are_printed_in_full(root):
@@ -342,7 +329,7 @@ def draw_lesions(rng, count):
         yield image + 100 * lesion, lesion, (1, 1, 1)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_lesions_that_lie_anywhere_are_not_shifted(tmp_path, seed):
     """A small lesion of unusual contrast was reported as shifted by 12 voxels.
 

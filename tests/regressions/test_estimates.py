@@ -483,10 +483,7 @@ def test_measuring_a_network_under_autocast_leaves_no_activation_behind() -> Non
         assert first <= second
 
 
-# A kernel that writes in place was forecast at half to two thirds of its time.
-#
-# The package's table counted what such a kernel writes a second time; a trace counts each tensor once. So the fused
-# AdamW of a UNETR was forecast at 430 us, faster than the memory, and took 763.
+# The table counted what a kernel in place writes a second time: a fused AdamW was forecast faster than the memory.
 
 
 IN_PLACE = {"aten.add_": 2, "aten._foreach_add_": 120, "aten._foreach_mul_": 60, "aten._fused_adamw_": 240}
@@ -508,11 +505,7 @@ def test_an_optimizer_step_takes_what_reading_and_writing_takes() -> None:
     assert least < KINDS["h200"].seconds(run) < 1.6 * least
 
 
-# ``volseg plan`` with ``patch.size=[100000,100000,100000]`` never answered.
-#
-# A loss goes through a volume by pieces of some million voxels, a recomputed step by tiles, and a followed step goes
-# through all of them: 10^15 voxels are hundreds of millions of pieces. A step is given up once a GPU would hold many
-# times its memory, and a batch whose bytes torch cannot count is not begun with.
+# ``volseg plan`` with ``patch.size=[100000,100000,100000]`` never answered: it followed hundreds of millions of pieces.
 
 
 SMALL = ["--set", "network={name: UNet, channels: [4, 8, 8], strides: [4, 4]}", "--instance", "p3.2xlarge"]
@@ -524,8 +517,7 @@ def run(request, size, *arguments):
     return CliRunner().invoke(app, ["plan", config, *SMALL, "--set", patch, *arguments])
 
 
-@pytest.mark.parametrize("side", [100_000, 10**9])
-@pytest.mark.parametrize("form", [[], ["--json"]])
+@pytest.mark.parametrize(("side", "form"), [(100_000, []), (10**9, ["--json"])])
 def test_a_patch_that_no_gpus_could_hold_is_refused_in_words(request, side, form):
     told = run(request, [side] * 3, *form)
     assert told.exit_code == 1

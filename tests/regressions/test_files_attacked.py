@@ -295,11 +295,11 @@ def attack(kind, first, last, folder):
 @pytest.mark.usefixtures("ready_python")
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_headers_are_read_or_refused(kind, tmp_path):
-    said = attack(kind, 0, 300, tmp_path)
-    assert sum("refused" in line for line in said) > 100
+    said = attack(kind, 0, 150, tmp_path)
+    assert sum("refused" in line for line in said) > 50
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_damaged_headers_are_read_or_refused(kind, tmp_path):
-    attack(kind, 300, 5000, tmp_path)
+    attack(kind, 150, 5000, tmp_path)

@@ -319,10 +319,8 @@ def test_what_is_no_network_is_refused_by_name(net: Any) -> None:
             wrap(net)
 
 
-# Checkpoints in a network's own code, whose blocks were computed again otherwise than they had been: torch counts.
-# Gates and upsampled volumes have kernels of ours while the network runs, and had torch's where a block of it was
-# computed again: no forward pass runs then. And within a block that ``checkpoint=`` recomputes, a norm's result that
-# the network's own checkpoint saved had lost how to write it.
+# Blocks of checkpoints in a network's own code were computed again otherwise than they had been: gates and upsampled
+# volumes by torch's kernels, for no forward pass runs then.
 
 
 def make_checked(run: Callable[[RunLayers, Tensor], Tensor]) -> RunLayers:

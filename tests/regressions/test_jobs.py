@@ -19,14 +19,8 @@ from volseg.experiment import load_config, train
 from volseg.experiment.placement import placed_network
 from volseg.monitoring.run_files import look_at
 
-# ``--max-restarts`` started everything again after a refusal, as often as it was allowed, and the second attempt did
-# not refuse: what is started again goes on with what it finds in its folder. So a run that stood there already, which
-# the command was told to leave alone, was taken for the job's own and trained on. The same under torchrun, whose
-# launcher does not ask what its processes ended by.
-#
-# A run folder that was removed while its training went on came back with checkpoints and a report, and without the
-# config that everything else needs: status 0, and weights that nothing could use. Where another training had begun in
-# its place meanwhile, its checkpoints were replaced by those of the first one.
+# ``--max-restarts`` tried again after a refusal, and the second attempt did not refuse: it trained on the run that the
+# command was told to leave alone. A run folder that was removed came back with checkpoints, and without its config.
 
 
 @pytest.fixture
@@ -104,10 +98,7 @@ def test_a_run_does_not_go_on_with_labels_of_another_meaning(stopped_run, config
     assert len(train(config, resume=True).history) == 2
 
 
-# ``volseg status`` showed gloo's own text of a job whose process was killed: a connection to some address was closed.
-#
-# The leader writes the status of a job, and its own error was the broken connection. It waits now until the
-# supervision knows which process died, or is ended by it, and the status says that.
+# ``volseg status`` showed gloo's own text of a job whose process was killed: a connection was closed.
 
 
 KILLED = """

@@ -73,10 +73,8 @@ def _decide(sampling, values):
     return triton_prediction.decide(sampling, Held(values), (range(4),) * 3, None, torch.uint8, entropy=True)
 
 
-# A kernel that took an output's gradient for dense, which the planes of a tile are not where there are samples.
-#
-# With ``checkpoint="tiled"`` and two samples a convolution of single voxels got a gradient of its weight that was
-# three quarters wrong, without a word. One sample's planes are dense, and so is what tests of the kernel gave it.
+# With ``checkpoint="tiled"`` and two samples a convolution of single voxels took an output's gradient for dense, which
+# the planes of a tile are not: three quarters of the weight's gradient were wrong.
 
 
 CONVOLUTIONS = [

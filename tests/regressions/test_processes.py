@@ -20,13 +20,8 @@ from volseg.parallel.processes import supervision as module
 from volseg.parallel.processes.progress import run_together
 from volseg.parallel.processes.supervision import Supervision
 
-# A job whose work was done was told to have failed: "process 0 of 2 died silently".
-#
-# Who watches the others reads what they have put down, and then looks whether they are there. A process that said it
-# was leaving and ended between the two was taken for one that was killed, and the job was ended by it, with status 1.
-# On a busy machine the thread that watches is held there long enough: one of 37 tests of jobs that succeed.
-#
-# A store that went between the two ended the thread itself, and nobody watched any more.
+# A job whose work was done was told to have failed, "process 0 of 2 died silently", by who watches: a process said that
+# it was leaving, and ended, between two looks. A store that went between them ended the thread that watches.
 
 
 MEMBERS = [{"where": f"process {rank} of 2 (here, cpu)", "machine": "this one", "pid": rank} for rank in range(2)]
@@ -115,13 +110,8 @@ def test_a_store_that_gives_no_answer_ends_the_process(monkeypatch, start):
     watching.stop(60)
 
 
-# A process of a job ended with its work done, and by SIGABRT.
-#
-# gloo's run loop drops the tensors of a message after the main thread has got it, and asks for Python's lock to do
-# so. When the interpreter was torn down meanwhile, that ended its thread in the middle of a destructor of C++, and so
-# the process: "terminate called without an active exception", exit status -6, a finished job that was told to have
-# failed. It took gloo threads that were late, on busy machines: 7 of 171 runs. Where no other thread gets Python
-# unless the main thread waits, which an interval of 1000 s means, they are always late.
+# A process of a job ended with its work done, and by SIGABRT: a thread of gloo asked for Python's lock when the
+# interpreter was torn down. By an interval of 1000 s, in which no other thread gets Python, it is always late.
 
 
 SCRIPT = """
@@ -193,12 +183,8 @@ def test_what_could_not_be_written_at_the_end_is_no_success() -> None:
         assert subprocess.run([sys.executable, "-c", code], stdout=full, env=buffered, check=False).returncode == 120
 
 
-# Processes of a job ended by SIGTERM, without a word, as soon as the thread that had started them was done.
-#
-# Linux's ``prctl(PR_SET_PDEATHSIG)`` tells a process of the end of the thread that made it, not of its process. A
-# program that started a job's processes by a thread pool (``workflows/benchmarks/networks.py``, whose rows on several
-# GPUs had all been ended that way) lost them when the pool was closed. Only our own launchers' threads wait for what
-# they start.
+# Processes of a job ended by SIGTERM as soon as the thread that had started them was done: Linux's
+# ``prctl(PR_SET_PDEATHSIG)`` tells of the end of a thread, not of its process.
 
 
 CHILD = """

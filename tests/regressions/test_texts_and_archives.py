@@ -18,10 +18,6 @@ from volseg.data.layouts.declared import read_manifest
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.exchange.archive import is_archive, read_archive, write_archive
 
-# Text files led to untyped errors, to other numbers than their author meant, or to endless reading.
-#
-# One reader of YAML and one of JSON build plain values within bounds of size, depth and digits, and refuse the rest.
-
 
 @pytest.mark.parametrize(
     ("setting", "message"),
@@ -165,9 +161,6 @@ def test_a_compressed_model_file_is_refused(tmp_path):
 
 
 # A misspelt path was refused after 4 to 17 seconds: each verb imported torch before it looked for the path.
-#
-# A near name beside the path was offered for configs only, not for folders. ``--set training.epochs 5`` was an
-# "unexpected extra argument (5)".
 
 
 PROGRAM = """

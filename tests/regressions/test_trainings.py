@@ -178,12 +178,13 @@ def noting(made):
     return Noted
 
 
-def test_the_spacing_step_reaches_network_and_augmentation(config, augmentations):
+def test_the_spacing_step_reaches_network_and_augmentation_and_resuming_takes_that_of_the_folder(config, augmentations):
     """A turn about H by 30 degrees on 2 x 2 x 4 mm keeps lengths in mm."""
     experiment.train(config())
     [augmentation] = augmentations
     assert augmentation.spacing == (2.0, 2.0, 4.0)
-    written = json.loads((config().folder / "network.json").read_text(encoding="utf-8"))
+    file = config().folder / "network.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
     assert written["spacing"] == [2, 2, 4]
     assert written["network"]["kernel_size"][0] == [3, 3, 1]
     trained = open_run(RunFolder(config().folder)).build()
@@ -195,6 +196,12 @@ def test_the_spacing_step_reaches_network_and_augmentation(config, augmentations
     columns, _ = voxel_steps(parameters, augmentation.patch_size, augmentation.spacing)
     mm = columns[0] * torch.tensor([2.0, 2.0, 4.0])
     torch.testing.assert_close(mm @ mm.T, torch.diag(torch.tensor([4.0, 4.0, 16.0])))
+    file.write_text(json.dumps({**written, "spacing": [2, 2, 5]}), encoding="utf-8")
+    experiment.train(config("training.epochs=2"), resume=True)
+    assert augmentations[1].spacing == (2, 2, 5)
+    file.write_text('{"spacing": [1, 0, 1], "network": {}}', encoding="utf-8")
+    with pytest.raises(DataError, match=r"network\.json should hold the spacing"):
+        open_run(RunFolder(config().folder)).build()
 
 
 def test_without_a_spacing_step_the_datas_median_is_taken_and_kept(config, augmentations, tmp_path):
@@ -215,18 +222,6 @@ def test_without_a_spacing_step_the_datas_median_is_taken_and_kept(config, augme
     for path in stretched.glob("*/*.nii.gz"):  # the folder, not the data, says which network was trained
         path.unlink()
     assert open_run(RunFolder(config().folder)).build().models[0].net.kernel_size[0] == [3, 3, 1]
-
-
-def test_resuming_takes_the_plan_of_the_run_folder(config, augmentations):
-    experiment.train(config())
-    file = config().folder / "network.json"
-    plan = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps({**plan, "spacing": [2, 2, 5]}), encoding="utf-8")
-    experiment.train(config("training.epochs=2"), resume=True)
-    assert [augmentation.spacing for augmentation in augmentations] == [(2, 2, 4), (2, 2, 5)]
-    file.write_text('{"spacing": [1, 0, 1], "network": {}}', encoding="utf-8")
-    with pytest.raises(DataError, match=r"network\.json should hold the spacing"):
-        open_run(RunFolder(config().folder)).build()
 
 
 def test_a_run_of_before_keeps_its_network(config, augmentations, monkeypatch):
@@ -500,10 +495,7 @@ def test_a_report_draws_a_training_that_blew_up(tmp_path):
     assert "<svg" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
-# A wrong number in a config or in nnU-Net's plans took a machine's memory, or minutes, before an untyped
-# RuntimeError.
-#
-# Networks of 10^9 features or blocks, and huge patches, are refused before they take memory.
+# A wrong number in a config or in nnU-Net's plans took a machine's memory, or minutes, before an untyped RuntimeError.
 
 
 STORED = Path(__file__).parents[1] / "exchange" / "nnunet" / "model"

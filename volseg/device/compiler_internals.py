@@ -1,7 +1,7 @@
 """Every private name of torch's compilers that this package uses, as ``torch_internals`` has those of torch itself.
 
 ``torch.compile`` takes as long to import as torch, so each function here imports it when it is called. The tests of
-what is relied on are in ``tests/device/test_compiler_internals.py``.
+what is relied on are in ``tests/device/test_torch_internals.py``.
 """
 
 import shutil
