@@ -166,7 +166,7 @@ PUBLIC = {
     "Several GPUs": "ModelParallel FastKernels plan parallel.verify parallel.Pipeline parallel.pointwise_function "
     "parallel.scatter_batch parallel.from_slab parallel.launch",
     "Data and scores": "load_task make_task read_volume evaluate_folders data.check_task data.repair_task data.Read "
-    "planning.plan.write_config inference.postprocessing.Postprocessing",
+    "planning.write_config inference.postprocessing.Postprocessing",
     "Components of your own": "register load_components",
     "Errors": "VolsegError errors",
 }

@@ -146,6 +146,7 @@ SETTINGS = [
     ("preprocessing.5.name=ZScore", "'5' must be an index below 3"),
     ("trainin.epochs=2", "trainin: unknown key; did you mean 'training'?"),
     ("training.epoch=2", "training.epoch: unknown key; did you mean 'epochs'?"),
+    ("training.capture=false", "training.capture: unknown key; write training.record"),
     ("training.epochs", "--set takes key=value such as training.epochs=5, got 'training.epochs'"),
     ("training.epochs=-1", "training.epochs: Input should be greater than or equal to 1, got -1"),
     ("training.epochs=two", "training.epochs: needed: a whole number, got 'two'"),

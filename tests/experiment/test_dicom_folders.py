@@ -91,7 +91,10 @@ def test_series_below_a_folder_are_cases_with_names_of_their_own(write_series, t
 def test_series_that_share_a_folder_are_read_apart_and_sorted(write_series, tmp_path):
     folder = write_series("flat", 1)
     write_series("flat", 2, fill=100)
-    first, second = (read_volume(case["image"]) for case in resolve_images([folder]))
+    cases = resolve_images([folder])
+    assert [case["case"] for case in cases] == ["P1_20240102_1_T1", "P1_20240102_2_T1"]
+    assert resolve_images(sorted(folder.iterdir())) == cases, "named slice by slice"
+    first, second = (read_volume(case["image"]) for case in cases)
     assert first.shape == second.shape == (1, 5, 4, 4)
     assert first[0, 0, 0].tolist() == [0, 1, 2, 3]
     assert second[0, 0, 0].tolist() == [100, 101, 102, 103]
@@ -139,13 +142,6 @@ def test_a_folder_without_an_image_says_what_it_holds(tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             resolve_images([tmp_path / path], series=series)
-
-
-def test_slices_named_one_by_one_are_one_case(write_series):
-    folder = write_series("flat", 1)
-    write_series("flat", 2)
-    cases = resolve_images(sorted(folder.iterdir()))
-    assert [case["case"] for case in cases] == ["P1_20240102_1_T1", "P1_20240102_2_T1"]
 
 
 def test_series_that_would_be_called_alike_are_told_apart(write_series, tmp_path):

@@ -132,22 +132,6 @@ def test_channels_in_separate_files_train_and_predict(config_file, task, tmp_pat
     assert "new has 1 file(s), new_0000.nii.gz; needed: one for each of the 2 channels" in str(fault)
 
 
-def test_a_run_remembers_regions_and_what_is_ignored(configured, tmp_path):
-    """Where the run is predicted with, the data may be gone."""
-    for name in ("images/a.nii", "labels/a.nii", "images/b.nii", "labels/b.nii", "images/c.nii", "labels/c.nii"):
-        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "data" / name).touch()
-    text = "labels: {background: 0, organ: [4, 1], lesion: [4], ignore: 7}\nregions_class_order: [1, 4]\n"
-    (tmp_path / "data/task.yaml").write_text(text, encoding="utf-8")
-    config = configured(f"data.root={tmp_path / 'data'}")
-    chosen = choose_cases(config)
-    run = RunFolder(tmp_path / "run")
-    run.begin(config, chosen.task, chosen.split, {"environment.json": {}})
-    kept = run.task()
-    assert (kept.labels, kept.regions, kept.ignore) == (chosen.task.labels, chosen.task.regions, 7)
-    assert kept.regions == {"organ": (1, 4), "lesion": (4,)}
-
-
 GROWTH = ("patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "training.iterations=20", "training.validate_every=null")
 
 

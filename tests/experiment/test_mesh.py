@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -212,23 +210,26 @@ def test_replicas_lie_alike_in_memory_whatever_each_measured(config_file):
     assert first == second
 
 
-def test_samples_are_dealt_where_every_device_can_train_on_them(config_file):
+@pytest.mark.parametrize(
+    ("full", "mesh", "why"),
+    [
+        ((), (2, 1, 2), "2 replicas of the network, each step's batch of 2 dealt 1 + 1: a sample fits a GPU (parallel"),
+        ((0,), (1, 2, 1), "each step's batch of 2, every volume cut into 2 slabs: a GPU has no memory for a training"),
+        ((1,), (1, 2, 1), "each step's batch of 2, every volume cut into 2 slabs: a GPU has no memory for a training"),
+    ],
+)
+def test_samples_are_dealt_where_every_device_can_train_on_them_and_else_volumes_are_cut(config_file, full, mesh, why):
     torch.manual_seed(1)
     drawn = float(torch.rand(()))
-    leader, other = in_group(2, settle_on_devices_with_memory, config_file, [])
-    words = "2 replicas of the network, each step's batch of 2 dealt 1 + 1: a sample fits a GPU"
-    assert leader == (2, 1, 2, [f"{words} (parallel.spatial: N cuts it)"], drawn)
-    assert other == (2, 1, 2, [], drawn)
-
-
-@pytest.mark.parametrize("full", [(0,), (1,)])
-def test_volumes_are_cut_where_one_device_runs_out_of_memory(config_file, full):
     leader, other = in_group(2, settle_on_devices_with_memory, config_file, [], full)
-    words = "each step's batch of 2, every volume cut into 2 slabs: a GPU has no memory for a training step on"
-    assert leader[:3] == other[:3] == (1, 2, 1)
-    assert leader[3] == [f"{words} its whole samples"]
-    asked, _ = in_group(2, settle_on_devices_with_memory, config_file, ["parallel.data=2"], full)
-    assert asked[:3] == (2, 1, 2), "what is asked for is not tried"
+    assert leader[:3] == other[:3] == mesh
+    (told,) = leader[3]
+    assert told.startswith(why)
+    assert other[3] == []
+    assert leader[4] == other[4] == drawn
+    if full == (1,):
+        asked, _ = in_group(2, settle_on_devices_with_memory, config_file, ["parallel.data=2"], full)
+        assert asked[:3] == (2, 1, 2), "what is asked for is not tried"
 
 
 def diverge(config_file, overrides):
@@ -332,17 +333,15 @@ CUT = "each step's batch of 2, every volume cut into 2 slabs"
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "mesh", "says"),
+    ("mesh", "says"),
     [
-        pytest.param(2, [], DEALT, id="dealt"),
-        pytest.param(2, ["parallel.spatial=2"], CUT, id="cut"),
-        # As by torchrun below, and what the name stands for is found where configs are read (config/test_parallel.py).
-        pytest.param(2, ["parallel.strategy=spatial"], CUT, id="cut by the strategy", marks=pytest.mark.slow),
+        pytest.param([], DEALT, id="dealt"),
+        pytest.param(["parallel.spatial=2"], CUT, id="cut"),
     ],
 )
-def test_processes_started_by_gpus(num_gpus, mesh, says, plain, config_file, tmp_path, capfd):
+def test_processes_started_by_gpus(mesh, says, plain, config_file, tmp_path, capfd):
     mesh = ["device=cpu", *mesh]
-    train_on(num_gpus, config_file, mesh)
+    train_on(2, config_file, mesh)
     told = capfd.readouterr().err
     assert told.count(says) == 1  # by process 0
     assert_same_run(latest(tmp_path / "run"), plain)
@@ -353,17 +352,6 @@ def test_processes_started_by_gpus(num_gpus, mesh, says, plain, config_file, tmp
     assert load_config(tmp_path / "run" / "config.yaml") == again
     validated = validate(RunFolder(tmp_path / "run"), overwrite=True)
     assert validated.summary["foreground_mean"]["Dice"] == pytest.approx(summary["foreground_mean"]["Dice"], abs=2e-3)
-
-
-def test_torchrun_goes_on_with_a_run(plain, config_file, tmp_path):
-    run(config_file, [], (0, 2))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    arguments = ["-m", "volseg", "train", str(config_file), "--set", "parallel.strategy=spatial", "--resume"]
-    command = [*launcher, *arguments]
-    resumed = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, check=False)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "| mean " in resumed.stdout
-    assert_same_run(latest(tmp_path / "run"), plain)
 
 
 def test_a_fault_in_one_process_ends_all_and_is_told(config_file):

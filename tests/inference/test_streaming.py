@@ -108,15 +108,6 @@ def test_one_voxel_that_is_not_finite_is_found_wherever_it_lies(memory, settings
             predictor(case)
 
 
-def test_of_several_cases_only_the_one_that_is_not_finite_is_an_error():
-    cases = [case_of(6, 6, 6, name=name) for name in ("good", "bad")]
-    cases[1]["image"][0, 3, 3, 3] = float("nan")
-    stream = Predictor(model=classes(3), num_classes=3, window=(4, 4, 4)).stream(cases, batch_size=2)
-    assert next(stream)[0]["case"] == "good"
-    with pytest.raises(NonFinitePredictionError, match="case bad"):
-        next(stream)
-
-
 def test_small_volumes_are_blended_together_and_large_ones_one_by_one(monkeypatch):
     batches = []
     blend_slabs = streaming.blend_slabs

@@ -135,6 +135,10 @@ ClassWeight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Section = TypeVar("Section", bound="ConfigModel")
 
 
+RENAMED = {"training.capture": "training.record"}
+"""Former keys of the schema, mapped to their present names."""
+
+
 class _Fields(BaseModel):
     """Fields that refuse values of another type."""
 
@@ -254,6 +258,8 @@ def _sentence(section: type[BaseModel], error: Any) -> str:
     *parents, last = keys or ("(top level)",)
     where = ".".join(str(part) for part in (*parents, last))
     if error["type"] == "extra_forbidden":
+        if where in RENAMED:
+            return f"{where}: unknown key; write {RENAMED[where]}"
         return f"{where}: unknown key; {did_you_mean(str(last), _section_at(section, parents).model_fields)}"
     fields = _section_at(section, (*parents, last)).model_fields
     message = say_what_is_needed(error, str(parents[-1] if parents and isinstance(last, int) else last), fields)

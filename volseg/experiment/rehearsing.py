@@ -21,7 +21,7 @@ from volseg.errors import ConfigError, VolsegError
 from volseg.inference.window_step import full_logits
 from volseg.models.fit_grid import FitGrid
 from volseg.models.grids import run_on_copies
-from volseg.workflow.named import Named, Objective, require_mean
+from volseg.workflow.named import Named, Objective, describe_value, require_mean
 
 logger = logging.getLogger(__name__)
 
@@ -145,11 +145,11 @@ def rehearse_losses(
         except Exception as fault:  # any error of MONAI's or the user's code
             if isinstance(fault, VolsegError) and not isinstance(fault, ValueError | KeyError):
                 raise
-            given = {name: _describe(fields[name]) for name in loss.inputs}
+            given = {name: describe_value(fields[name]) for name in loss.inputs}
             raise ConfigError(f"loss {loss.title} cannot be computed of {given}: {_tell(fault)}") from fault
         for value in values.values():
             if not (isinstance(value, Tensor) and value.numel() == 1):
-                raise ConfigError(f"loss {loss.title} must give one number, got {_describe(value)}")
+                raise ConfigError(f"loss {loss.title} must give one number, got {describe_value(value)}")
         if is_shared:
             require_mean(loss, fields, SAMPLES)
 
@@ -166,12 +166,6 @@ def _draw_like(value: Any, generator: torch.Generator, level: int = 0) -> Any:
         return torch.randn(SAMPLES if value.ndim else 1, *value.shape[1:], generator=generator).squeeze(0)
     sides = [max(1, side >> level) for side in SIDES]
     return torch.randn(SAMPLES, value.shape[1], *sides, generator=generator)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"a list of {len(value)}"
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _tell(fault: Exception) -> str:

@@ -169,18 +169,23 @@ def _read_ahead(
         yield waiting.popleft().result()
 
 
-def _prepare(work: CaseOutcome, prepare: Callable[[Case], Case], ends: Ends) -> CaseOutcome:
-    """Return a case after a part of its preparation, or with its error."""
+def _attempt(work: CaseOutcome, part: str, run: Callable[[], dict[str, Any]], ends: Ends) -> CaseOutcome:
+    """Return a case with the fields that a part of its work gives, or with its error; add the seconds of the part."""
     begin = time.perf_counter()
     try:
-        prepared = prepare(work.case if work.prepared is None else work.prepared)
+        made = run()
     except ends:
         raise
     except Exception as fault:  # any other error is this case's outcome
         return work.fail(fault)
-    return replace(
-        work, prepared=prepared, seconds={"read": work.seconds.get("read", 0.0) + time.perf_counter() - begin}
-    )
+    seconds = work.seconds.get(part, 0.0) + time.perf_counter() - begin
+    return replace(work, **made, seconds={**work.seconds, part: seconds})
+
+
+def _prepare(work: CaseOutcome, prepare: Callable[[Case], Case], ends: Ends) -> CaseOutcome:
+    """Return a case after a part of its preparation."""
+    given = work.case if work.prepared is None else work.prepared
+    return _attempt(work, "read", lambda: {"prepared": prepare(given)}, ends)
 
 
 def _predict(group: list[CaseOutcome], predict: Predict, ends: Ends) -> Iterator[CaseOutcome]:
@@ -206,23 +211,13 @@ def _predict(group: list[CaseOutcome], predict: Predict, ends: Ends) -> Iterator
             yield from _predict([group.pop(0)], predict, ends)
 
 
-def _write(
-    handed: list[CaseOutcome],
-    write: Callable[[Case, Prediction], Path],
-    ends: Ends,
-) -> CaseOutcome:
+def _write(handed: list[CaseOutcome], write: Callable[[Case, Prediction], Path], ends: Ends) -> CaseOutcome:
     work = handed.pop()  # the executor keeps arguments alive for a moment after completion
-    if work.prepared is None or work.prediction is None:
+    prepared, prediction = work.prepared, work.prediction
+    if prepared is None or prediction is None:
         return work
-    begin = time.perf_counter()
-    try:
-        file = write(work.prepared, work.prediction)
-    except ends:
-        raise
-    except Exception as fault:
-        return work.fail(fault)
-    seconds = {**work.seconds, "write": time.perf_counter() - begin}
-    return replace(work, file=file, prepared=None, prediction=None, seconds=seconds)
+    made = {"prepared": None, "prediction": None}
+    return _attempt(work, "write", lambda: {"file": write(prepared, prediction), **made}, ends)
 
 
 # Preprocess an image on the GPU that predicts it: resampling a CT there takes as long as its transfer.

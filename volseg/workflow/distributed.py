@@ -9,7 +9,6 @@ without loss, and are sorted in the order of the cases before they are averaged.
 process, bit for bit.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -28,7 +27,7 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.batches import scatter_batch
 from volseg.parallel.processes.progress import Rounds, describe_error, run_together, told_error
 from volseg.workflow.checks import StopRequested, stop_if_requested
-from volseg.workflow.validation import Example, JudgedCase, Validated, Validation, read_evaluated
+from volseg.workflow.validation import Example, JudgedCase, Validated, Validation
 
 
 def is_cut_over_processes(model: nn.Module) -> TypeGuard[ModelParallel]:
@@ -220,36 +219,22 @@ class SpreadValidation:
         """
         told = run_together(self.group, self._judge, stops=StopRequested, poll=stop_if_requested)
         judged = [(name, case) for cases in told for name, case in cases]
-        by_name = {name: JudgedCase(evaluated=read_evaluated(case), further=case["further"]) for name, case in judged}
         names = sorted(name for name, _ in judged)
         if names != sorted(self.order):
             raise DataError(
                 f"the processes of a validation must hold each of its {len(self.order)} cases once, got {names}; "
                 "give every process its own share of the cases, and all of them the same order"
             )
+        by_name = dict(judged)
         return self.validation.conclude([by_name[name] for name in self.order], writes=self._is_first())
 
     def _is_first(self) -> bool:
         return self.group is None or dist.get_rank(self.group) == 0
 
-    def _judge(self, rounds: Rounds) -> list[tuple[str, Any]]:
+    def _judge(self, rounds: Rounds) -> list[tuple[str, JudgedCase]]:
         judged = []
-        for name, case in self.validation.judge(keeps_examples=self._is_first()):
-            judged.append((name, _describe(case)))
+        for each in self.validation.judge(keeps_examples=self._is_first()):
+            judged.append(each)
             rounds.count()
             rounds.check()
         return judged
-
-
-def _describe(case: JudgedCase) -> dict[str, Any]:
-    """Return a case's numbers as plain values for JSON."""
-    return {
-        "metrics": {str(label): dict(metrics) for label, metrics in case.evaluated.metrics.items()},
-        "prediction_file": _path(case.evaluated.prediction_file),
-        "reference_file": _path(case.evaluated.reference_file),
-        "further": dict(case.further),
-    }
-
-
-def _path(file: str | os.PathLike[str] | None) -> str | None:
-    return None if file is None else os.fspath(file)

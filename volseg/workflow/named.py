@@ -220,7 +220,8 @@ def _explain_fault(loss: Named, fields: Mapping[str, Any]) -> str:
         return ""
     (made_name, made), (label_name, label) = ((name, fields[name]) for name in loss.inputs)
     cases = list(map(str, fields.get("case", ())))
-    given = f"{loss.title} cannot be computed of {made_name} = {_describe(made)} and {label_name} = {_describe(label)}"
+    held = " and ".join(f"{name} = {describe_value(fields[name])}" for name in loss.inputs)
+    given = f"{loss.title} cannot be computed of {held}"
     given += f" of case {list_some(cases)}: " if cases else ": "
     if not isinstance(made, Tensor):
         return (
@@ -242,11 +243,12 @@ def _explain_fault(loss: Named, fields: Mapping[str, Any]) -> str:
     )
 
 
-def _describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
+    """Return the shapes in a value of a field, for messages."""
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(map(str, value))}"
     if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {', '.join(map(_describe, value))}"
+        return f"a {type(value).__name__} of {', '.join(map(describe_value, value))}"
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 

@@ -65,13 +65,9 @@ class Validated:
     of undefined cases; further metrics as ``NAME``, ``NAME/LABEL`` and ``undefined/NAME/LABEL``."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgedCase:
-    """One case's numbers."""
-
-    evaluated: EvaluatedCase
-    further: Mapping[str, float]
-    """Further metrics: the mean over the labels by ``NAME``, and each label's by ``NAME/LABEL``."""
+JudgedCase = Mapping[str, Any]
+"""Numbers of a case as plain values: its entry in a summary, and further metrics in ``further``, the mean over the
+labels by ``NAME`` and each label's by ``NAME/LABEL``."""
 
 
 def read_evaluated(case: Mapping[str, Any]) -> EvaluatedCase:
@@ -186,11 +182,12 @@ class Validation:
             if len(self.examples) < num_examples:
                 scored = {value for key in self.labels for value in list_values(key)}
                 self.examples.append(make_example(case, prediction, {0, *self.values, *scored}, self.ignore))
-            yield case["case"], JudgedCase(evaluated=evaluated, further=further)
+            (entry,) = summarise([evaluated])["metric_per_case"]
+            yield case["case"], {**entry, "further": further}
 
     def conclude(self, judged: Sequence[JudgedCase], *, writes: bool = True) -> Validated:
         """Return the result of scored cases, in their order; write the summary if there is a folder."""
-        summary = summarise([case.evaluated for case in judged])
+        summary = summarise(list(map(read_evaluated, judged)))
         if writes and self.folder is not None:
             write_summary(complete_summary(summary, self.scoring, self.labels), self.folder / "summary.json")
         return Validated(
@@ -214,18 +211,18 @@ class Validation:
     def _average_further(self, judged: Sequence[JudgedCase]) -> dict[str, float]:
         scores: dict[str, float] = {}
         for metric in (output for named in self.metrics for output in named.outputs):
-            scores[metric] = _mean([case.further[metric] for case in judged])
+            scores[metric] = _mean([case["further"][metric] for case in judged])
             for label in self.labels:
                 key = f"{metric}/{self.labels[label]}"
-                if label == 0 or not all(key in case.further for case in judged):
+                if label == 0 or not all(key in case["further"] for case in judged):
                     continue
-                scores[key] = _mean([case.further[key] for case in judged])
+                scores[key] = _mean([case["further"][key] for case in judged])
                 # A case that neither has nor predicts the label does not count, nor does one not annotated for it.
                 count = sum(
                     1
                     for case in judged
-                    if case.evaluated.metrics[label]["n_pred"] + case.evaluated.metrics[label]["n_ref"] > 0
-                    and not math.isfinite(case.further[key])
+                    if case["metrics"][str(label)]["n_pred"] + case["metrics"][str(label)]["n_ref"] > 0
+                    and not math.isfinite(case["further"][key])
                 )
                 scores |= {f"undefined/{key}": count} if count else {}
         return scores

@@ -80,6 +80,36 @@ def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
         raise ConfigError(f"network {config.network.name} {explain_import(fault)}") from fault
 
 
+def build_trainable_network(
+    config: ExperimentConfig, task: Task, begin: Callable[[FitGrid], object] | None = None
+) -> FitGrid:
+    """Return the network to train, on the CPU: it and its losses have run once, and its frozen parts are frozen.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Network, losses and frozen parts.
+    task : Task
+        Channels and classes.
+    begin : callable, optional
+        Initialises the network's weights.
+
+    Raises
+    ------
+    ConfigError
+        If the network does not run on the patch, or a loss does not accept its outputs.
+    """
+    network = build_plain_network(config, task)
+    require_window(network, config)
+    made = rehearse_network(network, config, task)
+    rehearse_losses(build_objective(config, task), made, task.num_inputs)
+    if begin is not None:
+        begin(network)
+    freeze_parts(network, config.training.frozen)
+    network.hold_in_evaluation(list_frozen_norms(network))
+    return network
+
+
 def require_room(config: ExperimentConfig, task: Task, *, trains: bool = True) -> None:
     """Raise for a window that exceeds this machine's memory, or a batch that exceeds all GPUs', as images and logits.
 
@@ -136,16 +166,12 @@ def build_model(
     ConfigError
         If the network cannot be built or run, or returns no logits of the task's labels.
     """
-    network = build_plain_network(config, task)
-    require_window(network, config)
     require_room(config, task, trains=trains)
     if trains:
-        made = rehearse_network(network, config, task)
-        rehearse_losses(build_objective(config, task), made, task.num_inputs)
-        if begin is not None:
-            begin(network)
-        freeze_parts(network, config.training.frozen)
-        network.hold_in_evaluation(list_frozen_norms(network))
+        network = build_trainable_network(config, task, begin)
+    else:
+        network = build_plain_network(config, task)
+        require_window(network, config)
     if config.parallel.model_strategy == "none":
         model = _place_on_one(network, config, task, device, trains=trains, mesh=mesh)
     else:

@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from volseg.config.schema import ExperimentConfig
 from volseg.data.case_store.volume_cache import choose_budget
 from volseg.estimate.candidate import Batch, Freedom, Step, Work
-from volseg.experiment.building import build_objective, build_step
+from volseg.experiment.building import build_step
 from volseg.experiment.network_plan import DataFacts, plan_for_spacing
-from volseg.experiment.placement.placed_network import build_plain_network, explain_eager, explain_slowness
-from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
+from volseg.experiment.placement.placed_network import build_trainable_network, explain_eager, explain_slowness
+from volseg.experiment.rehearsing import OneOutput
 from volseg.inference.predictor import evaluating
 from volseg.inference.window_step import WindowStep
 from volseg.models.grids import GridRule
-from volseg.workflow.components import build_optimizer, freeze_parts, list_frozen_norms
+from volseg.workflow.components import build_optimizer
 from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import WeightAverage
 
@@ -71,12 +71,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
     """
     config = plan_for_spacing(config, facts.spacing).complete(config)
     with torch.random.fork_rng([]):
-        network = build_plain_network(config, facts.task)
-        require_window(network, config)
-        made = rehearse_network(network, config, facts.task)
-    rehearse_losses(build_objective(config, facts.task), made, facts.task.num_inputs)
-    freeze_parts(network, config.training.frozen)
-    network.hold_in_evaluation(list_frozen_norms(network))
+        network = build_trainable_network(config, facts.task)
     if config.training.memory_format == "channels_last":
         network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     batches, settings = min(config.training.accumulate, 2), config.training
