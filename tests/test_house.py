@@ -153,11 +153,11 @@ def test_the_text_of_processes_has_an_encoding() -> None:
 
 
 LIMITS = {
-    "lines of code": 56_560,
-    "modules": 426,
+    "lines of code": 56_110,
+    "modules": 424,
     "modules of the largest folder": 20,
     "functions called find_": 33,
-    "lines of tests": 66_250,
+    "lines of tests": 65_590,
     "benchmark scripts": 25,
     "lines of benchmarks": 6_505,
     "words of docs": 57_800,
