@@ -52,6 +52,17 @@ def change_behind(net: Block, x: Tensor) -> Tensor:
     return F.elu(total) + other
 
 
+def freeze_in_between(net: Block, x: Tensor) -> Tensor:
+    """One norm in both terms of a sum: frozen before the sum is read, and frozen in one of the terms."""
+    weight = net.norm.weight
+    total = net.norm(net.first(x)) + net.norm(net.second(x))
+    part = net.norm(net.first(x) + net.second(x))
+    weight.requires_grad_(False)
+    result = F.relu(total) * F.relu(part + net.norm(net.second(x).square()))
+    weight.requires_grad_(True)
+    return result
+
+
 SUMS: dict[str, Sum] = {
     "norm + norm, leaky": lambda net, x: F.leaky_relu(net.norm(net.first(x)) + net.other(net.second(x)), 0.1),
     "norm + slab, elu": lambda net, x: F.elu(net.norm(net.first(x)) + net.second(x)),
@@ -66,6 +77,7 @@ SUMS: dict[str, Sum] = {
     "in place": add_in_place,
     "one norm twice": add_again,
     "changed behind": change_behind,
+    "one norm, frozen in between": freeze_in_between,
 }
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {

@@ -153,7 +153,9 @@ class Moment:
         """
         now = saved_tensors_hooks()
         own = now is None or now == self.hooks
-        changed = [parameter for parameter, trained in self._trained if parameter.requires_grad != trained]
+        # Once each: two norms of a sum may share parameters.
+        found = {id(own): own for own, trained in self._trained if own.requires_grad != trained}
+        changed = list(found.values())
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         if own and not changed and modes == (self.grad_enabled, self.inference):
             return nullcontext()

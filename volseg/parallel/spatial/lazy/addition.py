@@ -168,7 +168,10 @@ def _find_sum(first: Any, second: Any, tiles: int = 1) -> WaitingSum | None:
     if norm is None or not (first.dtype == second.dtype or {first.dtype, second.dtype} <= WIDTHS):
         return None
     if isinstance(second.pending, WaitingNorm):
-        return WaitingSum([norm, second.pending]) if second.pending.moment.is_now() else None
+        other = second.pending.moment
+        # A parameter of both is trained for both, or frozen for both.
+        alike = other.is_now() and other.trains_alike() and norm.moment.trains_alike()
+        return WaitingSum([norm, second.pending]) if alike else None
     if tiles > 1 and has_fewer_digits(first.dtype, second.dtype):
         recipe = second.pending.spare(second)
         if recipe is not None:
