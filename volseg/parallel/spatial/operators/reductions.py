@@ -178,12 +178,35 @@ def _root(variance: Tensor) -> Tensor:
     return variance.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
 
-def moments(volume: ShardedVolume, dims: Sequence[int]) -> tuple[Any, Any, int]:
-    """Return mean and sum of squared deviations over dims (kept with extent one), and the number of voxels."""
+def moments(volume: ShardedVolume, dims: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+    """Return mean and sum of squared deviations over dims (kept with extent one), and the number of voxels.
+
+    References
+    ----------
+    .. [1] T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+       variances", 1979, equation 2.1.
+    """
     wide = torch.float32 if volume.dtype in HALF else volume.dtype
-    mean = over_dims("mean", volume, dims, keepdim=True, dtype=wide)
-    squares = elementwise(lambda own, center: (own.to(wide) - center).square(), volume, mean)
-    return mean, over_dims("sum", squares, dims, keepdim=True), prod(volume.shape[dim] for dim in dims)
+    pairs = [torch.var_mean(slab.to(wide), list(dims), correction=0, keepdim=True) for slab in volume.slabs]
+    variances = stacked(volume, [var for var, _ in pairs], dims)
+    means = stacked(volume, [mean for _, mean in pairs], dims)
+    cut = [dim for dim in volume.dims if dim in dims]
+    counts = slab_counts(volume, dims).to(means)
+    total = prod(volume.shape[dim] for dim in dims)
+    mean = (means * counts).sum(cut, keepdim=True) / total
+    squares = ((variances + (means - mean).square()) * counts).sum(cut, keepdim=True)
+    return mean, squares, total
+
+
+def slab_counts(volume: ShardedVolume, dims: Sequence[int]) -> Tensor:
+    """Return how many voxels each shard reduces, shaped to broadcast against the stacked results."""
+    counts = torch.ones([1] * volume.ndim, dtype=torch.float64)
+    for dim, extents in zip(volume.dims, volume.extents(), strict=True):
+        if dim in dims:
+            shape = [1] * volume.ndim
+            shape[dim] = len(extents)
+            counts = counts * torch.tensor(extents, dtype=torch.float64).reshape(shape)
+    return counts * prod(volume.shape[dim] for dim in dims if dim not in volume.dims)
 
 
 @handles("Reductions", "torch.norm", "Tensor.norm", "linalg.vector_norm", merged=True)
@@ -215,9 +238,28 @@ def matrix_or_vector_norm(func: Callable, input: Any, ord: Any = None, dim: Any 
     return gathered(func, (input, ord, dim, keepdim), {})
 
 
+@handles("Reductions", "equal", rehearse=False, merged=True)
+def equal(func: Callable, input: Any, other: Any) -> bool:
+    """Return whether all voxels are equal; the result is the same on every shard."""
+    if input.shape != other.shape:
+        return False
+    same = elementwise(torch.eq, input, other)
+    return bool(over_dims("all", same, list(range(same.ndim))))
+
+
+@handles("Reductions", "allclose", rehearse=False, merged=True)
+def allclose(
+    func: Callable, input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    """Return whether all voxels are close; the result is the same on every shard."""
+    torch.broadcast_shapes(input.shape, other.shape)
+    same = elementwise(torch.isclose, input, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    return bool(over_dims("all", same, list(range(same.ndim))))
+
+
 COUNTS = ["argwhere", "bincount", "bucketize", "histc", "isin", "nonzero", "searchsorted"]
 COUNTS += ["unique", "unique_consecutive"]
-RARE_REDUCTIONS = ["allclose", "dist", "equal", "masked_select", "nanmean", "trapezoid", "trapz"]
+RARE_REDUCTIONS = ["dist", "masked_select", "nanmean", "trapezoid", "trapz"]
 RARE_PRODUCTS = ["ger", "inner", "outer", "torch.tensordot"]
 
 
