@@ -130,9 +130,9 @@ def _plain(value: Any) -> Any:
     for kind in (list, tuple):
         if isinstance(value, kind):
             return kind(map(_plain, value))
-    for kind in (str, bool, int, float):
-        if isinstance(value, kind):  # also an enumeration, whose type is code
-            return kind(value)
+    for plain in (str, bool, int, float):
+        if isinstance(value, plain):  # also an enumeration, whose type is code
+            return plain(value)
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return _plain(value.item())
     if isinstance(value, Tensor | np.ndarray):
