@@ -157,7 +157,7 @@ LIMITS = {
     "modules": 424,
     "modules of the largest folder": 20,
     "functions called find_": 33,
-    "lines of tests": 65_590,
+    "lines of tests": 65_650,
     "benchmark scripts": 25,
     "lines of benchmarks": 6_505,
     "words of docs": 57_800,

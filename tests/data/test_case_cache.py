@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -129,16 +130,18 @@ def test_a_changed_voxel_is_seen_though_the_date_is_kept(task, folder, field, se
 
 
 def test_a_file_is_digested_again_once_it_has_changed(tmp_path, monkeypatch):
-    file, memory = tmp_path / "image.nii", FileMemory(tmp_path / "files")
+    file, folder = tmp_path / "image.nii", tmp_path / "cache"
+    memory = FileMemory(folder / "files")
     file.write_bytes(b"voxels")
     found = memory.digest_images([file])
-    assert not (tmp_path / "files").exists()  # it may be changed again within a tick of the clock
+    assert not folder.exists()  # it may be changed again within a tick of the clock
     monkeypatch.setattr(cache_folder, "YOUNG_NS", -(10**18))
     assert memory.digest_images([file]) == found
+    assert folder.stat().st_mode & 0o077 == 0  # patients are stored there later
     with monkeypatch.context() as patched:
         patched.setattr(cache_folder, "file_digest", None)
         assert memory.digest_images([file]) == found
-        (remembered,) = (tmp_path / "files").glob("*.json")
+        (remembered,) = folder.glob("files/*.json")
         remembered.write_text("{", encoding="utf-8")
         with pytest.raises(TypeError):
             memory.digest_images([file])
@@ -301,6 +304,49 @@ def test_every_truncation_and_a_damaged_description_are_noticed(tmp_path):
             StoredCase.open(file)
 
 
+def test_damaged_names_and_places_in_the_archive_are_noticed(tmp_path):
+    """Reading them raised UnicodeDecodeError, zlib's error and OSError, which ended ``volseg data cache verify``."""
+    file = tmp_path / "x.case"
+    with file.open("wb") as writer:
+        write_case(writer, {"image": torch.ones(1, 2, 3, 5)}, {})
+    whole = file.read_bytes()
+    name, entry = whole.index(b"archive/data/0"), whole.index(b"PK\1\2")
+    for place, bytes_there in ((name + 8, b"\xef"), (entry + 10, b"\x08"), (len(whole) - 50, b"\xff\xff\xff\x7f")):
+        file.write_bytes(whole[:place] + bytes_there + whole[place + len(bytes_there) :])
+        with pytest.raises(DamagedCaseError):
+            StoredCase.open(file).require_whole()
+
+
+def test_a_case_is_not_damaged_where_the_system_refuses_to_map_it(tmp_path, monkeypatch):
+    """A whole case was removed by a process with too many open files."""
+    file = tmp_path / "x.case"
+    with file.open("wb") as writer:
+        write_case(writer, {"image": torch.ones(1, 2, 3, 5)}, {})
+
+    load = torch.load
+
+    def load_without_descriptors(*arguments, **options):
+        taken = []
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        os.close(taken.pop())  # for torch's own opening, before it maps
+        try:
+            return load(*arguments, **options)
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(torch, "load", load_without_descriptors)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count_descriptors() + 20, limit[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            StoredCase.open(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
 def test_metadata_keep_every_bit_and_type(tmp_path):
     meta = {
         "affine": torch.rand(4, 4, dtype=torch.float64),
@@ -316,8 +362,17 @@ def test_metadata_keep_every_bit_and_type(tmp_path):
     for key, value in meta.items():
         assert type(found[key]) is (torch.Tensor if isinstance(value, np.ndarray) else type(value))
         assert np.array_equal(found[key], value) if key != "mixed" else found[key] == value
-    with pytest.raises(TypeError, match="metadata of the type object cannot be stored"):
-        write_case(BytesIO(), {"image": MetaTensor(torch.ones(1), meta={"x": object()})}, {})
+    # Types whose reading would execute code become the types that they extend.
+    meta = {"number": signal.SIGINT, "text": np.str_("a"), "pair": os.terminal_size((3, 4)), "part": torch.eye(999)[0]}
+    with file.open("wb") as writer:
+        write_case(writer, {"image": MetaTensor(torch.ones(1, 1, 1, 1), meta=meta)}, {})
+    found = StoredCase.open(file).volumes()["image"].meta
+    assert [type(found[key]) for key in ("number", "text", "pair")] == [int, str, tuple]
+    assert (found["number"], found["text"], found["pair"]) == (2, "a", (3, 4))
+    assert file.stat().st_size < 10_000
+    for strange in (object(), np.datetime64("2020-01-01")):
+        with pytest.raises(TypeError, match=r"metadata of the type \w+ cannot be stored"):
+            write_case(BytesIO(), {"image": MetaTensor(torch.ones(1), meta={"x": strange})}, {})
 
 
 def count_descriptors():

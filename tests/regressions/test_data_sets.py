@@ -56,6 +56,7 @@ from volseg.experiment.prediction.sources import load_trained
 from volseg.planning.fingerprint import CaseSizes, Fingerprint, keep_fingerprint, load_fingerprint, take_fingerprint
 from volseg.planning.plan import plan
 from volseg.transforms import resampling
+from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 from volseg.workflow.checks import EpochLosses
 
@@ -100,6 +101,16 @@ def test_a_label_in_another_axis_order_is_reordered_without_loss(root, tmp_path,
     np.testing.assert_array_equal(np.asarray(written.dataobj), before)
     np.testing.assert_array_equal(written.affine, nibabel.load(case.image).affine)
     assert repaired.left_out == ()
+
+
+def test_a_grid_that_is_reordered_is_found_from_both_sides():
+    affine = torch.diag(torch.tensor([1.0, 1.5, 3.0, 1.0], dtype=torch.float64))
+    grid = Grid((4, 5, 6), affine)
+    other = grid.reorder((2, 0, 1), (1,))
+    assert other.shape == (6, 4, 5)
+    assert grid.distance(other.reorder(*grid.find_axis_order(other))) == 0
+    for apart in ([1, 1, 1, 1], [1, 1, 1.5, 1], [-1, 1, 1, 1]):  # the same, coarser, mirrored in place
+        assert grid.find_axis_order(Grid((4, 5, 6), affine @ torch.diag(torch.tensor(apart).double()))) is None
 
 
 def test_values_next_to_integers_are_printed_in_full(root):

@@ -185,6 +185,10 @@ def test_labels_that_nobody_named_are_read_once(folder, caplog, monkeypatch):
     os.utime(root / "labels/b.nii.gz", ns=(1, 1))  # whatever the clock's step
     assert load_task(root).labels == {0: "background", 1: "label_1", 2: "label_2", 7: "label_7"}
     assert read[2:] == ["b.nii.gz"]
+    save_label(root / "labels/b.nii.gz", -1)
+    with pytest.raises(DataError, match="is no label map"):
+        load_task(root)
+    assert read[3:] == ["b.nii.gz"]
 
 
 @pytest.mark.parametrize(

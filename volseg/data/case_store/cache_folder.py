@@ -239,8 +239,10 @@ class FileMemory:
         latest = max((changed for state in seen for changed in state[2:]), default=0)
         is_settled = [_read_state(file) for file in files] == seen and begun - latest > YOUNG_NS
         if known is not None and is_settled and os.name != "nt":  # there ctime is the time of creation
-            with suppress(OSError), replacing(known, flush=False) as partial_file:  # a full disk: computed again
-                partial_file.write_text(json.dumps({"seen": seen, "found": found}), encoding="utf-8")
+            with suppress(OSError):  # a full disk: computed again
+                known.parents[1].mkdir(mode=0o700, parents=True, exist_ok=True)  # as for prepared cases
+                with replacing(known, flush=False) as partial_file:
+                    partial_file.write_text(json.dumps({"seen": seen, "found": found}), encoding="utf-8")
         return found
 
 

@@ -14,13 +14,14 @@ part of ``/dev/shm``, which has 64 MB in a container.
 import copy
 import errno
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -36,6 +37,9 @@ from volseg.transforms.preprocessing import Preprocessing as Composed
 from volseg.transforms.preprocessing import choose_label_dtype
 
 Preprocessing = Callable[[Case], Case]
+
+REFUSED = re.compile(r"unable to (?:open|stat|mmap) .*\((\d+)\)")
+"""Torch's message where the system refuses to map a file, with the number of the error."""
 
 
 def prepare(
@@ -123,16 +127,18 @@ def _plain(value: Any) -> Any:
     """Return metadata as values that a file without code can hold; arrays become tensors."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(part) for part in value)
-    if isinstance(value, str):  # also an enumeration of strings
-        return str(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return torch.as_tensor(value)
-    if value is None or isinstance(value, bool | int | float | Tensor):
-        return value
+    for kind in (list, tuple):
+        if isinstance(value, kind):
+            return kind(map(_plain, value))
+    for plain in (str, bool, int, float):
+        if isinstance(value, plain):  # also an enumeration, whose type is code
+            return plain(value)
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return _plain(value.item())
+    if isinstance(value, Tensor | np.ndarray):
+        return _pack(torch.as_tensor(value))
+    if value is None:
+        return None
     raise TypeError(f"metadata of the type {type(value).__name__} cannot be stored")
 
 
@@ -171,11 +177,11 @@ class StoredCase:
                 file.read("archive/data.pkl")  # compares its checksum, which torch does not
             content = torch.load(path, mmap=True, weights_only=True)
             volumes, metas, voxels, about = (content[name] for name in ("volumes", "metas", "voxels", "about"))
-        except OSError:
-            raise
         except Exception as fault:  # damaged bytes may raise anything
-            if (reason := os.strerror(errno.ENOMEM)) in str(fault):  # no address space is left
-                raise OSError(errno.ENOMEM, reason) from fault
+            if isinstance(fault, OSError) and fault.errno != errno.EINVAL:  # a place before the file's first byte
+                raise
+            if refused := REFUSED.match(str(fault)):  # no address space is left, or no descriptor
+                raise OSError(int(refused[1]), os.strerror(int(refused[1]))) from fault
             raise DamagedCaseError(f"{path} is cut off, or is not what was written") from fault
         return cls(
             path=path,
@@ -229,7 +235,9 @@ class StoredCase:
         try:
             with ZipFile(self.path) as file:
                 is_whole = file.testzip() is None
-        except BadZipFile:
+        except OSError:
+            raise
+        except Exception:  # damaged bytes may raise anything
             is_whole = False
         if not is_whole:
             raise DamagedCaseError(f"the content of {self.path} is not what was written")

@@ -231,7 +231,9 @@ def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int] | DataE
     def read(path: Path) -> list[int] | DataError:
         try:
             return memory.recall("label values", list_image_files(path), partial(load, path))
-        except (OSError, DataError):
+        except DataError as fault:
+            return fault
+        except OSError:
             return attempt_values(path)  # its reader names the fault
 
     return list(map_in_threads(read, labels))
