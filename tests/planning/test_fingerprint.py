@@ -205,6 +205,13 @@ def test_where_nothing_can_be_written_it_is_said(task, tmp_path, caplog):
     assert "the fingerprint of Task00_Synthetic cannot be kept" in caplog.text
 
 
+def test_without_a_cache_it_is_kept_beside_the_data_only(task, monkeypatch):
+    monkeypatch.setenv("VOLSEG_CACHE", "none")  # once an AssertionError, at the start of `volseg train FOLDER`
+    taken = take_fingerprint(task)
+    assert keep_fingerprint(taken, task) == task.root / ".volseg" / "fingerprint.json"
+    assert load_fingerprint(task) == taken
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"key": 1}', "null"])
 def test_a_damaged_one_is_taken_anew(task, content, caplog):
     place = list_fingerprint_paths(task)[0]

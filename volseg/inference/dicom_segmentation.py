@@ -8,6 +8,7 @@ single-frame DICOM slices is accepted as source.
 highdicom is optional (``pip install highdicom``) and imported when a segmentation is written.
 """
 
+import colorsys
 import os
 import re
 from collections.abc import Sequence
@@ -25,7 +26,6 @@ from volseg.data.dicom.elements import is_dicom
 from volseg.data.dicom.labels import import_highdicom, trace_contours
 from volseg.data.dicom.series import list_slices
 from volseg.data.itk import lps_to_ras
-from volseg.data.labels import choose_colour
 from volseg.data.readers import Files, list_files, name_files
 from volseg.errors import DataError, GridError
 from volseg.files import replacing
@@ -47,6 +47,9 @@ MAY_BE_EMPTY = (
     *("StudyID", "StudyDate", "StudyTime", "AccessionNumber", "ReferringPhysicianName"),
 )
 """Elements that DICOM requires in every object, if only empty (type 2)."""
+
+GOLDEN = 0.618034
+"""Step around the circle of hues; with it, no two hues are close."""
 
 
 def require_dicom_source(image: Files, case: str) -> Path:
@@ -234,7 +237,8 @@ def _draw(
                 )
             )
     drawn = {"ContourSequence": contours} if contours else {}
-    return _item(ROIDisplayColor=list(choose_colour(number)), ReferencedROINumber=number, **drawn)
+    colour = [round(255 * part) for part in _choose_colour(number)]
+    return _item(ROIDisplayColor=colour, ReferencedROINumber=number, **drawn)
 
 
 def _match_slices(
@@ -251,6 +255,11 @@ def _match_slices(
     places = _locate(slices, grid)
     # Slices first, then rows and columns: the volume's third, second and first axes.
     return slices, places, voxels[0].permute(2, 1, 0)[places].numpy()
+
+
+def _choose_colour(number: int) -> tuple[float, float, float]:
+    """Return red, green and blue, from 0 to 1."""
+    return colorsys.hsv_to_rgb(number * GOLDEN % 1, 0.7, 0.95)
 
 
 def _read_slices(series: Path | Sequence[Path]) -> list["Dataset"]:
@@ -336,7 +345,7 @@ def _describe_segments(hd: Any, task: Task) -> list[Any]:
             segmented_property_type=getattr(codes.SCT, coded.kind),
             algorithm_type="AUTOMATIC",
             algorithm_identification=algorithm,
-            display_color=hd.color.CIELabColor.from_rgb(*choose_colour(number)),
+            display_color=hd.color.CIELabColor.from_rgb(*(round(255 * part) for part in _choose_colour(number))),
         )
         if coded.side is not None:
             side = hd.sr.CodedConcept.from_code(getattr(codes.SCT, coded.side))

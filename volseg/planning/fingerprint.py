@@ -318,13 +318,13 @@ def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Pat
 
 
 def list_fingerprint_paths(task: Task) -> list[Path]:
-    """Return the possible paths of a data set's fingerprint, in the order of preference."""
+    """Return the possible paths of a data set's fingerprint, in the order of preference; one without a cache."""
     folder = choose_cache_folder("auto")
-    assert folder is not None
     root = Path(os.path.abspath(task.root))
     root = root if root.is_dir() else root.parent  # a table of paths
     called = sha256(os.fsencode(root)).hexdigest()[:16]
-    return [root / ".volseg" / "fingerprint.json", folder / "fingerprints" / f"{called}.json"]
+    cached = [] if folder is None else [folder / "fingerprints" / f"{called}.json"]
+    return [root / ".volseg" / "fingerprint.json", *cached]
 
 
 def describe_files(task: Task, *, skip_bad: bool) -> str:
