@@ -98,3 +98,18 @@ def test_a_process_that_begins_anew_counts_from_there(monkeypatch):
     monkeypatch.setenv("VOLSEG_BEGUN_ANEW", str(now))
     count_from_beginning()
     assert 0 <= take_age() <= time.clock_gettime(time.CLOCK_BOOTTIME) - now
+
+
+def test_a_process_with_no_descriptor_left_begins_anew():
+    code = (
+        "import os, resource\n"
+        "from volseg.lifetime import begin_anew\n"
+        "if 'BEGUN' in os.environ: print('begun anew'); raise SystemExit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "held = []\n"
+        "try:\n"
+        "    while True: held.append(os.open('/dev/null', os.O_RDONLY))\n"
+        "except OSError: begin_anew({'BEGUN': '1'})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, encoding="utf-8")
+    assert run.stdout == "begun anew\n"
