@@ -76,11 +76,7 @@ def test_sides_are_those_of_the_preprocessed_volume(steps, sides, order, angles)
 
 
 def test_the_axis_order_of_the_same_place_is_found_and_of_no_other():
-    affine = torch.diag(torch.tensor([1.0, 1.5, 3.0, 1.0], dtype=torch.float64))
-    grid = Grid((4, 5, 6), affine)
+    grid = Grid((4, 5, 6), torch.diag(torch.tensor([1.0, 1.5, 3.0, 1.0], dtype=torch.float64)))
     other = grid.reorder((2, 0, 1), (1,))
     assert grid.distance(other.reorder(*grid.find_axis_order(other))) == 0
-    moved = other.affine.clone()
-    moved[0, 3] += 1
-    assert grid.find_axis_order(Grid(other.shape, moved)) is None
-    assert grid.find_axis_order(Grid((4, 5, 6), affine @ torch.diag(torch.tensor([-1.0, 1, 1, 1]).double()))) is None
+    assert grid.find_axis_order(Grid((4, 5, 6), torch.diag(torch.tensor([-1.0, 1.5, 3.0, 1.0]).double()))) is None
