@@ -77,7 +77,6 @@ def test_nobody_counts_a_process_that_may_do_something_else():
     assert take_age() == 0
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_one_piece_of_work_gets_all_seconds_since_its_process_began():
     code = (
         "import time; begun = time.monotonic()\n"
@@ -92,9 +91,15 @@ def test_one_piece_of_work_gets_all_seconds_since_its_process_began():
     assert again == 0
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_a_process_that_begins_anew_counts_from_there(monkeypatch):
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
     monkeypatch.setenv("VOLSEG_BEGUN_ANEW", str(now))
     count_from_beginning()
     assert 0 <= take_age() <= time.clock_gettime(time.CLOCK_BOOTTIME) - now
+
+
+def test_a_process_with_no_descriptor_left_begins_anew():
+    code = "import os, resource; from volseg.lifetime import begin_anew\n"
+    code += "if 'BEGUN' in os.environ: raise SystemExit(7)\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+    code += "try:\n    while True: os.open('/dev/null', 0)\nexcept OSError: begin_anew({'BEGUN': '1'})"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7

@@ -179,9 +179,10 @@ def begin_anew(variables: Mapping[str, str]) -> NoReturn:
     _write_out()
     os.environ.update(variables)
     os.environ[BEGUN_ANEW] = str(time.clock_gettime(time.CLOCK_BOOTTIME))
-    for descriptor in [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]:
-        with suppress(OSError):  # the descriptor of the listing itself
-            os.set_inheritable(descriptor, False)
+    with suppress(OSError):  # too many files are open: none is left for the listing
+        for descriptor in [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]:
+            with suppress(OSError):  # the descriptor of the listing itself
+                os.set_inheritable(descriptor, False)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
 
 

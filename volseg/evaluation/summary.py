@@ -215,10 +215,10 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
         summary = read_json(Path(path), "a summary", has_nan=True)
         means = [summary["foreground_mean"], *summary["mean"].values()]
         cases = [metrics for case in summary["metric_per_case"] for metrics in case["metrics"].values()]
+        for metrics in means + cases:
+            metrics.update({name: math.nan for name, value in metrics.items() if value is None})
     except (DataError, KeyError, TypeError, AttributeError) as fault:
         raise DataError(f"{path} is not a summary.json as volseg and nnU-Net write it: {fault!r}") from fault
-    for metrics in means + cases:
-        metrics.update({name: math.nan for name, value in metrics.items() if value is None})
     for metrics in cases:
         if (metrics.get("n_pred") == 0) != (metrics.get("n_ref") == 0):  # in one of them only
             metrics.update({name: math.inf for name in DISTANCES if math.isnan(metrics.get(name, 0))})

@@ -22,7 +22,9 @@ class VNet(nets.VNet):
 
     Parameters
     ----------
-    spatial_dims, in_channels, out_channels, act, dropout_dim, bias
+    spatial_dims : int
+        3; MONAI's own takes images too.
+    in_channels, out_channels, act, dropout_dim, bias
         As for `monai.networks.nets.VNet`.
     dropout_prob_down : float or None
         Dropout in the two coarsest transitions down.
@@ -38,7 +40,7 @@ class VNet(nets.VNet):
     Raises
     ------
     ConfigError
-        For strides or kernels that do not fit five levels.
+        For strides or kernels that do not fit five levels, and for images.
 
     References
     ----------
@@ -81,7 +83,10 @@ class VNet(nets.VNet):
                 if isinstance(module, nn.Dropout | nn.Dropout2d | nn.Dropout3d):
                     module.p = dropout_prob_fine
         if spatial_dims != 3:
-            raise ConfigError(f"VNet takes volumes only, got spatial_dims={spatial_dims}")
+            raise ConfigError(
+                f"VNet takes volumes only, with spatial_dims=3, got spatial_dims={spatial_dims}; "
+                "for images use monai.networks.nets.VNet"
+            )
         self.strides = _read_levels("strides", VNET_MONAI.strides if strides is None else strides)
         self.kernels = _read_levels("kernel_size", VNET_MONAI.kernels if kernel_size is None else kernel_size)
         if self.strides[0] != (1, 1, 1):
