@@ -153,11 +153,11 @@ def test_the_text_of_processes_has_an_encoding() -> None:
 
 
 LIMITS = {
-    "lines of code": 56_110,
+    "lines of code": 56_150,
     "modules": 424,
     "modules of the largest folder": 20,
     "functions called find_": 33,
-    "lines of tests": 65_650,
+    "lines of tests": 65_680,
     "benchmark scripts": 25,
     "lines of benchmarks": 6_505,
     "words of docs": 57_800,

@@ -73,10 +73,3 @@ def test_sides_are_those_of_the_preprocessed_volume(steps, sides, order, angles)
     assert depends_on_case(steps) == (names[-1:] != ["Spacing"] if "Spacing" in names else True)
     if not depends_on_case(steps):
         np.testing.assert_allclose(spacing_after(steps, np.eye(4)), expected, rtol=1e-6)
-
-
-def test_the_axis_order_of_the_same_place_is_found_and_of_no_other():
-    grid = Grid((4, 5, 6), torch.diag(torch.tensor([1.0, 1.5, 3.0, 1.0], dtype=torch.float64)))
-    other = grid.reorder((2, 0, 1), (1,))
-    assert grid.distance(other.reorder(*grid.find_axis_order(other))) == 0
-    assert grid.find_axis_order(Grid((4, 5, 6), torch.diag(torch.tensor([-1.0, 1.5, 3.0, 1.0]).double()))) is None
