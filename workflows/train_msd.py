@@ -16,11 +16,9 @@ from volseg.data.case_store.preprocessed import prepare_all
 from volseg.data.case_store.volume_cache import VolumeCache
 from volseg.data.cases import folds
 from volseg.data.patches import PatchBatches
-from volseg.models.fit_grid import FitGrid
-from volseg.models.networks import build_network
+from volseg.models import FitGrid, build_network
+from volseg.planning import PRESETS, plan
 from volseg.planning.fingerprint import published_fingerprint
-from volseg.planning.geometry import PRESETS
-from volseg.planning.plan import plan
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.preprocessing import build_preprocessing
 from volseg.workflow import load_checkpoint

@@ -440,7 +440,7 @@ def accumulated(**where: Any) -> dict[str, float]:
 
 def in_half(**where: Any) -> dict[str, float]:
     """Autocast to bfloat16: ours is as far from float64 as the plain network is."""
-    dynunet = NETWORKS["DynUNet"].make
+    dynunet = monai("DynUNet", 3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=WIDTHS)
     for build, shape, options in ((dynunet, (32, 12, 8), {}), (Residual, (24, 8, 6), {"channels_last": True})):
         torch.manual_seed(7)
         ways = partial(ModelParallel, strategy="spatial", **where, **options), None

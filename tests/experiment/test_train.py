@@ -43,7 +43,7 @@ def test_a_run_folder_describes_the_run_and_holds_the_fold_s_predictions_on_the_
     assert load_checkpoint(folder.checkpoints / "latest.pt").metadata["config"]["name"] == "tiny"
 
     summary = read_summary(folder.validation / "summary.json")
-    assert set(summary) == {"foreground_mean", "mean", "metric_per_case"}
+    assert set(summary) == {"foreground_mean", "mean", "metric_per_case", "labels", "settings"}
     assert set(summary["mean"]) == {"1", "2"}
     images = {case["case"]: nibabel.load(case["image"]) for case in known.training}
     written = {path.name.removesuffix(".nii.gz"): nibabel.load(path) for path in folder.validation.glob("*.nii.gz")}
