@@ -37,7 +37,9 @@ def in_micro_batches(net: nn.Module, size: int) -> Callable[..., Any]:
 
 def seed_all(seed: int) -> None:
     """Seed torch, Python and NumPy, whose global generators are those that networks draw from."""
-    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
 
 
 def take_step(run: Callable[..., Any], net: nn.Module, inputs: Sequence[Tensor]) -> dict[str, Any]:

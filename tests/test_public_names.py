@@ -158,7 +158,7 @@ def test_what_counts_as_private(source: str, number: int) -> None:
     assert len(found) == number, found
 
 
-# Modules that are imported late: whoever collects garbage, or does not, goes on as before.
+# Modules that are imported late leave the garbage collector on or off, as it was before.
 
 
 @pytest.mark.parametrize("collects", [True, False])

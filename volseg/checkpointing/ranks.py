@@ -4,6 +4,7 @@ The leader is process 0. It holds the lock of the folder, and decides whether th
 Every process calls the methods in the same order; in a member they only read, or do nothing.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -27,11 +28,6 @@ from volseg.monitoring.run_files import STATUS, TIMES
 from volseg.parallel.devices import is_distributed, is_main_process
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.signals import deferring_signals
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +178,7 @@ def _sees(file: Path, content: str) -> bool:
 #
 # The lock is an operating system lock (``flock``) on a small file that names its holder. The system releases it when
 # that process ends in any way: a killed process or a lost machine leaves no lock behind, and process ids need not be
-# checked. Without such locks (some network file systems, and Windows) nothing is locked; this is logged.
+# checked. Without such locks (on some network file systems) nothing is locked; this is logged.
 
 
 @contextmanager
@@ -216,12 +212,9 @@ def only_process_in(folder: Path) -> Iterator[Callable[[], None]]:
 def _release(descriptor: int, path: Path) -> None:
     """Release the lock, and remove its file and an empty folder."""
     is_own = _is_at(descriptor, path)
-    if fcntl is None:  # Windows cannot remove an open file
-        os.close(descriptor)
     if is_own:
         path.unlink()  # while the lock is still held
-    if fcntl is not None:
-        os.close(descriptor)
+    os.close(descriptor)
     if is_own and not any(path.parent.iterdir()):
         path.parent.rmdir()
 
@@ -247,8 +240,6 @@ def _locked(path: Path) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            if fcntl is None:
-                raise OSError("Windows has no such locks")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)

@@ -4,12 +4,13 @@ An archive is unpacked only if its checksum is that of the task, so its members 
 are the bytes of its plain files, without owners, modes and links.
 """
 
+import fcntl
 import logging
 import os
 import shutil
 import tarfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -17,11 +18,6 @@ from volseg.config.catalogue import PublicTask
 from volseg.data.download import ShowBytes, download, require_web
 from volseg.data.layouts import find_task, load_task
 from volseg.errors import DataError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +68,7 @@ def fetch_task(
             # The unpacked files are about as large: the images in the archive are compressed.
             download(url, part, path, md5=task.md5, spare=1.0, show=show)
             _unpack_whole(path, target, show)
-    path.unlink(missing_ok=True)  # closed before, as Windows removes no open file
+    path.unlink(missing_ok=True)
     return _require_whole(target)
 
 
@@ -120,14 +116,12 @@ def _only_fetch(path: Path) -> Iterator[BinaryIO]:
                 return
             finally:
                 if part.seek(0, os.SEEK_END) == 0:
-                    with suppress(PermissionError):  # Windows removes no open file
-                        path.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
 
 
 def _lock(part: BinaryIO, path: Path) -> None:
     try:
-        if fcntl is not None:
-            fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise DataError(f"{path} is being fetched by another process; wait for its end") from None
     except OSError as fault:

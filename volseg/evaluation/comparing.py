@@ -48,10 +48,15 @@ class Method:
     name: str
     summary: Summary
 
-    def get(self, key: str) -> Mapping[str, Any]:
-        """Return the names of the ``labels`` by key, or the ``settings`` of the measurement, as far as known."""
-        known: Mapping[str, Any] = self.summary.get(key, {})
-        return known
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Names of labels by key of the summary, as far as known."""
+        return self.summary.get("labels", {})
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """Settings of the measurement of surfaces and lesions, as far as known."""
+        return self.summary.get("settings", {})
 
 
 PairedResult = dict[str, Any]
@@ -145,10 +150,10 @@ def _require_same(methods: Sequence[Method]) -> None:
 def _require_same_rules(first: Method, other: Method) -> None:
     """Raise if labels or settings of two methods differ; unknown ones are assumed to agree."""
     pair: list[Mapping[str, object]] = [
-        {key: name for key, name in method.get("labels").items() if name != f"label_{key}"}  # which nobody has named
+        {key: name for key, name in method.labels.items() if name != f"label_{key}"}  # which nobody has named
         for method in (first, other)
     ]
-    for kind, (mine, theirs) in {"labels": pair, "settings": [first.get("settings"), other.get("settings")]}.items():
+    for kind, (mine, theirs) in {"labels": pair, "settings": [first.settings, other.settings]}.items():
         if differing := [
             f"{key} ({mine[key]} and {theirs[key]})" for key in mine if key in theirs and mine[key] != theirs[key]
         ]:
@@ -187,7 +192,7 @@ def _compare(metric: str, label: str, first: Method, second: Method) -> PairedRe
     interval = mean_intervals(finite[:, None])[1] if finite.size else None
     return {
         "metric": metric,
-        "label": first.get("labels").get(label, second.get("labels").get(label, label)),
+        "label": first.labels.get(label, second.labels.get(label, label)),
         "first": first.name,
         "second": second.name,
         "num_cases": finite.size,

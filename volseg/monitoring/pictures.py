@@ -197,7 +197,7 @@ def _colour(labels: Tensor) -> Tensor:
 def _find_border(labels: Tensor, width: int) -> Tensor:
     """Return the pixels of structures within ``width`` of another value, or of the picture's edge."""
     high = low = functional.pad(labels.int(), (width,) * 4)
-    for dim, size in enumerate(labels.shape):  # shifted copies, since max_pool2d takes ten times as long on a CPU
+    for dim, size in enumerate(labels.shape):  # shifted copies, since max_pool2d takes longer on a CPU
         high, low = (
             reduce(extreme, (ringed.narrow(dim, begin, size) for begin in range(2 * width + 1)))
             for extreme, ringed in ((torch.maximum, high), (torch.minimum, low))

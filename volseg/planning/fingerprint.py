@@ -98,7 +98,7 @@ class Intensities:
 class Fingerprint:
     """Known facts of a data set.
 
-    `take_fingerprint` makes it; published numbers can also be written down by hand.
+    `volseg.planning.take_fingerprint` makes it; published numbers can also be written down by hand.
     """
 
     task: str

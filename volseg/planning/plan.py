@@ -202,7 +202,7 @@ def write_config(plan: Plan, path: str | Path, *, overwrite: bool = False) -> Pa
     Parameters
     ----------
     plan : Plan
-        See `plan`.
+        See `volseg.planning.plan`.
     path : path
         The file.
     overwrite : bool

@@ -230,7 +230,7 @@ def catch_signals() -> Iterator[Interruption]:
         return
     # Python can neither name nor restore a handler that C installed.
     before = {number: handler for number in ENDING if (handler := signal.getsignal(number)) is not None}
-    if hasattr(signal, "SIGHUP") and before.get(signal.SIGHUP) is signal.SIG_IGN:
+    if before.get(signal.SIGHUP) is signal.SIG_IGN:
         del before[signal.SIGHUP]
     received: list[float] = []
 

@@ -238,7 +238,7 @@ class FileMemory:
         found = compute()
         latest = max((changed for state in seen for changed in state[2:]), default=0)
         is_settled = [_read_state(file) for file in files] == seen and begun - latest > YOUNG_NS
-        if known is not None and is_settled and os.name != "nt":  # there ctime is the time of creation
+        if known is not None and is_settled:
             with suppress(OSError):  # a full disk: computed again
                 known.parents[1].mkdir(mode=0o700, parents=True, exist_ok=True)  # as for prepared cases
                 with replacing(known, flush=False) as partial_file:

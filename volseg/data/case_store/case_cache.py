@@ -5,6 +5,7 @@ any change another name is looked up. See ``docs/decisions/case-store.md``.
 """
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -40,11 +41,6 @@ from volseg.files import replacing
 from volseg.memory import available_bytes
 from volseg.transforms.preprocessing import PREPROCESSING, Preprocessing
 from volseg.version import installed_version
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +199,7 @@ class CaseCache:
             path = self.folder / "locks" / key[:2]
             path.parent.mkdir(exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            if fcntl is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:  # a folder or file system without locks: a case may be made twice, with the same bits
             pass
         try:

@@ -15,6 +15,7 @@ import copy
 import errno
 import os
 import re
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -251,8 +252,8 @@ class StoredCase:
 
 
 def can_share() -> bool:
-    """Return whether this platform supports sharing."""
-    return hasattr(os, "memfd_create") and os.path.isdir(f"/proc/{os.getpid()}/fd")
+    """Return whether processes of this machine can open each other's files in memory."""
+    return os.path.isdir(f"/proc/{os.getpid()}/fd")
 
 
 class SharedCases:
@@ -262,8 +263,6 @@ class SharedCases:
     """
 
     def __init__(self) -> None:
-        import resource  # which other systems lack
-
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a file per case
         self._files: list[int] = []

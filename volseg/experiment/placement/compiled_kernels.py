@@ -103,7 +103,7 @@ def compile_kernels(
     (kernels, *_) = list_kernels(config, dtype, gpu.capability >= CAPABILITY)
     is_fast = kernels == "fast" or config.training.kernels == "measured"
     described = describe_training(config, dtype, load_facts(config) if facts is None else facts)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     # Not captured, since tracing a capture takes longer. A capture runs the kernels of the steps before it, except for
     # one that exchanges planes of slabs.
     candidate = replace(candidate or Candidate(), kernels="fast" if is_fast else "torch", recorded=False)

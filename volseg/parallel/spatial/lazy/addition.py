@@ -22,8 +22,8 @@ from torch.autograd.graph import increment_version
 from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM
 from volseg.device.norm.activation import IDENTITY, Activation
-from volseg.parallel.spatial.lazy.norm import WaitingNorm, WaitingTerms, find_norm
-from volseg.parallel.spatial.lazy.recipes import Add, WaitingRepeat, recipe_of_kept
+from volseg.parallel.spatial.lazy.norm import Add, WaitingNorm, WaitingTerms, find_norm
+from volseg.parallel.spatial.lazy.recipes import WaitingRepeat, recipe_of_kept
 from volseg.parallel.spatial.pending import PLAIN
 from volseg.parallel.spatial.sources import Recipe, outline_slab
 from volseg.parallel.spatial.transport.pieces import allocate_with_room

@@ -19,11 +19,8 @@ from torch import Tensor
 
 from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM, copy_into, layout_of
-from volseg.device.norm import choice
-from volseg.device.norm.activation import IDENTITY, Activation, Term
 from volseg.parallel.spatial.pending import PLAIN, Released, Waiting, Written, build_meta_slabs
-from volseg.parallel.spatial.plan.shards import Span, spans
-from volseg.parallel.spatial.sources import Moment, Recipe, Unchanged, Write, outline_slab, split_rows
+from volseg.parallel.spatial.sources import Moment, Recipe, Unchanged, Write, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait, compute_halo_room, write_outer_first
 from volseg.parallel.spatial.transport.pieces import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume, defer
@@ -41,95 +38,6 @@ class Copy:
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
         """Copy planes of the slab."""
         copy_into(narrow_planes(tensors[0], start, out.shape[DIM]), out)
-
-
-Terms = tuple[Term, Term | None]
-"""Terms of a slab: a norm, and the term that is added to it, if any."""
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Writes a norm, or the sum of a norm and another term, and the activation of the sum.
-
-    The tensors are, for each norm, its input, scale, shift, and PReLU's slope if any; then those of ``write``.
-
-    Attributes
-    ----------
-    norms
-        Activation of each norm, and whether it has a slope.
-    dtype
-        Element type of the result.
-    write, kept_in
-        Writes the second term if this is no norm, in this element type.
-    activation
-        Activation of the sum.
-    planes
-        Number of planes to write at a time; None for all.
-    """
-
-    norms: tuple[tuple[Activation, bool], ...]
-    dtype: torch.dtype
-    write: Write | None = None
-    kept_in: torch.dtype | None = None
-    activation: Activation = IDENTITY
-    planes: int | None = None
-
-    @property
-    def passes_gradient_on(self) -> bool:
-        """Whether the second term gets the gradient of the sum unchanged."""
-        return len(self.norms) == 1 and self.activation == IDENTITY
-
-    def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
-        """Write planes of the sum."""
-        if self.planes is None:
-            choice.add(*self.read(tensors, start, out.shape[DIM]), self.activation, out)
-            return
-        for begin, end in self.cut(out.shape[DIM]):
-            tile = choice.add(*self.read(tensors, start + begin, end - begin), self.activation)
-            copy_into(tile, out.narrow(DIM, begin, end - begin))
-            del tile  # before the next tile is written
-
-    def cut(self, planes: int) -> list[Span]:
-        """Return the spans of planes to write at a time."""
-        if self.planes is None:
-            return [(0, planes)]
-        return spans(planes, -(-planes // self.planes)) if planes else []
-
-    def split(self, tensors: Sequence[Tensor]) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        """Return the tensors of each norm, and those of the other term."""
-        *own, rest = split_rows(tensors, [*(3 + has_slope for _, has_slope in self.norms), len(tensors)])
-        return own, rest
-
-    def read(
-        self, tensors: Sequence[Tensor], start: int, count: int, means: Sequence[Tensor | None] = (None, None)
-    ) -> Terms:
-        """Return planes of both terms.
-
-        Parameters
-        ----------
-        tensors
-            See above.
-        start, count
-            The planes.
-        means
-            Mean of each norm, for the backward pass.
-        """
-        norms, rest = self.split(tensors)
-        terms: list[Term | None] = [
-            Term(narrow_planes(slab, start, count), mean, scale, shift, activation, *slope)
-            for (slab, scale, shift, *slope), mean, (activation, _) in zip(norms, means, self.norms, strict=False)
-        ]
-        if isinstance(self.write, Copy):
-            terms.append(Term(narrow_planes(rest[0], start, count)))
-        elif self.write is not None:
-            like = norms[0][0]
-            shape = [*like.shape[:DIM], count, *like.shape[DIM + 1 :]]
-            other = torch.empty(shape, dtype=self.kept_in, device=like.device, memory_format=layout_of(like))
-            self.write(rest, other, start)
-            terms.append(Term(other))
-        first, second = [*terms, None][:2]
-        assert first is not None
-        return first, second
 
 
 @dataclass(frozen=True, slots=True)

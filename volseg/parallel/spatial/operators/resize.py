@@ -26,7 +26,6 @@ LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 RESIZED = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
 
-
 TREATED = f"input {' '.join(RESIZED)} antialias"
 
 
