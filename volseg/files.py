@@ -87,7 +87,7 @@ def replacing(
     """
     require_text(path, "a file to write")
     path = Path(path)
-    partial = _partial(path)
+    partial = name_partial(path)
     if make_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -187,15 +187,17 @@ def digest_file(path: Path) -> str:
         return file_digest(content, lambda: blake2b(digest_size=16)).hexdigest()
 
 
-def _partial(path: Path) -> Path:
+def name_partial(path: Path) -> Path:
+    """Return the temporary file that `replacing` writes; its name has 17 bytes more than that of ``path``."""
     # Same folder, hence same file system: only there is the replacement atomic. The suffix excludes the file from
     # globs. The number is the thread's id (the process's id for the main thread): two threads may write the same file.
-    return path.with_name(f".{path.name}.{threading.get_native_id()}.partial")
+    # Linux has ids of up to seven digits. Padded, all names are equally long, so one trial decides for every thread.
+    return path.with_name(f".{path.name}.{threading.get_native_id():07d}.partial")
 
 
 def _rename_too(path: Path, previous: Path) -> None:
     """Give the file at ``path`` the second name ``previous``."""
-    link = _partial(previous)
+    link = name_partial(previous)
     try:
         link.unlink(missing_ok=True)
         os.link(path, link)

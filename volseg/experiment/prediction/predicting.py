@@ -26,7 +26,7 @@ from volseg.experiment.prediction.files import CaseResult, Predicted, Prediction
 from volseg.experiment.prediction.queue import PredictionQueue
 from volseg.experiment.prediction.sources import Source, load_trained, path_of
 from volseg.experiment.prediction.trained import Trained
-from volseg.files import replacing, require_text
+from volseg.files import name_partial, replacing, require_text
 from volseg.formatting import list_duplicates, list_some
 from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Channel, open_channel
@@ -214,7 +214,7 @@ def _require_writable(cases: Sequence[Case], files: PredictionFiles) -> None:
     longest = case["case"]
     try:
         output.mkdir(parents=True, exist_ok=True)
-        trial = output / f".{files.name_label_map(case).name}.{os.getpid()}.partial"
+        trial = name_partial(files.name_label_map(case))
         trial.touch()
         trial.unlink()
     except OSError as fault:
