@@ -208,7 +208,16 @@ def test_a_summary_is_nnunets_and_its_means_leave_out_what_was_not_there():
     assert short["mean"]["2"]["n_ref"] == 1  # counts are never absent: 2 and 0
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"foreground_mean": 0.5, "mean": {}, "metric_per_case": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"foreground_mean": 0.5, "mean": {}, "metric_per_case": []}',
+        '{"foreground_mean": {}, "mean": {"1": {"IoU": 1}}, "metric_per_case": []}',
+        '{"foreground_mean": {}, "mean": {"1": {"Dice": 1}}, "metric_per_case": [{"metrics": {"2": {"Dice": 1}}}]}',
+    ],
+)
 def test_nnunets_summary_is_read_and_another_file_refused(tmp_path, text):
     path = tmp_path / "summary.json"
     path.write_text('{"foreground_mean": {}, "mean": {"1": {"Dice": NaN}}, "metric_per_case": []}', encoding="utf-8")

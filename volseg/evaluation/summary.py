@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
     Raises
     ------
     DataError
-        If the file is no summary.
+        If the file is no summary, or a case lacks a label or a metric of the means.
     """
     try:
         summary = read_json(Path(path), "a summary", has_nan=True)
@@ -217,6 +218,9 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
         cases = [metrics for case in summary["metric_per_case"] for metrics in case["metrics"].values()]
         for metrics in means + cases:
             metrics.update({name: math.nan for name, value in metrics.items() if value is None})
+        for label, mean in summary["mean"].items():
+            for metrics in [mean, *(case["metrics"][label] for case in summary["metric_per_case"])]:
+                itemgetter("Dice", *mean)(metrics)
     except (DataError, KeyError, TypeError, AttributeError) as fault:
         raise DataError(f"{path} is not a summary.json as volseg and nnU-Net write it: {fault!r}") from fault
     for metrics in cases:
