@@ -30,7 +30,10 @@ CODE := volseg tests workflows docker docs/site
 UNIT := $(filter-out tests/docs/ tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
 	$(wildcard tests/test_*.py) --ignore=tests/parallel/spatial/test_operator_database.py
 
-.PHONY: quickstart check test test-all test-gpu test-kernels test-image viewer wheel lint format docs docs-text clean
+# Tests on a CPU, as pytest chooses them by default. tests/long.txt lists those of seconds, of which few are half the time.
+CPU := not slow and not gpu and not multi_gpu and not image
+
+.PHONY: tests/long.txt quickstart check test test-long test-all test-gpu test-kernels test-image viewer wheel lint format docs docs-text clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/volseg quickstart
@@ -39,7 +42,15 @@ check: $(LINT)
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) $(UNIT)
 
 test: $(LINT)
-	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT)
+	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "$(CPU) and not long"
+
+test-long: $(INSTALLED)
+	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "$(CPU) and long"
+
+# What takes two seconds or longer on this machine, once it is idle.
+tests/long.txt: $(INSTALLED)
+	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) --durations=0 --durations-min=2 | sed -nE 's/^([0-9.]+)s call +(tests.*)/\1 \2/p' > $@.new
+	mv $@.new $@
 
 test-all: $(LINT)
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) --hypothesis-profile random -m "not gpu and not multi_gpu and not image"

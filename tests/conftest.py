@@ -39,6 +39,10 @@ collect_ignore = ["oracles"]  # these write fixtures by packages that the tests 
 
 LOCALE = locale.setlocale(locale.LC_ALL)
 
+LONG = {
+    line.partition(" ")[2] for line in Path(__file__).with_name("long.txt").read_text(encoding="utf-8").splitlines()
+}
+
 # Under nohup, or in the background of a script, the processes that tests start would ignore these signals as this one
 # does. A handler is not inherited.
 for number in (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
@@ -198,10 +202,12 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(items):
-    """Skip tests that need devices this machine lacks, and refuse those that `leaves_out` would never let run."""
+    """Mark the tests of ``long.txt``, skip those that need devices this machine lacks, refuse what never would run."""
     require_said((item.path, marker) for item in items for marker in SAID if item.get_closest_marker(marker))
     devices = torch.cuda.device_count()
     for item in items:
+        if LONG & {item.nodeid, item.nodeid.partition("[")[0]}:
+            item.add_marker("long")
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if item.get_closest_marker(marker) and devices < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {devices}"))

@@ -186,6 +186,12 @@ def test_lines_of_code_are_counted_without_words() -> None:
     assert count_code('"""A module."""\n\nx = 1  # one\n# a comment\ny = """\ntext"""\n') == 3
 
 
+def test_the_list_of_long_tests_names_tests() -> None:
+    for line in Path("tests/long.txt").read_text(encoding="utf-8").splitlines():
+        file, name = line.partition("[")[0].split()[1].split("::")
+        assert f"def {name}(" in Path(file).read_text(encoding="utf-8"), line
+
+
 # Which files are collected for a marker: one that holds such a test and does not say so ends the collection.
 
 
