@@ -25,6 +25,7 @@ from volseg.evaluation.summary import (
     summarise,
     write_summary,
 )
+from volseg.evaluation.surfaces import measure_surfaces
 from volseg.inference.writing import write_prediction
 
 ALL = Scoring(tolerances={1: 1.0, 2: 1.0}, lesions=(2,))
@@ -85,6 +86,12 @@ def test_where_nobody_annotated_nothing_is_measured():
         prediction, reference, {1: "organ"}, ignore=3, scoring=Scoring(tolerances={1: 0}, lesions=[1])
     )
     assert (found[1]["HD"], found[1]["NSD"], found[1]["lesion_FP"], found[1]["volume_diff_ml"]) == (0, 1, 0, 0)
+    reference[:, 5:], prediction[:, 4:] = 3, 0  # a surface beyond the box around both counted as annotated
+    found = evaluate_case(prediction, reference, {1: "organ"}, ignore=3, scoring=Scoring())
+    ignored, *masks = (
+        volume[0].numpy() == value for volume, value in ((reference, 3), (prediction, 1), (reference, 1))
+    )
+    assert found[1]["ASSD"] == measure_surfaces(*masks, (1.0, 1.0, 2.0), ignored=ignored).average()
 
 
 def test_sheared_voxels_are_no_boxes(caplog):
