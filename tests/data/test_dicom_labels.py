@@ -40,23 +40,23 @@ def task_of(labels=LABELS, **more):
     return Task(name="T", root=Path(), modalities=("CT",), labels=labels, training=(), test=(), **more)
 
 
-def write_image(folder, number=1, **more):
+def write_image(folder, number=1, tilt=0.0, **more):
     """Write a series of six slices with a UID of its own, with what a reference to it needs."""
     uid = f"{SERIES}.7{number}"
     stored = np.random.default_rng(number).integers(0, 900, (6, *SHAPE)).astype(np.int16)
     for index in range(6):
         of_slice = {"SeriesInstanceUID": uid, "SOPInstanceUID": f"{uid}.{index + 1}", "SliceThickness": 2.0, **more}
-        write_series(folder, 1, lambda _, index=index: {}, stored=stored[index], **of_slice, **place_of(index))
+        write_series(folder, 1, lambda _, index=index: {}, stored=stored[index], **of_slice, **place_of(index, tilt))
         (folder / "s001.dcm").rename(folder / f"s{9 - index}.dcm")
     return folder
 
 
-def place_of(index):
+def place_of(index, tilt=0.0):
     empty = ("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyID", "StudyDate", "StudyTime")
     empty = (*empty, "AccessionNumber", "ReferringPhysicianName")
     return {
         **dict.fromkeys(empty, ""),
-        "ImagePositionPatient": [-10.0, -20.0, 5.0 + 2 * index],
+        "ImagePositionPatient": [-10.0, -20.0 + tilt * index, 5.0 + 2 * index],
         "InstanceNumber": index + 1,
     }
 
@@ -131,9 +131,10 @@ def test_traced_contours_hold_the_voxels_that_they_were_traced_of(share):
     np.testing.assert_array_equal(fill_contours(list(trace_contours(mask)), mask.shape), mask)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_regions_that_overlap_are_written_and_read_again(kind, tmp_path):
-    folder = write_image(tmp_path / "ct")
+@pytest.mark.parametrize(("kind", "tilt"), [("SEG", 0.0), ("SEG", 0.6), ("RTSTRUCT", 0.6)])
+def test_regions_that_overlap_are_written_and_read_again(kind, tilt, tmp_path):
+    """Of a tilted gantry, too: highdicom makes no volume of its segmentation, which counted as damaged."""
+    folder = write_image(tmp_path / "ct", tilt=tilt)
     task = task_of({0: "background", 3: "oedema", 40: "core"}, regions={"whole": (3, 40), "core": (40,)})
     drawn = write_label(kind, tmp_path / "label.dcm", folder, task=task)
     assert torch.equal(read_label(tmp_path / "label.dcm", folder, task).as_tensor().int(), drawn)

@@ -10,6 +10,7 @@ highdicom is optional (``pip install highdicom``), includes pydicom, and is impo
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -169,24 +170,38 @@ class DicomLabel:
                 voxels[place] = value
         return as_volume(voxels[None], grid.affine.numpy(), path, stored=voxels.dtype)
 
-    def _read_segment(self, number: int, grid: Grid) -> Iterator[Voxels]:
-        """Yield the voxels of a segment."""
+    @cached_property
+    def _frames(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
+        """Stored values of each frame, and its functional groups and the shared ones, by keyword."""
         if self.dataset.SegmentationType == "FRACTIONAL":
             raise ReaderError(f"{self.path} is a FRACTIONAL segmentation; convert it to a BINARY one")
         made = import_highdicom().seg.Segmentation.from_dataset(self.dataset, copy=False)
-        volume = made.get_volume(segment_numbers=[number], combine_segments=False, allow_missing_positions=True)
-        to_grid = np.linalg.solve(grid.affine.numpy(), lps_to_ras(volume.affine))
-        at = to_grid[:3, :3] @ np.argwhere(volume.array[..., 0]).T + to_grid[:3, 3:]
-        place = at.round().astype(np.int64)
-        apart, steps = float(np.abs(at - place).max(initial=0)), np.abs(to_grid[:3, 1:3].round()).sum(0)
-        if apart > MISPLACED_VOXELS or not (steps == 1).all():
-            raise ReaderError(
-                f"{self.path} does not lie on its image's voxels: it is up to {apart:.2g} voxels away, at most "
-                f"{MISPLACED_VOXELS:g} are allowed; name the segmentation of this series, or resample it"
-            )
-        if (place < 0).any() or (place >= np.array(grid.shape)[:, None]).any():
-            raise ReaderError(f"{self.path} has voxels outside of its image; name the label of this image")
-        yield tuple(place)
+        every = (*made.SharedFunctionalGroupsSequence, *made.PerFrameFunctionalGroupsSequence)
+        shared, *own = ({of.keyword: of.value[0] for of in groups if of.VR == "SQ" and of.value} for groups in every)
+        return [(made.get_stored_frame(frame), {**shared, **groups}) for frame, groups in enumerate(own, start=1)]
+
+    def _read_segment(self, number: int, grid: Grid) -> Iterator[Voxels]:
+        """Yield the voxels of a segment, frame by frame: highdicom makes no volume of a tilted gantry's."""
+        for stored, groups in self._frames:
+            segment = groups.get("SegmentIdentificationSequence")  # frames of a LABELMAP hold the numbers
+            if segment is not None and segment.ReferencedSegmentNumber != number:
+                continue
+            right, down = np.reshape(groups["PlaneOrientationSequence"].ImageOrientationPatient, (2, 3)).astype(float)
+            by_row, by_column = map(float, groups["PixelMeasuresSequence"].PixelSpacing)
+            first = np.array(groups["PlanePositionSequence"].ImagePositionPatient, dtype=np.float64)
+            to_mm = np.vstack([np.transpose([down * by_row, right * by_column, first]), [0, 0, 1]])
+            to_grid = np.linalg.solve(grid.affine.numpy(), lps_to_ras(to_mm))[:3]
+            at = to_grid[:, :2] @ np.argwhere(stored == (number if segment is None else 1)).T + to_grid[:, 2:]
+            place = at.round().astype(np.int64)
+            apart, steps = float(np.abs(at - place).max(initial=0)), np.abs(to_grid[:, :2].round()).sum(0)
+            if apart > MISPLACED_VOXELS or not (steps == 1).all():
+                raise ReaderError(
+                    f"{self.path} does not lie on its image's voxels: it is up to {apart:.2g} voxels away, at most "
+                    f"{MISPLACED_VOXELS:g} are allowed; name the segmentation of this series, or resample it"
+                )
+            if (place < 0).any() or (place >= np.array(grid.shape)[:, None]).any():
+                raise ReaderError(f"{self.path} has voxels outside of its image; name the label of this image")
+            yield tuple(place)
 
     def _read_contours(self, number: int, grid: Grid) -> Iterator[Voxels]:
         """Yield the voxels of a region of interest, plane by plane."""
