@@ -177,7 +177,7 @@ def ring(radius, height, centre=(-6.11, -14.23), count=40):
 def test_a_structure_set_of_others_is_filled_in_its_planes(tmp_path):
     folder = write_image(tmp_path / "ct")
     contours = [ring(3.0, 7.0), ring(1.4, 7.0), ring(2.2, 11.0)]
-    path = write_contours(tmp_path / "label.dcm", contours)
+    path = write_contours(tmp_path / "label.dcm", [*contours, ring(0.0, 13.0)])  # the last one has no area
     read = read_label(path, folder, task_of()).numpy()[0]
     for plane, within in ((1, contours[:2]), (3, contours[2:]), (0, []), (2, [])):
         # Rows are 0.75 mm apart and columns 0.5 mm, from (-10, -20) mm.

@@ -99,11 +99,10 @@ def test_masks_lie_where_the_label_map_of_a_tilted_gantry_does():
     """Spacing straightens the image; its masks were read along single axes, many voxels away."""
     affine = torch.eye(4, dtype=torch.float64)
     affine[1, 2] = 0.4
-    label = torch.zeros(1, 8, 16, 16)
+    label = MetaTensor(torch.zeros(1, 8, 16, 16), affine=affine)
     label[:, 2:6, 4:10] = 7
     steps = build_preprocessing([{"name": "Spacing", "spacing": [1, 1, 1]}, {"name": "PreviousStage", "labels": [7]}])
-    case = {"case": "a", "image": MetaTensor(label, affine=affine), "stage": MetaTensor(label, affine=affine)}
-    image, mask = steps(case)["image"].as_tensor()
+    image, mask = steps({"case": "a", "image": label, "stage": label})["image"].as_tensor()
     assert torch.equal(image > 3.5, mask > 0)
 
 

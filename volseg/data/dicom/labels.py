@@ -10,7 +10,6 @@ highdicom is optional (``pip install highdicom``), includes pydicom, and is impo
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -170,28 +169,20 @@ class DicomLabel:
                 voxels[place] = value
         return as_volume(voxels[None], grid.affine.numpy(), path, stored=voxels.dtype)
 
-    @cached_property
-    def _frames(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
-        """Stored values of each frame, and its functional groups and the shared ones, by keyword."""
-        if self.dataset.SegmentationType == "FRACTIONAL":
-            raise ReaderError(f"{self.path} is a FRACTIONAL segmentation; convert it to a BINARY one")
-        made = import_highdicom().seg.Segmentation.from_dataset(self.dataset, copy=False)
-        every = (*made.SharedFunctionalGroupsSequence, *made.PerFrameFunctionalGroupsSequence)
-        shared, *own = ({of.keyword: of.value[0] for of in groups if of.VR == "SQ" and of.value} for groups in every)
-        return [(made.get_stored_frame(frame), {**shared, **groups}) for frame, groups in enumerate(own, start=1)]
-
     def _read_segment(self, number: int, grid: Grid) -> Iterator[Voxels]:
         """Yield the voxels of a segment, frame by frame: highdicom makes no volume of a tilted gantry's."""
-        for stored, groups in self._frames:
+        if self.dataset.SegmentationType == "FRACTIONAL":
+            raise ReaderError(f"{self.path} is a FRACTIONAL segmentation; convert it to a BINARY one")
+        hd = import_highdicom()
+        made = hd.seg.Segmentation.from_dataset(self.dataset, copy=False)
+        for frame, groups in enumerate(made.PerFrameFunctionalGroupsSequence, start=1):
             segment = groups.get("SegmentIdentificationSequence")  # frames of a LABELMAP hold the numbers
-            if segment is not None and segment.ReferencedSegmentNumber != number:
+            if segment and segment[0].ReferencedSegmentNumber != number:
                 continue
-            right, down = np.reshape(groups["PlaneOrientationSequence"].ImageOrientationPatient, (2, 3)).astype(float)
-            by_row, by_column = map(float, groups["PixelMeasuresSequence"].PixelSpacing)
-            first = np.array(groups["PlanePositionSequence"].ImagePositionPatient, dtype=np.float64)
-            to_mm = np.vstack([np.transpose([down * by_row, right * by_column, first]), [0, 0, 1]])
+            is_inside = made.get_stored_frame(frame) == (1 if segment else number)
+            to_mm = hd.spatial.PixelToReferenceTransformer.for_image(made, frame_number=frame).affine
             to_grid = np.linalg.solve(grid.affine.numpy(), lps_to_ras(to_mm))[:3]
-            at = to_grid[:, :2] @ np.argwhere(stored == (number if segment is None else 1)).T + to_grid[:, 2:]
+            at = to_grid[:, :2] @ np.argwhere(is_inside.T).T + to_grid[:, 3:]
             place = at.round().astype(np.int64)
             apart, steps = float(np.abs(at - place).max(initial=0)), np.abs(to_grid[:, :2].round()).sum(0)
             if apart > MISPLACED_VOXELS or not (steps == 1).all():
@@ -223,9 +214,10 @@ class DicomLabel:
             raise ReaderError(f"{self.path} has a contour without three points of three numbers; export it again")
         positions = lps_to_ras(np.concatenate([numbers.reshape(-1, 3).T, np.ones((1, len(numbers) // 3))]))
         points = np.linalg.solve(grid.affine.numpy(), positions)[:3].T
-        axis = int(np.ptp(points, axis=0).argmin())
-        plane = round(float(points[:, axis].mean()))
-        apart = float(np.abs(points[:, axis] - plane).max())
+        planes = points.mean(axis=0).round()
+        away = np.abs(points - planes).max(axis=0)
+        axis = int(away.argmin())  # not by extents: those of a contour without an area are zero along several axes
+        plane, apart = int(planes[axis]), float(away[axis])
         if apart > MISPLACED_VOXELS or not 0 <= plane < grid.shape[axis]:
             raise ReaderError(
                 f"{self.path} has a contour at {numbers[:3].tolist()} mm, {apart:.2g} voxels from plane {plane} of its "
