@@ -26,7 +26,7 @@ from volseg.config.registry import Registry
 from volseg.config.sections import PREVIOUS_STAGE
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import LABEL_FIELDS, Case
-from volseg.transforms.grid import Grid
+from volseg.transforms.grid import TIE, Grid
 from volseg.transforms.intensities import ClipZScore, ZScore
 from volseg.transforms.resampling import Spacing
 
@@ -324,7 +324,8 @@ class Pad(Padd):  # codespell:ignore padd
 class PreviousStage:
     """Append a mask per label of the field ``stage``, the previous stage's label map, to the image as channels.
 
-    Each voxel takes the nearest voxel of the label map; voxels outside of the label map are background.
+    Each voxel takes the nearest voxel of the label map, of equally near ones the last; voxels outside of the label map
+    are background.
     """
 
     def __init__(self, fields: Sequence[str], *, labels: Sequence[int]) -> None:
@@ -345,7 +346,7 @@ class PreviousStage:
         for d, plane in enumerate(voxels):  # not by axes: Spacing straightens a sheared image (a tilted gantry)
             index, inside = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
             for (by_d, by_h, by_w, shift), side in zip(to_stage, labels.shape, strict=True):
-                place = (by_d * d + by_h * h[:, None] + by_w * w + shift).round().long()
+                place = (by_d * d + by_h * h[:, None] + by_w * w + shift + TIE).round().long()
                 inside = inside & (place >= 0) & (place < side)
                 index = index * side + place.clamp(0, side - 1)
             plane.copy_(labels.flatten()[index] * inside)
