@@ -102,8 +102,7 @@ def test_sheared_voxels_are_no_boxes_and_a_missed_structure_is_missed_whatever_i
     assert found["Dice"] == 1
     assert "voxels are sheared" in caplog.text
     metrics = evaluate_case(empty, sheared, LABELS, scoring=ALL)
-    assert metrics[1]["HD95"] == math.inf
-    assert metrics[1]["NSD"] == 0
+    assert (metrics[1]["HD95"], metrics[1]["NSD"]) == (math.inf, 0)
     path = write_summary(summarise([EvaluatedCase(metrics=metrics)]), tmp_path / "summary.json")
     assert read_summary(path)["metric_per_case"][0]["metrics"]["1"]["HD95"] == math.inf
 
