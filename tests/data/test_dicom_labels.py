@@ -40,23 +40,23 @@ def task_of(labels=LABELS, **more):
     return Task(name="T", root=Path(), modalities=("CT",), labels=labels, training=(), test=(), **more)
 
 
-def write_image(folder, number=1, **more):
+def write_image(folder, number=1, tilt=0.0, **more):
     """Write a series of six slices with a UID of its own, with what a reference to it needs."""
     uid = f"{SERIES}.7{number}"
     stored = np.random.default_rng(number).integers(0, 900, (6, *SHAPE)).astype(np.int16)
     for index in range(6):
         of_slice = {"SeriesInstanceUID": uid, "SOPInstanceUID": f"{uid}.{index + 1}", "SliceThickness": 2.0, **more}
-        write_series(folder, 1, lambda _, index=index: {}, stored=stored[index], **of_slice, **place_of(index))
+        write_series(folder, 1, lambda _, index=index: {}, stored=stored[index], **of_slice, **place_of(index, tilt))
         (folder / "s001.dcm").rename(folder / f"s{9 - index}.dcm")
     return folder
 
 
-def place_of(index):
+def place_of(index, tilt=0.0):
     empty = ("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyID", "StudyDate", "StudyTime")
     empty = (*empty, "AccessionNumber", "ReferringPhysicianName")
     return {
         **dict.fromkeys(empty, ""),
-        "ImagePositionPatient": [-10.0, -20.0, 5.0 + 2 * index],
+        "ImagePositionPatient": [-10.0, -20.0 + tilt * index, 5.0 + 2 * index],
         "InstanceNumber": index + 1,
     }
 
@@ -131,9 +131,10 @@ def test_traced_contours_hold_the_voxels_that_they_were_traced_of(share):
     np.testing.assert_array_equal(fill_contours(list(trace_contours(mask)), mask.shape), mask)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_regions_that_overlap_are_written_and_read_again(kind, tmp_path):
-    folder = write_image(tmp_path / "ct")
+@pytest.mark.parametrize(("kind", "tilt"), [("SEG", 0.0), ("SEG", 0.6), ("RTSTRUCT", 0.6)])
+def test_regions_that_overlap_are_written_and_read_again(kind, tilt, tmp_path):
+    """Of a tilted gantry, too: highdicom makes no volume of its segmentation, which counted as damaged."""
+    folder = write_image(tmp_path / "ct", tilt=tilt)
     task = task_of({0: "background", 3: "oedema", 40: "core"}, regions={"whole": (3, 40), "core": (40,)})
     drawn = write_label(kind, tmp_path / "label.dcm", folder, task=task)
     assert torch.equal(read_label(tmp_path / "label.dcm", folder, task).as_tensor().int(), drawn)
@@ -176,7 +177,7 @@ def ring(radius, height, centre=(-6.11, -14.23), count=40):
 def test_a_structure_set_of_others_is_filled_in_its_planes(tmp_path):
     folder = write_image(tmp_path / "ct")
     contours = [ring(3.0, 7.0), ring(1.4, 7.0), ring(2.2, 11.0)]
-    path = write_contours(tmp_path / "label.dcm", contours)
+    path = write_contours(tmp_path / "label.dcm", [*contours, ring(0.0, 13.0)])  # the last one has no area
     read = read_label(path, folder, task_of()).numpy()[0]
     for plane, within in ((1, contours[:2]), (3, contours[2:]), (0, []), (2, [])):
         # Rows are 0.75 mm apart and columns 0.5 mm, from (-10, -20) mm.

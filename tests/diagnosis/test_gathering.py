@@ -25,13 +25,7 @@ from volseg.diagnosis.doctor import (
     gather,
     show_diagnosis,
 )
-from volseg.diagnosis.gatherers import (
-    gather_imports,
-    gather_packages,
-    list_bus,
-    look_at,
-    read_module,
-)
+from volseg.diagnosis.gatherers import gather_imports, gather_packages, list_bus, look_at, read_module
 from volseg.diagnosis.trials import build_module, gather_compiler, try_kernel
 from volseg.memory import read_limits
 

@@ -25,6 +25,7 @@ from volseg.evaluation.summary import (
     summarise,
     write_summary,
 )
+from volseg.evaluation.surfaces import measure_surfaces
 from volseg.inference.writing import write_prediction
 
 ALL = Scoring(tolerances={1: 1.0, 2: 1.0}, lesions=(2,))
@@ -85,25 +86,23 @@ def test_where_nobody_annotated_nothing_is_measured():
         prediction, reference, {1: "organ"}, ignore=3, scoring=Scoring(tolerances={1: 0}, lesions=[1])
     )
     assert (found[1]["HD"], found[1]["NSD"], found[1]["lesion_FP"], found[1]["volume_diff_ml"]) == (0, 1, 0, 0)
+    reference[:, 5:], prediction[:, 4:] = 3, 0  # a surface beyond the box around both counted as annotated
+    found = evaluate_case(prediction, reference, {1: "organ"}, ignore=3, scoring=Scoring())
+    masks = [volume[0].numpy() == value for volume, value in ((prediction, 1), (reference, 1), (reference, 3))]
+    assert found[1]["ASSD"] == measure_surfaces(*masks[:2], (1.0, 1.0, 2.0), ignored=masks[2]).average()
 
 
-def test_sheared_voxels_are_no_boxes(caplog):
-    sheared = label_map((1, 1, 5))
-    sheared.affine[0, 1] = 0.5
-    found = evaluate_case(sheared, sheared, LABELS, scoring=ALL)[1]
-    assert math.isnan(found["HD95"])
-    assert found["Dice"] == 1
-    assert "voxels are sheared" in caplog.text
-
-
-def test_a_missed_structure_is_missed_whatever_its_voxels(tmp_path):
+def test_sheared_voxels_are_no_boxes_and_a_missed_structure_is_missed_whatever_its_voxels(caplog, tmp_path):
     """Of sheared voxels it had no distance, and an infinite one once the summary was read back."""
     sheared, empty = label_map((1, 1, 5)), label_map()
     for volume in (sheared, empty):
         volume.affine[0, 1] = 0.5
+    found = evaluate_case(sheared, sheared, LABELS, scoring=ALL)[1]
+    assert math.isnan(found["HD95"])
+    assert found["Dice"] == 1
+    assert "voxels are sheared" in caplog.text
     metrics = evaluate_case(empty, sheared, LABELS, scoring=ALL)
-    assert metrics[1]["HD95"] == math.inf
-    assert metrics[1]["NSD"] == 0
+    assert (metrics[1]["HD95"], metrics[1]["NSD"]) == (math.inf, 0)
     path = write_summary(summarise([EvaluatedCase(metrics=metrics)]), tmp_path / "summary.json")
     assert read_summary(path)["metric_per_case"][0]["metrics"]["1"]["HD95"] == math.inf
 

@@ -95,6 +95,28 @@ def test_masks_lie_where_the_label_map_does():
     assert joined.as_tensor().nonzero().tolist() == [[2, 2, 2, 1]]
 
 
+def test_masks_lie_where_the_label_map_of_a_tilted_gantry_does():
+    """Spacing straightens the image; its masks were read along single axes, many voxels away."""
+    affine = torch.eye(4, dtype=torch.float64)
+    affine[1, 2] = 0.4
+    label = MetaTensor(torch.zeros(1, 8, 16, 16), affine=affine)
+    label[:, 2:6, 4:10] = 7
+    steps = build_preprocessing([{"name": "Spacing", "spacing": [1, 1, 1]}, {"name": "PreviousStage", "labels": [7]}])
+    image, mask = steps({"case": "a", "image": label, "stage": label})["image"].as_tensor()
+    assert torch.equal(image > 3.5, mask > 0)
+
+
+def test_masks_are_the_same_whatever_float32_made_of_the_affine():
+    """As in the label map's file: of equally near voxels, a fifth were others than in memory."""
+    rows = [[0.36, 0.48, -0.8, 50.1], [-0.8, 0.6, 0, -70.3], [0.48, 0.64, 0.6, 9.7], [0, 0, 0, 1]]
+    turned = torch.tensor(rows, dtype=torch.float64)
+    voxels = torch.randint(2, (1, 31, 31, 31), generator=torch.Generator().manual_seed(0)).float()
+    exact, rounded = (MetaTensor(voxels, affine=affine) for affine in (turned, turned.float().double()))
+    steps = build_preprocessing([{"name": "Spacing", "spacing": [1.5] * 3}, {"name": "PreviousStage", "labels": [1]}])
+    first, second = (steps({"case": "a", "image": exact, "stage": of})["image"] for of in (exact, rounded))
+    assert first.equal(second)
+
+
 def test_masks_are_changed_as_often_as_nnunet_does_and_stay_masks():
     image = torch.zeros(3, 24, 24, 24)
     image[0] = torch.randn(24, 24, 24)

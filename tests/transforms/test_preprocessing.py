@@ -91,6 +91,11 @@ def test_thick_slices_are_resampled_within_planes_only():
     assert result["image"].affine.diagonal().tolist() == pytest.approx([0.8, 0.8, 2.5, 1])
     for field in ("image", "label"):
         assert torch.equal(result[field].as_tensor(), planes[field].as_tensor()[..., z.round().long()])
+    tilted = THICK.clone()
+    tilted[1, 2] = 1.5  # a tilted gantry: most voxels were means of two planes
+    image = (torch.arange(9) % 2.0).repeat(1, 8, 40, 1)
+    voxels = run(case_of(image, affine=tilted), target)["image"].as_tensor()
+    assert set(voxels.round(decimals=6).unique().tolist()) == {0, 1}
     case = case_of(torch.rand(1, 8, 8, 9))
     planes = run(case, {"name": "Spacing", "spacing": [1, 1, 4], "thick_slices": "nearest"})["image"]
     assert torch.equal(planes.as_tensor(), case["image"].as_tensor()[..., ::4])  # thick slices of the target count too

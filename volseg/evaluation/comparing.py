@@ -21,14 +21,7 @@ from scipy.stats import wilcoxon
 
 from volseg.errors import DataError
 from volseg.evaluation.intervals import mean_intervals
-from volseg.evaluation.summary import (
-    JUDGED,
-    Summary,
-    collect_scores,
-    compute_median,
-    name_cases,
-    read_summary,
-)
+from volseg.evaluation.summary import JUDGED, Summary, collect_scores, compute_median, name_cases, read_summary
 from volseg.evaluation.surfaces import DISTANCES
 from volseg.files import replace_nan, replacing, require_new
 from volseg.formatting import format_table, list_duplicates, list_some

@@ -138,10 +138,11 @@ def _measure_structures(
 
 
 def _join_boxes(boxes: Sequence[tuple[slice, ...]]) -> tuple[slice, ...]:
-    """Return the box around several; an empty one around none."""
+    """Return the box around several and its next voxels, which may lack an annotation; an empty one around none."""
     if not boxes:
         return (slice(0, 0),) * 3
-    return tuple(slice(min(of.start for of in axis), max(of.stop for of in axis)) for axis in zip(*boxes, strict=True))
+    axes = zip(*boxes, strict=True)
+    return tuple(slice(max(0, min(of.start for of in axis) - 1), max(of.stop for of in axis) + 1) for axis in axes)
 
 
 def _compute_volumes(metrics: Metrics, voxel_ml: float) -> Metrics:

@@ -150,7 +150,7 @@ class Scoring:
         key
             Which it is.
         prediction, reference : array of bool
-            ``(D, H, W)``, a box around both; outside of it neither has the structure.
+            ``(D, H, W)``, a box around both and their next voxels; outside of it neither has the structure.
         spacing : sequence of float or None
             Sides of a voxel in mm; None where voxels are no boxes, whose surfaces are not measured.
         ignored : array of bool or None

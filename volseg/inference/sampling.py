@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 
 from volseg.errors import GridError
-from volseg.transforms.grid import Grid
+from volseg.transforms.grid import TIE, Grid
 
 WHOLE_VOXEL = 0.01
 """A map within this many voxels of a permutation, flip, scaling and whole shift counts as one."""
-
-TIE = 1e-6
-"""Voxels within which two planes are equally near."""
 
 Box = tuple[range, range, range]
 """Voxels or cells along three axes."""

@@ -22,6 +22,9 @@ from volseg.errors import GridError
 ANISOTROPY = 3.0
 """Ratio to the finest spacing above which an axis has thick slices; nnU-Net's number."""
 
+TIE = 1e-4
+"""Voxels within which two planes are equally near. The later one is taken, whatever float32 made of the affines."""
+
 MISPLACED_VOXELS = 0.1
 """Largest distance between corner voxels of two grids that count as equal, in voxels (shortest side).
 

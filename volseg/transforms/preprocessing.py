@@ -26,7 +26,7 @@ from volseg.config.registry import Registry
 from volseg.config.sections import PREVIOUS_STAGE
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import LABEL_FIELDS, Case
-from volseg.transforms.grid import Grid
+from volseg.transforms.grid import TIE, Grid
 from volseg.transforms.intensities import ClipZScore, ZScore
 from volseg.transforms.resampling import Spacing
 
@@ -324,7 +324,8 @@ class Pad(Padd):  # codespell:ignore padd
 class PreviousStage:
     """Append a mask per label of the field ``stage``, the previous stage's label map, to the image as channels.
 
-    Each voxel takes the nearest voxel of the label map; voxels outside of the label map are background.
+    Each voxel takes the nearest voxel of the label map, of equally near ones the last; voxels outside of the label map
+    are background.
     """
 
     def __init__(self, fields: Sequence[str], *, labels: Sequence[int]) -> None:
@@ -338,15 +339,17 @@ class PreviousStage:
         image, stage = case[self.image], case.pop("stage", None)
         if not isinstance(stage, MetaTensor):
             raise DataError("the case has no label map of the previous stage")
-        to_stage = Grid.of(image).index_map(Grid.of(stage))
-        axes = to_stage[:3, :3].abs().argmax(1).tolist()  # axes of the image along the axes of the label map
-        voxels = stage.as_tensor()[0]
-        for axis, along in enumerate(axes):
-            place = (to_stage[axis, along] * torch.arange(image.shape[1 + along]) + to_stage[axis, 3]).round().long()
-            inside = (place >= 0) & (place < voxels.shape[axis])
-            voxels = voxels.index_select(axis, place.clamp(0, voxels.shape[axis] - 1))
-            voxels = voxels * inside.view([-1 if dim == axis else 1 for dim in range(3)])
-        voxels = voxels.permute([axes.index(axis) for axis in range(3)])
+        to_stage = Grid.of(image).index_map(Grid.of(stage))[:3].tolist()
+        labels = stage.as_tensor()[0].contiguous()
+        voxels = labels.new_zeros(image.shape[1:])
+        h, w = (torch.arange(side, dtype=torch.float64) for side in image.shape[2:])
+        for d, plane in enumerate(voxels):  # not by axes: Spacing straightens a sheared image (a tilted gantry)
+            index, inside = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
+            for (by_d, by_h, by_w, shift), side in zip(to_stage, labels.shape, strict=True):
+                place = (by_d * d + by_h * h[:, None] + by_w * w + shift + TIE).round().long()
+                inside = inside & (place >= 0) & (place < side)
+                index = index * side + place.clamp(0, side - 1)
+            plane.copy_(labels.flatten()[index] * inside)
         joined = torch.cat([image.as_tensor(), *(voxels[None] == label for label in self.labels)])
         case[self.image] = MetaTensor(joined).copy_meta_from(image)
         return case

@@ -84,7 +84,8 @@ class Spacing(MapTransform):
             mode = "nearest" if field in LABEL_FIELDS else "bilinear"
             if thick is not None:
                 within = list(target)
-                within[thick] = float(case[field].affine[:3, thick].norm())
+                # Between planes, not along the axis: a tilted gantry's is oblique, and would mix planes.
+                within[thick] = 1 / float(torch.linalg.inv(case[field].affine.double())[thick, :3].norm())
                 case[field] = _resample(case[field], within, mode, field)
                 mode = "nearest"
             case[field] = _resample(case[field], target, mode, field)

@@ -12,13 +12,7 @@ from torch import nn
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial import SpatialStrategy
 from volseg.parallel.spatial.plan.shards import bounds, overlap, spans, transfers
-from volseg.parallel.spatial.plan.windows import (
-    Convolution,
-    Resize,
-    TransposedConvolution,
-    nearest_planes,
-    plan_halo,
-)
+from volseg.parallel.spatial.plan.windows import Convolution, Resize, TransposedConvolution, nearest_planes, plan_halo
 
 
 @given(size=st.integers(1, 200), shards=st.integers(1, 16))

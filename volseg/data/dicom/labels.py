@@ -170,23 +170,29 @@ class DicomLabel:
         return as_volume(voxels[None], grid.affine.numpy(), path, stored=voxels.dtype)
 
     def _read_segment(self, number: int, grid: Grid) -> Iterator[Voxels]:
-        """Yield the voxels of a segment."""
+        """Yield the voxels of a segment, frame by frame: highdicom makes no volume of a tilted gantry's."""
         if self.dataset.SegmentationType == "FRACTIONAL":
             raise ReaderError(f"{self.path} is a FRACTIONAL segmentation; convert it to a BINARY one")
-        made = import_highdicom().seg.Segmentation.from_dataset(self.dataset, copy=False)
-        volume = made.get_volume(segment_numbers=[number], combine_segments=False, allow_missing_positions=True)
-        to_grid = np.linalg.solve(grid.affine.numpy(), lps_to_ras(volume.affine))
-        at = to_grid[:3, :3] @ np.argwhere(volume.array[..., 0]).T + to_grid[:3, 3:]
-        place = at.round().astype(np.int64)
-        apart, steps = float(np.abs(at - place).max(initial=0)), np.abs(to_grid[:3, 1:3].round()).sum(0)
-        if apart > MISPLACED_VOXELS or not (steps == 1).all():
-            raise ReaderError(
-                f"{self.path} does not lie on its image's voxels: it is up to {apart:.2g} voxels away, at most "
-                f"{MISPLACED_VOXELS:g} are allowed; name the segmentation of this series, or resample it"
-            )
-        if (place < 0).any() or (place >= np.array(grid.shape)[:, None]).any():
-            raise ReaderError(f"{self.path} has voxels outside of its image; name the label of this image")
-        yield tuple(place)
+        hd = import_highdicom()
+        made = hd.seg.Segmentation.from_dataset(self.dataset, copy=False)
+        for frame, groups in enumerate(made.PerFrameFunctionalGroupsSequence, start=1):
+            segment = groups.get("SegmentIdentificationSequence")  # frames of a LABELMAP hold the numbers
+            if segment and segment[0].ReferencedSegmentNumber != number:
+                continue
+            is_inside = made.get_stored_frame(frame) == (1 if segment else number)
+            to_mm = hd.spatial.PixelToReferenceTransformer.for_image(made, frame_number=frame).affine
+            to_grid = np.linalg.solve(grid.affine.numpy(), lps_to_ras(to_mm))[:3]
+            at = to_grid[:, :2] @ np.argwhere(is_inside.T).T + to_grid[:, 3:]
+            place = at.round().astype(np.int64)
+            apart, steps = float(np.abs(at - place).max(initial=0)), np.abs(to_grid[:, :2].round()).sum(0)
+            if apart > MISPLACED_VOXELS or not (steps == 1).all():
+                raise ReaderError(
+                    f"{self.path} does not lie on its image's voxels: it is up to {apart:.2g} voxels away, at most "
+                    f"{MISPLACED_VOXELS:g} are allowed; name the segmentation of this series, or resample it"
+                )
+            if (place < 0).any() or (place >= np.array(grid.shape)[:, None]).any():
+                raise ReaderError(f"{self.path} has voxels outside of its image; name the label of this image")
+            yield tuple(place)
 
     def _read_contours(self, number: int, grid: Grid) -> Iterator[Voxels]:
         """Yield the voxels of a region of interest, plane by plane."""
@@ -208,9 +214,10 @@ class DicomLabel:
             raise ReaderError(f"{self.path} has a contour without three points of three numbers; export it again")
         positions = lps_to_ras(np.concatenate([numbers.reshape(-1, 3).T, np.ones((1, len(numbers) // 3))]))
         points = np.linalg.solve(grid.affine.numpy(), positions)[:3].T
-        axis = int(np.ptp(points, axis=0).argmin())
-        plane = round(float(points[:, axis].mean()))
-        apart = float(np.abs(points[:, axis] - plane).max())
+        planes = points.mean(axis=0).round()
+        away = np.abs(points - planes).max(axis=0)
+        axis = int(away.argmin())  # not by extents: those of a contour without an area are zero along several axes
+        plane, apart = int(planes[axis]), float(away[axis])
         if apart > MISPLACED_VOXELS or not 0 <= plane < grid.shape[axis]:
             raise ReaderError(
                 f"{self.path} has a contour at {numbers[:3].tolist()} mm, {apart:.2g} voxels from plane {plane} of its "
