@@ -40,6 +40,14 @@ def test_a_block_that_writes_nothing_is_an_error(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+def test_two_writers_of_one_thread_id_as_in_two_containers_do_not_mix(tmp_path):
+    path = tmp_path / "search.json"
+    with replacing(path) as first, replacing(path) as second:
+        first.write_text("1", encoding="utf-8")
+        second.write_text("22", encoding="utf-8")
+    assert (path.read_text(encoding="utf-8"), os.listdir(tmp_path)) == ("1", ["search.json"])
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_the_file_of_before_keeps_a_name(tmp_path, monkeypatch, links):
     def refuse(*names):
@@ -67,7 +75,7 @@ def test_two_names_of_one_file_which_a_kill_may_leave_are_parted_again(tmp_path)
 
 def test_only_partial_files_are_removed(tmp_path):
     kept = ["latest.pt", ".hidden", ".x.partial", "a.5.partial", ".latest.pt.12.partial.txt"]
-    for name in [*kept, ".latest.pt.12.partial", ".config.yaml.9.partial"]:
+    for name in [*kept, ".latest.pt.1a2b3c4.partial", ".config.yaml.0000009.partial"]:
         (tmp_path / name).touch()
     remove_partials(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b, file_digest
@@ -15,7 +14,7 @@ from typing import Any
 
 from volseg.errors import ConfigError, VolsegError
 
-PARTIAL = re.compile(r"\..+\.\d+\.partial")
+PARTIAL = re.compile(r"\..+\.[0-9a-f]{7}\.partial")
 """Names of files that are being written, or were when their process was killed."""
 
 NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
@@ -188,18 +187,17 @@ def digest_file(path: Path) -> str:
 
 
 def name_partial(path: Path) -> Path:
-    """Return the temporary file that `replacing` writes; its name has 17 bytes more than that of ``path``."""
+    """Return a new temporary path beside ``path``, for `replacing`; its name has 17 bytes more, always."""
     # Same folder, hence same file system: only there is the replacement atomic. The suffix excludes the file from
-    # globs. The number is the thread's id (the process's id for the main thread): two threads may write the same file.
-    # Linux has ids of up to seven digits. Padded, all names are equally long, so one trial decides for every thread.
-    return path.with_name(f".{path.name}.{threading.get_native_id():07d}.partial")
+    # globs. The digits are random: two threads may write the same file, and so may processes of two containers, which
+    # have the same ids.
+    return path.with_name(f".{path.name}.{os.urandom(4).hex()[:7]}.partial")
 
 
 def _rename_too(path: Path, previous: Path) -> None:
     """Give the file at ``path`` the second name ``previous``."""
     link = name_partial(previous)
     try:
-        link.unlink(missing_ok=True)
         os.link(path, link)
         os.replace(link, previous)
     except OSError:  # a file system without hard links: move the file instead
