@@ -1,11 +1,14 @@
+import getpass
 import os
+import pwd
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from volseg.files import remove_partials, replacing
+from volseg.files import choose_cache_folder, remove_partials, replacing
+from volseg.importing import name_user
 
 
 def test_a_block_that_ends_well_replaces_the_file(tmp_path):
@@ -46,6 +49,16 @@ def test_two_writers_of_one_thread_id_as_in_two_containers_do_not_mix(tmp_path):
         first.write_text("1", encoding="utf-8")
         second.write_text("22", encoding="utf-8")
     assert (path.read_text(encoding="utf-8"), os.listdir(tmp_path)) == ("1", ["search.json"])
+
+
+def test_a_user_whom_the_system_does_not_know_has_a_name_and_no_cache(monkeypatch):
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.delenv("HOME")
+    for name in ("LOGNAME", "USER", "XDG_CACHE_HOME", "VOLSEG_CACHE"):
+        monkeypatch.setenv(name, "")
+    name_user()
+    assert getpass.getuser() == str(os.getuid())  # MONAI's import asks
+    assert choose_cache_folder("auto") is None  # once a folder called ~ in the working folder
 
 
 @pytest.mark.parametrize("links", [True, False])

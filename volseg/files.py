@@ -224,6 +224,26 @@ def require_new(*paths: str | Path, overwrite: bool = False) -> None:
         raise ConfigError(f"{there[0]} exists; choose another path, or use --overwrite to replace it")
 
 
+VARIABLE = "VOLSEG_CACHE"
+"""Environment variable: the cache folder, or ``none``."""
+
+
+def choose_user_cache() -> str | None:
+    """Return ``volseg`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; None for a user without a home folder."""
+    above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if above.startswith("~") else os.path.join(above, "volseg")
+
+
+def choose_cache_folder(wanted: str) -> Path | None:
+    """Return the folder that ``data.cache`` means, or None for no cache.
+
+    ``auto`` is ``$VOLSEG_CACHE``, else that of `choose_user_cache`.
+    """
+    if wanted == "auto":
+        wanted = os.environ.get(VARIABLE) or choose_user_cache() or "none"
+    return None if wanted == "none" else Path(os.path.abspath(wanted))
+
+
 def replace_nan(value: Any) -> Any:
     """Return plain values for JSON, which knows no NaN and no infinity: they become null."""
     if isinstance(value, Mapping):

@@ -28,12 +28,9 @@ from volseg.data.itk import resolve_voxel_file
 from volseg.data.json_files import parse_json
 from volseg.data.volume import require_regular
 from volseg.errors import ConfigError, ReaderError
-from volseg.files import replacing
+from volseg.files import VARIABLE, choose_cache_folder, replacing
 
 Found = TypeVar("Found")
-
-VARIABLE = "VOLSEG_CACHE"
-"""Environment variable: the folder, or ``none``."""
 
 SUFFIX = ".case"
 GIB = 2**30
@@ -52,17 +49,6 @@ class CacheEntry:
     size: int
     used: float
     """Last time that a training opened the file, in seconds of the system's clock."""
-
-
-def choose_cache_folder(wanted: str) -> Path | None:
-    """Return the folder that ``data.cache`` means, or None for no cache.
-
-    ``auto`` is ``$VOLSEG_CACHE``, else ``volseg`` in ``$XDG_CACHE_HOME``, else ``~/.cache/volseg``.
-    """
-    if wanted == "auto":
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        wanted = os.environ.get(VARIABLE) or os.path.join(home, "volseg")
-    return None if wanted == "none" else Path(os.path.abspath(wanted))
 
 
 def get_cache_folder(wanted: str) -> Path | None:
