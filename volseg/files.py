@@ -99,6 +99,10 @@ def replacing(
         os.replace(partial, path)
         if flush:
             _flush_names(path.parent)
+    except OSError as fault:
+        if fault.errno is not None and fault.filename is None:  # a full disk
+            fault.filename = os.fspath(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
