@@ -9,14 +9,7 @@ from volseg.errors import ConfigError
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.gpu_kinds import KINDS, find_kind
 from volseg.estimate.instances import INSTANCES, get_instance
-from volseg.estimate.report import (
-    LargestRow,
-    PlanReport,
-    build_row,
-    build_skipped_row,
-    format_table,
-    format_volumes,
-)
+from volseg.estimate.report import LargestRow, PlanReport, build_row, build_skipped_row, format_table, format_volumes
 from volseg.estimate.step_memory import MemoryUse
 from volseg.estimate.trace import Sent
 

@@ -3,15 +3,7 @@
 import json
 
 import pytest
-from largest_volumes import (
-    UNIT,
-    at_side,
-    list_searches,
-    list_tries,
-    name_search,
-    run_round,
-    summarise,
-)
+from largest_volumes import UNIT, at_side, list_searches, list_tries, name_search, run_round, summarise
 from plan_accuracy_compared import forecast_row
 from plan_accuracy_rows import measure
 
