@@ -7,6 +7,7 @@ a file's date sets the modification time; the change time cannot be set.
 import ast
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -101,7 +102,7 @@ def describe_entries(folder: Path | None) -> str:
 
 def remove_entries(folder: Path, *, unused_seconds: float = 0.0) -> list[CacheEntry]:
     """Remove and return the stored cases unused for ``unused_seconds``; a process that maps one keeps its memory."""
-    latest = time.time() - unused_seconds
+    latest = time.time() - unused_seconds if unused_seconds else math.inf  # a disk's clock may be ahead
     chosen = [entry for entry in list_entries(folder) if entry.used <= latest]
     for entry in chosen:
         entry.path.unlink(missing_ok=True)
