@@ -51,7 +51,7 @@ def test_two_writers_of_one_thread_id_as_in_two_containers_do_not_mix(tmp_path):
     assert (path.read_text(encoding="utf-8"), os.listdir(tmp_path)) == ("1", ["search.json"])
 
 
-def test_a_user_whom_the_system_does_not_know_has_a_name_and_no_cache(monkeypatch):
+def test_a_user_without_an_account_has_a_name_and_no_cache(monkeypatch):
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     monkeypatch.delenv("HOME")
     for name in ("LOGNAME", "USER", "XDG_CACHE_HOME", "VOLSEG_CACHE"):

@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def name_user() -> None:
-    """Name a user whom the system does not know (``docker run --user``): MONAI and torch fail without a name."""
+    """Name a user without an account, as of ``docker run --user``: MONAI and torch fail without a name."""
     try:
         os.environ.get("USER") or os.environ.get("LOGNAME") or pwd.getpwuid(os.getuid())
     except KeyError:

@@ -17,14 +17,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from monai.data import MetaTensor
 
-from volseg.data.dicom.elements import (
-    BIG_ENDIAN,
-    IMPLICIT,
-    SEQUENCE_END,
-    TAGS,
-    Header,
-    Tag,
-)
+from volseg.data.dicom.elements import BIG_ENDIAN, IMPLICIT, SEQUENCE_END, TAGS, Header, Tag
 from volseg.data.dicom.frames import Frame, Stored, list_frames
 from volseg.data.dicom.series import list_slices, require_header
 from volseg.data.itk import lps_to_ras, simpleitk
