@@ -137,8 +137,9 @@ def gather_folders(*assigned: str) -> Section:
         ``cache=FOLDER`` and ``runs=FOLDER``, instead of volseg's defaults.
     """
     given = dict(one.split("=", 1) for one in assigned)
-    places = {"cache": choose_cache_folder("auto"), "runs": "runs", "temporary": tempfile.gettempdir(), **given}
-    return {"folders": [look_at(role, Path(path)) for role, path in places.items() if path is not None]}
+    cache = choose_cache_folder("auto")
+    places = {**({"cache": str(cache)} if cache else {}), "runs": "runs", "temporary": tempfile.gettempdir(), **given}
+    return {"folders": [look_at(role, Path(path)) for role, path in places.items()]}
 
 
 def look_at(role: str, path: Path) -> Section:
