@@ -1,11 +1,14 @@
+import getpass
 import os
+import pwd
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from volseg.files import remove_partials, replacing
+from volseg.files import choose_cache_folder, remove_partials, replacing
+from volseg.importing import name_user
 
 
 def test_a_block_that_ends_well_replaces_the_file(tmp_path):
@@ -40,6 +43,24 @@ def test_a_block_that_writes_nothing_is_an_error(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+def test_two_writers_of_one_thread_id_as_in_two_containers_do_not_mix(tmp_path):
+    path = tmp_path / "search.json"
+    with replacing(path) as first, replacing(path) as second:
+        first.write_text("1", encoding="utf-8")
+        second.write_text("22", encoding="utf-8")
+    assert (path.read_text(encoding="utf-8"), os.listdir(tmp_path)) == ("1", ["search.json"])
+
+
+def test_a_user_without_an_account_has_a_name_and_no_cache(monkeypatch):
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.delenv("HOME")
+    for name in ("LOGNAME", "USER", "XDG_CACHE_HOME", "VOLSEG_CACHE"):
+        monkeypatch.setenv(name, "")
+    name_user()
+    assert getpass.getuser() == str(os.getuid())  # MONAI's import asks
+    assert choose_cache_folder("auto") is None  # once a folder called ~ in the working folder
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_the_file_of_before_keeps_a_name(tmp_path, monkeypatch, links):
     def refuse(*names):
@@ -67,7 +88,7 @@ def test_two_names_of_one_file_which_a_kill_may_leave_are_parted_again(tmp_path)
 
 def test_only_partial_files_are_removed(tmp_path):
     kept = ["latest.pt", ".hidden", ".x.partial", "a.5.partial", ".latest.pt.12.partial.txt"]
-    for name in [*kept, ".latest.pt.12.partial", ".config.yaml.9.partial"]:
+    for name in [*kept, ".latest.pt.1a2b3c4.partial", ".config.yaml.0000009.partial"]:
         (tmp_path / name).touch()
     remove_partials(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)

@@ -12,7 +12,7 @@ Networks over several GPUs: `ModelParallel`, `FastKernels`, `plan`. Your compone
 Names are imported at their first use, so that ``import volseg`` and the command line respond at once.
 """
 
-from volseg.importing import import_late
+from volseg.importing import import_late, name_user
 from volseg.version import __version__
 
 TYPE_CHECKING = False  # typing is not imported: it takes longer to import than this package
@@ -95,6 +95,8 @@ _HOMES = {
     "train": "volseg.experiment.training",
     "validate": "volseg.experiment.validating",
 }
+
+name_user()
 
 _PACKAGES = ("experiment", "parallel")
 """Subpackages available after ``import volseg``: volseg.experiment.configure; volseg.parallel.verify."""

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b, file_digest
@@ -15,7 +14,7 @@ from typing import Any
 
 from volseg.errors import ConfigError, VolsegError
 
-PARTIAL = re.compile(r"\..+\.\d+\.partial")
+PARTIAL = re.compile(r"\..+\.[0-9a-f]{7}\.partial")
 """Names of files that are being written, or were when their process was killed."""
 
 NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
@@ -100,6 +99,10 @@ def replacing(
         os.replace(partial, path)
         if flush:
             _flush_names(path.parent)
+    except OSError as fault:
+        if fault.errno is not None and fault.filename is None:  # a full disk
+            fault.filename = os.fspath(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -188,18 +191,17 @@ def digest_file(path: Path) -> str:
 
 
 def name_partial(path: Path) -> Path:
-    """Return the temporary file that `replacing` writes; its name has 17 bytes more than that of ``path``."""
+    """Return a new temporary path beside ``path``, for `replacing`; its name has 17 bytes more, always."""
     # Same folder, hence same file system: only there is the replacement atomic. The suffix excludes the file from
-    # globs. The number is the thread's id (the process's id for the main thread): two threads may write the same file.
-    # Linux has ids of up to seven digits. Padded, all names are equally long, so one trial decides for every thread.
-    return path.with_name(f".{path.name}.{threading.get_native_id():07d}.partial")
+    # globs. The digits are random: two threads may write the same file, and so may processes of two containers, which
+    # have the same ids.
+    return path.with_name(f".{path.name}.{os.urandom(4).hex()[:7]}.partial")
 
 
 def _rename_too(path: Path, previous: Path) -> None:
     """Give the file at ``path`` the second name ``previous``."""
     link = name_partial(previous)
     try:
-        link.unlink(missing_ok=True)
         os.link(path, link)
         os.replace(link, previous)
     except OSError:  # a file system without hard links: move the file instead
@@ -224,6 +226,26 @@ def require_new(*paths: str | Path, overwrite: bool = False) -> None:
     """Raise `ConfigError` if a file exists and the user did not ask to overwrite it."""
     if not overwrite and (there := [path for path in paths if Path(path).exists()]):
         raise ConfigError(f"{there[0]} exists; choose another path, or use --overwrite to replace it")
+
+
+VARIABLE = "VOLSEG_CACHE"
+"""Environment variable: the cache folder, or ``none``."""
+
+
+def choose_user_cache() -> str | None:
+    """Return ``volseg`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; None for a user without a home folder."""
+    above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if above.startswith("~") else os.path.join(above, "volseg")
+
+
+def choose_cache_folder(wanted: str) -> Path | None:
+    """Return the folder that ``data.cache`` means, or None for no cache.
+
+    ``auto`` is ``$VOLSEG_CACHE``, else that of `choose_user_cache`.
+    """
+    if wanted == "auto":
+        wanted = os.environ.get(VARIABLE) or choose_user_cache() or "none"
+    return None if wanted == "none" else Path(os.path.abspath(wanted))
 
 
 def replace_nan(value: Any) -> Any:

@@ -1,8 +1,18 @@
 """Modules that are imported at the first use of their names."""
 
 import gc
+import os
+import pwd
 from importlib import import_module
 from types import ModuleType
+
+
+def name_user() -> None:
+    """Name a user without an account, as of ``docker run --user``: MONAI and torch fail without a name."""
+    try:
+        os.environ.get("USER") or os.environ.get("LOGNAME") or pwd.getpwuid(os.getuid())
+    except KeyError:
+        os.environ["USER"] = str(os.getuid())
 
 
 def import_late(name: str) -> ModuleType:

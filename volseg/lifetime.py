@@ -59,8 +59,11 @@ def take_age() -> float:
     counts, _counts_from_beginning = _counts_from_beginning, False
     if not counts:
         return 0.0
-    with open("/proc/self/stat", encoding="utf-8") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])  # the preceding name may contain any character
+    try:
+        with open("/proc/self/stat", encoding="utf-8") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])  # the preceding name may contain any character
+    except FileNotFoundError:  # no /proc is mounted
+        return 0.0
     begun = max(ticks / os.sysconf("SC_CLK_TCK"), float(os.environ.get(BEGUN_ANEW, 0)))
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - begun, 0.0)
 

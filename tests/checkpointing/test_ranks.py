@@ -125,6 +125,10 @@ def test_the_lock_of_a_killed_process_is_none(holder, tmp_path):
 def test_neither_lock_nor_empty_folder_is_left(tmp_path):
     hold(tmp_path / "new")
     assert not (tmp_path / "new").exists()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")  # rmdir refuses it, and a mount point: once that hid the reason of an end
+    hold(tmp_path / "link")
+    assert list((tmp_path / "disk").iterdir()) == []
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
     hold(tmp_path / "kept")

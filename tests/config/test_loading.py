@@ -97,8 +97,9 @@ def test_differences_name_the_keys(write):
 
 def test_a_located_config_reads_its_data_from_anywhere(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    located = load_config(write(), ["data.root=task", "split.file=../folds.json"]).located()
-    assert located.data.root == tmp_path / "task"
+    monkeypatch.setenv("HOME", "/home/me")
+    located = load_config(write(), ["data.root=task", "split.file=../folds.json", "data.cache=~/c"]).located()
+    assert (located.data.root, located.data.cache) == (tmp_path / "task", "/home/me/c")
     assert located.split.file == tmp_path.parent / "folds.json"
     assert located.located() == located
 

@@ -23,13 +23,7 @@ from digests import digest
 from monai.data import MetaTensor
 
 from volseg.data.case_store import cache_folder, case_cache
-from volseg.data.case_store.cache_folder import (
-    FileMemory,
-    choose_cache_folder,
-    list_entries,
-    remove_entries,
-    verify_entries,
-)
+from volseg.data.case_store.cache_folder import FileMemory, list_entries, remove_entries, verify_entries
 from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.case_store.preparing import prepare_together
 from volseg.data.case_store.preprocessed import DamagedCaseError, StoredCase, write_case
@@ -40,6 +34,7 @@ from volseg.data.synthetic import make_task
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import own_components
 from volseg.experiment.own_components import REGISTRIES, load_components
+from volseg.files import choose_cache_folder
 from volseg.transforms.preprocessing import build_preprocessing
 
 pytestmark = pytest.mark.usefixtures("ready_python")
@@ -388,6 +383,7 @@ def test_mapped_cases_outlive_their_files_and_take_no_descriptors_and_no_writes(
     for case in prepared_by(task, folder).training:
         case["image"].zero_()
     assert len(remove_entries(folder, unused_seconds=3600)) == 0
+    os.utime(list_entries(folder)[0].path, 2 * [time.time() + 3600])  # the clock was set back, or a disk's is ahead
     assert len(remove_entries(folder)) == NUM_CASES
     assert list_entries(folder) == []
     assert_same(prepared, without)

@@ -25,7 +25,7 @@ from volseg.diagnosis.doctor import (
     gather,
     show_diagnosis,
 )
-from volseg.diagnosis.gatherers import gather_imports, gather_packages, list_bus, look_at, read_module
+from volseg.diagnosis.gatherers import gather_folders, gather_imports, gather_packages, list_bus, look_at, read_module
 from volseg.diagnosis.trials import build_module, gather_compiler, try_kernel
 from volseg.memory import read_limits
 
@@ -237,6 +237,13 @@ def test_folders_are_written_to_and_left_as_they_were(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_cache_is_looked_for_where_cases_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # as in our image, where ~/.cache was looked at
+    for named, expected in (("", [str(tmp_path / "volseg")]), ("none", [])):
+        monkeypatch.setenv("VOLSEG_CACHE", named)
+        assert [one["path"] for one in gather_folders()["folders"] if one["role"] == "cache"] == expected
+
+
 @pytest.mark.skipif(os.name != "posix" or not Path("/proc/self").is_dir(), reason="needs Linux")
 def test_a_folder_that_takes_no_file_is_found() -> None:
     assert look_at("runs", Path("/proc/self/runs"))["refused"]
@@ -290,10 +297,7 @@ def test_packages_that_do_not_fit_and_those_in_two_places_are_found(
     monkeypatch.setattr(sys, "path", [str(one), str(other)])
     found = gather_packages()
     assert found["versions"] == {"monai": "1.5", "gone": None, "numpy": "1.2"}
-    assert found["unmet"] == [
-        "volseg needs monai>=2, installed is 1.5",
-        "volseg needs gone, which is not installed",
-    ]
+    assert found["unmet"] == ["volseg needs monai>=2, installed is 1.5", "volseg needs gone, which is not installed"]
     assert found["twice"] == [f"monai lies in {one} and in {other}"]
 
 

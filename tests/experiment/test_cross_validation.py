@@ -18,7 +18,7 @@ from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError, NonFiniteLossError
 from volseg.evaluation.intervals import mean_intervals
 from volseg.evaluation.summary import read_summary, write_summary
-from volseg.experiment import RunFolder, cross_validate, launching, train
+from volseg.experiment import RunFolder, cross_validate, cross_validation, launching, train
 from volseg.experiment.launching import choose_gpus
 from volseg.experiment.several_runs import plan_folds
 from volseg.reporting import write_brief
@@ -114,6 +114,12 @@ def test_finished_folds_are_kept_and_the_rest_joins_them(quick, finished, tmp_pa
     assert "fold 2 is finished already" in caplog.text
     assert [fold.number for fold in second.folds] == [0, 2]
     assert checkpoint.stat().st_mtime_ns == written_at
+
+
+def test_a_fold_that_another_machine_finishes_meanwhile_is_in_the_table(quick, finished, monkeypatch):
+    monkeypatch.setattr(cross_validation, "train", lambda *given, **options: (finished(1), train(*given, **options)))
+    crossed = cross_validate(quick(), folds=[0])
+    assert [fold.number for fold in crossed.folds] == [0, 1]  # once the last machine's folds alone
 
 
 def test_a_fold_that_was_begun_goes_on_only_when_asked(quick, planned, tmp_path):

@@ -178,10 +178,7 @@ def test_a_series_in_two_folders_is_refused(write_series, tmp_path):
 def test_a_header_is_read_as_far_as_it_is_needed(write_series):
     file = next(write_series("a", 1).iterdir())
     wanted = [(0x0010, 0x0020), (0x0008, 0x0060), (0x0009, 0x0001)]
-    assert read_header(file, wanted, to_end=False).top.elements == {
-        (0x0010, 0x0020): b"P1",
-        (0x0008, 0x0060): b"MR",
-    }
+    assert read_header(file, wanted, to_end=False).top.elements == {(0x0010, 0x0020): b"P1", (0x0008, 0x0060): b"MR"}
     file.write_bytes(file.read_bytes()[:-30])  # the voxels, of which nothing is looked at
     assert read_header(file, wanted[:1], to_end=False).top.elements == {(0x0010, 0x0020): b"P1"}
     file.write_bytes(b"no DICOM at all, and long enough" * 9)

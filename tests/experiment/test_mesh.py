@@ -333,11 +333,7 @@ CUT = "each step's batch of 2, every volume cut into 2 slabs"
 
 
 @pytest.mark.parametrize(
-    ("mesh", "says"),
-    [
-        pytest.param([], DEALT, id="dealt"),
-        pytest.param(["parallel.spatial=2"], CUT, id="cut"),
-    ],
+    ("mesh", "says"), [pytest.param([], DEALT, id="dealt"), pytest.param(["parallel.spatial=2"], CUT, id="cut")]
 )
 def test_processes_started_by_gpus(mesh, says, plain, config_file, tmp_path, capfd):
     mesh = ["device=cpu", *mesh]

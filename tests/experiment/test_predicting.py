@@ -22,6 +22,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.evaluation.folders import RECORD as FILE
 from volseg.evaluation.folders import pair_files
 from volseg.experiment import predict
+from volseg.experiment.prediction.files import PredictionRecord
 from volseg.experiment.prediction.queue import predict_in_processes
 
 pytestmark = pytest.mark.usefixtures("ready_python")
@@ -361,6 +362,13 @@ def test_two_processes_predict_what_one_does(cpu_run, scans, tmp_path, caplog):
     assert failed.message == f"{alone.failures[0].message}; {there} is there, of an earlier prediction"
     for name, path in alone.label_maps.items():
         assert together.label_maps[name].read_bytes() == path.read_bytes()
+
+
+def test_a_process_that_finds_other_weights_ends_the_prediction(cpu_run, scans, tmp_path, monkeypatch):
+    before = property(lambda record: "of the checkpoint before", lambda record, digest: None)
+    monkeypatch.setattr(PredictionRecord, "digest", before, raising=False)  # a training wrote another since
+    with pytest.raises(ConfigError, match="the weights were replaced while the prediction began"):
+        predict(cpu_run, [scans], tmp_path / "out", gpus=2)
 
 
 def test_a_case_is_cut_over_gpus_of_which_there_are_more(cpu_run, scans, tmp_path, caplog):

@@ -303,10 +303,7 @@ def test_a_damaged_record_is_refused(field, value):
         "training": {"kernels": "torch", "record": False},
         "why": "less memory",
     }
-    assert asdict(replanning.Replanned.read(sound, "replanned.json")) == {
-        **sound,
-        "overrides": ("parallel.devices=1",),
-    }
+    assert asdict(replanning.Replanned.read(sound, "replanned.json")) == {**sound, "overrides": ("parallel.devices=1",)}
     with pytest.raises(CheckpointError, match=r"replanned\.json should say how the run goes on .* remove it"):
         replanning.Replanned.read({**sound, field: value}, "replanned.json")
 

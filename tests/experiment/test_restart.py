@@ -81,7 +81,7 @@ def test_restart_begins_goes_on_and_then_prints_the_report(config_file, configur
     folder = RunFolder(configured().folder)
     folder.path.mkdir()
     # A run was killed while it was described.
-    for name in ("environment.json", "task.json", "split.json", ".config.yaml.1234.partial", LOCK):
+    for name in ("environment.json", "task.json", "split.json", ".config.yaml.1a2b3c4.partial", LOCK):
         (folder.path / name).write_text("{}", encoding="utf-8")
     assert run(config_file, "--restart", "--set", "training.epochs=1").exit_code == 0
     assert not list(folder.path.glob(".*.partial"))
@@ -110,7 +110,7 @@ def test_a_report_of_fewer_epochs_is_not_one_of_the_run(trained, configured):
 
 def test_what_a_killed_process_was_writing_is_removed_when_the_folder_is_locked(configured, half):
     """Each was as large as a checkpoint and stayed for ever."""
-    left = [half.checkpoints / ".latest.pt.4321.partial", half.path / ".report.md.4321.partial"]
+    left = [half.checkpoints / ".latest.pt.0004321.partial", half.path / ".report.md.0004321.partial"]
     kept = half.checkpoints / ".somebody's"
     for path in (*left, kept):
         path.write_bytes(b"half")

@@ -36,8 +36,7 @@ def task_of(labels, regions=None, ignore=None):
 
 PLAIN = task_of({0: "background", 7: "liver", 500: "spleen"})
 NESTED = task_of(
-    {0: "background", 1: "oedema", 2: "core", 3: "enhancing"},
-    {"whole": (1, 2, 3), "core": (2, 3), "enhancing": (3,)},
+    {0: "background", 1: "oedema", 2: "core", 3: "enhancing"}, {"whole": (1, 2, 3), "core": (2, 3), "enhancing": (3,)}
 )
 CROSSED = task_of({0: "background", 1: "left", 2: "both", 3: "right"}, {"A": (1, 2), "B": (2, 3)})
 

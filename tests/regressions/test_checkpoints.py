@@ -452,8 +452,7 @@ def test_numbers_of_numpy_beside_weights_are_read(tmp_path):
     """They were refused, with the first line of torch's message, which ends in the middle of a sentence."""
     state = nn.Linear(2, 2).state_dict()
     torch.save(
-        {"state_dict": state, "best": np.float64(0.5), "step": np.int64(3), "run": np.str_("x")},
-        tmp_path / "a.pt",
+        {"state_dict": state, "best": np.float64(0.5), "step": np.int64(3), "run": np.str_("x")}, tmp_path / "a.pt"
     )
     assert equal(read_weights(tmp_path / "a.pt").values, state)
     torch.save({"state_dict": state, "curve": np.zeros(3)}, tmp_path / "b.pt")

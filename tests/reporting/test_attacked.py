@@ -179,7 +179,7 @@ def test_a_disk_that_is_full_or_takes_nothing_is_one_sentence(small_disk, tmp_pa
         (small_disk / "rest").write_bytes(bytes(400 * 1024))
     status, told = say("report", str(run))
     assert status == 1
-    assert "No space left on device; free space, or name another folder" in told
+    assert f"{page}: No space left on device; free space, or name another folder" in told
     assert len(told.splitlines()) == 1
     assert page.read_bytes() == kept, "the page that was there stays"
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

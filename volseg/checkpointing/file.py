@@ -62,10 +62,7 @@ def save_checkpoint(
     content = TrainingState.from_checkpoint(state, f"what is to be written to {path}").as_checkpoint()
     try:
         # Into an open file: given a path, torch writes in C++ without releasing Python to the training.
-        with (
-            replacing(path, previous=previous, make_folder=make_folder) as partial,
-            partial.open("wb") as file,
-        ):
+        with replacing(path, previous=previous, make_folder=make_folder) as partial, partial.open("wb") as file:
             torch.save({"format": FORMAT, **content}, file)
     except (OSError, RuntimeError) as fault:
         # On a full disk torch's writer hides the system's error behind one about the position in the file.

@@ -30,7 +30,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import read_modalities, read_regions
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment.network_plan import NetworkPlan
-from volseg.files import remove_partials, replacing, require_text
+from volseg.files import remove_partials, replacing, require_text, require_writable
 from volseg.monitoring import run_files
 from volseg.reporting import NAME
 
@@ -130,9 +129,7 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} holds a run already; continue it with --resume, or choose another folder by --output"
             )
-        parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise ConfigError(f"{parent} is no folder that can be written to; choose another one by --output")
+        require_writable(self.path)
 
     def _require_own_config(self) -> None:
         if self.exists and not all((self.path / name).exists() for name in DESCRIPTION):

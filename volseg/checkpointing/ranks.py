@@ -215,8 +215,9 @@ def _release(descriptor: int, path: Path) -> None:
     if is_own:
         path.unlink()  # while the lock is still held
     os.close(descriptor)
-    if is_own and not any(path.parent.iterdir()):
-        path.parent.rmdir()
+    if is_own:
+        with suppress(OSError):  # it holds files, is a symbolic link, or a disk is mounted there
+            path.parent.rmdir()
 
 
 def _require_own(descriptor: int, path: Path) -> None:

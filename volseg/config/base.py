@@ -5,20 +5,13 @@ Cross-field checks belong to the section that owns the fields (``model_validator
 """
 
 import math
+import os
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Self, TypeVar, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from volseg.config.nearest import did_you_mean
@@ -146,6 +139,8 @@ class _Fields(BaseModel):
     @classmethod
     def _keep_types_apart(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse values that pydantic would convert: true to the number 1, the strings on and off to a bool."""
+        if isinstance(value, str | os.PathLike) and os.fspath(value).startswith("~"):
+            return os.path.expanduser(value)  # in a file, and behind ``--set output=``, no shell does it
         kinds = set(_list_kinds(cls.model_fields[str(info.field_name)].annotation))
         for item in value if isinstance(value, list | tuple) else (value,):
             if isinstance(item, bool) and kinds & {int, float} and not kinds & {bool, item}:

@@ -23,11 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def fetch_task(
-    task: PublicTask,
-    folder: str | Path = ".",
-    *,
-    url: str | None = None,
-    show: ShowBytes | None = None,
+    task: PublicTask, folder: str | Path = ".", *, url: str | None = None, show: ShowBytes | None = None
 ) -> Path:
     """Fetch a task into a folder of its name; an existing folder stays.
 

@@ -25,10 +25,7 @@ def map_in_threads(
     cancels waiting work. Each thread computes by itself; see `compute_in_one_thread`.
     """
     own = partial(torch.set_num_threads, 1)
-    with (
-        compute_in_one_thread(),
-        ThreadPoolExecutor(workers or MOST_THREADS, initializer=own) as threads,
-    ):
+    with compute_in_one_thread(), ThreadPoolExecutor(workers or MOST_THREADS, initializer=own) as threads:
         yield from threads.map(function, items)
 
 

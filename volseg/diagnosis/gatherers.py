@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import volseg
+from volseg.files import choose_cache_folder
 from volseg.memory import available_bytes, read_limits, read_text
 from volseg.version import installed_version
 
@@ -136,8 +137,8 @@ def gather_folders(*assigned: str) -> Section:
         ``cache=FOLDER`` and ``runs=FOLDER``, instead of volseg's defaults.
     """
     given = dict(one.split("=", 1) for one in assigned)
-    cache = os.environ.get("VOLSEG_CACHE") or str(Path.home() / ".cache" / "volseg")
-    places = {"cache": cache, "runs": "runs", "temporary": tempfile.gettempdir(), **given}
+    cache = choose_cache_folder("auto")
+    places = {**({"cache": str(cache)} if cache else {}), "runs": "runs", "temporary": tempfile.gettempdir(), **given}
     return {"folders": [look_at(role, Path(path)) for role, path in places.items()]}
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
-from volseg.data.case_store.cache_folder import choose_cache_folder
 from volseg.data.case_store.case_cache import CaseCache
 from volseg.data.case_store.preparing import PreparedCases, prepare_together
 from volseg.data.case_store.reading_group import ALONE, Readers
@@ -20,6 +19,7 @@ from volseg.data.checks.reading import summarise_remarks
 from volseg.data.groups import assign_patients, list_split_patients, propose_groups
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError
+from volseg.files import choose_cache_folder
 from volseg.formatting import list_some
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import is_main_process

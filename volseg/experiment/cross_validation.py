@@ -216,7 +216,14 @@ def cross_validate(
     chosen = _choose_folds(plan, folds)
     for fold in plan:
         fold.require_same()
-    results = {fold.number: result for fold in plan if (result := fold.result())}
+    results: dict[int, FoldResult] = {}
+
+    def gather() -> None:
+        for fold in plan:
+            if fold.number not in results and (result := fold.result()):
+                results[fold.number] = result
+
+    gather()
     waiting = [fold for fold in chosen if fold.number not in results]
     _require_may_begin(waiting, resume)
     for fold in chosen:
@@ -224,11 +231,9 @@ def cross_validate(
             logger.info("fold %d is finished already: %s", fold.number, fold.folder.path)
 
     def keep_result(fold: Fold) -> None:
-        result = fold.result()
-        assert result is not None, f"{fold.folder.path} ended well and is not finished"
-        results[fold.number] = result
+        gather()  # also what other machines have finished meanwhile
         RunFolder(config.folder).postprocessing_file.unlink(missing_ok=True)  # it was measured without this fold
-        logger.info("fold %d: Dice %.4f", fold.number, result.mean_dice)
+        logger.info("fold %d: Dice %.4f", fold.number, results[fold.number].mean_dice)
         if len(results) < len(plan):
             write({})
 

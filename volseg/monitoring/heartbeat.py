@@ -22,10 +22,7 @@ from volseg.checkpointing.state import EpochRecord
 from volseg.lifetime import take_age
 from volseg.monitoring import run_files
 from volseg.monitoring.memory import GIB, GpuMeter
-from volseg.parallel.processes.first_error import (
-    await_first_error,
-    reporting_first_error,
-)
+from volseg.parallel.processes.first_error import await_first_error, reporting_first_error
 from volseg.parallel.processes.group import get_supervision
 from volseg.parallel.processes.progress import get_milestone
 from volseg.signals import deferring_signals

@@ -31,7 +31,7 @@ from scipy import ndimage
 from torch import Tensor
 
 from volseg.config.catalogue import get_public_task
-from volseg.data.case_store.cache_folder import choose_cache_folder, list_image_files
+from volseg.data.case_store.cache_folder import list_image_files
 from volseg.data.cases import Case, Task
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.reading import read_case, require_sound
@@ -39,7 +39,7 @@ from volseg.data.json_files import read_json
 from volseg.data.readers import list_files
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
-from volseg.files import replacing
+from volseg.files import choose_cache_folder, replacing
 from volseg.transforms.grid import measure_sides
 
 Lengths = tuple[float, float, float]

@@ -11,8 +11,10 @@ import logging
 import os
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ from volseg.device.norm.activation import Term
 from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, name_group, read_host_rates
 from volseg.estimate.operator_work import describe_kernel, list_tensors
-from volseg.files import replacing
+from volseg.files import choose_user_cache, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ def calibrate(device: torch.device, folder: str | Path | None = None) -> GpuKind
         logger.warning("measuring %s, once, for about half a minute", machine["gpu"])
         stored = {"version": VERSION, "machine": machine, "host": measure_host(device)}
         stored["factors"] = measure_factors(_find_base(machine), device)
-        with replacing(file) as partial_file:
+        with suppress(OSError), replacing(file) as partial_file:  # a read-only folder: measured again
             partial_file.write_text(json.dumps(stored), encoding="utf-8")
     return describe_kind(stored)
 
@@ -89,8 +91,7 @@ def calibrate(device: torch.device, folder: str | Path | None = None) -> GpuKind
 def rates_file_path(gpu: str, version: str, folder: str | Path | None = None) -> Path:
     """Return the file of the rates of a GPU and a version of torch."""
     if folder is None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        folder = os.path.join(home, "volseg", "rates")
+        folder = os.path.join(choose_user_cache() or tempfile.gettempdir(), "rates")
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{gpu}-torch-{version}")
     return Path(folder, f"{name}.json")
 

@@ -159,8 +159,7 @@ def test_nearest_takes_the_planes_that_torch_takes(
 
 
 @pytest.mark.parametrize(
-    ("size", "dim"),
-    [((32, 96, 96), 2), ((31, 96, 96), 3), ((31, 64, 96), 4), ((96, 96, 96), 2), ((8, 8, 8), 2)],
+    ("size", "dim"), [((32, 96, 96), 2), ((31, 96, 96), 3), ((31, 64, 96), 4), ((96, 96, 96), 2), ((8, 8, 8), 2)]
 )
 def test_a_volume_is_cut_along_depth_unless_that_is_thin(size: tuple[int, int, int], dim: int) -> None:
     model = ModelParallel(nn.Conv3d(1, 1, 3, padding=1), strategy="spatial", devices=["cpu"] * 2)

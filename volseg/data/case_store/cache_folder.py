@@ -7,6 +7,7 @@ a file's date sets the modification time; the change time cannot be set.
 import ast
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -28,12 +29,9 @@ from volseg.data.itk import resolve_voxel_file
 from volseg.data.json_files import parse_json
 from volseg.data.volume import require_regular
 from volseg.errors import ConfigError, ReaderError
-from volseg.files import replacing
+from volseg.files import VARIABLE, choose_cache_folder, replacing
 
 Found = TypeVar("Found")
-
-VARIABLE = "VOLSEG_CACHE"
-"""Environment variable: the folder, or ``none``."""
 
 SUFFIX = ".case"
 GIB = 2**30
@@ -52,17 +50,6 @@ class CacheEntry:
     size: int
     used: float
     """Last time that a training opened the file, in seconds of the system's clock."""
-
-
-def choose_cache_folder(wanted: str) -> Path | None:
-    """Return the folder that ``data.cache`` means, or None for no cache.
-
-    ``auto`` is ``$VOLSEG_CACHE``, else ``volseg`` in ``$XDG_CACHE_HOME``, else ``~/.cache/volseg``.
-    """
-    if wanted == "auto":
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        wanted = os.environ.get(VARIABLE) or os.path.join(home, "volseg")
-    return None if wanted == "none" else Path(os.path.abspath(wanted))
 
 
 def get_cache_folder(wanted: str) -> Path | None:
@@ -115,7 +102,7 @@ def describe_entries(folder: Path | None) -> str:
 
 def remove_entries(folder: Path, *, unused_seconds: float = 0.0) -> list[CacheEntry]:
     """Remove and return the stored cases unused for ``unused_seconds``; a process that maps one keeps its memory."""
-    latest = time.time() - unused_seconds
+    latest = time.time() - unused_seconds if unused_seconds else math.inf  # a disk's clock may be ahead
     chosen = [entry for entry in list_entries(folder) if entry.used <= latest]
     for entry in chosen:
         entry.path.unlink(missing_ok=True)

@@ -36,6 +36,7 @@ from volseg.data.itk import simpleitk
 from volseg.data.readers import list_files, read_label, read_volume, stem
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
+from volseg.files import name_partial
 from volseg.transforms.grid import Grid
 
 ROUNDED_VOXELS = 0.25
@@ -102,7 +103,7 @@ def repair_task(
     target = Path(os.path.abspath(target))
     _require_free(target, check.task)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial_root = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial_root = name_partial(target)
     partial_root.mkdir()
     try:
         outcomes = _write_cases(check, partial_root, keep_bad, workers)

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from volseg.data.case_store.cache_folder import FileMemory, choose_cache_folder, list_image_files
+from volseg.data.case_store.cache_folder import FileMemory, list_image_files
 from volseg.data.cases import Case
 from volseg.data.dicom.labels import DicomLabel
 from volseg.data.layouts.declared import DeclaredLabels, read_channel_names, read_regions
 from volseg.data.readers import read_volume, stem
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
+from volseg.files import choose_cache_folder
 from volseg.formatting import list_duplicates, list_some
 from volseg.launched import read_launch
 

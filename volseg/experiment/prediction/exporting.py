@@ -5,7 +5,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from monai.bundle import ConfigParser
@@ -33,7 +33,7 @@ from volseg.experiment.prediction.imported import MEMBERS, POSTPROCESSING, WEIGH
 from volseg.experiment.prediction.sources import load_trained, require_runs
 from volseg.experiment.prediction.trained import Trained, open_run
 from volseg.experiment.rehearsing import OneOutput
-from volseg.files import digest_file, replace_nan, require_new
+from volseg.files import digest_file, name_partial, replace_nan, require_new
 from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import full_logits
 from volseg.models.fit_grid import FitGrid
@@ -99,11 +99,11 @@ def _export_bundle(
         licence=licence,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
+    partial = name_partial(output)
+    partial.mkdir()
     try:
         write_bundle(bundle, partial)
         _require_same(partial, network, shapes)
-        partial.chmod(0o755)  # mkdtemp makes a folder for its owner only
         os.rename(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

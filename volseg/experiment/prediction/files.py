@@ -254,7 +254,7 @@ class PredictionRecord:
             **files.settings,
             **({"components": own} if (own := describe_components(trained.config)) else {}),
         }
-        self._digest = blake2b(json.dumps(self._made_by, sort_keys=True).encode(), digest_size=8).hexdigest()
+        self.digest = blake2b(json.dumps(self._made_by, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def begin(self) -> None:
         """Describe this prediction, or continue the folder's record of predictions with the same settings.
@@ -287,7 +287,7 @@ class PredictionRecord:
         done = {}
         for case in cases:
             entry, path = known.get(case["case"], {}), self._files.name_label_map(case)
-            if entry.get("made_by") != self._digest:  # from another process that was writing when this one began
+            if entry.get("made_by") != self.digest:  # from another process that was writing when this one began
                 continue
             same_image = {"image", "ml"} <= entry.keys() and entry["image"] == identify(case)
             is_whole = all(file.is_file() for file in self._files.name_all(case))
@@ -313,12 +313,12 @@ class PredictionRecord:
             Volume of each label or region (ml), for ``volumes.csv``.
         """
         digest = digest_file(self._files.name_label_map(case))
-        entry = {"case": case["case"], "made_by": self._digest, "image": image, "label_map": digest}
+        entry = {"case": case["case"], "made_by": self.digest, "image": image, "label_map": digest}
         self._append(json.dumps({**entry, "ml": dict(volumes)}) + "\n")
 
     def write_volumes(self) -> Path:
         """Write ``volumes.csv``, the volume (ml) of each label in each predicted case; return its path."""
-        own = [entry for entry in map(_parse, self._read()) if entry.get("made_by") == self._digest]
+        own = [entry for entry in map(_parse, self._read()) if entry.get("made_by") == self.digest]
         entries = {entry["case"]: entry["ml"] for entry in own if "ml" in entry}
         path = self._folder / VOLUMES
         with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:

@@ -147,6 +147,7 @@ def predict(
     queue.leave_out_unusable()
     results = {name: CaseResult(case=name, state="there before", file=path) for name, path in done.items()}
     for_worker = {**order, "source": [str(path_of(one)) for one in order["source"]], "output": str(files.folder)}
+    for_worker["made_by"] = record.digest
     with count_up(len(cases), "predicting", done=len(done)) as count:
         results |= queue.run(count, () if cut_over else devices, for_worker)
     record.write_volumes()
@@ -181,7 +182,13 @@ def serve_predictions() -> None:
     channel = open_channel()
     order = channel.receive()
     try:
-        queue = PredictionQueue(*_load(order), (), strict=False)
+        trained, files, record = _load(order)
+        if record.digest != order["made_by"]:
+            raise ConfigError(
+                "the weights were replaced while the prediction began, by a training that goes on; wait for it, or "
+                "name other weights by --checkpoint; the same command with --overwrite predicts all images again"
+            )
+        queue = PredictionQueue(trained, files, record, (), strict=False)
         for result in queue.predict_each(_ask_for_cases(channel)):
             channel.send(to_jsonable_python(result))
     except ConfigError as fault:
