@@ -13,7 +13,7 @@ from volseg.data.cases import Task
 from volseg.data.layouts.declared import MANIFESTS, read_manifest
 from volseg.data.layouts.files import load_msd, load_nnunet
 from volseg.data.layouts.pairs import IMAGE_FOLDERS, LABEL_FOLDERS, TEST_FOLDERS, detect_arrangement, load_pairs
-from volseg.data.layouts.table import TABLES, load_table
+from volseg.data.layouts.table import TABLES, list_tables, load_table
 from volseg.errors import DataError
 from volseg.files import require_text
 
@@ -47,6 +47,11 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
     if manifest is not None and {"file_ending", "dataset"} & manifest[1].keys() and "training" not in manifest[1]:
         return load_nnunet(*manifest, require_files=require_files)
     listed = manifest is not None and "training" in manifest[1]
+    if not listed and (tables := list_tables(place)):
+        if len(tables) > 1:
+            names = ", ".join(path.name for path in tables)
+            raise DataError(f"{place} holds {len(tables)} tables of cases: {names}; name one of them")
+        return load_table(tables[0], require_files=require_files)
     if not listed and (arrangement := detect_arrangement(place)) is not None:
         return load_pairs(place, arrangement, manifest, require_files=require_files)
     assert manifest is not None, "a folder that find_task returned"
@@ -77,15 +82,18 @@ def find_task(root: str | Path) -> Path:
         return root
     if not root.is_dir():
         raise DataError(f"{root} is no data set; name a folder, or a table ({', '.join(TABLES)})")
-    # A described data set comes first: its files may have any names.
-    if found := _search_near(root, lambda folder: any((folder / name).is_file() for name in MANIFESTS)):
+    # A listed data set comes first: its files may have any names.
+    if found := _search_near(
+        root, lambda folder: any((folder / name).is_file() for name in MANIFESTS) or bool(list_tables(folder))
+    ):
         return found
     if found := _search_near(root, lambda folder: folder.is_dir() and detect_arrangement(folder) is not None):
         return found
     raise DataError(
         f"{root} is no data set: there is no dataset.json in it, in a folder of it, or above it, and no images with "
         f"label maps; needed: dataset.json beside imagesTr and labelsTr, folders called {IMAGE_FOLDERS[0]} and "
-        f"{LABEL_FOLDERS[0]}, pairs such as CASE.nii.gz and CASE_seg.nii.gz, or a table ({', '.join(TABLES)})"
+        f"{LABEL_FOLDERS[0]}, pairs such as CASE.nii.gz and CASE_seg.nii.gz, or a table ({', '.join(TABLES)}) with the "
+        "columns case, image and label"
     )
 
 

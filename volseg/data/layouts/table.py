@@ -20,6 +20,7 @@ table; see `volseg.data.layouts.naming` for a table without.
 
 import csv
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -71,6 +72,18 @@ class _Table:
         """Return the names of the columns that a task keeps unchanged, for weights and for `split.group`."""
         own = {*COLUMNS} - {"weight"}
         return [name for name in self.columns if name and name not in own and not name.startswith(CHANNEL)]
+
+
+def list_tables(folder: Path) -> list[Path]:
+    """Return the tables in a folder whose first line names case, image and label: other tables are not of cases."""
+    found = []
+    for path in sorted(folder.glob("[!.]*")):
+        if path.suffix.lower() in TABLES and path.is_file():
+            with path.open(encoding="utf-8-sig", errors="replace") as file:
+                names = {cell.strip(' "') for cell in re.split(r"[,;\t]", file.readline().strip().casefold())}
+            if {"case", "label"} <= names and any(name.startswith("image") for name in names):
+                found.append(path)
+    return found
 
 
 def load_table(path: Path, *, require_files: bool) -> Task:
