@@ -134,6 +134,11 @@ def build_batches(
         num_classes=task.num_classes,
         is_sparse=task.ignore is not None,
     )
+    if bank.num_channels != task.num_inputs:
+        raise ConfigError(
+            f"the preprocessed images have {bank.num_channels} channels, and the network takes {task.num_inputs}, as "
+            f"{task.name} declares; keep the number in each step of preprocessing"
+        )
     num_masks = len(task.stage_labels)
     own = OwnAugmentations([])
     if config.augmentation.enabled:

@@ -202,6 +202,11 @@ class TrainingStep:
                 cases = self.cases if share is None else self.cases[share.rows]
                 fields, overlap = self.objective.compute({"case": cases, **tensors, **outputs})
             loss = fields["loss"] / gathered
+            if not loss.requires_grad:
+                raise ConfigError(
+                    "the loss has no gradient: no parameter of the network that trains reaches it; compute it from the "
+                    "outputs without detach(), argmax() or item(), and freeze fewer parameters"
+                )
         self.scaler.scale(loss if share is None else loss * share.weight).backward()
         if (timeline := get_timeline()) is not None:
             timeline.end_pass()
