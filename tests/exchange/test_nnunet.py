@@ -200,7 +200,7 @@ def built(name=None, **arguments):
         ({"plans__image_reader_writer": "NaturalImage2DIO"}, "reads images by NaturalImage2DIO"),
         ({"normalization_schemes": ["CTNormalization", "MyScheme"]}, "normalises by MyScheme; .*CTNormalization"),
         ({"resampling_fn_data": "my_resampling"}, "resampling_fn_data names 'my_resampling'"),
-        ({"resampling_fn_probabilities_kwargs": {"order": 3}}, "takes splines of order 3; what can be followed: 1"),
+        ({"resampling_fn_probabilities_kwargs": {"order": 3}}, "takes splines of order 3; supported: 1"),
         ({"resampling_fn_data_kwargs": {"ordr": 3}}, "the argument 'ordr', which is not known"),
         ({"architecture": built("a.b.Primus")}, "names the network Primus; .*PlainConvUNet, Residual"),
         ({"architecture": built(norm_op="torch.nn.BatchNorm3d")}, "norm_op: 'torch.nn.BatchNorm3d'"),
@@ -208,7 +208,7 @@ def built(name=None, **arguments):
         ({"architecture": built(nonlin_kwargs={"negative_slope": 0.2})}, "a leaky ReLU of slope 0.01"),
         ({"architecture": built(squeeze=True)}, "the parameter 'squeeze', which cannot be followed"),
         # The first two were passed over; the rest ended in a traceback.
-        ({"plans__label_manager": "MyOwn"}, "label maps by MyOwn; what can be followed: LabelManager"),
+        ({"plans__label_manager": "MyOwn"}, "label maps by MyOwn; supported: LabelManager"),
         ({"plans__transpose_backward": [2, 2, 2]}, r"transpose_backward should undo transpose_forward .*got \[2, 2, 2"),
         ({"plans__transpose_forward": [0, None, 1]}, "should be an order of 0, 1, 2, got .0, None, 1"),
         ({"plans__transpose_forward": [0, 1, 1]}, r"transpose_forward should be an order of 0, 1, 2, got \[0, 1, 1\]"),

@@ -157,8 +157,8 @@ class ExperimentConfig(ConfigModel):
             )
         if self.training.patience is not None and self.training.validate_every is None:
             raise ValueError(
-                "training.patience counts validations on the way, and training.validate_every: null makes none; leave "
-                "out one of them"
+                "training.patience counts validations during the training, and training.validate_every: null runs "
+                "none; leave out one of them"
             )
         return self
 

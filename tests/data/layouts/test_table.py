@@ -143,7 +143,7 @@ def test_a_split_of_a_column(table):
         (with_column("fold", 0, 1, "x"), r"line 4: 'fold' is 'x'; needed: the number of the fold"),
         (with_column("fold", 0, 0, 0), r"a split needs cases to train on, got none"),
         (with_column("split", "train", "tset", "val"), r"line 3: 'split' is 'tset'; did you mean 'test'\?"),
-        (with_column("fold,split", "0,val", "1,", ","), r"says under 'fold' and under 'split' what validates"),
+        (with_column("fold,split", "0,val", "1,", ","), r"chooses the validation cases both by 'fold' and by 'split'"),
         (with_column("labelled", "lesoin", "", ""), r"a: 'labelled' holds 'lesoin', .*; did you mean 'lesion'\?"),
     ],
 )
@@ -155,7 +155,7 @@ def test_what_cannot_be_trusted_is_refused(table, text, message):
 def test_what_was_looked_for_stands_in_the_table(table, tmp_path):
     """A manifest beside it may be about other cases; what it says of them is not passed over without a word."""
     (tmp_path / "dataset.json").write_text(json.dumps({**NAMES, "labelled": {"q": [1]}}), encoding="utf-8")
-    with pytest.raises(DataError, match=r"dataset\.json says what was looked for in cases; .*needs a column"):
+    with pytest.raises(DataError, match=r"dataset\.json has 'labelled'; move it to a column 'labelled' of "):
         load_task(table(PLAIN))
     assert [case.get("labelled") for case in load_task(table(with_column("labelled", 1, "", ""))).training] == [
         (1,),
