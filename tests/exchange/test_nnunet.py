@@ -206,7 +206,7 @@ def built(name=None, **arguments):
         ({"architecture": built(norm_op="torch.nn.BatchNorm3d")}, "norm_op: 'torch.nn.BatchNorm3d'"),
         ({"architecture": built(dropout_op="torch.nn.Dropout3d")}, "dropout_op: 'torch.nn.Dropout3d'"),
         ({"architecture": built(nonlin_kwargs={"negative_slope": 0.2})}, "a leaky ReLU of slope 0.01"),
-        ({"architecture": built(squeeze=True)}, "the parameter 'squeeze', which cannot be followed"),
+        ({"architecture": built(squeeze=True)}, "the parameter 'squeeze', which is not supported"),
         # The first two were passed over; the rest ended in a traceback.
         ({"plans__label_manager": "MyOwn"}, "label maps by MyOwn; supported: LabelManager"),
         ({"plans__transpose_backward": [2, 2, 2]}, r"transpose_backward should undo transpose_forward .*got \[2, 2, 2"),

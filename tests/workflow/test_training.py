@@ -81,7 +81,7 @@ def test_losses_need_names_of_their_own(make_training, names, factors, message):
 
 def test_a_loss_without_a_gradient_is_refused(make_training):
     detached = Named(lambda logits, label: cross_entropy(logits.detach(), label), ["logits", "label"], ["loss"])
-    with pytest.raises(ConfigError, match=r"the loss has no gradient: .*without detach\(\)"):
+    with pytest.raises(ConfigError, match="the loss has no gradient"):
         make_training(losses=[detached]).run()
 
 

@@ -136,8 +136,7 @@ def build_batches(
     )
     if bank.num_channels != task.num_inputs:
         raise ConfigError(
-            f"the preprocessed images have {bank.num_channels} channels, and the network takes {task.num_inputs}, as "
-            f"{task.name} declares; keep the number in each step of preprocessing"
+            f"preprocessing gives {bank.num_channels} channel(s), not {task.num_inputs}; correct its steps"
         )
     num_masks = len(task.stage_labels)
     own = OwnAugmentations([])

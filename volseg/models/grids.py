@@ -152,8 +152,7 @@ def probe_grid_rule(net: nn.Module) -> GridRule:
     if base is None:
         raise GridError(
             f"{type(net).__name__} gives no output on its input's grid for any cube of {sorted(_BASES)} voxels "
-            f"({answer.last_fault}); return logits (B, K, D, H, W) on that grid, or declare which sides fit: "
-            "divisors=(16, 16, 16) as an attribute of the network or an argument of FitGrid"
+            f"({answer.last_fault}); return logits on it, or say which sides fit: FitGrid(net, divisors=(16, 16, 16))"
         )
 
     def along(axis: int, side: int) -> bool:

@@ -100,10 +100,9 @@ class CheckedStep:
         for field in (field for field in self.fields if field in case):
             volume = made.get(field) if isinstance(made, Mapping) else None
             if not isinstance(volume, MetaTensor) or volume.ndim != 4 or "original_affine" not in volume.meta:
-                shape = tuple(getattr(volume, "shape", ()))
                 raise GridError(
                     f"{self.name} must return a case whose {field} is a MetaTensor (C, D, H, W) with its meta data, "
-                    f"got a {type(volume).__name__} {shape or ''}; change the volume itself, or use copy_meta_from"
+                    f"got a {type(volume).__name__} {tuple(getattr(volume, 'shape', ()))}; use copy_meta_from"
                 )
             grid, image = Grid.of(made[self.fields[0]]), self.fields[0]
             grid.require_same(Grid.of(volume), image, f"after {self.name} the {field}")
@@ -175,8 +174,9 @@ class Preprocessing(Compose):
             except torch.OutOfMemoryError:  # on a GPU: the CPU may have memory
                 raise
             except (ValueError, RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError) as fault:
-                step_name = getattr(step, "name", type(step).__name__)
-                raise DataError(f"case {name}: {step_name} failed: {type(fault).__name__}: {fault}") from fault
+                raise DataError(
+                    f"case {name}: {getattr(step, 'name', type(step).__name__)} failed: {fault!r}"
+                ) from fault
         return case
 
 

@@ -203,10 +203,7 @@ class TrainingStep:
                 fields, overlap = self.objective.compute({"case": cases, **tensors, **outputs})
             loss = fields["loss"] / gathered
             if not loss.requires_grad:
-                raise ConfigError(
-                    "the loss has no gradient: no parameter of the network that trains reaches it; compute it from the "
-                    "outputs without detach(), argmax() or item(), and freeze fewer parameters"
-                )
+                raise ConfigError("the loss has no gradient; compute it from trained outputs, without detach()")
         self.scaler.scale(loss if share is None else loss * share.weight).backward()
         if (timeline := get_timeline()) is not None:
             timeline.end_pass()

@@ -49,8 +49,7 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
     listed = manifest is not None and "training" in manifest[1]
     if not listed and (tables := list_tables(place)):
         if len(tables) > 1:
-            names = ", ".join(path.name for path in tables)
-            raise DataError(f"{place} holds {len(tables)} tables of cases: {names}; name one of them")
+            raise DataError(f"{place} holds tables of cases: {', '.join(path.name for path in tables)}; name one")
         return load_table(tables[0], require_files=require_files)
     if not listed and (arrangement := detect_arrangement(place)) is not None:
         return load_pairs(place, arrangement, manifest, require_files=require_files)
@@ -83,17 +82,14 @@ def find_task(root: str | Path) -> Path:
     if not root.is_dir():
         raise DataError(f"{root} is no data set; name a folder, or a table ({', '.join(TABLES)})")
     # A listed data set comes first: its files may have any names.
-    if found := _search_near(
-        root, lambda folder: any((folder / name).is_file() for name in MANIFESTS) or bool(list_tables(folder))
-    ):
+    if found := _search_near(root, lambda at: any((*map(Path.is_file, map(at.joinpath, MANIFESTS)), *list_tables(at)))):
         return found
     if found := _search_near(root, lambda folder: folder.is_dir() and detect_arrangement(folder) is not None):
         return found
     raise DataError(
         f"{root} is no data set: there is no dataset.json in it, in a folder of it, or above it, and no images with "
         f"label maps; needed: dataset.json beside imagesTr and labelsTr, folders called {IMAGE_FOLDERS[0]} and "
-        f"{LABEL_FOLDERS[0]}, pairs such as CASE.nii.gz and CASE_seg.nii.gz, or a table ({', '.join(TABLES)}) with the "
-        "columns case, image and label"
+        f"{LABEL_FOLDERS[0]}, pairs such as CASE.nii.gz and CASE_seg.nii.gz, or a table ({', '.join(TABLES)})"
     )
 
 

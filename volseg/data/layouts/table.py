@@ -76,14 +76,10 @@ class _Table:
 
 def list_tables(folder: Path) -> list[Path]:
     """Return the tables in a folder whose first line names case, image and label: other tables are not of cases."""
-    found = []
-    for path in sorted(folder.glob("[!.]*")):
-        if path.suffix.lower() in TABLES and path.is_file():
-            with path.open(encoding="utf-8-sig", errors="replace") as file:
-                names = {cell.strip(' "') for cell in re.split(r"[,;\t]", file.readline().strip().casefold())}
-            if {"case", "label"} <= names and any(name.startswith("image") for name in names):
-                found.append(path)
-    return found
+    tables = [path for path in sorted(folder.glob("[!.]*")) if path.suffix.lower() in TABLES and path.is_file()]
+    heads = [path.read_text("utf-8-sig", "replace").casefold().partition("\n")[0] for path in tables]
+    needed = {"case", "image", "label"}
+    return [path for path, head in zip(tables, heads, strict=True) if needed <= {*re.split(r'[\s",;_]+', head)}]
 
 
 def load_table(path: Path, *, require_files: bool) -> Task:
