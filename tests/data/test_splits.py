@@ -34,6 +34,7 @@ def test_the_first_folds_take_what_does_not_divide():
     ("ids", "num_folds", "message"),
     [
         ("abc", 5, r"got 5 folds of 3 cases; set split\.num_folds to 3"),
+        ("a", 5, r"got 5 folds of 1 cases; set split\.validation to none"),
         ("abc", 1, r"need 2 folds or more.*set split\.num_folds to 2"),
         ("abb", 2, "case ids must be unique, but 'b' came twice"),
     ],

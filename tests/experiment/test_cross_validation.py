@@ -331,4 +331,4 @@ def test_a_fold_on_several_gpus_starts_its_own_processes(quick):
 def test_numbers_after_config_without_folds_are_refused(config_file):
     result = CliRunner().invoke(app, ["cross-validate", str(config_file), "0", "1"])
     assert result.exit_code == 2
-    assert "what does 0 mean after CONFIG?" in result.output
+    assert "got 0 after CONFIG; choose folds by --folds" in result.output

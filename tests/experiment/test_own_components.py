@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import volseg
 from tests.experiment.conftest import latest
 from volseg.cli import app
-from volseg.errors import ConfigError, GridError
+from volseg.errors import ConfigError, DataError, GridError
 from volseg.experiment import REGISTRIES, load_config, train
 from volseg.experiment.own_components import components_arguments
 
@@ -268,6 +268,7 @@ def test_verify_and_the_list_take_the_file_too(own):
         ("network={name: Bare}", "network Bare must take in_channels and out_channels"),
         ("network={name: Lacking}", "network Lacking needs a package.*pip install surely_absent"),
         ("losses=[{name: Vector}]", "must give one number"),
+        ("losses=[{name: Single}]", r"must give one number, got \(1,\)"),
         ("optimizer={name: NoOptimizer, lr: 1}", "must make a torch.optim.Optimizer"),
         ("hooks=[{name: NoHook}]", "hook NoHook must be a volseg.Hook"),
         ("training.frozen=[bodi.*]", r"no parameter is called 'bodi.*'; did you mean .*'body\.\*'"),
@@ -298,6 +299,7 @@ def test_what_cannot_be_run_is_refused_before_a_folder_is_begun(own, registered,
     volseg.register("network", "Bare", nn.PReLU)
     volseg.register("network", "Lacking", Lacking)
     volseg.register("loss", "Vector", lambda: lambda logits, label: logits.mean((1, 2, 3, 4)))
+    volseg.register("loss", "Single", lambda: lambda logits, label: logits.mean()[None])
     volseg.register("optimizer", "NoOptimizer", lambda groups, lr: groups)
     volseg.register("hook", "NoHook", dict)
     plain = ["losses=[{name: DiceCELoss}]", "optimizer={name: SGD, lr: 1}"] if change.startswith("network") else []
@@ -413,6 +415,9 @@ def test_an_installed_package_offers_components_which_are_loaded_when_they_are_a
         ("transform", lambda case: {**case, "image": case["image"].as_tensor()}, "whose image is a MetaTensor"),
         ("transform", lambda case: {**case, "label": case["label"][:, 1:]}, "after Wrong the label has the shape"),
         ("transform", lambda case: None, "Wrong must return a case whose image is a MetaTensor"),
+        ("transform", lambda case: {**case, "image": case["image"][0]}, r"got a MetaTensor \(\d+, \d+, \d+\)"),
+        ("transform", lambda case: case["img"], r"case .*: Wrong failed: KeyError\('img'\)"),
+        ("transform", lambda case: {**case, "image": case["image"].repeat(2, 1, 1, 1)}, r"gives 2 channel\(s\), not 1"),
         ("augmentation", lambda image, label: image, r"must return \(image, label\), got \(1, 16, 16, 16\)"),
         ("augmentation", lambda image, label: (image[:, 1:], label), "the image with the shape, type and device that"),
         ("augmentation", lambda image, label: (image, label.float()), r"the label with the shape.*uint8.*got.*float32"),
@@ -423,5 +428,5 @@ def test_a_step_that_loses_the_place_shape_or_type_of_a_volume_is_refused(own, r
     volseg.register("augmentation", "Wrong", lambda: lambda image, label, generator: change(image, label))
     # No cache: names in it would follow from all that this file imports, which takes seconds.
     steps = "preprocessing=[{name: Orientation}, " if kind == "transform" else "augmentation.own=["
-    with pytest.raises(GridError, match=message):
+    with pytest.raises((GridError, DataError, ConfigError), match=message):
         train(load_config(own[0], [steps + "{name: Wrong}]", "data.cache=none"]))

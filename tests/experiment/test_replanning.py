@@ -271,7 +271,7 @@ class Fails(Hook):
     ("settings", "message"),
     [
         ((), "the run goes on with --set parallel.strategy=spatial"),  # it does not fall back
-        (("parallel={strategy: pipeline, devices: 2}",), "is about another mesh than is asked for now"),
+        (("parallel={strategy: pipeline, devices: 2}",), "is for another mesh; the requested one"),
     ],
 )
 def test_a_run_that_was_replanned_and_lost_goes_on_as_it_was_or_is_asked_for(configured, caplog, settings, message):

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -87,6 +88,11 @@ def test_deep_supervision_heads_lie_on_the_labels_grid(sides):
     assert fitted.eval()(volume(*sides)).shape[2:] == sides
 
 
+class Heads(NamedTuple):
+    fine: torch.Tensor
+    coarse: torch.Tensor
+
+
 class Places(nn.Module):
     """Give where each voxel lies, on the grid and on the half grid."""
 
@@ -98,7 +104,9 @@ class Places(nn.Module):
         half = nn.functional.avg_pool3d(x, 2)
         if self.kind == "stack":
             return torch.stack([x, nn.functional.interpolate(half, scale_factor=2)], 1)
-        return {"tuple": (x, half), "dict": {"logits": x, "coarse": half, "norm": x.sum()}}[self.kind]
+        return {"tuple": (x, half), "named": Heads(x, half), "dict": {"logits": x, "coarse": half, "norm": x.sum()}}[
+            self.kind
+        ]
 
 
 def test_coarse_heads_do_not_shift_against_the_label():
@@ -112,7 +120,7 @@ def test_coarse_heads_do_not_shift_against_the_label():
     assert (coarse - x)[:, :, inner].abs().max() <= 0.5
 
 
-@pytest.mark.parametrize(("kind", "result"), [("tuple", tuple), ("stack", list), ("dict", dict)])
+@pytest.mark.parametrize(("kind", "result"), [("tuple", tuple), ("named", Heads), ("stack", list), ("dict", dict)])
 @pytest.mark.parametrize("sides", [(16, 16, 16), (13, 16, 15)])
 def test_every_kind_of_output_is_fitted(kind, result, sides):
     outputs = FitGrid(Places(kind), divisors=(8, 8, 8))(volume(*sides))

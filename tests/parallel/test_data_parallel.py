@@ -210,7 +210,7 @@ def hidden_outputs() -> str | None:
 def averaged_already() -> str | None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "spatial"))
     model = ModelParallel(build(), strategy="spatial", mesh=mesh)
-    return expect_refusal("averaged over the 'data' dimension of its mesh already", lambda: wrap(model))
+    return expect_refusal("already averaged over the 'data' dimension of its mesh", lambda: wrap(model))
 
 
 def another_mesh() -> str | None:

@@ -139,8 +139,8 @@ def test_deep_supervision_weighs_the_heads(targets):
         (REGIONS, "GeneralizedDiceFocalLoss", {}, r"not know what the label maps hold \(regions\); take DiceCELoss"),
         (SPARSE, "DiceLoss", {}, r"\(ignored voxels\)"),
         (PARTIAL, "TverskyLoss", {}, r"\(hidden classes\)"),
-        (REGIONS, "DiceLoss", {"softmax": True}, "is to take a softmax, but regions overlap"),
-        (REGIONS, "DiceCELoss", {"softmax": True}, "is to take a softmax, but regions overlap"),
+        (REGIONS, "DiceLoss", {"softmax": True}, "has softmax: true, but regions overlap"),
+        (REGIONS, "DiceCELoss", {"softmax": True}, "has softmax: true, but regions overlap"),
         (SPARSE, "DiceCELoss", {"label_smoothing": 0.1}, "takes no class weights, no label smoothing"),
     ],
 )

@@ -79,6 +79,12 @@ def test_losses_need_names_of_their_own(make_training, names, factors, message):
         make_training(losses=list(map(name_entropy, names)), loss_weights=factors)
 
 
+def test_a_loss_without_a_gradient_is_refused(make_training):
+    detached = Named(lambda logits, label: cross_entropy(logits.detach(), label), ["logits", "label"], ["loss"])
+    with pytest.raises(ConfigError, match="the loss has no gradient"):
+        make_training(losses=[detached]).run()
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_that_is_not_finite_names_epoch_batch_and_cases_and_spares_the_weights(make_training, accumulate):
     class Poisoned:

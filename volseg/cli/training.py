@@ -153,7 +153,7 @@ def cross_validate(
 ) -> None:
     """Train all folds that are not finished, and write one table of all cases."""
     if more_folds and not folds:
-        raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
+        raise typer.BadParameter(f"got {more_folds[0]} after CONFIG; choose folds by --folds 0 1 ...")
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
     # click gives an option one value, so numbers after `--folds 0` are arguments.
     chosen = [*folds, *(more_folds or ())] if folds else None
@@ -236,7 +236,7 @@ def plan(
         if config is None:
             return
     if config is None:
-        raise typer.BadParameter("which CONFIG is to be planned for? (without one there is --calibrate only)")
+        raise typer.BadParameter("name the CONFIG to plan for; only --calibrate needs none")
     loaded = experiment.load_config(config, overrides or ())
     experiment.require_weights(loaded)  # a training with missing weights cannot start
     machine = experiment.resolve_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)

@@ -156,10 +156,7 @@ class ExperimentConfig(ConfigModel):
                 "training.deterministic: true promises the same bits each time; set kernels to auto, fast or torch"
             )
         if self.training.patience is not None and self.training.validate_every is None:
-            raise ValueError(
-                "training.patience counts validations on the way, and training.validate_every: null makes none; leave "
-                "out one of them"
-            )
+            raise ValueError("training.patience counts validations, and training.validate_every is null; leave one out")
         return self
 
     @model_validator(mode="after")

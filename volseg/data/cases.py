@@ -72,9 +72,10 @@ def folds(
     if doubled := list_duplicates(names):
         raise DataError(f"case ids must be unique, but {_list_ids(doubled)} came twice")
     if not 2 <= num_folds <= len(names):
+        fewer = f"split.num_folds to {max(2, min(num_folds, len(names)))}, or " if len(names) > 1 else ""
         raise DataError(
             f"need 2 folds or more, and a case for each, got {num_folds} folds of {len(names)} cases; "
-            f"set split.num_folds to {max(2, min(num_folds, len(names)))}, or split.validation to none"
+            f"set {fewer}split.validation to none"
         )
     if groups is not None and len(patients := _gather_patients(names, groups)) < len(names):
         validated = _deal_patients(patients, num_folds, seed)

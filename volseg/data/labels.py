@@ -94,12 +94,12 @@ def to_values(classes: Tensor, task: Task) -> Tensor:
 
 
 def num_indices(task: Task) -> int:
-    """Return the count of the numbers that a label map of the task may hold in memory.
+    """Return how many values a label map of the task may hold in memory.
 
     Raises
     ------
     DataError
-        If there are more than one byte holds.
+        If they do not fit one byte.
     """
     return targets_of(task).num_indices
 

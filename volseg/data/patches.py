@@ -127,7 +127,7 @@ def _draw_cases(num_cases: int, count: int, weights: Tensor | None, generator: t
 
 
 def _draw_voxels(foreground: ForegroundVoxels, cases: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return a voxel of a random class that each case has, and whether it has any."""
+    """Return a voxel of a random class of each case, and whether the case has a class."""
     if not len(foreground.voxels):
         return torch.zeros(len(cases), 3, dtype=torch.int64), torch.zeros(len(cases), dtype=torch.bool)
     count = foreground.count[cases]

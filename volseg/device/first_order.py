@@ -16,7 +16,7 @@ def refuse_forward_mode(name: str) -> None:
     """Raise `UnsupportedOperatorError` in forward-mode differentiation: volseg's functions do not support it."""
     if is_forward_mode():
         raise UnsupportedOperatorError(
-            f"{name} computes derivatives backward, and was called where they are computed forward (torch.func.jvp, or "
+            f"{name} supports reverse-mode derivatives only, and was called in forward mode (torch.func.jvp, or "
             "a dual_level of torch.autograd.forward_ad): take the gradient by backward(), or call the plain network"
         )
 

@@ -185,7 +185,7 @@ def _read_record(record: Path) -> Mapping[str, Any]:
     try:
         made_by = parse_json(line)
     except ValueError as fault:
-        raise DataError(f"{record} does not begin with what made the predictions ({fault}); take it away") from fault
+        raise DataError(f"the first line of {record} describes no predictions ({fault}); remove that file") from fault
     return made_by if isinstance(made_by, dict) else {}
 
 

@@ -134,6 +134,10 @@ def build_batches(
         num_classes=task.num_classes,
         is_sparse=task.ignore is not None,
     )
+    if bank.num_channels != task.num_inputs:
+        raise ConfigError(
+            f"preprocessing gives {bank.num_channels} channel(s), not {task.num_inputs}; correct its steps"
+        )
     num_masks = len(task.stage_labels)
     own = OwnAugmentations([])
     if config.augmentation.enabled:

@@ -148,7 +148,7 @@ def rehearse_losses(
             given = {name: describe_value(fields[name]) for name in loss.inputs}
             raise ConfigError(f"loss {loss.title} cannot be computed of {given}: {_tell(fault)}") from fault
         for value in values.values():
-            if not (isinstance(value, Tensor) and value.numel() == 1):
+            if not (isinstance(value, Tensor) and value.ndim == 0):
                 raise ConfigError(f"loss {loss.title} must give one number, got {describe_value(value)}")
         if is_shared:
             require_mean(loss, fields, SAMPLES)

@@ -141,7 +141,7 @@ class FitGrid(nn.Module):
 def _each_volume(output: Any, fit: Any) -> Any:
     """Apply ``fit`` to every volume of a network's output; unstack MONAI's deep supervision on the way."""
     if isinstance(output, list | tuple):
-        return type(output)(_each_volume(part, fit) for part in output)
+        return getattr(output, "_make", type(output))(_each_volume(part, fit) for part in output)  # a named tuple's
     if isinstance(output, dict):
         return {name: _each_volume(part, fit) for name, part in output.items()}
     dims = len(getattr(output, "shape", ()))

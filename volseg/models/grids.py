@@ -152,7 +152,7 @@ def probe_grid_rule(net: nn.Module) -> GridRule:
     if base is None:
         raise GridError(
             f"{type(net).__name__} gives no output on its input's grid for any cube of {sorted(_BASES)} voxels "
-            f"({answer.last_fault}); say what its sides must be divisible by: FitGrid(net, divisors=(16, 16, 16))"
+            f"({answer.last_fault}); return logits on it, or say which sides fit: FitGrid(net, divisors=(16, 16, 16))"
         )
 
     def along(axis: int, side: int) -> bool:
@@ -188,7 +188,7 @@ class _Answers:
         self.net = net
         convolutions = (module for module in net.modules() if isinstance(module, nn.Conv3d))
         self.in_channels = next((module.in_channels for module in convolutions), 1)
-        self.last_fault = "every output has another shape"
+        self.last_fault = ""
 
     def takes(self, sides: Sides) -> bool:
         modes = {module: module.training for module in self.net.modules()}
@@ -207,7 +207,9 @@ class _Answers:
                 module.training = mode
         while isinstance(output, list | tuple) and output:
             output = output[0]
-        return len(getattr(output, "shape", ())) >= 5 and tuple(output.shape[-3:]) == sides
+        shape = tuple(getattr(output, "shape", ()))
+        self.last_fault = f"of {tuple(image.shape)} it makes {shape or f'a {type(output).__name__}'}"
+        return len(shape) >= 5 and shape[-3:] == sides
 
 
 def run_on_copies(net: nn.Module, copy: Callable[[Tensor], Tensor], *args: Any) -> Any:

@@ -147,7 +147,7 @@ class Replicas:
             found = self.gather(torch.tensor(list(numbers.values()), device=get_host_readable_device(device))).tolist()
         for name, *values in zip(numbers, *found, strict=True):
             if len(set(values)) > 1:
-                raise ParallelError(f"the processes of the replicas must be given one {name}, got {values}")
+                raise ParallelError(f"all processes of the replicas need the same {name}, got {values}")
 
     def join_moments(self, mean: Tensor, variance: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Merge mean, biased variance and number of values over all replicas, by one message; without gradient.

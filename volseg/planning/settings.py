@@ -247,7 +247,7 @@ def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str
                 yield Setting(f"augmentation.{effect}", off, reason)
                 reason = ""
     else:
-        yield Setting("augmentation.margin", 0.43, "reads as much around a patch as nnU-Net does")
+        yield Setting("augmentation.margin", 0.43, "the margin around a patch is nnU-Net's")
     if geometry.num_gpus == 1 and is_flat(geometry.patch, geometry.coarse):
         others = [axis != geometry.coarse for axis in range(3)]
         degrees = [0.0 if other else 180.0 for other in others]
@@ -355,9 +355,9 @@ def _list_training(geometry: Geometry, preset: str) -> Iterator[Setting]:
     )
     yield Setting("training.epochs", EPOCHS, reason)
     yield Setting("training.iterations", ITERATIONS, "batches per epoch: nnU-Net's number")
-    yield Setting("training.validate_every", 10, "epochs: ten looks at the Dice on the way")
+    yield Setting("training.validate_every", 10, "epochs: ten validations during the training")
     yield Setting("training.clip", 12, "largest norm of the gradient: nnU-Net's number")
-    reason = "what is validated and predicted with are weights averaged over about 1000 batches"
+    reason = "validations and predictions use weights averaged over about 1000 batches"
     yield Setting("training.ema", 0.999, reason)
 
 

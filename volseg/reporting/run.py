@@ -215,7 +215,7 @@ def _draw_curves(record: RunRecord) -> list[content.Block]:
 
 
 def _list_lines(record: RunRecord, tags: Sequence[str], names: Sequence[str]) -> list[content.Line]:
-    """Return a line per tag over the epochs that have it; a label has the colour that it has in the pictures."""
+    """Return a line per tag over the epochs that have it; a label has the same colour as in the pictures."""
     lines = []
     for place, tag in enumerate(tags):
         held = [(line.epoch, line.scalars[tag]) for line in record.history if tag in line.scalars]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from monai.data import MetaTensor
 from monai.transforms import (
@@ -103,7 +102,7 @@ class CheckedStep:
             if not isinstance(volume, MetaTensor) or volume.ndim != 4 or "original_affine" not in volume.meta:
                 raise GridError(
                     f"{self.name} must return a case whose {field} is a MetaTensor (C, D, H, W) with its meta data, "
-                    f"got a {type(volume).__name__}; change the volume itself, or use copy_meta_from"
+                    f"got a {type(volume).__name__} {tuple(getattr(volume, 'shape', ()))}; use copy_meta_from"
                 )
             grid, image = Grid.of(made[self.fields[0]]), self.fields[0]
             grid.require_same(Grid.of(volume), image, f"after {self.name} the {field}")
@@ -174,8 +173,10 @@ class Preprocessing(Compose):
                 raise type(fault)(f"case {name}: {fault}") from fault
             except torch.OutOfMemoryError:  # on a GPU: the CPU may have memory
                 raise
-            except (ValueError, RuntimeError, TypeError, np.linalg.LinAlgError) as fault:
-                raise DataError(f"case {name}: {type(step).__name__} failed: {fault}") from fault
+            except (ValueError, RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError) as fault:
+                raise DataError(
+                    f"case {name}: {getattr(step, 'name', type(step).__name__)} failed: {fault!r}"
+                ) from fault
         return case
 
 

@@ -122,7 +122,7 @@ def _build_for(targets: Targets, spec: Mapping[str, Any]) -> nn.Module:
         own: nn.Module = LOSSES.build(spec, targets=targets)
         return own
     if targets.regions and (spec.get("softmax") or spec.get("use_softmax")):
-        raise ConfigError(f"loss {name} is to take a softmax, but regions overlap; leave it out of the config")
+        raise ConfigError(f"loss {name} has softmax: true, but regions overlap; remove softmax from the config")
     if LOSSES[name] is DiceCELoss:
         # Regions always use a sigmoid; a config may repeat the parameter.
         parameters = {key: value for key, value in spec.items() if not (targets.regions and key == "sigmoid")}

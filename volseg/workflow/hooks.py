@@ -268,8 +268,8 @@ class Checkpoints(Hook):
         for part, tensors in state.model.items():
             if isinstance(tensors, Tensor) and tensors.is_floating_point() and tensors.isnan().any():
                 raise NonFiniteLossError(
-                    f"{part} is not a number after epoch {state.epoch}, batch {state.position}, though every loss so "
-                    f"far was one; it is not written to {self.folder / name}. Lower the learning rate or set "
+                    f"{part} is not a number after epoch {state.epoch}, batch {state.position}, although the losses "
+                    f"so far are finite; it is not written to {self.folder / name}. Lower the learning rate or set "
                     "training.clip, then go on from the checkpoint before by --resume"
                 )
         is_there = self.folder.is_dir()  # checked first: a folder removed from now on is not created again

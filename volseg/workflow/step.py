@@ -202,6 +202,8 @@ class TrainingStep:
                 cases = self.cases if share is None else self.cases[share.rows]
                 fields, overlap = self.objective.compute({"case": cases, **tensors, **outputs})
             loss = fields["loss"] / gathered
+            if not loss.requires_grad:
+                raise ConfigError("the loss has no gradient; compute it from trained outputs, without detach()")
         self.scaler.scale(loss if share is None else loss * share.weight).backward()
         if (timeline := get_timeline()) is not None:
             timeline.end_pass()

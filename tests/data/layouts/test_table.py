@@ -58,6 +58,19 @@ def test_one_table_however_it_was_written(table, tmp_path, text, name, encoding)
         for case, name in (("a", "x"), ("b", "y"))
     )
     assert (task.test, task.splits) == ((), ())
+    assert load_task(tmp_path) == task
+
+
+def test_a_table_in_a_folder_of_pairs_lists_its_cases(table, tmp_path):
+    """The pairs were read, every label counted as looked for, and the table's split was ignored silently."""
+    (tmp_path / "x.nii").touch()
+    (tmp_path / "x_seg.nii").touch()
+    table("case,age\nx,71\n", "patients.csv")
+    listed = table("case,image,label,labelled\nx,x.nii,x_seg.nii,lesion\n")
+    assert load_task(tmp_path) == load_task(listed)
+    table(PLAIN, "more.tsv")
+    with pytest.raises(DataError, match=r"holds tables of cases: cases\.csv, more\.tsv; name one"):
+        load_task(tmp_path)
 
 
 def test_paths_may_lie_anywhere(table, tmp_path):
@@ -130,7 +143,7 @@ def test_a_split_of_a_column(table):
         (with_column("fold", 0, 1, "x"), r"line 4: 'fold' is 'x'; needed: the number of the fold"),
         (with_column("fold", 0, 0, 0), r"a split needs cases to train on, got none"),
         (with_column("split", "train", "tset", "val"), r"line 3: 'split' is 'tset'; did you mean 'test'\?"),
-        (with_column("fold,split", "0,val", "1,", ","), r"says under 'fold' and under 'split' what validates"),
+        (with_column("fold,split", "0,val", "1,", ","), r"chooses the validation cases both by 'fold' and by 'split'"),
         (with_column("labelled", "lesoin", "", ""), r"a: 'labelled' holds 'lesoin', .*; did you mean 'lesion'\?"),
     ],
 )
@@ -142,7 +155,7 @@ def test_what_cannot_be_trusted_is_refused(table, text, message):
 def test_what_was_looked_for_stands_in_the_table(table, tmp_path):
     """A manifest beside it may be about other cases; what it says of them is not passed over without a word."""
     (tmp_path / "dataset.json").write_text(json.dumps({**NAMES, "labelled": {"q": [1]}}), encoding="utf-8")
-    with pytest.raises(DataError, match=r"dataset\.json says what was looked for in cases; .*needs a column"):
+    with pytest.raises(DataError, match=r"dataset\.json has 'labelled'; move it to a column 'labelled' of "):
         load_task(table(PLAIN))
     assert [case.get("labelled") for case in load_task(table(with_column("labelled", 1, "", ""))).training] == [
         (1,),

@@ -13,7 +13,7 @@ from volseg.data.cases import Task
 from volseg.data.layouts.declared import MANIFESTS, read_manifest
 from volseg.data.layouts.files import load_msd, load_nnunet
 from volseg.data.layouts.pairs import IMAGE_FOLDERS, LABEL_FOLDERS, TEST_FOLDERS, detect_arrangement, load_pairs
-from volseg.data.layouts.table import TABLES, load_table
+from volseg.data.layouts.table import TABLES, list_tables, load_table
 from volseg.errors import DataError
 from volseg.files import require_text
 
@@ -47,6 +47,10 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
     if manifest is not None and {"file_ending", "dataset"} & manifest[1].keys() and "training" not in manifest[1]:
         return load_nnunet(*manifest, require_files=require_files)
     listed = manifest is not None and "training" in manifest[1]
+    if not listed and (tables := list_tables(place)):
+        if len(tables) > 1:
+            raise DataError(f"{place} holds tables of cases: {', '.join(path.name for path in tables)}; name one")
+        return load_table(tables[0], require_files=require_files)
     if not listed and (arrangement := detect_arrangement(place)) is not None:
         return load_pairs(place, arrangement, manifest, require_files=require_files)
     assert manifest is not None, "a folder that find_task returned"
@@ -77,8 +81,8 @@ def find_task(root: str | Path) -> Path:
         return root
     if not root.is_dir():
         raise DataError(f"{root} is no data set; name a folder, or a table ({', '.join(TABLES)})")
-    # A described data set comes first: its files may have any names.
-    if found := _search_near(root, lambda folder: any((folder / name).is_file() for name in MANIFESTS)):
+    # A listed data set comes first: its files may have any names.
+    if found := _search_near(root, lambda at: any((*map(Path.is_file, map(at.joinpath, MANIFESTS)), *list_tables(at)))):
         return found
     if found := _search_near(root, lambda folder: folder.is_dir() and detect_arrangement(folder) is not None):
         return found

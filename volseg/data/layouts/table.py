@@ -20,6 +20,7 @@ table; see `volseg.data.layouts.naming` for a table without.
 
 import csv
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -73,12 +74,20 @@ class _Table:
         return [name for name in self.columns if name and name not in own and not name.startswith(CHANNEL)]
 
 
+def list_tables(folder: Path) -> list[Path]:
+    """Return the tables in a folder whose first line names case, image and label: other tables are not of cases."""
+    tables = [path for path in sorted(folder.glob("[!.]*")) if path.suffix.lower() in TABLES and path.is_file()]
+    heads = [path.read_text("utf-8-sig", "replace").casefold().partition("\n")[0] for path in tables]
+    needed = {"case", "image", "label"}
+    return [path for path, head in zip(tables, heads, strict=True) if needed <= {*re.split(r'[\s",;_]+', head)}]
+
+
 def load_table(path: Path, *, require_files: bool) -> Task:
     """Return the task that a table lists; see `volseg.data.layouts.load_task`."""
     table = _read(path, ("case", "image", "label"))
     manifest, declared = read_manifest(path.parent) or (path.parent / "task.yaml", {})
     if "labelled" in declared and "labelled" not in table.columns:
-        raise DataError(f"{manifest} says what was looked for in cases; {path} needs a column 'labelled' that does")
+        raise DataError(f"{manifest} has 'labelled'; move it to a column 'labelled' of {path}")
     modalities, order = match_channels(table.channels, name_channels(declared, manifest), manifest)
     sides = [_read_side(row, where) for where, row in table.rows]
     listed: dict[str, list[Case]] = {"training": [], "test": []}
@@ -198,8 +207,8 @@ def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) ->
             written = header[names.index(name)]
             channel = CHANNEL + written[len(CHANNEL) - 1 :].lstrip("-. ")
             raise DataError(
-                f"{path} has a column {written!r}; rename it to {channel!r} if it is a channel, or to what does not "
-                "begin like one"
+                f"{path} has a column {written!r}; rename it to {channel!r} if it is a channel, or to a name that "
+                "does not begin so"
             )
         if name not in NO_SLIPS and (near := get_close_matches(name, COLUMNS, n=1, cutoff=NEAR)):
             raise DataError(f"{path} has a column {name!r}; rename it to {near[0]!r}, or to a less similar name")
@@ -253,7 +262,7 @@ def _make_splits(table: _Table, sides: Sequence[str | None]) -> tuple[Split, ...
             return ()
         return (_divide(ids, validates, table.path),)
     if validates:
-        raise DataError(f"{table.path} says under 'fold' and under 'split' what validates; keep one of them")
+        raise DataError(f"{table.path} chooses the validation cases both by 'fold' and by 'split'; keep one of them")
     folds = {row["case"]: _read_fold(row["fold"], where) for where, row in rows}
     numbers = sorted({fold for fold in folds.values() if fold is not None})
     if numbers != list(range(len(numbers))):

@@ -47,7 +47,7 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
         raise ConfigError(f"{where} leaves out {missing[0]} of the network {name}")
     optional = {"norm_op_kwargs", "nonlin_kwargs", "dropout_op_kwargs", "deep_supervision"}
     if strange := sorted(given.keys() - set(sizes) - FIXED.keys() - optional):
-        raise ConfigError(f"{where} gives {name} the parameter {strange[0]!r}, which cannot be followed here")
+        raise ConfigError(f"{where} gives {name} the parameter {strange[0]!r}, which is not supported")
     for key, values in FIXED.items():
         if given.get(key, values[0] if key not in ("conv_bias", "norm_op", "nonlin") else None) not in values:
             raise ConfigError(f"{where} builds {name} with {key}: {given.get(key)!r}; what can be rebuilt: {values[0]}")

@@ -58,7 +58,7 @@ class Resampling:
         }
         harmless = {"is_seg", "num_threads", "device", "memefficient_seg_resampling", "separate_z_anisotropy_threshold"}
         if function not in known or arguments.get("is_seg"):
-            raise ConfigError(f"{where} names {function!r}; what can be followed: {' and '.join(known)} of images")
+            raise ConfigError(f"{where} names {function!r}; supported: {' and '.join(known)} of images")
         if strange := sorted(arguments.keys() - known[str(function)].keys() - harmless):
             raise ConfigError(f"{where} gives {function} the argument {strange[0]!r}, which is not known here")
         given = {**known[str(function)], **arguments}
@@ -217,15 +217,15 @@ def _read_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
     if given.get("preprocessor_name", "DefaultPreprocessor") != "DefaultPreprocessor":
         raise ConfigError(f"{where} prepares images by {given['preprocessor_name']}; known: DefaultPreprocessor")
     if plans.get("label_manager", "LabelManager") != "LabelManager":
-        raise ConfigError(f"{where} makes label maps by {plans['label_manager']}; what can be followed: LabelManager")
+        raise ConfigError(f"{where} makes label maps by {plans['label_manager']}; supported: LabelManager")
     reader = plans.get("image_reader_writer")
     if reader not in READERS:
-        raise ConfigError(f"{where} reads images by {reader}; what can be followed: {', '.join(READERS)}")
+        raise ConfigError(f"{where} reads images by {reader}; supported: {', '.join(READERS)}")
     schemes, masked = given.get("normalization_schemes"), given.get("use_mask_for_norm")
     if not (isinstance(schemes, list) and isinstance(masked, list)) or [*map(type, masked)] != [bool] * len(schemes):
         raise DataError(f"{where} should give each channel a scheme and a mask, got {schemes} and {masked}")
     if unknown := [scheme for scheme in schemes if scheme not in SCHEMES]:
-        raise ConfigError(f"{where} normalises by {unknown[0]}; what can be followed: {', '.join(SCHEMES)}")
+        raise ConfigError(f"{where} normalises by {unknown[0]}; supported: {', '.join(SCHEMES)}")
     network = read_network(given, where)
     patch = _three(given["patch_size"], int, f"{where}: patch_size")
     steps = [math.prod(s if isinstance(s, int) else s[axis] for s in network["strides"]) for axis in range(3)]
@@ -302,5 +302,5 @@ def _read_resampling(given: Mapping[str, Any], what: str, where: str) -> Resampl
     arguments = given.get(f"{key}_kwargs") or {}
     rule = Resampling.read(given.get(key), arguments, f"{where}: {key}")
     if what == "probabilities" and (rule.order, rule.order_thick) not in ((1, 0), (1, 1)):
-        raise ConfigError(f"{where}: {key} takes splines of order {rule.order}; what can be followed: 1")
+        raise ConfigError(f"{where}: {key} takes splines of order {rule.order}; supported: 1")
     return rule

@@ -174,7 +174,7 @@ class Replanning:
                 return None
             found = Replanned.read(read_json(file), file)
             if dict(found.asked) != _list_asked(config) or found.processes != count:
-                logger.info("%s is about another mesh than is asked for now, which is tried as it is", file)
+                logger.info("%s is for another mesh; the requested one is tried unchanged", file)
                 return None
             logger.info("%s", found)
             return asdict(found)

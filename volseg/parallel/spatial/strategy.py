@@ -312,7 +312,7 @@ class SpatialStrategy:
         """Sum the gradients of all later passes over processes that hold the same shard of other volumes."""
         if self.sums is not None:
             raise ParallelError(
-                "the gradients of this model are averaged over the 'data' dimension of its mesh already; give "
+                "the gradients of this model are already averaged over the 'data' dimension of its mesh; give "
                 "ModelParallel only the spatial group (mesh.spatial_group), and DataParallel the replicas"
             )
         communicator = self.communicator
