@@ -36,7 +36,7 @@ class Operators(internals.TorchDispatchMode):
 def test_a_change_of_type_is_one_operator() -> None:
     with Operators() as operators:
         torch.zeros(2).to(torch.float16)
-    assert operators.seen[-1] is internals.to_copy
+    assert operators.seen[-1] is internals.to_copies[0]
 
 
 def test_hooks_with_settings_are_listed() -> None:

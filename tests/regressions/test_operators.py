@@ -158,6 +158,7 @@ def test_gather_mode_loses_no_effect(function: Callable) -> None:
     # The gathered copy was changed, hooked or written to, and the volume stayed as it was.
     with pytest.raises(UnsupportedOperatorError, match=r"lost|in place"):
         spatial(function, on_unsupported="gather")(VOLUME.clone().requires_grad_())
+    assert spatial(lambda x: x.flatten(1, 2).contiguous(), on_unsupported="gather")(VOLUME).equal(VOLUME.flatten(1, 2))
 
 
 @pytest.mark.parametrize("axes", ["D", "H", "W"])

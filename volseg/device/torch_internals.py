@@ -67,8 +67,8 @@ def as_plain(tensor: Tensor) -> Tensor:
 suggest_memory_format: Callable[[Tensor], torch.memory_format] = _prims_common.suggest_memory_format
 """Return the layout that an operator gives its result for this argument."""
 
-to_copy = torch.ops.aten._to_copy.default
-"""The operator of ``Tensor.to`` if it copies."""
+to_copies = torch.ops.aten._to_copy.default, torch.ops.aten.to.device
+"""The operators of ``Tensor.to`` if it copies; ``torch.as_tensor`` calls the second one in inference mode."""
 
 # Functions that replace torch's.
 

@@ -156,13 +156,13 @@ def test_metrics_of_monai(name: str) -> None:
         torch.testing.assert_close(aggregated(METRICS[name], volume, other), expected)
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_the_usual_validation_loop(grad: bool) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_the_usual_validation_loop(mode: Any) -> None:
     x, y = logits(), label()
     steps = [AsDiscrete(argmax=True, to_onehot=3), AsDiscrete(to_onehot=3), Activations(softmax=True)]
 
     def loop(prediction: Any) -> list[Any]:
-        with torch.set_grad_enabled(grad):
+        with mode():
             found = [steps[0](case) for case in decollate_batch(prediction)]
             smooth = [steps[2](case) for case in decollate_batch(prediction)]
             truth = [steps[1](case) for case in decollate_batch(y)]

@@ -122,6 +122,10 @@ SCRIPTED = "TorchScript does not see the slabs; take the module as it is without
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a torch function on a sharded volume."""
+    # torch counts no changes in place in inference mode, which volumes compare; an ordinary tensor is written to there.
+    if torch.is_inference_mode_enabled() and (not args or isinstance(args[0], ShardedVolume) or not writes(func)):
+        with torch.inference_mode(False), torch.no_grad():
+            return dispatch(func, *tree_map(make_ordinary, (args, kwargs)))
     entry = TABLE.get(func)
     with without_subclass_overrides():
         given = _given(args, kwargs)
@@ -166,6 +170,14 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         else:
             return _checked(entry, func, result, expected, given)
         return unsupported(func, args, kwargs, reason)
+
+
+def make_ordinary(value: Any) -> Any:
+    """Return an ordinary copy of a tensor made in inference mode; give a volume such slabs; leave other values."""
+    if isinstance(value, ShardedVolume):
+        value._slabs[:] = map(make_ordinary, value._slabs)
+        return value
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _given(args: tuple, kwargs: dict[str, Any]) -> list[ShardedVolume]:

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import SUPPORTED_NODES, get_storage_key, get_version, tree_flatten, tree_map
+from volseg.device.torch_internals import SUPPORTED_NODES, get_storage_key, tree_flatten, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.copied_view import mark_copies
 from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
+from volseg.parallel.state.module import read_version
 
 OF_HISTORY = frozenset({torch.autograd.backward, torch.autograd.grad, Tensor.backward})
 """Functions that a gathered copy cannot serve: it does not belong to results computed from the slabs."""
@@ -94,7 +95,7 @@ def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """
     given = volumes((args, kwargs))
     gathered = {id(volume): volume.full_tensor() for volume in given}
-    versions = [get_version(whole) for whole in gathered.values()]
+    versions = [read_version(whole) for whole in gathered.values()]
     whole_args, whole_kwargs = tree_map(
         lambda leaf: gathered[id(leaf)] if isinstance(leaf, ShardedVolume) else leaf, (args, kwargs)
     )
@@ -103,9 +104,9 @@ def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     writes_elsewhere = (
         result is None and args and isinstance(args[0], Tensor) and not isinstance(args[0], ShardedVolume)
     )
-    if [get_version(whole) for whole in gathered.values()] != versions:
+    if [read_version(whole) for whole in gathered.values()] != versions:
         lost = "changes a volume in place"
-    elif any(leaf is whole for leaf in leaves for whole in gathered.values()):
+    elif func is not Tensor.contiguous and any(leaf is whole for leaf in leaves for whole in gathered.values()):
         lost = "changes a property of the volume"
     elif not writes_elsewhere and not all(isinstance(leaf, Tensor | int | float | complex | str) for leaf in leaves):
         lost = f"returns {type(result).__name__}"

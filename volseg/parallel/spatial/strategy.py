@@ -19,6 +19,7 @@ from volseg.parallel.gradient_sums import GradientSums, is_trained
 from volseg.parallel.processes.group import agree, get_message_group
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.custom_function import no_script
+from volseg.parallel.spatial.dispatch import make_ordinary
 from volseg.parallel.spatial.memory import Recomputation, offloaded
 from volseg.parallel.spatial.operators.operands import OwnRows
 from volseg.parallel.spatial.outputs import CutInput, finish_result
@@ -154,8 +155,8 @@ class SpatialStrategy:
         if torch.is_inference_mode_enabled():
             # torch does not count in-place changes there, and a deferred norm needs the count to notice late writes.
             with torch.inference_mode(False), torch.no_grad():
-                args, kwargs = tree_map(_make_ordinary, (args, kwargs))
                 return self(*args, **kwargs)
+        args, kwargs = tree_map(make_ordinary, (args, kwargs))
         if not self._checked_weights:
             self._checked_weights = True
             check_alike(self.net, self._groups, self.communicator.home)
@@ -339,12 +340,6 @@ def _count_room(net: nn.Module) -> int:
         (module.kernel_size[0] - 1) * module.dilation[0] // 2 for module in net.modules() if isinstance(module, ConvNd)
     ]
     return min(max(kernels, default=0), 3)
-
-
-def _make_ordinary(value: Any) -> Any:
-    """Return an ordinary copy of a tensor made in inference mode; leave other values unchanged."""
-    made_there = isinstance(value, Tensor) and not isinstance(value, ShardedVolume) and value.is_inference()
-    return value.clone() if made_there else value
 
 
 def _find_place(devices: Devices, mesh: Any, options: Spatial) -> tuple[Communicator, dist.ProcessGroup | None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import make_wrapper_subclass, to_copy
+from volseg.device.torch_internals import make_wrapper_subclass, to_copies
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, check_history
 from volseg.parallel.spatial.pending import PLAIN, PLAIN_SHOWN, Pending, Shown, Waiting
@@ -117,7 +117,7 @@ class ShardedVolume(Tensor):
                 return wrap(volume, volume.slabs)
             # Saving writes nothing: a repetition must save the same tensors in the same order.
             return share_later(volume)
-        if func is to_copy and not torch.is_grad_enabled():
+        if func in to_copies and not torch.is_grad_enabled():
             return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))  # torch.tensor(volume)
         raise UnsupportedOperatorError(
             f"{func} reached the shell of a sharded volume below autograd, which does not see the slabs; call "
