@@ -77,9 +77,12 @@ class _Table:
 def list_tables(folder: Path) -> list[Path]:
     """Return the tables in a folder whose first line names case, image and label: other tables are not of cases."""
     tables = [path for path in sorted(folder.glob("[!.]*")) if path.suffix.lower() in TABLES and path.is_file()]
-    heads = [path.read_text("utf-8-sig", "replace").casefold().partition("\n")[0] for path in tables]
-    needed = {"case", "image", "label"}
-    return [path for path, head in zip(tables, heads, strict=True) if needed <= {*re.split(r'[\s",;_]+', head)}]
+    return [path for path in tables if {"case", "image", "label"} <= {*re.split(r'[\s",;_]+', _read_head(path))}]
+
+
+def _read_head(path: Path) -> str:
+    with path.open(encoding="utf-8-sig", errors="replace") as table:
+        return table.readline().casefold()
 
 
 def load_table(path: Path, *, require_files: bool) -> Task:
