@@ -1,7 +1,10 @@
 """Where tests run Triton's kernels: on a GPU, or anywhere by Triton's interpreter (``TRITON_INTERPRET=1``)."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,16 @@ if INTERPRETED:
     import triton  # noqa: F401  (asked for by name: without it nothing would be interpreted)
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def run_with_compiler(cache: Path, *arguments: str) -> str:
+    """Return what a process of Python prints in which Triton compiles, whatever this process does with it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command, root = [sys.executable, *arguments], Path(__file__).parents[1]
+    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, encoding="utf-8", check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
 
 
 def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

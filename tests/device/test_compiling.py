@@ -1,16 +1,13 @@
 """Kernels that are compiled before they run, without a GPU: in processes of their own, by the real compiler."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.kernels import INTERPRETED
+from tests.kernels import INTERPRETED, run_with_compiler
 from volseg.device.compiling import Compiling, Specialization, can_compile
 from volseg.device.triton_kernels import INSTALLED, KernelCall
 from volseg.errors import ParallelError
@@ -25,19 +22,9 @@ with_compiler = pytest.mark.skipif(not INTERPRETED, reason="takes a minute: make
 
 
 def compile_and_launch(cache: Path, *arguments: str) -> dict[str, object]:
-    """Run `compile_and_launch.py`, where Triton compiles, whatever this process does with it."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.device.compile_and_launch", *arguments],
-        env={**environment, "TRITON_CACHE_DIR": str(cache)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    found: dict[str, object] = json.loads(run.stdout.splitlines()[-1])
+    """Run `compile_and_launch.py`."""
+    told = run_with_compiler(cache, "-m", "tests.device.compile_and_launch", *arguments)
+    found: dict[str, object] = json.loads(told.splitlines()[-1])
     return found
 
 

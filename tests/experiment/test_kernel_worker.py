@@ -4,8 +4,6 @@ What it compiles needs a GPU to know for which; that is replaced here, the proce
 """
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from in_group import in_group
+from kernels import run_with_compiler
 from ready_python import wait_until
 
 from volseg.config.loading import load_config
@@ -239,15 +238,5 @@ assert cut.kernels > 15 and not cut.problem, cut
 @pytest.mark.skipif(not INSTALLED, reason="needs Triton: make test-kernels installs it")
 def test_what_was_compiled_where_no_gpu_is_is_not_compiled_by_a_training_on_that_gpu(tmp_path):
     small = ["network.filters=[16, 32, 32]", "patch.size=[8, 16, 16]", "patch.batch=1", "inference.window=[8, 16, 16]"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", BEFOREHAND, str(ROOT / "configs/task04_unet.yaml"), *small],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["False", "False"]
+    told = run_with_compiler(tmp_path, "-c", BEFOREHAND, str(ROOT / "configs/task04_unet.yaml"), *small)
+    assert told.split() == ["False", "False"]

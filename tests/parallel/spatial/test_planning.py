@@ -41,13 +41,11 @@ def test_transfers_deliver_each_wanted_plane_once_and_in_order(data: st.DataObje
         assert all(overlap((move.start, move.stop), owned[move.source]) == (move.start, move.stop) for move in moves)
 
 
-@given(
-    kernel=st.integers(1, 5),
-    stride=st.integers(1, 4),
-    padding=st.integers(0, 3),
-    dilation=st.integers(1, 3),
-    size=st.integers(1, 20),
-)
+WINDOW = {"kernel": st.integers(1, 5), "stride": st.integers(1, 4), "padding": st.integers(0, 3)}
+DILATION, SIZE = st.integers(1, 3), st.integers(1, 20)
+
+
+@given(**WINDOW, dilation=DILATION, size=SIZE)
 def test_convolution_reads_what_it_needs(kernel: int, stride: int, padding: int, dilation: int, size: int) -> None:
     window = Convolution(kernel, stride, padding, dilation)
     if size + 2 * padding < (kernel - 1) * dilation + 1:
@@ -63,15 +61,7 @@ def test_convolution_reads_what_it_needs(kernel: int, stride: int, padding: int,
         assert all(start <= plane < stop for plane in used)
 
 
-@given(
-    kernel=st.integers(1, 5),
-    stride=st.integers(1, 4),
-    padding=st.integers(0, 2),
-    dilation=st.integers(1, 3),
-    extra=st.integers(0, 3),
-    size=st.integers(1, 12),
-    data=st.data(),
-)
+@given(**WINDOW, dilation=DILATION, extra=st.integers(0, 3), size=SIZE, data=st.data())
 def test_transposed_convolution_on_the_needed_planes_gives_the_wanted_ones(
     kernel: int, stride: int, padding: int, dilation: int, extra: int, size: int, data: st.DataObject
 ) -> None:
@@ -93,13 +83,7 @@ def test_transposed_convolution_on_the_needed_planes_gives_the_wanted_ones(
     torch.testing.assert_close(local[..., skip : skip + stop - start], whole[..., start:stop])
 
 
-@given(
-    kernel=st.integers(1, 5),
-    stride=st.integers(1, 3),
-    padding=st.integers(0, 2),
-    size=st.integers(1, 24),
-    shards=st.integers(1, 4),
-)
+@given(**WINDOW, size=SIZE, shards=st.integers(1, 4))
 def test_a_halo_is_the_planes_of_direct_neighbours_that_are_read(
     kernel: int, stride: int, padding: int, size: int, shards: int
 ) -> None:
