@@ -201,7 +201,7 @@ class PatchConfig(ConfigModel):
     batch: Count = 2
     """Patches per batch."""
     foreground: Fraction = 0.33
-    """Fraction of a batch's patches that are drawn to contain foreground."""
+    """Fraction of each batch drawn to contain foreground, rounded as in nnU-Net: 0.33 is 1 patch of 2, and 0 of 1."""
     growth: tuple[GrowthConfig, ...] = ()
     """Smaller patches, with faster steps, at the start: ``[{until: 0.5, size: [24, 32, 24]}]``. The size changes
     between epochs, and the step is then recorded again. Excludes volumes or networks cut over GPUs."""

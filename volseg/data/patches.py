@@ -301,10 +301,16 @@ def _make_ahead(
 
 
 def mix_seed(*numbers: int) -> int:
-    """Return torch's seed for some numbers: an experiment's seed, an epoch, a position.
+    """Return torch's seed for some numbers: an experiment's seed, an epoch, a position, a row.
 
     >>> mix_seed(0, 1, 2) == mix_seed(0, 1, 2) != mix_seed(0, 2, 1)
     True
+
+    An epoch's patches, the effects on its first batch, and a user's effects on that batch's first row are drawn apart:
+
+    >>> len({mix_seed(0, 1), mix_seed(0, 1, 0), mix_seed(0, 1, 0, 0)})
+    3
     """
-    # SeedSequence spreads neighbouring numbers over unrelated seeds; torch takes a signed 64-bit seed.
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+    # SeedSequence spreads neighbouring numbers over unrelated seeds; without their count, (0, 1) would be (0, 1, 0).
+    # torch takes a signed 64-bit seed.
+    return int(np.random.SeedSequence((len(numbers), *numbers)).generate_state(1, np.uint64)[0]) >> 1
