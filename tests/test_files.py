@@ -4,6 +4,7 @@ import pwd
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -90,6 +91,8 @@ def test_only_partial_files_are_removed(tmp_path):
     kept = ["latest.pt", ".hidden", ".x.partial", "a.5.partial", ".latest.pt.12.partial.txt"]
     for name in [*kept, ".latest.pt.1a2b3c4.partial", ".config.yaml.0000009.partial"]:
         (tmp_path / name).touch()
+    remove_partials(tmp_path, latest=time.time() - 3600)  # another process may still write them
+    assert len(os.listdir(tmp_path)) == len(kept) + 2
     remove_partials(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
 

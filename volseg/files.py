@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from volseg.errors import ConfigError, VolsegError
 
 PARTIAL = re.compile(r"\..+\.[0-9a-f]{7}\.partial")
 """Names of files that are being written, or were when their process was killed."""
+
+PARTIAL_SECONDS = 24 * 3600.0
+"""Time after which an unchanged partial file belongs to a killed process."""
 
 NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 """Surrogates that correspond to no byte of a file name. JSON and YAML can contain them as escapes."""
@@ -177,11 +180,15 @@ def _require_utf8(text: str, what: str, error: type[VolsegError]) -> None:
         raise error(f"{what} is '{shown}', which is not valid UTF-8; {remedy}") from None
 
 
-def remove_partials(folder: Path) -> None:
-    """Remove the temporary files of killed processes from ``folder``; call only if no other process writes there."""
-    for file in folder.glob(".*.partial"):
-        if PARTIAL.fullmatch(file.name):
-            file.unlink(missing_ok=True)
+def remove_partials(folder: Path, pattern: str = ".*.partial", latest: float = math.inf) -> None:
+    """Remove the temporary files of killed processes from ``folder``.
+
+    If other processes may write there, ``latest``, a time of modification, must be `PARTIAL_SECONDS` ago or earlier.
+    """
+    for file in folder.glob(pattern):
+        with suppress(FileNotFoundError):
+            if PARTIAL.fullmatch(file.name) and file.stat().st_mtime <= latest:
+                file.unlink()
 
 
 def digest_file(path: Path) -> str:

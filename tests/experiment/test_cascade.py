@@ -61,7 +61,12 @@ def test_a_prediction_runs_the_first_stage_by_itself(stages, tmp_path):
     low, again = (nibabel.load(folder / image.name) for folder in (tmp_path / "out/previous_stage", alone.folder))
     assert np.array_equal(low.dataobj, again.dataobj)
     in_memory = volseg.load(run)(image).labels
-    written = np.asarray(nibabel.load(tmp_path / "out" / image.name).dataobj)
+    file, stale = tmp_path / "out" / image.name, tmp_path / "out/previous_stage" / image.name
+    file.unlink()
+    nibabel.save(nibabel.Nifti1Image(np.zeros(low.shape, np.uint8), low.affine), stale)  # as of another image
+    predict(run, image, tmp_path / "out", skip_existing=True).require_all()
+    assert stale.read_bytes() == alone.label_maps[stale.name.split(".")[0]].read_bytes()
+    written = np.asarray(nibabel.load(file).dataobj)
     assert np.array_equal(in_memory.as_tensor()[0].numpy(), written)
     assert volseg.validate(run, output=tmp_path / "validated").score >= 0
 

@@ -80,7 +80,12 @@ def test_only_label_maps_that_are_not_there_whole_are_made(cpu_run, images, pred
     (output / first).unlink()
     (output / second).write_bytes(expected[second][:-9])
     (output / "volumes.csv").unlink()
+    old, young = (output / f".a.nii.gz.000000{digit}.partial" for digit in (1, 2))
+    old.touch()
+    young.touch()  # another process may still write it
+    os.utime(old, (time.time() - 2 * 24 * 3600,) * 2)
     again = predict(cpu_run, [images], output, resume=True, colour_tables=True)
+    assert list(output.glob(".*.partial")) == [young]
     assert again.label_maps.keys() == predicted.label_maps.keys()
     assert contents(output) == expected
     assert {name for name, at in times(output).items() if at != written[name]} == {first, second}

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import optuna
 import pytest
@@ -110,6 +111,23 @@ def test_a_search_that_was_killed_goes_on_with_its_trial(config_file, over, tmp_
     assert [(one["state"], one["epochs"]) for one in record.trials] == [("finished", 20)]
     assert "continues after epoch" in (tmp_path / "run" / "trial_0.log").read_text(encoding="utf-8")
     assert len(open_study(tmp_path / "run").trials[0].intermediate_values) == 20
+
+
+def test_locks_of_a_killed_search_are_links_to_files_as_optuna_then_takes_them_over(
+    config_file, over, tmp_path, monkeypatch
+):
+    """The next search waited for ever, for a link that led nowhere."""
+    lock, seen = optuna.storages.journal.JournalFileSymlinkLock, {}
+    acquire = lock.acquire
+
+    def look(self):
+        acquire(self)
+        seen[Path(self._lock_file).name] = Path(self._lock_file).exists()
+
+    monkeypatch.setattr(lock, "acquire", look)
+    monkeypatch.chdir(tmp_path)
+    search(config_file, over(), ["output=relative"], trials=0)
+    assert seen == {"taking.lock": True, "journal.log.lock": True}
 
 
 def test_ctrl_c_stops_the_trials_and_leaves_them_to_the_next_search(config_file, over, tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from volseg.checkpointing.ranks import only_process_in
 from volseg.cli import app
 from volseg.data import load_task
 from volseg.data.readers import read_label
@@ -38,6 +39,11 @@ def test_other_settings_go_to_a_folder_that_is_called_by_them(crossed, tmp_path)
         validate(run, overrides=settings)
     with pytest.raises(ConfigError, match=r"validation/summary\.json exists"):
         validate(run)
+    with (
+        only_process_in(run.validation),
+        pytest.raises(ConfigError, match=r"validation is in use by process .* --outp"),
+    ):
+        validate(run, overwrite=True)
     assert validate(run, overwrite=True).summary["mean"] == json.loads(own)["mean"]
     with pytest.raises(ConfigError, match=r"network is as it was trained with.*metrics, evaluation, data\.root"):
         validate(run, overrides=["network.channels=[8]"])

@@ -212,8 +212,8 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
     DataError
         If the file is no summary, or a case lacks a label or a metric of the means.
     """
+    summary = read_json(Path(path), "a summary", has_nan=True)
     try:
-        summary = read_json(Path(path), "a summary", has_nan=True)
         means = [summary["foreground_mean"], *summary["mean"].values()]
         cases = [metrics for case in summary["metric_per_case"] for metrics in case["metrics"].values()]
         for metrics in means + cases:
@@ -221,7 +221,7 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
         for label, mean in summary["mean"].items():
             for metrics in [mean, *(case["metrics"][label] for case in summary["metric_per_case"])]:
                 itemgetter("Dice", *mean)(metrics)
-    except (DataError, KeyError, TypeError, AttributeError) as fault:
+    except (KeyError, TypeError, AttributeError) as fault:
         raise DataError(f"{path} is not a summary.json as volseg and nnU-Net write it: {fault!r}") from fault
     for metrics in cases:
         if (metrics.get("n_pred") == 0) != (metrics.get("n_ref") == 0):  # in one of them only

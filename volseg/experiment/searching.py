@@ -222,8 +222,12 @@ class _Study:
         self._pruned: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
         journal = optuna.storages.journal
-        self._lock = journal.JournalFileSymlinkLock(str(folder / "taking"))
-        self.storage = optuna.storages.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
+        # Optuna's lock is a link to its file. It outlives a killed process, and Optuna takes it over after 30 s without
+        # a change of the file; if the link leads nowhere (no file, or a relative path) Optuna waits for ever.
+        self._taking, lines = (folder.absolute() / name for name in ("taking", JOURNAL))
+        self._taking.touch()
+        self._lock = journal.JournalFileSymlinkLock(str(self._taking))
+        self.storage = optuna.storages.JournalStorage(journal.JournalFileBackend(str(lines)))
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with self._locked():
             self.study = optuna.create_study(
@@ -256,6 +260,7 @@ class _Study:
         """Keep other processes and machines from taking trials."""
         self._lock.acquire()
         try:
+            self._taking.touch()  # others wait anew
             yield
         finally:
             self._lock.release()

@@ -12,6 +12,7 @@ from typing import Any
 
 from volseg.checkpointing.compatible import require_same_task
 from volseg.checkpointing.folder import RunFolder
+from volseg.checkpointing.ranks import only_process_in
 from volseg.config.loading import differences
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
@@ -95,9 +96,9 @@ def validate(
     folder = RunFolder(path_of(folder))
     trained = open_run(folder, checkpoint, overrides).build()
     target = Path(output) if output is not None else folder.path / _name(folder, checkpoint, overrides)
-    _require_new(target, overwrite=overwrite, is_named=output is not None)
     chosen = choose_validated(folder, trained.config)
-    with explaining_memory(trained.config):
+    with only_process_in(target), explaining_memory(trained.config):
+        _require_new(target, overwrite=overwrite, is_named=output is not None)
         validated = _validate(trained, chosen, target)
     logger.info("%s holds the label maps and summary.json", target)
     return validated

@@ -29,7 +29,7 @@ from volseg.data.itk import resolve_voxel_file
 from volseg.data.json_files import parse_json
 from volseg.data.volume import require_regular
 from volseg.errors import ConfigError, ReaderError
-from volseg.files import VARIABLE, choose_cache_folder, replacing
+from volseg.files import VARIABLE, choose_cache_folder, remove_partials, replacing
 
 Found = TypeVar("Found")
 
@@ -109,7 +109,7 @@ def remove_entries(folder: Path, *, unused_seconds: float = 0.0) -> list[CacheEn
     if unused_seconds == 0:
         for file in (folder / "files").glob("*.json"):
             file.unlink(missing_ok=True)
-    remove_given_up(folder, latest)
+    remove_partials(folder, "*/.*.partial", latest)
     return chosen
 
 
@@ -146,14 +146,6 @@ def make_cache_folder(folder: Path) -> None:
         (folder / "cases").mkdir(exist_ok=True)
         if not (folder / "CACHEDIR.TAG").exists():
             (folder / "CACHEDIR.TAG").write_text(TAG, encoding="utf-8")
-
-
-def remove_given_up(folder: Path, latest: float) -> None:
-    """Remove incomplete files of killed processes."""
-    for file in folder.glob("*/.*.partial"):
-        with suppress(FileNotFoundError):
-            if file.stat().st_mtime <= latest:
-                file.unlink()
 
 
 logger = logging.getLogger(__name__)

@@ -30,14 +30,13 @@ from volseg.data.case_store.cache_folder import (
     digest_modules,
     list_entries,
     make_cache_folder,
-    remove_given_up,
 )
 from volseg.data.case_store.preprocessed import DamagedCaseError, StoredCase, write_case
 from volseg.data.case_store.volume_cache import ForegroundVoxels, list_voxels, require_fit
 from volseg.data.cases import Case, Task
 from volseg.data.readers import SUFFIXES, list_files, match_suffix
 from volseg.errors import ConfigError, DataError, ReaderError
-from volseg.files import replacing
+from volseg.files import PARTIAL_SECONDS, remove_partials, replacing
 from volseg.memory import available_bytes
 from volseg.transforms.preprocessing import PREPROCESSING, Preprocessing
 from volseg.version import installed_version
@@ -58,9 +57,6 @@ LEFT_FREE_SHARE, LEFT_FREE_BYTES = 0.1, 20 * GIB
 
 KEPT_SECONDS = 24 * 3600.0
 """Time since the last use in which a case is not removed to make room: a running training may need it again."""
-
-PARTIAL_SECONDS = 24 * 3600.0
-"""Age from which an incomplete file counts as abandoned."""
 
 
 class CaseCache:
@@ -220,7 +216,7 @@ class CaseCache:
         used = sum(entry.size for entry in entries)
         excess = self._measure_excess(used + needed)
         if excess > 0:
-            remove_given_up(self.folder, time.time() - PARTIAL_SECONDS)
+            remove_partials(self.folder, "*/.*.partial", time.time() - PARTIAL_SECONDS)
             excess = self._measure_excess(used + needed)
         for entry in entries:
             if excess <= 0 or entry.used > time.time() - KEPT_SECONDS:

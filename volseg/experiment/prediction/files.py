@@ -16,6 +16,7 @@ prediction never counts as one of this prediction.
 
 import csv
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -35,7 +36,7 @@ from volseg.data.readers import list_files, match_suffix
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.folders import RECORD
 from volseg.experiment.prediction.trained import Trained
-from volseg.files import digest_file, replacing
+from volseg.files import PARTIAL_SECONDS, digest_file, remove_partials, replacing
 from volseg.formatting import format_table
 from volseg.inference.dicom_segmentation import require_dicom_source, write_dicom_segmentation
 from volseg.inference.original_grid import Prediction
@@ -259,8 +260,10 @@ class PredictionRecord:
     def begin(self) -> None:
         """Describe this prediction, or continue the folder's record of predictions with the same settings.
 
-        Other label maps in the folder no longer count as results.
+        Other label maps in the folder no longer count as results. Old files of killed predictions are removed.
         """
+        for pattern in (".*.partial", "*/.*.partial"):
+            remove_partials(self._folder, pattern, time.time() - PARTIAL_SECONDS)
         lines = self._read()
         if lines and not self._list_changes(_parse(lines[0])):
             if not lines[-1].endswith("\n"):  # a line cut off by a kill must not spoil the next one

@@ -134,8 +134,7 @@ def predict(
             files.stage_folder,
             overrides=[setting for setting in overrides if setting.startswith("device")],
             series=series,
-            resume=resume,
-            skip_existing=skip_existing,
+            resume=resume or skip_existing,  # a label map of another image or network would enter this one
             overwrite=overwrite,
             strict=strict,
             gpus=gpus,
