@@ -383,7 +383,7 @@ def test_mapped_cases_outlive_their_files_and_take_no_descriptors_and_no_writes(
     for case in prepared_by(task, folder).training:
         case["image"].zero_()
     assert len(remove_entries(folder, unused_seconds=3600)) == 0
-    os.utime(list_entries(folder)[0].path, 2 * [time.time() + 3600])  # the clock was set back, or a disk's is ahead
+    os.utime(list_entries(folder)[0].path, 2 * (time.time() + 3600,))  # the clock was set back, or a disk's is ahead
     assert len(remove_entries(folder)) == NUM_CASES
     assert list_entries(folder) == []
     assert_same(prepared, without)
