@@ -180,7 +180,7 @@ def _require_utf8(text: str, what: str, error: type[VolsegError]) -> None:
 def remove_partials(folder: Path) -> None:
     """Remove the temporary files of killed processes from ``folder``; call only if no other process writes there."""
     for file in folder.glob(".*.partial"):
-        if PARTIAL.fullmatch(file.name):
+        if PARTIAL.fullmatch(file.name) and not file.is_dir():  # an export to this folder writes one
             file.unlink(missing_ok=True)
 
 
@@ -234,7 +234,7 @@ VARIABLE = "VOLSEG_CACHE"
 
 def choose_user_cache() -> str | None:
     """Return ``volseg`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; None for a user without a home folder."""
-    above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    above = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return None if above.startswith("~") else os.path.join(above, "volseg")
 
 
@@ -245,7 +245,7 @@ def choose_cache_folder(wanted: str) -> Path | None:
     """
     if wanted == "auto":
         wanted = os.environ.get(VARIABLE) or choose_user_cache() or "none"
-    return None if wanted == "none" else Path(os.path.abspath(wanted))
+    return None if wanted == "none" else Path(os.path.abspath(os.path.expanduser(wanted)))
 
 
 def replace_nan(value: Any) -> Any:
