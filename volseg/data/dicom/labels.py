@@ -182,7 +182,7 @@ class DicomLabel:
         for frame, groups in enumerate(made.PerFrameFunctionalGroupsSequence, start=1):
             at, turn, sides = ((groups.get(name) or shared[name].value)[0] for name in PLACED_BY)
             given = at.ImagePositionPatient, turn.ImageOrientationPatient, sides.PixelSpacing
-            number = next(iter(groups.get("SegmentIdentificationSequence") or ()), {}).get("ReferencedSegmentNumber")
+            number = (groups.get("SegmentIdentificationSequence") or [{}])[0].get("ReferencedSegmentNumber")
             found.append((frame, number, hd.spatial.PixelToReferenceTransformer(*given).affine))
         return found
 
