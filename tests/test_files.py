@@ -60,6 +60,10 @@ def test_a_user_without_an_account_has_a_name_and_no_cache(monkeypatch):
     name_user()
     assert getpass.getuser() == str(os.getuid())  # MONAI's import asks
     assert choose_cache_folder("auto") is None  # once a folder called ~ in the working folder
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, value in (("XDG_CACHE_HOME", "~/.cache"), ("VOLSEG_CACHE", "~/.cache/volseg")):  # no shell expands them
+        monkeypatch.setenv(name, value)
+        assert str(choose_cache_folder("auto")) == "/home/me/.cache/volseg"
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -93,6 +97,8 @@ def test_only_partial_files_are_removed(tmp_path):
         (tmp_path / name).touch()
     remove_partials(tmp_path, latest=time.time() - 3600)  # another process may still write them
     assert len(os.listdir(tmp_path)) == len(kept) + 2
+    kept.append(".bundle.0a1b2c3.partial")
+    (tmp_path / kept[-1]).mkdir()  # of a killed export: the training could not be resumed
     remove_partials(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
 

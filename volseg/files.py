@@ -187,7 +187,8 @@ def remove_partials(folder: Path, pattern: str = ".*.partial", latest: float = m
     """
     for file in folder.glob(pattern):
         with suppress(FileNotFoundError):
-            if PARTIAL.fullmatch(file.name) and file.stat().st_mtime <= latest:
+            # An export to this folder writes a folder.
+            if PARTIAL.fullmatch(file.name) and not file.is_dir() and file.stat().st_mtime <= latest:
                 file.unlink()
 
 
@@ -241,7 +242,7 @@ VARIABLE = "VOLSEG_CACHE"
 
 def choose_user_cache() -> str | None:
     """Return ``volseg`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; None for a user without a home folder."""
-    above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    above = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return None if above.startswith("~") else os.path.join(above, "volseg")
 
 
@@ -252,7 +253,7 @@ def choose_cache_folder(wanted: str) -> Path | None:
     """
     if wanted == "auto":
         wanted = os.environ.get(VARIABLE) or choose_user_cache() or "none"
-    return None if wanted == "none" else Path(os.path.abspath(wanted))
+    return None if wanted == "none" else Path(os.path.abspath(os.path.expanduser(wanted)))
 
 
 def replace_nan(value: Any) -> Any:

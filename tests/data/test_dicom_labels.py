@@ -5,6 +5,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import nibabel
 import numpy as np
@@ -137,7 +138,10 @@ def test_regions_that_overlap_are_written_and_read_again(kind, tilt, tmp_path):
     folder = write_image(tmp_path / "ct", tilt=tilt)
     task = task_of({0: "background", 3: "oedema", 40: "core"}, regions={"whole": (3, 40), "core": (40,)})
     drawn = write_label(kind, tmp_path / "label.dcm", folder, task=task)
-    assert torch.equal(read_label(tmp_path / "label.dcm", folder, task).as_tensor().int(), drawn)
+    made = highdicom.seg.Segmentation
+    with patch.object(made, "from_dataset", wraps=made.from_dataset) as opened:
+        assert torch.equal(read_label(tmp_path / "label.dcm", folder, task).as_tensor().int(), drawn)
+    assert opened.call_count == (kind == "SEG")  # once per segment, each for all frames
     plain = task_of({0: "background", 1: "whole", 2: "core"})
     with pytest.raises(ReaderError, match=r"'core' overlaps another segment in \d+ voxel\(s\).*declare regions"):
         read_label(tmp_path / "label.dcm", folder, plain)

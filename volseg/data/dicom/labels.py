@@ -10,6 +10,7 @@ highdicom is optional (``pip install highdicom``), includes pydicom, and is impo
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ NAMED_IN = {
     "RTSTRUCT": ("StructureSetROISequence", "ROINumber", "ROIName"),
 }
 """Sequence of the segments, and the elements with the number and the name of each."""
+
+PLACED_BY = ("PlanePositionSequence", "PlaneOrientationSequence", "PixelMeasuresSequence")
+"""Sequences that place a frame of a segmentation; a sequence of all frames is shared."""
 
 OTHERS = (".gz", ".nii", ".mha", ".mhd", ".nrrd", ".nhdr")
 """Suffixes of other formats, whose files need not be opened."""
@@ -169,18 +173,27 @@ class DicomLabel:
                 voxels[place] = value
         return as_volume(voxels[None], grid.affine.numpy(), path, stored=voxels.dtype)
 
+    @cached_property
+    def _frames(self) -> list[tuple[int, int | None, np.ndarray]]:
+        """Number, segment (None in a LABELMAP) and affine of each frame, found once: a file has up to 10^5."""
+        hd, found = import_highdicom(), []
+        made = hd.seg.Segmentation.from_dataset(self.dataset, copy=False)  # the data set itself becomes one
+        shared = made.SharedFunctionalGroupsSequence[0]
+        for frame, groups in enumerate(made.PerFrameFunctionalGroupsSequence, start=1):
+            at, turn, sides = ((groups.get(name) or shared[name].value)[0] for name in PLACED_BY)
+            given = at.ImagePositionPatient, turn.ImageOrientationPatient, sides.PixelSpacing
+            number = (groups.get("SegmentIdentificationSequence") or [{}])[0].get("ReferencedSegmentNumber")
+            found.append((frame, number, hd.spatial.PixelToReferenceTransformer(*given).affine))
+        return found
+
     def _read_segment(self, number: int, grid: Grid) -> Iterator[Voxels]:
         """Yield the voxels of a segment, frame by frame: highdicom makes no volume of a tilted gantry's."""
         if self.dataset.SegmentationType == "FRACTIONAL":
             raise ReaderError(f"{self.path} is a FRACTIONAL segmentation; convert it to a BINARY one")
-        hd = import_highdicom()
-        made = hd.seg.Segmentation.from_dataset(self.dataset, copy=False)
-        for frame, groups in enumerate(made.PerFrameFunctionalGroupsSequence, start=1):
-            segment = groups.get("SegmentIdentificationSequence")  # frames of a LABELMAP hold the numbers
-            if segment and segment[0].ReferencedSegmentNumber != number:
+        for frame, segment, to_mm in self._frames:
+            if segment not in (number, None):
                 continue
-            is_inside = made.get_stored_frame(frame) == (1 if segment else number)
-            to_mm = hd.spatial.PixelToReferenceTransformer.for_image(made, frame_number=frame).affine
+            is_inside = self.dataset.get_stored_frame(frame) == (1 if segment else number)
             to_grid = np.linalg.solve(grid.affine.numpy(), lps_to_ras(to_mm))[:3]
             at = to_grid[:, :2] @ np.argwhere(is_inside.T).T + to_grid[:, 3:]
             place = at.round().astype(np.int64)
