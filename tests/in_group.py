@@ -1,13 +1,11 @@
-"""Functions that run in every process of a group, which is started once and serves test after test.
+"""Run functions in every process of a group that serves test after test.
 
-``in_group(2, function, *arguments)`` calls the function in two processes that are joined by gloo, and returns what each
-returned. Starting a group takes tenths of a second, and importing a test's module in it may take seconds; a call takes
-milliseconds. So the processes stay, a group of each size, until something goes wrong, they have many threads, or the
-file of tests comes to its end (`conftest.py`). A function that raises, or does not return in time, fails its own test
-with the traceback of the process it failed in; that group ends, and the next call starts a fresh one.
+``in_group(2, function, *arguments)`` calls the function in two processes joined by gloo, and returns their results. A
+group of each size starts once per file of tests (`conftest.py`), since importing a test's module may take seconds. If a
+function raises or takes too long, its test fails with that process's traceback, and the next call starts a new group.
 
-The function is found again by its file and its name, so it must stand at the top level of its module. It finds the
-default process group, ``RANK`` and ``WORLD_SIZE`` as under torchrun, no GPU, and leaves the group as it was.
+The function must be at the top level of its module. It finds the default process group, ``RANK`` and ``WORLD_SIZE`` as
+under torchrun, and no GPU; it must leave the group as it was.
 """
 
 import atexit
@@ -140,23 +138,10 @@ _groups: dict[int, Group] = {}
 
 
 def in_group(processes: int, function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
-    """Call a function in each process of a group; return what each returned, by rank.
+    """Call a function in each process of a group; return the results by rank.
 
-    Parameters
-    ----------
-    processes
-        The size of the group.
-    function
-        A function at the top level of a module.
-    *arguments
-        What it is called with; pickled, as its results are.
-    seconds
-        After which the call has failed.
-
-    Raises
-    ------
-    GroupError
-        With the traceback, if the function raises in any process, or does not return.
+    The function is at the top level of a module; arguments and results are pickled. Raises `GroupError` with the
+    traceback if the function raises in a process, or does not return within ``seconds``.
     """
     if "<" in function.__qualname__:
         raise ValueError(f"{function.__qualname__} cannot be found by its name; put it at the top level of its module")

@@ -83,24 +83,11 @@ def watching(
     most: int = 24,
     only: Callable[[Sequence[int]], list[tuple[int, int, int]]] | None = None,
 ) -> Iterator[list[Launch]]:
-    """Look at all that kernels do in here; yields the launches, as they come.
+    """Check every launch of a kernel in this block; yield the launches as they come.
 
-    Parameters
-    ----------
-    orders
-        How often each launch runs: in the programs' order, at random, then the other way round.
-    seed
-        Of the random order.
-    most
-        Launches of one kernel that are watched, the first ones; others run once, as do those on more than
-        ``LARGEST_WATCHED`` bytes or of more than ``MOST_PROGRAMS``.
-    only
-        The programs of a grid that run, of launches too large to run: once, with bounds and grids alone looked at.
-
-    Raises
-    ------
-    KernelFault
-        As Triton's ``InterpreterError`` where a kernel's own code was on the way.
+    ``orders`` is how often a launch runs: in order, at random (by ``seed``), in reverse. ``most`` is how many launches
+    of a kernel are checked; the others run once, as do those above ``LARGEST_WATCHED`` bytes or ``MOST_PROGRAMS``.
+    ``only`` are the programs to run of a grid that is too large: bounds and grid are checked. Raises `KernelFault`.
     """
     from triton.runtime import interpreter  # Triton may not be installed
 

@@ -3,8 +3,7 @@
 python tests/mutated_files.py nii 0 300 FOLDER     # tells what became of each of 300 files
 
 A file must be refused by a `ReaderError`, or read as nibabel (NIfTI) or SimpleITK (the others) reads it without our
-checks before. A process ends itself when a file takes a minute: a reader that hangs. It may take 2 GiB of address space
-more, and 400 MiB of memory in all: no file here holds a kilobyte of voxels.
+checks. A process ends itself if a file takes a minute, 2 GiB of address space more, or 400 MiB of memory in all.
 """
 
 import faulthandler

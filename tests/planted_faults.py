@@ -329,10 +329,7 @@ FAULTS: Mapping[str, tuple[set[str], Callable[[Planter], object]]] = {
     "half of the slices blank": ({"empty-slices"}, change_image(_blank_half)),
     "doubled spacing": ({"spacing"}, lambda case: case.place(scaled(1, 1, 2))),
     "all spacings doubled": ({"spacing"}, lambda case: case.place(scaled(2, 2, 2))),
-    "a ten thousandth": (
-        {"intensity-scale"},
-        change_image(lambda v: v.astype(np.float32) * np.float32(1e-4)),
-    ),
+    "a ten thousandth": ({"intensity-scale"}, change_image(lambda v: v.astype(np.float32) * np.float32(1e-4))),
 }
 """By name: the kinds of finding of which a check must report at least one, and what plants the fault."""
 

@@ -1,18 +1,13 @@
-"""Processes of Python that have imported everything when they begin.
+"""Fork the processes of tests from an interpreter that has imported everything.
 
-A new interpreter takes four seconds of a core to import torch, MONAI and volseg, and a test of a signal or a launcher
-starts up to three. So one interpreter imports them once for all tests of a worker, and is forked for every process that
-is asked for: that takes hundredths of a second. What is forked is a process like any other: a child of who asked, with
-its own pid, session, folder, environment, standard streams and arguments; it runs ``-m``, ``-c`` or a script as
-``__main__``, begins with the signals' default handlers, and ends as an interpreter ends. Three things are not as in a
-new one: modules are there before anybody imports them, the hash seed is that of the other forks, and trainings draw
-small pictures (`small_pictures`). What a test shows about any of them (what a verb imports, equal bytes whatever the
-order of sets) needs ``subprocess`` itself.
+A new interpreter takes four seconds of a core to import torch, MONAI and volseg. Here one interpreter per worker of
+pytest imports them, and is forked for each process in hundredths of a second. A forked process has its own pid,
+session, folder, environment, streams, arguments and default signal handlers, and runs ``-m``, ``-c`` or a script as
+``__main__``. It differs from a new one in three ways: modules are imported already, all forks have one hash seed, and
+trainings draw small pictures (`small_pictures`). A test of one of these needs ``subprocess`` itself.
 
-`Popen` is ``subprocess.Popen`` but for that; the fixture ``ready_python`` puts it in its place while a test runs, also
-for what the code under test starts, and processes that it starts start theirs the same way. Where the command is none
-of this interpreter's, asks for something that is settled while an interpreter starts, or the system is not Linux, it
-is ``subprocess.Popen`` to the letter.
+The fixture ``ready_python`` replaces ``subprocess.Popen`` by `Popen`, also in the code under test and in the processes
+that it starts. Other programs, and options that an interpreter reads at its start, still use ``subprocess.Popen``.
 """
 
 import atexit

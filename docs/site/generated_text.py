@@ -256,8 +256,7 @@ def list_methods(found: Any) -> list[tuple[str, str]]:
 def format_parameters(parameters: dict[str, inspect.Parameter]) -> str:
     """Return parameters as in a call, with their defaults and without types."""
     shown = inspect.Signature(
-        [one.replace(annotation=inspect.Parameter.empty) for one in parameters.values()],
-        __validate_parameters__=False,
+        [one.replace(annotation=inspect.Parameter.empty) for one in parameters.values()], __validate_parameters__=False
     )
     named = re.sub(r"<function [^ ]*<lambda> at \w+>", "...", str(shown))
     return re.sub(r"<(?:built-in )?(?:function|class) '?(?:[\w.]+\.)?(\w+)[^>]*>", r"\1", named)[1:-1]

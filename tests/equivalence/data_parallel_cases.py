@@ -284,13 +284,7 @@ PASSAGE = {
 
 
 def train_bits(
-    name: str,
-    data: int,
-    spatial: int,
-    replicas: int,
-    shards: int,
-    steps: int = 3,
-    fixed: bool = True,
+    name: str, data: int, spatial: int, replicas: int, shards: int, steps: int = 3, fixed: bool = True
 ) -> dict[str, Tensor]:
     """Return what a training in float32 comes to: weights, gradients, losses."""
     case = (BITS | PASSAGE)[name]

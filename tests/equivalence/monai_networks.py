@@ -294,9 +294,7 @@ TRANSFORMERS = {
         draws=True,
     ),
     "NaViT": Case(
-        make=lambda: _Listed(nets.NaViT(8, 4, 2, 12, 16, 1, 2)),
-        shapes=(cube(8),),
-        note="takes a list of volumes",
+        make=lambda: _Listed(nets.NaViT(8, 4, 2, 12, 16, 1, 2)), shapes=(cube(8),), note="takes a list of volumes"
     ),
 }
 

@@ -43,8 +43,7 @@ SIDES = [4, 8, 12, 15, 16, 17, 24, 31, 48]
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["UNet", "DynUNet", "anisotropic DynUNet", "SegResNet", "AttentionUnet", "BasicUNet", "MedNeXt"],
+    "name", ["UNet", "DynUNet", "anisotropic DynUNet", "SegResNet", "AttentionUnet", "BasicUNet", "MedNeXt"]
 )
 def test_rules_are_the_brute_force_truth(name):
     net = small(name)

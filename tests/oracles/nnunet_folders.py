@@ -127,12 +127,7 @@ def describe_architecture(
 ) -> dict[str, Any]:
     """Return the entry ``architecture`` of a configuration of nnU-Net's plans.
 
-    Parameters
-    ----------
-    filters, kernels, strides
-        Of each stage, axes in nnU-Net's order (z, y, x).
-    blocks
-        Of each stage of a residual encoder; without them it is the plain U-Net of two convolutions per stage.
+    Filters, kernels and strides are per stage, axes in nnU-Net's order (z, y, x); ``blocks`` makes a residual encoder.
     """
     kind, of_stages = (
         ("PlainConvUNet", "n_conv_per_stage") if blocks is None else ("ResidualEncoderUNet", "n_blocks_per_stage")

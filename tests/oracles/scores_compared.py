@@ -4,10 +4,9 @@
         lazy-loader ruamel.yaml plotly narwhals
     python tests/oracles/scores_compared.py --site SITE --labels Task04_Hippocampus/labelsTr CT_LABELS.nii.gz
 
-Compared are random shapes at random spacings, isotropic or not, and real label maps with themselves moved, grown,
-shrunk, or with another case's. ``surface-distance`` is DeepMind's, by which the Decathlon was judged, and whose
-definition is ours. ``mesh`` measures between triangles of marching cubes, exactly, as MeshMetrics (arXiv:2509.05670)
-does: it tells how far the definition's surface elements are from that.
+It compares random shapes at random spacings, and real label maps with themselves moved, grown or shrunk, or with those
+of another case. ``surface-distance`` (DeepMind) judged the Decathlon, and has our definition. ``mesh`` measures between
+triangles of marching cubes, exactly, as MeshMetrics (arXiv:2509.05670) does.
 """
 
 import argparse

@@ -291,9 +291,7 @@ def test_any_number_of_slices_is_padded_by_three_at_most(slices):
 
 
 @given(
-    st.tuples(*[st.integers(1, 512)] * 3),
-    st.tuples(*[st.floats(0.3, 12)] * 3),
-    st.sampled_from([2.0, 8.0, 24.0, 80.0]),
+    st.tuples(*[st.integers(1, 512)] * 3), st.tuples(*[st.floats(0.3, 12)] * 3), st.sampled_from([2.0, 8.0, 24.0, 80.0])
 )
 @settings(max_examples=150, deadline=None)
 def test_every_data_set_gets_a_network_that_takes_its_patch(shape, spacing, memory):

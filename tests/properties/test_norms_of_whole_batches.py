@@ -20,9 +20,7 @@ from in_group import in_group
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool3d as pool
 
-cases = SimpleNamespace(
-    **runpy.run_path(str(Path(__file__).parents[1] / "equivalence" / "data_parallel_cases.py")),
-)
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "equivalence" / "data_parallel_cases.py")))
 
 
 def gate_by_rows(net: "Normed", x: Tensor) -> Tensor:

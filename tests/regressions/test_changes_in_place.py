@@ -147,10 +147,7 @@ STORIES: dict[str, tuple[Run, tuple[str, ...]]] = {
     # In a recomputed block, and among small tensors that are offloaded, what a gradient reads was taken as it
     # had become. A recomputation may end before the change, and is exact then.
     "the input of a norm": (change_the_input_of_a_norm, ALL),
-    "an activated addend behind": (
-        change_addend(activated=True, behind=True),
-        ("fast", "two", "two, offloaded"),
-    ),
+    "an activated addend behind": (change_addend(activated=True, behind=True), ("fast", "two", "two, offloaded")),
     # A sum kept what is added for the gradient, which torch's does not; a recomputed block compares no versions.
     "an addend": (change_addend(activated=False, behind=False), ()),
     "an activated addend": (change_addend(activated=True, behind=False), ()),

@@ -198,11 +198,7 @@ OF_SERIES = [
         lambda index: {"FrameOfReferenceUID": f"{SERIES}.{7 + (index == 3)}"},
         rf"s001.dcm has the FrameOfReferenceUID '{SERIES}.7' and s003.dcm .*'{SERIES}.8'.* or give all of them one if",
     ),
-    (
-        6,
-        lambda index: {"Units": ["BQML", "CNTS"][index == 3]},
-        "s001.dcm has the Units 'BQML' and s003.dcm has 'CNTS'",
-    ),
+    (6, lambda index: {"Units": ["BQML", "CNTS"][index == 3]}, "s001.dcm has the Units 'BQML' and s003.dcm has 'CNTS'"),
     (1, lambda _: {}, "is a single slice without SpacingBetweenSlices and SliceThickness"),
 ]
 OF_GEOMETRY = [
@@ -326,10 +322,7 @@ AS_WRITTEN = {
         lambda index: {"ImageOrientationPatient": [1, 5e-4, 0, -5e-4, 1, 0] if index == 5 else TRANSVERSE},
         1e-9,
     ),
-    "noise in positions": (
-        lambda index: {"ImagePositionPatient": [*np.round(place(index) + PLACED[index], 4)]},
-        0.011,
-    ),
+    "noise in positions": (lambda index: {"ImagePositionPatient": [*np.round(place(index) + PLACED[index], 4)]}, 0.011),
 }
 ONE = [draw_stored(0)]
 READ = [

@@ -260,11 +260,7 @@ def test_an_upsampled_volume_is_changed_itself(devices: list[str], change: str) 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda x: (x[:, :1].mul_(2), x)[1],
-        lambda x: (x.detach().zero_(), x)[1],
-        lambda x: (x.view(1, -1).zero_(), x)[1],
-    ],
+    [lambda x: (x[:, :1].mul_(2), x)[1], lambda x: (x.detach().zero_(), x)[1], lambda x: (x.view(1, -1).zero_(), x)[1]],
 )
 def test_views_of_upsampled_volumes_are_copies_that_nobody_changes(change: Callable[[Tensor], Tensor]) -> None:
     with torch.no_grad(), pytest.raises(UnsupportedOperatorError, match=r"in place, which is a copy here"):

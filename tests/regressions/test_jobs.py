@@ -135,11 +135,7 @@ def run_job(what, start, folder, *settings):
 @pytest.mark.parametrize(
     ("what", "settings", "told"),
     [
-        (
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            ["parallel.data=2"],
-            r"process 1 of 2 .*, cpu\):? died silently",
-        ),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["parallel.data=2"], r"process 1 of 2 .*, cpu\):? died silently"),
         (
             "raise KeyError('something of ours')",
             ["parallel.spatial=2"],

@@ -546,11 +546,7 @@ def assign_channels(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "function",
-    [
-        lambda x: F.adaptive_avg_pool3d(x, (4, 2, 3)),
-        lambda x: F.adaptive_max_pool3d(x, (5, 2, 2)),
-        assign_channels,
-    ],
+    [lambda x: F.adaptive_avg_pool3d(x, (4, 2, 3)), lambda x: F.adaptive_max_pool3d(x, (5, 2, 2)), assign_channels],
     ids=["average", "largest", "channels"],
 )
 def test_no_volume_is_gathered_for_windows_and_for_channels(function: Callable[[Tensor], Tensor]) -> None:

@@ -467,10 +467,7 @@ class OwnParameter(nn.Parameter):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda parameter: setattr(parameter, "data", torch.zeros(2)),
-        lambda parameter: parameter.requires_grad_(False),
-    ],
+    [lambda parameter: setattr(parameter, "data", torch.zeros(2)), lambda parameter: parameter.requires_grad_(False)],
     ids=["memory", "frozen"],
 )
 def test_a_parameter_of_another_class_is_watched_where_it_lies(change: Callable[[nn.Parameter], object]) -> None:

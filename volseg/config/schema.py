@@ -101,10 +101,7 @@ class ExperimentConfig(ConfigModel):
     """Location and storage of the cases."""
     split: SplitConfig = SplitConfig()
     """Split of the cases into training and validation."""
-    preprocessing: tuple[ComponentConfig, ...] = (
-        ComponentConfig(name="Orientation"),
-        ComponentConfig(name="ZScore"),
-    )
+    preprocessing: tuple[ComponentConfig, ...] = (ComponentConfig(name="Orientation"), ComponentConfig(name="ZScore"))
     """Preprocessing of every image before patches are drawn, in order."""
     patch: PatchConfig
     """Training patches."""

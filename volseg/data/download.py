@@ -53,13 +53,7 @@ class _Passing(Exception):  # noqa: N818  (no error: another attempt may bring m
 
 
 def download(
-    url: str,
-    part: BinaryIO,
-    path: Path,
-    *,
-    md5: str,
-    spare: float = 0.0,
-    show: ShowBytes | None = None,
+    url: str, part: BinaryIO, path: Path, *, md5: str, spare: float = 0.0, show: ShowBytes | None = None
 ) -> None:
     """Fetch ``url`` into an open file, after the bytes that the file has.
 

@@ -22,12 +22,7 @@ from volseg.data.readers import Files, stem
 from volseg.data.threads import map_in_threads
 from volseg.errors import ConfigError, DataError, GridError
 from volseg.evaluation.scoring import Scoring, choose_scoring
-from volseg.evaluation.summary import (
-    EvaluatedCase,
-    Summary,
-    evaluate_files,
-    summarise,
-)
+from volseg.evaluation.summary import EvaluatedCase, Summary, evaluate_files, summarise
 from volseg.formatting import list_duplicates, list_some
 
 WORDS = (*LABEL_WORDS, "pred", "preds", "prediction", "predicted")

@@ -23,13 +23,7 @@ from volseg.config.loading import require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
-from volseg.errors import (
-    ConfigError,
-    NonFiniteLossError,
-    NonFinitePredictionError,
-    ParallelError,
-    VolsegError,
-)
+from volseg.errors import ConfigError, NonFiniteLossError, NonFinitePredictionError, ParallelError, VolsegError
 from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, SEED, MeanInterval, mean_intervals
 from volseg.evaluation.scoring import published_results
 from volseg.evaluation.summary import Summary, complete_summary, read_structure, summarise, write_summary

@@ -29,13 +29,7 @@ from volseg.experiment.placement.mesh_resolution import join_processes
 from volseg.experiment.placement.placed_network import explain_eager
 from volseg.experiment.placement.plan_command import resolve_machine
 from volseg.experiment.placement.training_work import describe_freedom, describe_training
-from volseg.experiment.profiled_step import (
-    BuiltTraining,
-    WatchedSteps,
-    build_profiled,
-    find_network,
-    watch_steps,
-)
+from volseg.experiment.profiled_step import BuiltTraining, WatchedSteps, build_profiled, find_network, watch_steps
 from volseg.files import replacing
 from volseg.parallel.devices import count_gpus, count_launched
 from volseg.parallel.fast_kernels import CAPABILITY

@@ -92,8 +92,7 @@ def write_outcome(outcome: Outcome, cases: Sequence[Case], channel: int) -> None
     if outcome.validated is not None:
         attempt("no pictures of cases were drawn", lambda: draw_overlays(folder, outcome.task, cases, channel=channel))
     attempt(
-        "report.md was not written",
-        lambda: folder.write_text("report.md", write_brief(folder.path, state="finished")),
+        "report.md was not written", lambda: folder.write_text("report.md", write_brief(folder.path, state="finished"))
     )
 
 
@@ -206,9 +205,5 @@ def _read_example(folder: RunFolder, task: Task, case: Case) -> Example | None:
             return None
         case = {**checked.case, "reference": checked.case["label"]}
     prediction = read_volume(folder.validation / f"{case['case']}.nii.gz")
-    known = {
-        0,
-        *task.class_values,
-        *(value for key in task.structures for value in list_values(key)),
-    }
+    known = {0, *task.class_values, *(value for key in task.structures for value in list_values(key))}
     return make_example(case, prediction, known, task.ignore)

@@ -180,11 +180,7 @@ class Fold(PlannedRun):
         summary = read_summary(summary_file)
         self._require_own_cases(summary, summary_file)
         return FoldResult(
-            number=self.number,
-            split=self.split,
-            folder=self.folder,
-            summary=summary,
-            history=state.history,
+            number=self.number, split=self.split, folder=self.folder, summary=summary, history=state.history
         )
 
     def _require_own_cases(self, summary: Summary, path: Path) -> None:

@@ -50,12 +50,7 @@ from volseg.workflow.validation import Validated
 logger = logging.getLogger(__name__)
 
 
-def train(
-    config: ExperimentConfig | str | Path,
-    *,
-    resume: bool = False,
-    hooks: Sequence[Hook] = (),
-) -> Outcome:
+def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks: Sequence[Hook] = ()) -> Outcome:
     """Train, validate, and write a run folder.
 
     Parameters

@@ -20,14 +20,7 @@ from volseg.data.layouts import load_task
 from volseg.data.layouts.files import list_images
 from volseg.data.readers import read_volume, stem
 from volseg.errors import ConfigError, DataError
-from volseg.evaluation.summary import (
-    EvaluatedCase,
-    Summary,
-    complete_summary,
-    scores_table,
-    summarise,
-    write_summary,
-)
+from volseg.evaluation.summary import EvaluatedCase, Summary, complete_summary, scores_table, summarise, write_summary
 from volseg.experiment.building import build_scoring, build_validation, preprocessing_of
 from volseg.experiment.cases import ChosenCases, add_stage, open_cache, prepare_chosen, read_task
 from volseg.experiment.placement.alternatives import explaining_memory

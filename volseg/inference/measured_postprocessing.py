@@ -226,12 +226,7 @@ class _HeldCase:
 
 def _measure_dice(prediction: LabelMap, reference: LabelMap, files: Judged, task: Task) -> tuple[float, ...]:
     metrics = evaluate_case(
-        prediction,
-        reference,
-        task.structures,
-        ignore=task.ignore,
-        values=task.class_values,
-        labelled=files.labelled,
+        prediction, reference, task.structures, ignore=task.ignore, values=task.class_values, labelled=files.labelled
     )
     return tuple(metrics[key]["Dice"] for key in task.structures)
 

@@ -123,12 +123,7 @@ class Decision:
     """
 
     def __init__(
-        self,
-        sampling: Sampling,
-        shape: tuple[int, int, int],
-        rule: LabelRule,
-        *,
-        also: Collection[str] = (),
+        self, sampling: Sampling, shape: tuple[int, int, int], rule: LabelRule, *, also: Collection[str] = ()
     ) -> None:
         if unknown := set(also) - {"entropy", "probabilities"}:
             raise ConfigError(f"a prediction has entropy and probabilities beside its labels, got {sorted(unknown)}")

@@ -154,10 +154,7 @@ def _thread(name: str) -> Iterator[ThreadPoolExecutor]:
 
 
 def _read_ahead(
-    cases: Iterable[Case],
-    prepare: Callable[[Case], Case],
-    reader: ThreadPoolExecutor,
-    ends: Ends,
+    cases: Iterable[Case], prepare: Callable[[Case], Case], reader: ThreadPoolExecutor, ends: Ends
 ) -> Iterator[CaseOutcome]:
     """Yield prepared cases in order; the next case is in progress meanwhile."""
     waiting: deque[Future[CaseOutcome]] = deque()

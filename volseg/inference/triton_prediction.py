@@ -173,13 +173,7 @@ def _add_tiles_kernel(
 
 
 def add_window(
-    blend: Tensor,
-    window: Tensor,
-    importance: Tensor,
-    first: Sequence[int],
-    axis: int,
-    link: str,
-    flips: Sequence[int],
+    blend: Tensor, window: Tensor, importance: Tensor, first: Sequence[int], axis: int, link: str, flips: Sequence[int]
 ) -> None:
     """Add a window ``(K, d, h, w)`` to the blend; see `blending.add_window`."""
     classes, depth, height, width = window.shape

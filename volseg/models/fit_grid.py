@@ -7,13 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
-from volseg.device.module_internals import (
-    BUFFERS,
-    MODULES,
-    NOT_PERSISTENT,
-    PARAMETERS,
-    load_from_state_dict,
-)
+from volseg.device.module_internals import BUFFERS, MODULES, NOT_PERSISTENT, PARAMETERS, load_from_state_dict
 from volseg.launched import read_launch
 from volseg.models.grids import GridRule, grid_rule
 

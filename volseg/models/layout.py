@@ -49,10 +49,7 @@ def faster_layout(
 
 
 def _milliseconds_if_it_fits(
-    network: nn.Module,
-    batch: Tensor,
-    layout: torch.memory_format,
-    autocast: Callable[[], AbstractContextManager[None]],
+    network: nn.Module, batch: Tensor, layout: torch.memory_format, autocast: Callable[[], AbstractContextManager[None]]
 ) -> float:
     """Return ``_milliseconds``, or infinity if the batch does not fit into the GPU's memory."""
     try:
@@ -66,10 +63,7 @@ def _milliseconds_if_it_fits(
 
 
 def _milliseconds(
-    network: nn.Module,
-    batch: Tensor,
-    layout: torch.memory_format,
-    autocast: Callable[[], AbstractContextManager[None]],
+    network: nn.Module, batch: Tensor, layout: torch.memory_format, autocast: Callable[[], AbstractContextManager[None]]
 ) -> float:
     """Return the median time of forward and backward."""
     network.to(memory_format=layout)  # type: ignore[call-overload]

@@ -224,12 +224,7 @@ def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing:
         strides, kernels, filters = topology.strides, topology.kernels, list(topology.filters)
     else:
         raise ConfigError(f"network {spec['name']}: its strides are planned for the patch; give patch_size, or strides")
-    defaults = {
-        "strides": strides,
-        "kernel_size": kernels,
-        "upsample_kernel_size": strides[1:],
-        "filters": filters,
-    }
+    defaults = {"strides": strides, "kernel_size": kernels, "upsample_kernel_size": strides[1:], "filters": filters}
     if spec.get("deep_supervision"):
         # nnU-Net's coarsest head has no weight in the loss, so that stage needs no head.
         defaults["deep_supr_num"] = max(1, len(strides) - 3)

@@ -106,10 +106,7 @@ def _describe(answer: str) -> str:
 
 @contextmanager
 def heeding_spot_notices(
-    spot: str,
-    *,
-    every_seconds: float = 5.0,
-    stop: Callable[[], object] = request_stop,
+    spot: str, *, every_seconds: float = 5.0, stop: Callable[[], object] = request_stop
 ) -> Iterator[None]:
     """Watch for notices in a thread while the block runs; stop it when one comes, as SIGTERM would.
 

@@ -27,13 +27,7 @@ from volseg.device import compiler_internals
 from volseg.device.first_order import refuse_forward_mode
 from volseg.device.gpus import has_values, is_recording
 from volseg.device.graph import without_cached_casts
-from volseg.device.module_internals import (
-    BUFFERS,
-    HOOKS_OF_ALL_MODULES,
-    MODULES,
-    NOT_PERSISTENT,
-    PARAMETERS,
-)
+from volseg.device.module_internals import BUFFERS, HOOKS_OF_ALL_MODULES, MODULES, NOT_PERSISTENT, PARAMETERS
 from volseg.device.torch_internals import (
     count_dispatch_modes,
     find_transform,

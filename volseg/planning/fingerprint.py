@@ -138,11 +138,7 @@ class Taken:
 
 
 def take_fingerprint(
-    task: Task,
-    *,
-    skip_bad: bool = False,
-    workers: int | None = None,
-    progress: Callable[[], object] | None = None,
+    task: Task, *, skip_bad: bool = False, workers: int | None = None, progress: Callable[[], object] | None = None
 ) -> Taken:
     """Read and check every case with a label, and describe them.
 

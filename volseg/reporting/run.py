@@ -296,10 +296,7 @@ def _list_commands(record: RunRecord, state: str) -> list[tuple[str, str]]:
         ("Predict images:", f"volseg predict {folder} IMAGES... -o predictions{own}"),
         board,
         ("Measure which postprocessing helps:", f"volseg postprocess {folder}{own}"),
-        (
-            "Train every fold of this config:",
-            f"volseg cross-validate {config} --output {folds}{own}",
-        ),
+        ("Train every fold of this config:", f"volseg cross-validate {config} --output {folds}{own}"),
         ("Write this page anew:", f"volseg report {folder}"),
     ]
 

@@ -255,11 +255,7 @@ class AnyDepth(nn.Module):
 
 
 def build_optimizer(
-    spec: Mapping[str, Any],
-    network: nn.Module,
-    *,
-    on_gpu: bool,
-    parts: Mapping[str, Mapping[str, Any]] = {},
+    spec: Mapping[str, Any], network: nn.Module, *, on_gpu: bool, parts: Mapping[str, Mapping[str, Any]] = {}
 ) -> Optimizer:
     """Return an optimizer over the trainable parameters, fused on a GPU where torch supports it.
 

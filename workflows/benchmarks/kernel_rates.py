@@ -185,9 +185,7 @@ def list_loss_cases() -> list[RateCase]:
     """Return the cases of the loss that has kernels of its own."""
     return [
         RateCase(
-            f"dice of ours, {classes} classes, {side}^3",
-            8 * classes * side**3,
-            partial(prepare_loss, classes, side),
+            f"dice of ours, {classes} classes, {side}^3", 8 * classes * side**3, partial(prepare_loss, classes, side)
         )
         for classes, side in LOGITS
     ]

@@ -91,10 +91,7 @@ def name_gpu(report: Row) -> str:
 
 
 def compare(
-    rows: Sequence[Row],
-    tell: Callable[[Row], None],
-    gpu: str = "h200",
-    find: Callable[[Row], Estimate] | None = None,
+    rows: Sequence[Row], tell: Callable[[Row], None], gpu: str = "h200", find: Callable[[Row], Estimate] | None = None
 ) -> list[Row]:
     """Return a row for each configuration that was measured: forecast over measured, less one.
 

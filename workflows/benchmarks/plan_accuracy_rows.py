@@ -53,12 +53,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "swinunetr": {"name": "SwinUNETR", "feature_size": 48},
     "mednext": {"name": "MedNeXtS"},
     "unetr": {"name": "UNETR"},
-    "unet_residual": {
-        "name": "UNet",
-        "channels": [32, 64, 128, 256, 320],
-        "strides": [2, 2, 2, 2],
-        "num_res_units": 2,
-    },
+    "unet_residual": {"name": "UNet", "channels": [32, 64, 128, 256, 320], "strides": [2, 2, 2, 2], "num_res_units": 2},
     "highresnet": {"name": "HighResNet"},
     "residual_encoder": {
         "name": "ResEncUNet",

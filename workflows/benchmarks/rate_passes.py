@@ -145,10 +145,7 @@ PASSES: dict[str, Build] = {
         (v.x, v.coarse),
         lambda: aten.avg_pool3d_backward(v.coarse, v.x, TWOS, TWOS, ZEROS, False, True, None),
     ),
-    "aten.max_pool3d_with_indices": lambda v: (
-        (v.x, v.coarse),
-        lambda: aten.max_pool3d_with_indices(v.x, TWOS, TWOS),
-    ),
+    "aten.max_pool3d_with_indices": lambda v: ((v.x, v.coarse), lambda: aten.max_pool3d_with_indices(v.x, TWOS, TWOS)),
     "aten.max_pool3d_with_indices_backward": lambda v: _pool_backward(v.x),
     "aten.upsample_nearest3d": lambda v: ((v.coarse, v.x), lambda: aten.upsample_nearest3d(v.coarse, v.sides)),
     "aten.upsample_nearest3d_backward": lambda v: (
@@ -225,13 +222,7 @@ def _our_passes(x: Tensor, y: Tensor) -> dict[str, tuple[Sequence[Tensor], Calla
 
 
 def prepare_passes(
-    names: Sequence[str],
-    channels: int,
-    side: int,
-    layout: Layout,
-    ours: bool,
-    device: torch.device,
-    samples: int = 1,
+    names: Sequence[str], channels: int, side: int, layout: Layout, ours: bool, device: torch.device, samples: int = 1
 ) -> list[Prepared]:
     """Return passes by their names, or ours, over volumes of so many channels and so wide."""
     dtype, last = layout
@@ -359,19 +350,13 @@ def prepare_optimizers(millions: int, device: torch.device) -> list[Prepared]:
             count_run("aten._foreach_add_", kind, [*weights, *gradients]),
             lambda: torch._foreach_add_(weights, gradients, alpha=-1e-6),
         ),
-        (
-            count_run("aten._foreach_mul_", kind, momenta),
-            lambda: torch._foreach_mul_(momenta, 0.999),
-        ),
+        (count_run("aten._foreach_mul_", kind, momenta), lambda: torch._foreach_mul_(momenta, 0.999)),
         (count_run("aten._foreach_norm", kind, gradients), lambda: torch._foreach_norm(gradients)),
         (
             count_run("aten._fused_adamw_", kind, [*three, *seconds]),
             lambda: _step_adam(weights, gradients, momenta, seconds, steps),
         ),
-        (
-            count_run("aten._fused_sgd_", kind, three),
-            lambda: _step_sgd(weights, gradients, momenta),
-        ),
+        (count_run("aten._fused_sgd_", kind, three), lambda: _step_sgd(weights, gradients, momenta)),
     ]
 
 

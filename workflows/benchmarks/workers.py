@@ -146,9 +146,7 @@ def serve(answer: Callable[[Iterator[Row]], Iterable[Row]]) -> NoReturn:
 
 
 def share_gpus(
-    jobs: Mapping[Any, Callable[[int], Any]],
-    gpus: int,
-    finish: Callable[[Any, Any], object] = lambda *_: None,
+    jobs: Mapping[Any, Callable[[int], Any]], gpus: int, finish: Callable[[Any, Any], object] = lambda *_: None
 ) -> dict[Any, Any]:
     """Run jobs, as many at a time as there are GPUs, each with the number of its own; return their results by name.
 

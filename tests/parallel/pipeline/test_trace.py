@@ -48,9 +48,7 @@ def test_states_belong_to_the_first_segment_that_reads_them():
 
 def test_no_cut_between_making_memory_and_changing_it():
     trace = forward(
-        layer("conv", Operation(0)),
-        layer("relu", Operation(1, changed_since=0)),
-        layer("next", Operation(2)),
+        layer("conv", Operation(0)), layer("relu", Operation(1, changed_since=0)), layer("next", Operation(2))
     )
     assert paths(trace) == [["conv", "relu"], ["next"]]
 

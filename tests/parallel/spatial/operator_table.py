@@ -1,16 +1,13 @@
-"""Every entry of the operator table on every cut: equal to torch, or in the frozen list of what is not.
+"""Every entry of the operator table on every cut: equal to torch, or in the frozen list of exceptions.
 
-It is run by ``operator_database.py --table``. With ``--only`` that prints what each cut gave, and with ``--write`` it
-writes the list anew, which may only become shorter.
+``operator_database.py --table`` runs it. ``--only`` prints the outcome of each cut; ``--write`` writes the list anew,
+which may only become shorter. The list (``operator_table.json``) has, for each entry, the cuts that are
 
-``operator_database`` counts how many cases of an operator are equal. Here is asked, of each function that the table
-names: along which cuts does it run at all? The list (``operator_table.json``) names the exceptions, entry by entry:
+- ``refused``: every case was refused (of functions that draw random numbers: one was);
+- ``torch refuses``: torch refuses every case as well, such as ``bool`` of a volume of several voxels;
+- ``no such cut``: no argument has this dim.
 
-- ``refused``: every case with this cut was refused (of functions that draw numbers: one was);
-- ``torch refuses``: torch refuses every one as well, such as ``bool`` of a volume that has more than one voxel;
-- ``no such cut``: no argument has such a dim, such as a vector's third.
-
-An entry that has no case at all fails: write it a sample in ``table_samples``.
+An entry without a case fails: write it a sample in ``table_samples``.
 """
 # ruff: noqa: T201  (part of a script)
 

@@ -15,14 +15,7 @@ from volseg.parallel.spatial.convolution import around
 class Net(nn.Module):
     """Residual blocks, whose sums' gradients have no room, and a transposed convolution in front of a sum.
 
-    Parameters
-    ----------
-    kernel
-        Sides of the kernel along each axis.
-    up
-        Kernel, stride, padding, output padding of the transposed convolution.
-    groups
-        Of the convolutions.
+    ``up`` is its kernel, stride, padding and output padding.
     """
 
     def __init__(self, kernel: int, up: tuple[int, int, int, int], groups: int = 1) -> None:

@@ -23,14 +23,7 @@ import torch
 from torch import Tensor
 
 import volseg.transforms
-from volseg.data.case_store.cache_folder import (
-    GIB,
-    SUFFIX,
-    FileMemory,
-    digest_modules,
-    list_entries,
-    make_cache_folder,
-)
+from volseg.data.case_store.cache_folder import GIB, SUFFIX, FileMemory, digest_modules, list_entries, make_cache_folder
 from volseg.data.case_store.preprocessed import DamagedCaseError, StoredCase, write_case
 from volseg.data.case_store.volume_cache import ForegroundVoxels, list_voxels, require_fit
 from volseg.data.cases import Case, Task

@@ -175,13 +175,7 @@ class _Walk:
     """``PixelData`` of the file itself, once it has been passed."""
 
     def pass_elements(
-        self,
-        begin: int,
-        end: int,
-        depth: int,
-        closing: Tag | None = None,
-        into: Item | None = None,
-        last: Tag = LAST,
+        self, begin: int, end: int, depth: int, closing: Tag | None = None, into: Item | None = None, last: Tag = LAST
     ) -> int:
         """Pass elements up to ``end``, to their closing tag, or before the first one behind ``last``."""
         while begin + 8 <= end:

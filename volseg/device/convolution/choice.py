@@ -265,11 +265,7 @@ _ROWS: Mapping[Direction, Sequence[tuple[str, ModuleType, Callable[[ConvolutionC
         ("depthwise", depthwise, _suits_depthwise),
         ("few channels", few_channels, is_few_channels),
         ("few channels in", few_in, is_few_in),
-        (
-            "few taps",
-            few_taps,
-            lambda call: is_few_taps(call) and (call.bias is None or has_own_taps(call.weight)),
-        ),
+        ("few taps", few_taps, lambda call: is_few_taps(call) and (call.bias is None or has_own_taps(call.weight))),
         ("one voxel", one_voxel, _is_head),
         ("few channels out", few_out, computes_few_out),
         ("many taps", flipped_weights, turns_many_taps),

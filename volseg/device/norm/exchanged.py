@@ -12,13 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from volseg.device.norm.gathered import (
-    keep_gradients,
-    make_dense,
-    store_backward,
-    store_coefficients,
-    weigh_sums,
-)
+from volseg.device.norm.gathered import keep_gradients, make_dense, store_backward, store_coefficients, weigh_sums
 from volseg.device.norm.grouping import (
     ALONE,
     THREADS,

@@ -286,11 +286,7 @@ class PlaneMailbox(Mailbox):
         self._run(self.inboxes, exchange.targets, exchange.kept or (None, None), RECEIVE=True, KEEP=keep)
 
     def _run(
-        self,
-        boxes: Sequence[int],
-        both: Sequence[Tensor | None],
-        kept: Sequence[Tensor | None],
-        **variant: bool,
+        self, boxes: Sequence[int], both: Sequence[Tensor | None], kept: Sequence[Tensor | None], **variant: bool
     ) -> None:
         """Run the kernel for the planes ``both`` before and behind; they must need no packing."""
         before, behind = (_describe(*side) for side in zip(both, boxes, self.neighbours, kept, strict=True))

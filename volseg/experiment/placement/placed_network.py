@@ -69,10 +69,7 @@ def choose_device(config: ExperimentConfig) -> torch.device:
 def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
     """Return the network with its initial weights, on the CPU; it takes any volume size."""
     network = build_network(
-        config.network.spec(),
-        in_channels=task.num_inputs,
-        out_channels=task.num_outputs,
-        patch_size=config.patch.size,
+        config.network.spec(), in_channels=task.num_inputs, out_channels=task.num_outputs, patch_size=config.patch.size
     )
     try:
         return FitGrid(network, divisors=getattr(network, "divisors", None))

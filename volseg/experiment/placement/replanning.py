@@ -47,12 +47,7 @@ from volseg.experiment.placement.alternatives import (
     take_candidate,
 )
 from volseg.experiment.placement.placed_network import choose_device
-from volseg.parallel.devices import (
-    count_gpus,
-    count_processes,
-    is_distributed,
-    name_own_place,
-)
+from volseg.parallel.devices import count_gpus, count_processes, is_distributed, name_own_place
 from volseg.parallel.processes.first_error import begin_all_anew
 from volseg.parallel.processes.group import decide_together, gather_over_processes, get_supervision
 from volseg.parallel.processes.progress import get_milestone

@@ -51,10 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 def predict_in_processes(
-    cases: Sequence[Case],
-    gpus: Sequence[str | None],
-    order: Mapping[str, Any],
-    command: Sequence[str] | None = None,
+    cases: Sequence[Case], gpus: Sequence[str | None], order: Mapping[str, Any], command: Sequence[str] | None = None
 ) -> Iterator[CaseResult]:
     """Yield the result of each case, in the order of completion.
 

@@ -26,10 +26,7 @@ from torch.func import functional_call
 from volseg.device.first_order import first_order
 from volseg.device.gpus import current_gpu_stream
 from volseg.device.module_internals import NormBase
-from volseg.device.torch_internals import (
-    multiply_each,
-    pytree,
-)
+from volseg.device.torch_internals import multiply_each, pytree
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.graphs import CountedStatistics, Lanes, RecordedRun, RecordRefusedError, RefusedOperations

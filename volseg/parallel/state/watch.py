@@ -45,10 +45,7 @@ from volseg.parallel.state.description import (
 )
 from volseg.parallel.state.module import LEFT_OUT, is_scripted
 
-FOLLOWED = (
-    *(PARAMETERS, BUFFERS, MODULES),
-    *(FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS),
-)
+FOLLOWED = (*(PARAMETERS, BUFFERS, MODULES), *(FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS))
 """Registries of a module whose members count; the other registries hold flags of these, or concern state dicts."""
 
 MADE_BY_PYTHON = frozenset({"__call__", "__getattr__"})

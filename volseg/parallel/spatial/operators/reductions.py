@@ -12,12 +12,7 @@ from torch import Tensor
 
 from volseg.device.first_order import first_order
 from volseg.parallel.spatial.gathered import name_of, run_gathered, say_gathered, volumes
-from volseg.parallel.spatial.operators.operands import (
-    aligned,
-    dims_of,
-    elementwise,
-    wrap_reduced,
-)
+from volseg.parallel.spatial.operators.operands import aligned, dims_of, elementwise, wrap_reduced
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 

@@ -25,14 +25,7 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.device.gpus import current_gpu_stream, get_address, is_gpu, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams, as_savable, get_version
-from volseg.parallel.buckets import (
-    Differences,
-    GradientRoom,
-    LayoutNumbers,
-    check_hooks,
-    fill_buckets,
-    is_large,
-)
+from volseg.parallel.buckets import Differences, GradientRoom, LayoutNumbers, check_hooks, fill_buckets, is_large
 from volseg.parallel.fixed_order import add_up
 from volseg.parallel.spatial.transport.communicator import Communicator
 
