@@ -153,19 +153,18 @@ def test_the_text_of_processes_has_an_encoding() -> None:
 
 
 LIMITS = {
-    "lines of code": 56_150,
+    "lines of code": 56_020,
     "modules": 424,
     "modules of the largest folder": 20,
     "functions called find_": 33,
     "lines of tests": 65_680,
     "benchmark scripts": 25,
-    "lines of benchmarks": 6_505,
+    "lines of benchmarks": 6_450,
     "words of docs": 57_800,
 }
 """How large the house may be. Lower a number when the house shrinks; raise none: what a change adds, it takes away.
 
-Words of docs are those written by hand. Text that `make docs-text` writes into pages has a row of its own, without a
-limit: it follows from the code.
+Words of docs are those written by hand. Text that `make docs-text` writes has a row of its own, without a limit.
 """
 
 
