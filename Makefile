@@ -26,9 +26,8 @@ ONE_THREAD := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # those of whole trainings, and one worker waits for the other.
 SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CODE := volseg tests workflows docker docs/site
-# What is quick: a folder per part of volseg, without the comparison with torch's database, which takes half a minute.
-UNIT := $(filter-out tests/docs/ tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
-	$(wildcard tests/test_*.py) --ignore=tests/parallel/spatial/test_operator_database.py
+# What is quick: a folder per part of volseg.
+UNIT := $(filter-out tests/docs/ tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
 
 # Tests on a CPU, as pytest chooses them by default. tests/long.txt lists those of seconds, of which few are half the time.
 CPU := not slow and not gpu and not multi_gpu and not image
@@ -39,7 +38,7 @@ quickstart: $(INSTALLED)
 	$(BIN)/volseg quickstart
 
 check: $(LINT)
-	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) $(UNIT)
+	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "$(CPU) and not long" $(UNIT)
 
 test: $(LINT)
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "$(CPU) and not long"

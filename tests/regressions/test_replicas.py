@@ -246,14 +246,14 @@ class Batches:
 def give_other_settings() -> str | None:
     """The processes waited for each other for ever, or weighed their losses by parts of different batches."""
     mesh = join_mesh(2)
-    said = expect_refusal("one count", lambda: DataParallel(build(), mesh.replicas(4 if is_second() else 2)))
+    said = expect_refusal("the same count", lambda: DataParallel(build(), mesh.replicas(4 if is_second() else 2)))
     said = said or expect_refusal(
-        "one fixed_order", lambda: DataParallel(build(), mesh.replicas(fixed_order=is_second()))
+        "the same fixed_order", lambda: DataParallel(build(), mesh.replicas(fixed_order=is_second()))
     )
     model = wrap(build())
     batches = Batches()
     batches.batch_size = 3 if is_second() else 2
-    return said or expect_refusal("one batch_size", lambda: train(model, batches))
+    return said or expect_refusal("the same batch_size", lambda: train(model, batches))
 
 
 def train(model: DataParallel, batches: Batches, *hooks: Hook) -> None:
