@@ -46,9 +46,9 @@ test: $(LINT)
 test-long: $(INSTALLED)
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "$(CPU) and long"
 
-# What takes two seconds or longer on this machine, once it is idle.
+# Tests in folders that take 1.5 seconds or longer on this machine, once it is idle.
 tests/long.txt: $(INSTALLED)
-	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) --durations=0 --durations-min=2 | sed -nE 's/^([0-9.]+)s call +(tests.*)/\1 \2/p' > $@.new
+	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) --durations=0 --durations-min=1.5 | sed -nE 's|^([0-9.]+)s call +(tests/[a-z]+/.*)|\1 \2|p' > $@.new
 	mv $@.new $@
 
 test-all: $(LINT)
