@@ -29,7 +29,7 @@ CODE := volseg tests workflows docker docs/site
 # What is quick: a folder per part of volseg.
 UNIT := $(filter-out tests/docs/ tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
 
-# Tests on a CPU, as pytest chooses them by default. tests/long.txt lists those of seconds, of which few are half the time.
+# Tests that run on a CPU, as pytest chooses them by default. tests/long.txt lists those that take 1.5 seconds or longer.
 CPU := not slow and not gpu and not multi_gpu and not image
 
 .PHONY: tests/long.txt quickstart check test test-long test-all test-gpu test-kernels test-image viewer wheel lint format docs docs-text clean
@@ -46,7 +46,7 @@ test: $(LINT)
 test-long: $(INSTALLED)
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "$(CPU) and long"
 
-# Tests in folders that take 1.5 seconds or longer on this machine, once it is idle.
+# Measures all tests on this machine, which should be idle. The checks of the sources (tests/test_*.py) are never listed.
 tests/long.txt: $(INSTALLED)
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) --durations=0 --durations-min=1.5 | sed -nE 's|^([0-9.]+)s call +(tests/[a-z]+/.*)|\1 \2|p' > $@.new
 	mv $@.new $@

@@ -1,20 +1,15 @@
 """Find by Triton's interpreter what would go wrong on a GPU only.
 
-The interpreter runs a kernel's programs one after the other in their order, on memory of the CPU where an access beside
-a tensor hits something, with NumPy's NaN. Within ``watching`` each launch runs several times from the same memory, its
-programs in another order each time, and every load, store and atomic is looked at. A `KernelFault` is raised where
+The interpreter runs the programs of a kernel one after another. Within ``watching`` each launch runs several times from
+the same memory, its programs in other orders, and every load, store and atomic is checked. `KernelFault` is raised if
 
-- the orders leave other bits behind;
-- programs write the same byte, or one reads what another writes, and nothing orders them: an atomic of one that
-  releases, of the other that acquires, with scope of the GPU, and a barrier between the access and what releases it;
-- a program reads, behind no barrier, what it wrote: another of its threads may have been the one that wrote; or writes
-  what it read with its lanes on other places;
-- lanes of one store write different values to one place;
-- an access lies outside of the tensors that the kernel was given, to the byte;
-- a grid is one that CUDA does not take.
+- two orders leave different bits, or lanes of one store write different values to one place;
+- programs write the same byte, or one reads what another writes, without an atomic that releases, one that acquires
+  (scope: GPU), and a barrier between the access and the release;
+- a program reads, without a barrier, what it wrote, or writes with other lanes what it read;
+- an access lies outside of the given tensors, to the byte, or CUDA does not take the grid.
 
-What ``torch.empty`` returns is NaN, or the largest number, so that what no program writes shows in a test's comparison.
-``tl.minimum`` and ``tl.maximum`` of NaN and a number are the number, as on a GPU.
+``torch.empty`` returns NaN or the largest number. ``tl.minimum`` and ``tl.maximum`` of NaN and a number are the number.
 """
 
 import inspect

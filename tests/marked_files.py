@@ -25,13 +25,7 @@ def leaves_out(path: Path, chosen: str) -> bool:
 
 
 def require_said(marked: Iterable[tuple[Path, str]]) -> None:
-    """Refuse tests whose file `leaves_out` would leave out: they would never run.
-
-    Raises
-    ------
-    pytest.UsageError
-        If a test has a marker that the text of its file does not name.
-    """
+    """Raise `pytest.UsageError` for a test with a marker that its file does not name: `leaves_out` would skip it."""
     for path, marker in sorted({*marked}):
         if not says(path, marker):
             raise pytest.UsageError(

@@ -153,7 +153,7 @@ def test_the_text_of_processes_has_an_encoding() -> None:
 
 
 LIMITS = {
-    "lines of code": 56_020,
+    "lines of code": 56_030,
     "modules": 424,
     "modules of the largest folder": 20,
     "functions called find_": 33,
@@ -186,9 +186,9 @@ def test_lines_of_code_are_counted_without_words() -> None:
 
 
 def test_the_list_of_long_tests_names_tests() -> None:
-    for line in Path("tests/long.txt").read_text(encoding="utf-8").splitlines():
+    for line in (REPOSITORY / "tests/long.txt").read_text(encoding="utf-8").splitlines():
         file, name = line.partition("[")[0].split()[1].split("::")
-        assert f"def {name}(" in Path(file).read_text(encoding="utf-8"), line
+        assert f"def {name}(" in (REPOSITORY / file).read_text(encoding="utf-8"), line
 
 
 # Which files are collected for a marker: one that holds such a test and does not say so ends the collection.

@@ -199,7 +199,7 @@ def digest_file(path: Path) -> str:
 
 
 def name_partial(path: Path) -> Path:
-    """Return a new temporary path beside ``path``, for `replacing`; its name has 17 bytes more, always."""
+    """Return a new temporary path beside ``path``, for `replacing`; its name is always 17 bytes longer."""
     # Same folder, hence same file system: only there is the replacement atomic. The suffix excludes the file from
     # globs. The digits are random: two threads may write the same file, and so may processes of two containers, which
     # have the same ids.
@@ -236,7 +236,7 @@ def require_new(*paths: str | Path, overwrite: bool = False) -> None:
         raise ConfigError(f"{there[0]} exists; choose another path, or use --overwrite to replace it")
 
 
-VARIABLE = "VOLSEG_CACHE"
+CACHE_VARIABLE = "VOLSEG_CACHE"
 """Environment variable: the cache folder, or ``none``."""
 
 
@@ -252,7 +252,7 @@ def choose_cache_folder(wanted: str) -> Path | None:
     ``auto`` is ``$VOLSEG_CACHE``, else that of `choose_user_cache`.
     """
     if wanted == "auto":
-        wanted = os.environ.get(VARIABLE) or choose_user_cache() or "none"
+        wanted = os.environ.get(CACHE_VARIABLE) or choose_user_cache() or "none"
     return None if wanted == "none" else Path(os.path.abspath(os.path.expanduser(wanted)))
 
 

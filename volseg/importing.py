@@ -1,4 +1,4 @@
-"""Modules that are imported at the first use of their names."""
+"""Import modules at the first use of their names, and give the process what their imports need."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def name_user() -> None:
-    """Name a user without an account, as of ``docker run --user``: MONAI and torch fail without a name."""
+    """Give a user without an account (``docker run --user``) a name: importing MONAI fails without one."""
     try:
         os.environ.get("USER") or os.environ.get("LOGNAME") or pwd.getpwuid(os.getuid())
     except KeyError:

@@ -69,11 +69,11 @@ def draw_labels(image, seed=0, values=(0, 0, 3, 40)):
     return torch.from_numpy(drawn)
 
 
-def write_label(kind, path, folder, seed=0, task=None):
+def write_label(kind, path, folder, seed=0, task=None, values=(0, 0, 3, 40)):
     """Write the random label map of a series."""
     image, path = read_volume(folder), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = draw_labels(image, seed)
+    drawn = draw_labels(image, seed, values)
     write_dicom_segmentation(drawn, image, path, task=task or task_of(), series=folder, weights="5f" * 16, kind=kind)
     return drawn
 
@@ -337,3 +337,16 @@ def test_what_is_written_is_read_again_and_damaged_files_are_refused(kind, tmp_p
         (tmp_path / "cut.dcm").write_bytes(content[: int(kept * len(content))])
         with pytest.raises(ReaderError, match=r"cut\.dcm is no readable DICOM file"):
             read_label(tmp_path / "cut.dcm", folder, task)
+
+
+def test_frames_may_share_the_number_of_their_segment(tmp_path):
+    """The number was read from each frame only, and the second segment counted as the first."""
+    folder, path = write_image(tmp_path / "ct"), tmp_path / "label.dcm"
+    drawn = write_label("SEG", path, folder, values=(0, 40))
+    made = pydicom.dcmread(path)
+    for groups in made.PerFrameFunctionalGroupsSequence:
+        shared = groups.SegmentIdentificationSequence
+        del groups.SegmentIdentificationSequence
+    made.SharedFunctionalGroupsSequence[0].SegmentIdentificationSequence = shared
+    made.save_as(path)
+    assert torch.equal(read_label(path, folder, task_of()).as_tensor().int(), drawn)

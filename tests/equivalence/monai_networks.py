@@ -1,11 +1,9 @@
-"""MONAI's networks that take a 3D volume, as small as they go: a census that each strategy is run over.
+"""MONAI's networks that take a 3D volume, as small as possible: every strategy is tested on them.
 
-Left out are those that need packages beside MONAI's own (DAF3D, HyenaNDUNETR, MILModel, TorchVisionFCModel, Transchex),
-and ``SENet154`` and its like, which have hundreds of millions of parameters however they are asked for.
-
-``NETWORKS[name].build()`` makes a network in float64 (where it can), in training mode, with every dropout off;
-``draws`` says whether it draws random numbers nevertheless. ``NETWORKS[name].inputs(batch)`` makes its inputs; the
-first is the volume.
+Left out are those that need other packages (DAF3D, HyenaNDUNETR, MILModel, TorchVisionFCModel, Transchex), and
+``SENet154`` and its like, which always have hundreds of millions of parameters. ``NETWORKS[name].build()`` makes a
+network in float64 (where it can), in training mode, without dropout; ``draws`` says whether it still draws random
+numbers. ``NETWORKS[name].inputs(batch)`` makes its inputs; the first is the volume.
 """
 
 from collections.abc import Callable

@@ -137,10 +137,14 @@ class _Fields(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
+    def _expand_home(cls, value: Any) -> Any:
+        """Expand a leading ``~``, as no shell does in a file or after ``--set output=``."""
+        return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value
+
+    @field_validator("*", mode="before")
+    @classmethod
     def _keep_types_apart(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse values that pydantic would convert: true to the number 1, the strings on and off to a bool."""
-        if isinstance(value, str | os.PathLike) and os.fspath(value).startswith("~"):
-            return os.path.expanduser(value)  # in a file, and behind ``--set output=``, no shell does it
         kinds = set(_list_kinds(cls.model_fields[str(info.field_name)].annotation))
         for item in value if isinstance(value, list | tuple) else (value,):
             if isinstance(item, bool) and kinds & {int, float} and not kinds & {bool, item}:

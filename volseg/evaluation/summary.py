@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +219,8 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
             metrics.update({name: math.nan for name, value in metrics.items() if value is None})
         for label, mean in summary["mean"].items():
             for metrics in [mean, *(case["metrics"][label] for case in summary["metric_per_case"])]:
-                itemgetter("Dice", *mean)(metrics)
+                if missing := {"Dice", *mean} - metrics.keys():
+                    raise KeyError(*missing)
     except (KeyError, TypeError, AttributeError) as fault:
         raise DataError(f"{path} is not a summary.json as volseg and nnU-Net write it: {fault!r}") from fault
     for metrics in cases:

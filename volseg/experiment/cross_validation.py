@@ -226,6 +226,7 @@ def cross_validate(
 
     def keep_result(fold: Fold) -> None:
         gather()  # also what other machines have finished meanwhile
+        assert fold.number in results, f"{fold.folder.path} ended well and is not finished"
         RunFolder(config.folder).postprocessing_file.unlink(missing_ok=True)  # it was measured without this fold
         logger.info("fold %d: Dice %.4f", fold.number, results[fold.number].mean_dice)
         if len(results) < len(plan):

@@ -14,7 +14,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -83,8 +82,11 @@ def calibrate(device: torch.device, folder: str | Path | None = None) -> GpuKind
         logger.warning("measuring %s, once, for about half a minute", machine["gpu"])
         stored = {"version": VERSION, "machine": machine, "host": measure_host(device)}
         stored["factors"] = measure_factors(_find_base(machine), device)
-        with suppress(OSError), replacing(file) as partial_file:  # a read-only folder: measured again
-            partial_file.write_text(json.dumps(stored), encoding="utf-8")
+        try:
+            with replacing(file) as partial_file:
+                partial_file.write_text(json.dumps(stored), encoding="utf-8")
+        except OSError as fault:
+            logger.warning("the rates are not kept (%s); the next command measures them again", fault)
     return describe_kind(stored)
 
 

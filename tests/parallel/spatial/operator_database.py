@@ -1,7 +1,7 @@
 """Every operator of torch's own test database on volumes, beside torch: equal or refused, never wrong.
 
     python tests/parallel/spatial/operator_database.py            # every case, compared with the committed table
-    python tests/parallel/spatial/operator_database.py --thin     # the cases of ``make test``
+    python tests/parallel/spatial/operator_database.py --thin     # the cases of ``make test-long``
     python tests/parallel/spatial/operator_database.py --only nn.functional.conv3d "volumes.*"
     python tests/parallel/spatial/operator_database.py --write    # the committed table, anew; with --thin its half
     python tests/parallel/spatial/operator_database.py --table    # then every entry of the operator table

@@ -29,7 +29,7 @@ from volseg.data.itk import resolve_voxel_file
 from volseg.data.json_files import parse_json
 from volseg.data.volume import require_regular
 from volseg.errors import ConfigError, ReaderError
-from volseg.files import VARIABLE, choose_cache_folder, remove_partials, replacing
+from volseg.files import CACHE_VARIABLE, choose_cache_folder, remove_partials, replacing
 
 Found = TypeVar("Found")
 
@@ -140,7 +140,7 @@ def make_cache_folder(folder: Path) -> None:
     except OSError as fault:
         raise ConfigError(
             f"prepared cases cannot be kept in {folder} ({fault.strerror or fault}); name another folder by "
-            f"data.cache or {VARIABLE}, or set data.cache to none"
+            f"data.cache or {CACHE_VARIABLE}, or set data.cache to none"
         ) from fault
     with suppress(OSError):  # for a read-only folder
         (folder / "cases").mkdir(exist_ok=True)

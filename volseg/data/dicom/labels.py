@@ -38,6 +38,8 @@ NAMED_IN = {
 }
 """Sequence of the segments, and the elements with the number and the name of each."""
 
+SEGMENT = "SegmentIdentificationSequence"
+
 PLACED_BY = ("PlanePositionSequence", "PlaneOrientationSequence", "PixelMeasuresSequence")
 """Sequences that place a frame of a segmentation; a sequence of all frames is shared."""
 
@@ -182,8 +184,14 @@ class DicomLabel:
         for frame, groups in enumerate(made.PerFrameFunctionalGroupsSequence, start=1):
             at, turn, sides = ((groups.get(name) or shared[name].value)[0] for name in PLACED_BY)
             given = at.ImagePositionPatient, turn.ImageOrientationPatient, sides.PixelSpacing
-            number = (groups.get("SegmentIdentificationSequence") or [{}])[0].get("ReferencedSegmentNumber")
-            found.append((frame, number, hd.spatial.PixelToReferenceTransformer(*given).affine))
+            segment = groups.get(SEGMENT) or shared.get(SEGMENT) or [{}]
+            found.append(
+                (
+                    frame,
+                    segment[0].get("ReferencedSegmentNumber"),
+                    hd.spatial.PixelToReferenceTransformer(*given).affine,
+                )
+            )
         return found
 
     def _read_segment(self, number: int, grid: Grid) -> Iterator[Voxels]:
