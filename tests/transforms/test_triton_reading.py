@@ -127,7 +127,7 @@ def surround(values: torch.Tensor) -> torch.Tensor:
 def test_patches_are_the_same_bits_wherever_their_cases_lie(channels):
     config = AugmentationConfig.model_validate({**STILL, **ELASTIC, "noise": {"probability": 0.5}})
     augmentation = BatchAugmentation(config, PATCH, num_classes=4, spacing=(1, 1.5, 2))
-    banks = [bank(channels, budget_bytes) for budget_bytes in (None, *fewer([9000, 0], 1))]
+    banks = [bank(channels, budget_bytes) for budget_bytes in (None, *fewer([9000 * channels, 0], 1))]
     assert [cases.num_on_device for cases in banks] == [3, *fewer([2, 0], 1)]
     reads = [
         read(augmentation, sources_of(cases, augmentation), torch.Generator(DEVICE).manual_seed(3)) for cases in banks
