@@ -186,6 +186,7 @@ def _judge_choice(ways: Sequence[Row], capacity: int) -> Row:
     fitting = [way for way in ways if way["measured_reserved"] + way["measured_outside"] <= capacity]
     fastest = min(fitting, key=lambda way: way["measured_seconds"])
     told: Row = {"fastest": fastest["name"], "chosen": None, "fitted": False, "over_fastest": None}
+    told["free_beside_fastest"] = 1 - (fastest["measured_reserved"] + fastest["measured_outside"]) / capacity
     if chosen is not None:
         way = named[chosen.candidate]
         told |= {"chosen": way["name"], "fitted": way in fitting}
