@@ -5,13 +5,11 @@ import gzip
 import json
 import os
 import time
-import weakref
 from pathlib import Path
 
 import networks
 import pytest
 import results
-import spatial
 import task04
 import workers
 from workers import Group, Worker, ask, share_gpus
@@ -107,19 +105,6 @@ def test_kernels_are_no_question_to_who_measured_exactness(monkeypatch, tmp_path
     running.told = {"ours_to_plain": 0}
     running.write_kernels(tmp_path / "kernels")
     assert running.tell() == {"ours_to_plain": 0}
-
-
-def test_a_row_of_slabs_leaves_no_memory_to_the_next(monkeypatch):
-    """A step refers to its network, and back: its memory was counted with the next row's."""
-    left = []
-
-    class Step:
-        def __init__(self):
-            self.network = self
-            left.append(weakref.ref(self))
-
-    monkeypatch.setattr(spatial, "measure", lambda row: {"held": bool(Step()) and left[0]() is not None})
-    assert [told["held"] for told in spatial.answer(iter([{}, {}]))] == [True, False]
 
 
 def test_the_table_of_kernels_is_packed_as_its_name_says(monkeypatch, tmp_path):
