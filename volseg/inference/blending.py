@@ -16,6 +16,7 @@ from torch import Tensor
 
 from volseg.device.triton_tiles import takes
 from volseg.inference import triton_prediction
+from volseg.inference.sampling import locate_planes
 from volseg.inference.window_step import LINKS, WindowStep
 from volseg.inference.windows import BlendPlan, Layer, Region
 
@@ -180,15 +181,6 @@ def _overlap(first: int, wide: int, side: int, *, ring: bool) -> list[tuple[slic
         pieces.append((planes, slice(done, done + planes.stop - planes.start)))
         done += planes.stop - planes.start
     return pieces
-
-
-def locate_planes(planes: range, depth: int) -> list[slice]:
-    """Return the slices of planes in a ring of ``depth``: one piece, or two around its end."""
-    if not planes:
-        return []
-    start = planes.start % depth
-    stop = start + len(planes)
-    return [slice(start, stop)] if stop <= depth else [slice(start, depth), slice(0, stop - depth)]
 
 
 def _narrow(volumes: Tensor, axis: int, planes: slice) -> Tensor:
