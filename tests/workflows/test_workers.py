@@ -12,7 +12,7 @@ import pytest
 import results
 import task04
 import workers
-from workers import Group, Worker, ask, share_gpus
+from workers import Worker, ask, number_jobs, share_gpus
 
 SCRIPT = f"""
 import os, sys, time
@@ -33,28 +33,24 @@ serve(answer)
 
 @pytest.fixture
 def group(tmp_path):
+    """Return two workers of one script."""
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    made = Group(tmp_path / "script.py")
+    made = [Worker(tmp_path / "script.py") for _ in range(2)]
     yield made
-    made.end()
-
-
-def test_a_group_measures_row_after_row_in_the_same_processes(group):
-    first, second = (group.ask({}, 2, 60) for _ in range(2))
-    assert [answer["rank"] for answer in first] == ["0", "1"]
-    assert first == second
+    for worker in made:
+        worker.end()
 
 
 @pytest.mark.parametrize(
     ("how", "told"), [("raises", "ZeroDivisionError"), ("dies", "its process ended by 7"), ("hangs", workers.LATE)]
 )
-def test_a_worker_that_fails_ends_its_group_with_the_reason(group, how, told, monkeypatch):
-    monkeypatch.setattr(workers, "IMPORT_S", 0)
-    before = group.ask({}, 2, 60)
-    [failed] = group.ask({"fails": 1, "how": how}, 2, 60 if how != "hangs" else 1)
+def test_a_worker_answers_again_and_one_that_fails_ends_all_with_the_reason(group, how, told):
+    first, second = (ask(group, number_jobs({}, 2), 60) for _ in range(2))
+    assert [answer["rank"] for answer in first] == ["0", "1"]
+    assert first == second
+    [failed] = ask(group, number_jobs({"fails": 1, "how": how}, 2), 60 if how != "hangs" else 1)
     assert told in failed["error"]
     assert "last words" in failed["log"] or how == "hangs"  # whose words may come later
-    assert [answer["rank"] for answer in group.ask({}, 2, 60)] == [answer["rank"] for answer in before]
 
 
 def test_a_worker_that_has_ended_is_told_nothing_and_says_so(tmp_path):
