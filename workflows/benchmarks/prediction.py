@@ -12,7 +12,6 @@ kernels compiled and recorded: ``warm_up``.
 
 - ``ours``: what ``volseg predict`` does: `overlapped` around `Predictor.predict`, fast kernels, recorded; the image is
   prepared on the GPU. ``of_read_the_file`` is the part of ``read`` for file and checks.
-- ``ours_torch``: the same with torch's kernels.
 - ``monai``: ``SlidingWindowInferer``, blended on the device, ``SpatialResample`` back and arg-max there.
 - ``nnunet``: nnunetv2's ``predict_sliding_window_return_logits`` and its export's resampling of logits; both MONAI's
   and nnU-Net's rows read and preprocess by our reader, since they are compared for what comes after it.
@@ -31,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,10 +50,8 @@ from volseg.fields import Case
 from volseg.inference.original_grid import Decision, Prediction
 from volseg.inference.predictor import Predictor
 from volseg.inference.prefetching import overlapped, prepare_on, suits
-from volseg.inference.window_step import record_models
 from volseg.inference.writing import write_prediction
 from volseg.models.networks import DynUNet
-from volseg.parallel import FastKernels
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
 
 CASES = ("512x512x600x3", "512x512x600x15", "512x512x600x117", "512x512x1000x117")
@@ -288,21 +284,19 @@ Measure = Callable[[Path, Parts], Path]
 """From an image to the label map's file, part by part."""
 
 
-def ours(network: nn.Module, classes: int, device: torch.device, chosen: argparse.Namespace, kind: str) -> Measure:
+def ours(network: nn.Module, classes: int, device: torch.device, chosen: argparse.Namespace) -> Measure:
     """Predict as ``volseg predict`` does."""
-    model = FastKernels(network, device) if kind == "fast" else network
     predictor = Predictor(
-        model=record_models([model]),
+        model=network,
         num_classes=classes,
         window=chosen.window,
         windows_per_step=chosen.windows,
-        fast=False,
         device=device,
         autocast=torch.bfloat16 if device.type == "cuda" else None,
     )
 
     def save(case: Case, prediction: Prediction) -> Path:
-        return write_prediction(prediction.labels, case["image"], chosen.scratch / f"ours_{kind}.nii.gz")
+        return write_prediction(prediction.labels, case["image"], chosen.scratch / "ours.nii.gz")
 
     preprocessing = make_preprocessing(chosen)
     on_device = suits(preprocessing, device)
@@ -472,8 +466,7 @@ def nnunet_plans(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 ROWS: dict[str, Callable[[nn.Module, int, torch.device, argparse.Namespace], Measure]] = {
-    "ours": partial(ours, kind="fast"),
-    "ours_torch": partial(ours, kind="torch"),
+    "ours": ours,
     "monai": monai,
     "nnunet": nnunet,
 }
