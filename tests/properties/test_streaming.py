@@ -114,9 +114,9 @@ def test_every_plan_covers_the_volume_within_its_budget(shape, window, overlap, 
     plan = plan_blend(shape, window, overlap, num_classes, max(budget, least), most_whole=2**62 if whole else 0)
     assert plan.held_bytes(num_classes) <= max(budget, least)
     decided, finished = torch.zeros(shape, dtype=torch.int), torch.zeros(shape, dtype=torch.int)
-    for region in plan.regions():
+    for cells in plan.list_strips():
         for layer in plan.layers:
-            box = [slice(part.start, part.stop) for part in region.cells]
+            box = [slice(part.start, part.stop) for part in cells]
             box[plan.axis] = slice(layer.ready.start, layer.ready.stop)
             decided[tuple(box)] += 1
             box[plan.axis] = slice(layer.finished.start, layer.finished.stop)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from volseg.errors import OutOfMemoryError
 from volseg.inference.blending import Slab, blend_slabs
 from volseg.inference.original_grid import Also, Decision, LabelRule, Prediction
-from volseg.inference.sampling import Box, Held
+from volseg.inference.sampling import Held
 from volseg.inference.window_step import WindowStep
 from volseg.inference.windows import HELD_WHOLE_BYTES, BlendPlan, plan_blend
 from volseg.memory import available_bytes
@@ -117,7 +117,7 @@ class Streamer:
             shape, self.window, self.predictor.overlap, self.step.num_classes, everything,
             most_whole=everything, windowing=self.predictor.windowing,
         )  # fmt: skip
-        ((slab, _, _),) = self._blend(plan, pad(images, margins))
+        (slab,) = self._blend(plan, pad(images, margins))
         return slab.blend[:, :, d : d + depth, h : h + height, w : w + width]
 
     def _predict_unwindowed(self, images: Sequence[MetaTensor], also: Collection[Also]) -> list[Prediction | None]:
@@ -136,29 +136,25 @@ class Streamer:
     ) -> list[Prediction | None]:
         decisions = [Decision(image, self.rule, also=also) if into is None else into.join() for image in images]
         margins = [_compute_margins(image.shape[-3:], plan.shape)[-2::-2] for image in images]  # before D, H, W
-        for slab, finished, ready in self._blend(plan, _stack(images, plan.shape)):
+        for slab in self._blend(plan, _stack(images, plan.shape)):
             for decision, of_image, margin in zip(decisions, slab.blend, margins, strict=True):
-                decision.fill(Held(of_image, slab.origin), finished, ready, margin)
+                decision.fill(Held(of_image, slab.origin), slab.finished, slab.ready, margin)
         return [decision.finish() for decision in decisions]
 
-    def _blend(self, plan: BlendPlan, images: Tensor) -> Iterator[tuple[Slab, Box, Box]]:
-        """Yield each slab with the voxels finished since the last slab, and the voxels ready for a decision."""
+    def _blend(self, plan: BlendPlan, images: Tensor) -> Iterator[Slab]:
+        """Yield the slabs of all strips."""
         # Windows are cut on the device if the image takes a small part of its free memory.
         if self.device.type != "cpu" and images.numel() * FLOAT_BYTES <= count_free_bytes(self.device) // 8:
             images = images.to(self.device)
         windows = skipped = 0
-        for region in plan.regions():
+        for cells in plan.list_strips():
             for slab in blend_slabs(
-                self.step, images, plan, region,
+                self.step, images, plan, cells,
                 windows_per_step=self.windows_per_step, device=self.device,
                 skips_background=self.predictor.skip_background,
             ):  # fmt: skip
                 windows, skipped = windows + slab.num_windows, skipped + slab.num_skipped
-                finished, ready = (
-                    tuple(planes if axis == plan.axis else part for axis, part in enumerate(region.cells))
-                    for planes in (slab.layer.finished, slab.layer.ready)
-                )
-                yield slab, (finished[0], finished[1], finished[2]), (ready[0], ready[1], ready[2])
+                yield slab
         if self.predictor.skip_background:
             logger.info("%d of %d windows hold one value and count as background (skip_background)", skipped, windows)
 
