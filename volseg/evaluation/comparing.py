@@ -135,10 +135,13 @@ def _require_same(methods: Sequence[Method]) -> None:
                     f"both, {len(mine - theirs)} only in the first ({list_some(sorted(mine - theirs)) or 'none'}), "
                     f"{len(theirs - mine)} only in the second ({list_some(sorted(theirs - mine)) or 'none'})"
                 )
-        mine, theirs = _list_facts(first), _list_facts(other)
-        differing = [fact for fact in mine if fact in theirs and mine[fact] != theirs[fact]]
-        if differing:
-            told = [f"{fact} ({mine[fact]} and {theirs[fact]})" for fact in differing]
+        facts, others_facts = _list_facts(first), _list_facts(other)
+        told = [
+            f"{fact} ({value} and {others_facts[fact]})"
+            for fact, value in facts.items()
+            if fact in others_facts and value != others_facts[fact]
+        ]
+        if told:
             raise DataError(
                 f"{first.name} and {other.name} cannot be compared, for they differ in {list_some(told)}; score both "
                 "in the same way"

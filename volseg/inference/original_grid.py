@@ -159,8 +159,8 @@ class Decision:
         ]
         # A softmax is finite for all classes or none.
         checked = held.values if self.rule.regions or self.rule.of_logits else held.values[:1]
-        for d, h, w in product(*pieces):
-            finite = checked[:, d, h, w].isfinite().all()
+        for piece in product(*pieces):
+            finite = checked[:, *piece].isfinite().all()
             self._finite = finite if self._finite is None else self._finite & finite
         shift = [by + start for by, start in zip(margin, self.start, strict=True)]
         cells = _move(ready, shift, self.source.shape)
