@@ -10,6 +10,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from label_maps import crop_padding
 from monai.data import MetaTensor
 from scipy.ndimage import zoom
 
@@ -21,7 +22,7 @@ from volseg.exchange.nnunet.plans import Resampling, compute_thick_axis, read_pl
 from volseg.exchange.nnunet.predictor import build_preprocessing
 from volseg.experiment import predict
 from volseg.experiment.prediction.sources import load_trained
-from volseg.inference.original_grid import WayBack
+from volseg.inference.original_grid import Decision, LabelRule
 from volseg.inference.sampling import Held
 
 STORED = Path(__file__).with_name("nnunet")
@@ -71,10 +72,9 @@ def test_probabilities_are_those_of_the_mean_logits(tmp_path):
     trained, images = load_trained(STORED / "model"), tuple(sorted((STORED / "images").iterdir()))
     case = trained.preprocessing(Read(["image"])({"case": "case_0", "image": images}))
     blended = trained.build_predictor().probabilities(case["image"].as_tensor()[None])[0]
-    back = WayBack.of(case["image"])
-    box = tuple(slice(first, first + side) for first, side in zip(back.start, back.source.shape, strict=True))
-    expected = torch.zeros(len(blended), *back.original.shape)
-    for place, values in back.sampling.read(Held(blended[:, *box]), tuple(map(range, back.source.shape)), 2**30):
+    decision = Decision(case["image"], LabelRule.of(len(blended), None, regions=False))
+    expected, cells = torch.zeros(len(blended), *decision.original.shape), tuple(map(range, decision.source.shape))
+    for place, values in decision.sampling.read(Held(crop_padding(decision, blended)), cells, 2**30):
         expected[:, *place] = (values - 0.5).sigmoid() if trained.task.regions else values.softmax(0)
     np.testing.assert_allclose(np.moveaxis(found, -1, 0), expected.numpy(), atol=1e-5)  # of sixteen bits
     uncertain = np.asarray(nib.load(tmp_path / "uncertainty" / "case_0.nii.gz").dataobj)

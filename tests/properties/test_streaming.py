@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from label_maps import original_label_map
+from label_maps import crop_padding, original_label_map
 from monai.data import MetaTensor
 from monai.inferers import sliding_window_inference
 from torch import Tensor
 from volume_files import CODES, tilt, turn
 
-from volseg.inference.original_grid import WayBack, measure_entropy, resample
+from volseg.inference.original_grid import Decision, LabelRule, measure_entropy, resample
 from volseg.inference.predictor import Predictor
 from volseg.inference.windows import choose_axis, compute_starts, plan_blend
 from volseg.transforms.preprocessing import build_preprocessing
@@ -75,9 +75,8 @@ def test_streaming_gives_the_labels_of_the_plain_way(
     expected = original_label_map(plain, image, values=values, regions=regions)
     assert labels.affine.equal(expected.affine)
     assert labels.as_tensor().equal(expected.as_tensor())
-    back = WayBack.of(image)
-    box = tuple(slice(first, first + side) for first, side in zip(back.start, back.source.shape, strict=True))
-    resampled = resample(back.original, plain[:, *box], back.source)
+    decision = Decision(image, LabelRule.of(3, values, regions))
+    resampled = resample(decision.original, crop_padding(decision, plain), decision.source)
     inside = resampled.any(0)
     assert streamed.probabilities.affine.equal(expected.affine)
     # To the last bit, so that no label hangs on how much was held. But exponentials on a CPU round by where in a
@@ -115,9 +114,9 @@ def test_every_plan_covers_the_volume_within_its_budget(shape, window, overlap, 
     plan = plan_blend(shape, window, overlap, num_classes, max(budget, least), most_whole=2**62 if whole else 0)
     assert plan.held_bytes(num_classes) <= max(budget, least)
     decided, finished = torch.zeros(shape, dtype=torch.int), torch.zeros(shape, dtype=torch.int)
-    for region in plan.regions():
+    for cells in plan.list_strips():
         for layer in plan.layers:
-            box = [slice(part.start, part.stop) for part in region.cells]
+            box = [slice(part.start, part.stop) for part in cells]
             box[plan.axis] = slice(layer.ready.start, layer.ready.stop)
             decided[tuple(box)] += 1
             box[plan.axis] = slice(layer.finished.start, layer.finished.stop)

@@ -72,9 +72,9 @@ def score(tmp_path, name, *, truth=3, names="1=liver", tolerance=1.0):
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        ({"names": "1=tumour"}, r"labels differ in 1 \(liver and tumour\)"),
-        ({"tolerance": 2.0}, r"settings differ in tolerance_mm \(\{'1': 1\.0\} and \{'1': 2\.0\}\)"),
-        ({"truth": 4}, r"same true label maps: of label 1 case a has 27 and 64 voxels"),
+        ({"names": "1=tumour"}, r"the name of label 1 \(liver and tumour\)"),
+        ({"tolerance": 2.0}, r"they differ in the setting tolerance_mm \(\{'1': 1\.0\} and \{'1': 2\.0\}\)"),
+        ({"truth": 4}, r"the true voxels of label 1 in case a \(27\.0 and 64\.0\)"),
     ],
 )
 def test_scores_of_other_labels_rules_or_truth_are_not_compared_and_others_are(tmp_path, other, why):

@@ -1,9 +1,19 @@
-"""The benchmark of the largest volumes, tried on a CPU with a pretended limit; its search has tests of its own."""
+"""The benchmark of the largest volumes, tried on a CPU with a pretended limit."""
 
 import json
 
 import pytest
-from largest_volumes import UNIT, at_side, list_searches, list_tries, name_search, run_round, summarise
+from largest_volumes import (
+    UNIT,
+    at_side,
+    find_largest,
+    list_searches,
+    list_tries,
+    name_search,
+    next_side,
+    run_round,
+    summarise,
+)
 from plan_accuracy_compared import forecast_row
 from plan_accuracy_rows import measure
 
@@ -20,10 +30,25 @@ VOXELS = 3 * UNIT**3
 """The pretended limit: three units of a side."""
 
 
+@pytest.mark.parametrize("first", [64, 576, 1024])
+@pytest.mark.parametrize("largest", range(0, 1600, 64))
+def test_finds_the_largest_side_whatever_is_tried_first(first, largest):
+    tries = []
+    while (side := next_side(tries, first, 64)) is not None:
+        assert side > 0
+        assert side % 64 == 0
+        assert side not in [attempt["side"] for attempt in tries]
+        tries.append({"side": side, "fits": side <= largest})
+    assert find_largest(tries) == largest
+    assert len(tries) <= 10
+
+
 def test_searches_have_different_names():
-    names = [name_search(row) for row in list_searches()]
+    names = [name_search(row) for row in list_searches() + list_searches([1, 2])]
     assert len(set(names)) == len(names)
     assert names[0] == "dynunet Nx160x160 b1 bf16 fast recorded"
+    assert names[-1] == "dynunet NxNxN b1 bf16 fast spatial2 checkpoint_all"
+    assert at_side(list_searches([2])[0], 320)["patch"] == [320] * 3
 
 
 def test_a_search_goes_on_where_it_was(tmp_path):

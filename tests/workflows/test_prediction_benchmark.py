@@ -16,7 +16,7 @@ def run(monkeypatch, *arguments):
     prediction.main()
 
 
-@pytest.mark.parametrize("row", ["ours", "ours_torch", "monai"])
+@pytest.mark.parametrize("row", ["ours", "monai"])
 @pytest.mark.parametrize("spacing", ["network", "file"])
 def test_a_row_is_measured_in_this_process(monkeypatch, capsys, tmp_path, row, spacing):
     run(monkeypatch, "--only", row, CASE, "--scratch", tmp_path, "--spacing", spacing)
@@ -33,13 +33,13 @@ def test_a_row_is_measured_in_this_process(monkeypatch, capsys, tmp_path, row, s
 def test_a_row_that_is_cut_says_so_and_the_next_is_measured(monkeypatch, tmp_path):
     result = tmp_path / "prediction.json"
     run(monkeypatch, "--cases", CASE, "--rows", "monai", "--seconds", "0.01", "--result", result)
-    run(monkeypatch, "--cases", CASE, "--rows", "ours_torch", "--seconds", "300", "--result", result)
+    run(monkeypatch, "--cases", CASE, "--rows", "ours", "--seconds", "300", "--result", result)
     found = {row["row"]: row for row in json.loads(result.read_text(encoding="utf-8"))["rows"]}
     assert found["monai"]["failed"] == "cut after 0 s"
-    assert found["ours_torch"]["seconds"]["all"] > 0
-    run(monkeypatch, "--cases", CASE, "--rows", "ours_torch", "--total", "-1", "--result", result)
+    assert found["ours"]["seconds"]["all"] > 0
+    run(monkeypatch, "--cases", CASE, "--rows", "ours", "--total", "-1", "--result", result)
     found = {row["row"]: row for row in json.loads(result.read_text(encoding="utf-8"))["rows"]}
-    assert found["ours_torch"]["failed"].startswith("not begun")
+    assert found["ours"]["failed"].startswith("not begun")
     assert "monai" in found
 
 

@@ -5,16 +5,14 @@ import gzip
 import json
 import os
 import time
-import weakref
 from pathlib import Path
 
 import networks
 import pytest
 import results
-import spatial
 import task04
 import workers
-from workers import Group, Worker, ask, share_gpus
+from workers import Worker, ask, number_jobs, share_gpus
 
 SCRIPT = f"""
 import os, sys, time
@@ -35,28 +33,24 @@ serve(answer)
 
 @pytest.fixture
 def group(tmp_path):
+    """Return two workers of one script."""
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    made = Group(tmp_path / "script.py")
+    made = [Worker(tmp_path / "script.py") for _ in range(2)]
     yield made
-    made.end()
-
-
-def test_a_group_measures_row_after_row_in_the_same_processes(group):
-    first, second = (group.ask({}, 2, 60) for _ in range(2))
-    assert [answer["rank"] for answer in first] == ["0", "1"]
-    assert first == second
+    for worker in made:
+        worker.end()
 
 
 @pytest.mark.parametrize(
     ("how", "told"), [("raises", "ZeroDivisionError"), ("dies", "its process ended by 7"), ("hangs", workers.LATE)]
 )
-def test_a_worker_that_fails_ends_its_group_with_the_reason(group, how, told, monkeypatch):
-    monkeypatch.setattr(workers, "IMPORT_S", 0)
-    before = group.ask({}, 2, 60)
-    [failed] = group.ask({"fails": 1, "how": how}, 2, 60 if how != "hangs" else 1)
+def test_a_worker_answers_again_and_one_that_fails_ends_all_with_the_reason(group, how, told):
+    first, second = (ask(group, number_jobs({}, 2), 60) for _ in range(2))
+    assert [answer["rank"] for answer in first] == ["0", "1"]
+    assert first == second
+    [failed] = ask(group, number_jobs({"fails": 1, "how": how}, 2), 60 if how != "hangs" else 1)
     assert told in failed["error"]
     assert "last words" in failed["log"] or how == "hangs"  # whose words may come later
-    assert [answer["rank"] for answer in group.ask({}, 2, 60)] == [answer["rank"] for answer in before]
 
 
 def test_a_worker_that_has_ended_is_told_nothing_and_says_so(tmp_path):
@@ -107,19 +101,6 @@ def test_kernels_are_no_question_to_who_measured_exactness(monkeypatch, tmp_path
     running.told = {"ours_to_plain": 0}
     running.write_kernels(tmp_path / "kernels")
     assert running.tell() == {"ours_to_plain": 0}
-
-
-def test_a_row_of_slabs_leaves_no_memory_to_the_next(monkeypatch):
-    """A step refers to its network, and back: its memory was counted with the next row's."""
-    left = []
-
-    class Step:
-        def __init__(self):
-            self.network = self
-            left.append(weakref.ref(self))
-
-    monkeypatch.setattr(spatial, "measure", lambda row: {"held": bool(Step()) and left[0]() is not None})
-    assert [told["held"] for told in spatial.answer(iter([{}, {}]))] == [True, False]
 
 
 def test_the_table_of_kernels_is_packed_as_its_name_says(monkeypatch, tmp_path):

@@ -135,39 +135,32 @@ def _require_same(methods: Sequence[Method]) -> None:
                     f"both, {len(mine - theirs)} only in the first ({list_some(sorted(mine - theirs)) or 'none'}), "
                     f"{len(theirs - mine)} only in the second ({list_some(sorted(theirs - mine)) or 'none'})"
                 )
-        _require_same_rules(first, other)
-        for label in first.summary["mean"]:
-            _require_same_truth(first, other, label)
-
-
-def _require_same_rules(first: Method, other: Method) -> None:
-    """Raise if labels or settings of two methods differ; unknown ones are assumed to agree."""
-    pair: list[Mapping[str, object]] = [
-        {key: name for key, name in method.labels.items() if name != f"label_{key}"}  # which nobody has named
-        for method in (first, other)
-    ]
-    for kind, (mine, theirs) in {"labels": pair, "settings": [first.settings, other.settings]}.items():
-        if differing := [
-            f"{key} ({mine[key]} and {theirs[key]})" for key in mine if key in theirs and mine[key] != theirs[key]
-        ]:
+        facts, others_facts = _list_facts(first), _list_facts(other)
+        told = [
+            f"{fact} ({value} and {others_facts[fact]})"
+            for fact, value in facts.items()
+            if fact in others_facts and value != others_facts[fact]
+        ]
+        if told:
             raise DataError(
-                f"{first.name} and {other.name} cannot be compared, for their {kind} differ in {', '.join(differing)}; "
-                "score both in the same way"
+                f"{first.name} and {other.name} cannot be compared, for they differ in {list_some(told)}; score both "
+                "in the same way"
             )
 
 
-def _require_same_truth(first: Method, other: Method, label: str) -> None:
-    """Raise unless a label has the same size in both methods' true label map of each case."""
-    if not (_has(first, "n_ref") and _has(other, "n_ref")):
-        return
-    sizes = [_scores_by_case(method, label, "n_ref") for method in (first, other)]
-    # A case that is not annotated for the label has no size and no score.
-    if (differing := np.flatnonzero((sizes[0] != sizes[1]) & ~np.isnan(sizes[0] + sizes[1]))).size:
-        case = sorted(name_cases(first.summary))[differing[0]]
-        raise DataError(
-            f"{first.name} and {other.name} were not compared with the same true label maps: of label {label} case "
-            f"{case} has {sizes[0][differing[0]]:g} and {sizes[1][differing[0]]:g} voxels; score both with the same"
-        )
+def _list_facts(method: Method) -> dict[str, object]:
+    """Return what comparable methods have in common, as far as it is known: names, settings, and true sizes."""
+    facts: dict[str, object] = {f"the setting {key}": value for key, value in method.settings.items()}
+    for key, name in method.labels.items():
+        if name != f"label_{key}":  # which nobody has named
+            facts[f"the name of label {key}"] = name
+    if _has(method, "n_ref"):
+        cases = sorted(name_cases(method.summary))
+        for label in method.summary["mean"]:
+            for case, size in zip(cases, _scores_by_case(method, label, "n_ref").tolist(), strict=True):
+                if not math.isnan(size):  # a case that is not annotated for the label has no size and no score
+                    facts[f"the true voxels of label {label} in case {case}"] = size
+    return facts
 
 
 def _scores_by_case(method: Method, label: str, metric: str) -> NDArray[np.float64]:

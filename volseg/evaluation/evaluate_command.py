@@ -10,7 +10,6 @@ from volseg.evaluation.folders import EvaluatedFolders, evaluate_folders
 from volseg.evaluation.summary import (
     JUDGED,
     TABULATED,
-    complete_summary,
     explain_scores,
     format_summary,
     scores_table,
@@ -65,16 +64,14 @@ def score_folders(
         **settings,
     )
     if evaluated.summary is not None:
-        write_summary(complete_summary(evaluated.summary, evaluated.scoring, evaluated.names), files[0])
+        write_summary(evaluated.summary, files[0])
         write_cases(evaluated.summary, evaluated.names, files[1])
     return evaluated
 
 
 def format_json(evaluated: EvaluatedFolders) -> str:
     """Return the content of ``summary.json``; null if no case could be scored."""
-    if evaluated.summary is None:
-        return "null"
-    return format_summary(complete_summary(evaluated.summary, evaluated.scoring, evaluated.names))
+    return "null" if evaluated.summary is None else format_summary(evaluated.summary)
 
 
 def format_report(evaluated: EvaluatedFolders, metrics: Collection[str] | None = None) -> str:

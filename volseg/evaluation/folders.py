@@ -22,7 +22,7 @@ from volseg.data.readers import Files, stem
 from volseg.data.threads import map_in_threads
 from volseg.errors import ConfigError, DataError, GridError
 from volseg.evaluation.scoring import Scoring, choose_scoring
-from volseg.evaluation.summary import EvaluatedCase, Summary, evaluate_files, summarise
+from volseg.evaluation.summary import EvaluatedCase, Summary, complete_summary, evaluate_files, summarise
 from volseg.formatting import list_duplicates, list_some
 
 WORDS = (*LABEL_WORDS, "pred", "preds", "prediction", "predicted")
@@ -63,7 +63,7 @@ class EvaluatedFolders:
     """Result of scoring two folders."""
 
     summary: Summary | None
-    """Summary of the scored cases; None if no case could be scored."""
+    """Complete summary of the scored cases; None if no case could be scored."""
     names: Mapping[str, str]
     """Names of labels by key of the summary."""
     scoring: Scoring
@@ -308,9 +308,10 @@ def evaluate_folders(
     score = partial(_score, pairs=pairs, task=task, labelled=_find_labelled(pairs, task), scoring=scoring)
     outcomes = dict(zip(pairs.matched, map_in_threads(score, pairs.matched), strict=True))
     scored = [outcome for outcome in outcomes.values() if isinstance(outcome, EvaluatedCase)]
+    names_by_key = {str(key): name for key, name in task.structures.items()}
     return EvaluatedFolders(
-        summary=summarise(scored) if scored else None,
-        names={str(key): name for key, name in task.structures.items()},
+        summary=complete_summary(summarise(scored), scoring, names_by_key) if scored else None,
+        names=names_by_key,
         scoring=scoring,
         pairs=pairs,
         faults={case: outcome for case, outcome in outcomes.items() if isinstance(outcome, str)},

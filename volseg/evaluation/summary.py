@@ -263,13 +263,13 @@ def scores_table(summary: Summary, names: Mapping[str, str], metrics: Collection
     Parameters
     ----------
     summary : Summary
-        Result of `summarise` or `read_summary`.
+        Result of `summarise`, `complete_summary` or `read_summary`.
     names : mapping
         Key of the summary to the label's name.
     metrics : collection of str
         Metrics to show; those that were not measured are left out.
     """
-    full = complete_summary(summary)
+    full = summary if "intervals" in summary else complete_summary(summary)
     rows = [("metric", "label", "mean", "95 % interval", "median", "undefined")]
     for metric in metrics:
         for key, mean in summary["mean"].items():

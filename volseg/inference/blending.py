@@ -16,8 +16,9 @@ from torch import Tensor
 
 from volseg.device.triton_tiles import takes
 from volseg.inference import triton_prediction
+from volseg.inference.sampling import Box, locate_planes
 from volseg.inference.window_step import LINKS, WindowStep
-from volseg.inference.windows import BlendPlan, Layer, Region
+from volseg.inference.windows import BlendPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +29,10 @@ class Slab:
     """Probabilities ``(B, K, d, h, w)`` float32; the ready planes and the plane after them are finished."""
     origin: tuple[int, int, int]
     """Voxel i of an axis is at index ``(i - origin) % side``."""
-    layer: Layer
+    finished: Box
+    """Voxels that are finished since the slab before."""
+    ready: Box
+    """Voxels whose labels can now be decided: the next plane is finished too."""
     num_windows: int
     """Windows that were blended since the slab before."""
     num_skipped: int
@@ -39,13 +43,13 @@ def blend_slabs(
     step: WindowStep,
     images: Tensor,
     plan: BlendPlan,
-    region: Region,
+    cells: Box,
     *,
     windows_per_step: int,
     device: torch.device,
     skips_background: bool = False,
 ) -> Iterator[Slab]:
-    """Yield a region of the images' probabilities slab by slab; all slabs share one buffer.
+    """Yield a strip of the images' probabilities slab by slab; all slabs share one buffer.
 
     Parameters
     ----------
@@ -53,8 +57,8 @@ def blend_slabs(
         Applies the models to a batch of windows.
     images : Tensor
         ``(B, C, D, H, W)`` of the plan's shape, on any device.
-    plan, region
-        The plan of held planes, and the strip of the volume to blend.
+    plan, cells
+        The plan of held planes, and one of its strips.
     windows_per_step : int
         Windows per pass through the models.
     device : torch.device
@@ -63,8 +67,9 @@ def blend_slabs(
         Whether a window in which the image has one value counts as certain background: probability 1 of the first
         class, or 0 of every region. Only for probabilities.
     """
-    sides = [plan.depth if axis == plan.axis else len(part) for axis, part in enumerate(region.held)]
-    d, h, w = (0 if axis == plan.axis else part.start for axis, part in enumerate(region.held))
+    held = plan.hold(cells)
+    sides = [plan.depth if axis == plan.axis else len(part) for axis, part in enumerate(held)]
+    d, h, w = (0 if axis == plan.axis else part.start for axis, part in enumerate(held))
     origin = d, h, w
     importance = plan.windowing.importance(plan.window, device)
     blend = torch.empty(len(images), step.num_classes, *sides, device=device)
@@ -75,7 +80,7 @@ def blend_slabs(
         for planes in locate_planes(layer.fresh, plan.depth):
             _narrow(blend, plan.axis, planes).zero_()
             _narrow(weights, plan.axis, planes).zero_()
-        corners = plan.corners(region.held, layer)
+        corners = plan.corners(held, layer)
         places = [(index, corner) for index in range(len(images)) for corner in corners]
         empty = _find_empty(images, places, plan.window) if skips_background else set()
         for index, corner in sorted(empty):
@@ -98,7 +103,8 @@ def blend_slabs(
                     add_window(weights, torch.ones_like(importance)[None], importance, at, plan.axis)
         for planes in locate_planes(layer.finished, plan.depth):
             _narrow(blend, plan.axis, planes).div_(_narrow(weights, plan.axis, planes))
-        yield Slab(blend, origin, layer, len(places), len(empty))
+        finished, ready = (plan.restrict(cells, planes) for planes in (layer.finished, layer.ready))
+        yield Slab(blend, origin, finished, ready, len(places), len(empty))
 
 
 def add_window(
@@ -180,15 +186,6 @@ def _overlap(first: int, wide: int, side: int, *, ring: bool) -> list[tuple[slic
         pieces.append((planes, slice(done, done + planes.stop - planes.start)))
         done += planes.stop - planes.start
     return pieces
-
-
-def locate_planes(planes: range, depth: int) -> list[slice]:
-    """Return the slices of planes in a ring of ``depth``: one piece, or two around its end."""
-    if not planes:
-        return []
-    start = planes.start % depth
-    stop = start + len(planes)
-    return [slice(start, stop)] if stop <= depth else [slice(start, depth), slice(0, stop - depth)]
 
 
 def _narrow(volumes: Tensor, axis: int, planes: slice) -> Tensor:

@@ -23,13 +23,15 @@ from torch import Tensor
 
 from volseg.data.cases import Task
 from volseg.data.dicom.elements import is_dicom
+from volseg.data.dicom.frames import list_frames
 from volseg.data.dicom.labels import import_highdicom, trace_contours
-from volseg.data.dicom.series import list_slices
+from volseg.data.dicom.series import list_slices, require_header
+from volseg.data.dicom.volumes import stack_frames
 from volseg.data.itk import lps_to_ras
 from volseg.data.readers import Files, list_files, name_files
 from volseg.errors import DataError, GridError
 from volseg.files import replacing
-from volseg.transforms.grid import MISPLACED_VOXELS, Grid
+from volseg.transforms.grid import Grid
 from volseg.version import __version__
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ def write_dicom_segmentation(
     """
     hd = import_highdicom()
     path = Path(path)
-    slices, places, planes = _match_slices(label_map, reference, path, series)
+    slices, planes = _match_slices(label_map, reference, path, series)
     parts = _part(planes, task)
     try:
         if kind == "SEG":
@@ -122,7 +124,7 @@ def write_dicom_segmentation(
         else:
             to_mm = lps_to_ras(Grid.original(reference).affine.numpy())
             masks = [np.isin(planes, values) for values in task.structures]
-            contours = [_draw(number, mask, slices, places, to_mm) for number, mask in enumerate(masks, start=1)]
+            contours = [_draw(number, mask, slices, to_mm) for number, mask in enumerate(masks, start=1)]
             made = _build_structure_set(hd, slices, contours, task, weights)
     except (AttributeError, KeyError, TypeError, ValueError) as fault:  # highdicom's errors about a source
         where = Path(str(slices[0].filename)).parent
@@ -220,12 +222,10 @@ def _refer(slices: Sequence["Dataset"]) -> "Dataset":
     )
 
 
-def _draw(
-    number: int, masks: np.ndarray, slices: Sequence["Dataset"], places: Sequence[int], to_mm: np.ndarray
-) -> "Dataset":
+def _draw(number: int, masks: np.ndarray, slices: Sequence["Dataset"], to_mm: np.ndarray) -> "Dataset":
     """Return the contours of a region of interest, given its mask in each slice."""
     contours = []
-    for mask, one, place in zip(masks, slices, places, strict=True):
+    for place, (mask, one) in enumerate(zip(masks, slices, strict=True)):
         for points in trace_contours(mask):
             index = np.stack([points[:, 1], points[:, 0], np.full(len(points), place), np.ones(len(points))])
             contours.append(
@@ -243,18 +243,22 @@ def _draw(
 
 def _match_slices(
     label_map: Tensor, reference: MetaTensor, path: Path, series: Path | Sequence[Path]
-) -> tuple[list["Dataset"], list[int], np.ndarray]:
-    """Return the slices, their indices along the volume's third axis, and their labels ``(rows, columns)``."""
+) -> tuple[list["Dataset"], np.ndarray]:
+    """Return the slices in the order of the volume's third axis, and their labels ``(slices, rows, columns)``."""
     grid = Grid.original(reference)
     if path.suffix.lower() != ".dcm":
         raise DataError(f"{path} must end in .dcm")
     voxels = torch.as_tensor(label_map).as_subclass(Tensor).detach().cpu()
     if tuple(voxels.shape) != (1, *grid.shape):
         raise GridError(f"{path} needs a label map (1, D, H, W) = {(1, *grid.shape)}, got {tuple(voxels.shape)}")
-    slices = _read_slices(series)
-    places = _locate(slices, grid)
-    # Slices first, then rows and columns: the volume's third, second and first axes.
-    return slices, places, voxels[0].permute(2, 1, 0)[places].numpy()
+    files = list_slices(series) if isinstance(series, Path) else list(series)
+    frames, affine = stack_frames([frame for file in files for frame in list_frames(require_header(file))])
+    if len(frames) > len(files):
+        raise DataError(f"{files[0]} holds several slices; DICOM segmentations need a slice per file")
+    stored = frames[0].stored
+    of_series = Grid((stored.columns, stored.rows, len(frames)), torch.from_numpy(affine))
+    grid.require_same(of_series, "label map", f"DICOM series of {files[0]}")
+    return [_read_slice(frame.file) for frame in frames], voxels[0].permute(2, 1, 0).numpy()
 
 
 def _choose_colour(number: int) -> tuple[float, float, float]:
@@ -262,60 +266,19 @@ def _choose_colour(number: int) -> tuple[float, float, float]:
     return colorsys.hsv_to_rgb(number * GOLDEN % 1, 0.7, 0.95)
 
 
-def _read_slices(series: Path | Sequence[Path]) -> list["Dataset"]:
-    """Return the slices without their voxels."""
+def _read_slice(file: Path) -> "Dataset":
+    """Return a slice without its voxels."""
     import pydicom  # of the extra; highdicom has been imported by now
 
-    files = list_slices(series) if isinstance(series, Path) else list(series)
-    slices = [pydicom.dcmread(file, stop_before_pixels=True) for file in files]
-    needed = (
-        "FrameOfReferenceUID",
-        "ImagePositionPatient",
-        "ImageOrientationPatient",
-        "PixelSpacing",
-        "SOPInstanceUID",
-    )
-    for one, file in zip(slices, files, strict=True):
-        if getattr(one, "NumberOfFrames", None) is not None:
-            raise DataError(f"{file} holds several slices; DICOM segmentations are written for a slice per file so far")
-        if missing := [name for name in needed if not one.get(name)]:
-            raise DataError(
-                f"{file} has no {', '.join(missing)}, and a DICOM segmentation cannot refer to it; write NIfTI instead"
-            )
-        for name in MAY_BE_EMPTY:
-            if name not in one:
-                setattr(one, name, None)
-    return slices
-
-
-def _locate(slices: Sequence["Dataset"], grid: Grid) -> list[int]:
-    """Return the index of each slice along the volume's third axis; raise if its corners are misplaced (mm)."""
-    allowed = MISPLACED_VOXELS * float(grid.affine[:3, :3].norm(dim=0).min())
-    columns, rows, count = grid.shape
-    places = []
-    for one in slices:
-        if (one.Columns, one.Rows, len(slices)) != grid.shape:
-            raise GridError(
-                f"{one.filename} is one of {len(slices)} slices of {one.Columns} x {one.Rows} voxels, and the label "
-                f"map has {count} of {columns} x {rows}; name the series that was segmented"
-            )
-        right, down = np.array(one.ImageOrientationPatient, dtype=float).reshape(2, 3)
-        by_row, by_column = (float(step) for step in one.PixelSpacing)
-        first = np.array(one.ImagePositionPatient, dtype=float)
-        last = first + right * by_column * (columns - 1) + down * by_row * (rows - 1)
-        corners = torch.from_numpy(lps_to_ras(np.array([*zip(first, last, strict=True), (1, 1)])))
-        place = round(torch.linalg.solve(grid.affine, corners[:, :1])[2].item())
-        expected = grid.affine @ torch.tensor([[0, columns - 1], [0, rows - 1], [place, place], [1, 1]]).double()
-        apart = float((expected - corners).norm(dim=0).max())
-        if not (apart <= allowed and 0 <= place < count):
-            raise GridError(
-                f"{one.filename} lies {apart:.3g} mm away from the label map's nearest plane (at most {allowed:.3g} "
-                "mm); name the series that was segmented"
-            )
-        places.append(place)
-    if len(set(places)) < count:
-        raise GridError(f"{slices[0].filename}: of the {count} slices two lie at one place; take the doubled ones out")
-    return places
+    one = pydicom.dcmread(file, stop_before_pixels=True)
+    if missing := [name for name in ("FrameOfReferenceUID", "SOPInstanceUID") if not one.get(name)]:
+        raise DataError(
+            f"{file} has no {', '.join(missing)}, and a DICOM segmentation cannot refer to it; write NIfTI instead"
+        )
+    for name in MAY_BE_EMPTY:
+        if name not in one:
+            setattr(one, name, None)
+    return one
 
 
 def _part(planes: np.ndarray, task: Task) -> np.ndarray:

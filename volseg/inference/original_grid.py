@@ -7,8 +7,9 @@ resampled to the nearest voxel has the staircase of the coarser grid.
 import copy
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from volseg.device.triton_tiles import takes
 from volseg.errors import ConfigError, GridError
 from volseg.inference import triton_prediction
-from volseg.inference.sampling import Aligned, Box, Held, Oblique, Place, Sampling, sample_grid
+from volseg.inference.sampling import Aligned, Box, Held, Place, locate_planes, sample_grid
 from volseg.transforms.grid import Grid
 
 # Decide labels on the image's grid from probabilities on the network's grid, box by box as they are computed.
@@ -108,39 +109,64 @@ def measure_entropy(probabilities: Tensor, regions: bool) -> Tensor:
 
 
 class Decision:
-    """The label map of one case, and other requested outputs, on the CPU, during the prediction.
+    """The prediction of one image on the grid of its file, on the CPU, while it is filled box by box.
+
+    The source excludes the padding, so that the network's output there is not mistaken for cropped voxels.
 
     Parameters
     ----------
-    sampling : Sampling
-        Sampling of the image's grid from the grid of the probabilities.
-    shape : tuple of int
-        Shape of the image's grid.
+    image : MetaTensor
+        A preprocessed image ``(C, D, H, W)``; its ``meta`` holds the original grid.
     rule : LabelRule
         Rule for the labels.
     also : collection of str
         ``entropy``, ``probabilities``; the latter take K times the image's voxels in float32.
     """
 
-    def __init__(
-        self, sampling: Sampling, shape: tuple[int, int, int], rule: LabelRule, *, also: Collection[str] = ()
-    ) -> None:
+    def __init__(self, image: MetaTensor, rule: LabelRule, *, also: Collection[str] = ()) -> None:
         if unknown := set(also) - {"entropy", "probabilities"}:
             raise ConfigError(f"a prediction has entropy and probabilities beside its labels, got {sorted(unknown)}")
-        self.sampling, self.rule = sampling, rule
-        classes = len(rule.values)
+        padding = image.meta.get("padding", ((0, 0),) * 3)
+        self.start = [int(before) for before, _ in padding]
+        inner = [side - sum(margins) for side, margins in zip(image.shape[1:], padding, strict=True)]
+        self.image, self.rule = image, rule
+        self.original, self.source = Grid.original(image), Grid.of(image).crop(self.start, inner)
+        self.sampling = sample_grid(self.original, self.source, nearest_axis=image.meta.get(NEAREST_AXIS))
+        shape, classes = self.original.shape, len(rule.values)
         self.labels = torch.full(shape, rule.outside, dtype=rule.dtype)
         self.entropy = torch.zeros(shape) if "entropy" in also else None
         self.probabilities = torch.zeros(classes, *shape) if "probabilities" in also else None
         if self.probabilities is not None and not rule.regions:
             self.probabilities[0] = 1  # a cropped voxel is certainly background
         self._underway: deque[tuple[torch.cuda.Event, Tensor, Place, Tensor]] = deque()
+        self._finite: Tensor | None = None
 
     def join(self) -> "Decision":
         """Return a decision that fills the same volumes, for a thread that decides other cells."""
         other = copy.copy(self)
-        other._underway = deque()
+        other._underway, other._finite = deque(), None
         return other
+
+    def fill(self, held: Held, finished: Box, ready: Box, margin: Sequence[int]) -> None:
+        """Check finished voxels of the padded volume, and decide the image's voxels that are ready.
+
+        ``margin`` is the image's first voxel in the padded volume.
+        """
+        seen = _move(finished, margin, self.image.shape[-3:])
+        pieces = [
+            locate_planes(range(part.start + by - origin, part.stop + by - origin), side)
+            for part, by, origin, side in zip(seen, margin, held.origin, held.values.shape[1:], strict=True)
+        ]
+        # A softmax is finite for all classes or none.
+        checked = held.values if self.rule.regions or self.rule.of_logits else held.values[:1]
+        for piece in product(*pieces):
+            finite = checked[:, *piece].isfinite().all()
+            self._finite = finite if self._finite is None else self._finite & finite
+        shift = [by + start for by, start in zip(margin, self.start, strict=True)]
+        cells = _move(ready, shift, self.source.shape)
+        if all(cells):
+            d, h, w = (origin - by for origin, by in zip(held.origin, shift, strict=True))
+            self.take(Held(held.values, (d, h, w)), cells)
 
     def take(self, held: Held, cells: Box) -> None:
         """Decide every voxel whose cell is in a box; the planes after the box must be held too."""
@@ -167,10 +193,25 @@ class Decision:
                 for of_class, whole in zip(probabilities, self.probabilities, strict=True):
                     self._bring(of_class, whole, place)
 
-    def finish(self) -> None:
-        """Wait for the remaining copies."""
+    def finish(self) -> "Prediction | None":
+        """Return the prediction, or None if a probability was not finite; waits for the GPU only here."""
         while self._underway:
             self._land()
+        if self._finite is not None and not bool(self._finite):
+            return None
+        return Prediction(
+            labels=self._label(self.labels[None]),
+            entropy=None if self.entropy is None else self._label(self.entropy[None]),
+            probabilities=None if self.probabilities is None else self._label(self.probabilities),
+        )
+
+    def _label(self, volume: Tensor) -> MetaTensor:
+        """Return a volume ``(C, D, H, W)`` with grid, file name and header codes of the image."""
+        labelled = MetaTensor(volume).copy_meta_from(self.image)
+        labelled.affine = self.original.affine.clone()
+        labelled.applied_operations = []
+        labelled.meta.pop("padding", None)
+        return labelled
 
     def _bring(self, part: Tensor, whole: Tensor, place: Place) -> None:
         """Copy a part to its place; copies from a GPU to the CPU run asynchronously."""
@@ -207,44 +248,6 @@ NEAREST_AXIS = "nearest_axis"
 """Key in the ``meta`` of a preprocessed image: the axis along which the way back takes the nearest plane."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WayBack:
-    """Map from the grid of a preprocessed image to the grid of its file.
-
-    The source excludes the padding, so that the network's output there is not mistaken for cropped voxels.
-    """
-
-    image: MetaTensor
-    original: Grid
-    source: Grid
-    """Grid of the preprocessed image, without its padding."""
-    start: tuple[int, int, int]
-    """First voxel of the source in the preprocessed image."""
-    sampling: Aligned | Oblique
-
-    @classmethod
-    def of(cls, image: MetaTensor) -> "WayBack":
-        """Return the way back of a preprocessed image ``(C, D, H, W)``; its ``meta`` holds the original grid."""
-        padding = image.meta.get("padding", ((0, 0),) * 3)
-        d, h, w = (int(before) for before, _ in padding)
-        inner = [side - sum(margins) for side, margins in zip(image.shape[1:], padding, strict=True)]
-        original, source = Grid.original(image), Grid.of(image).crop((d, h, w), inner)
-        sampling = sample_grid(original, source, nearest_axis=image.meta.get(NEAREST_AXIS))
-        return cls(image, original, source, (d, h, w), sampling)
-
-    def begin(self, rule: LabelRule, *, also: Collection[str] = ()) -> Decision:
-        """Return an empty label map on the image's grid, which the caller fills slab by slab."""
-        return Decision(self.sampling, self.original.shape, rule, also=also)
-
-    def label(self, volume: Tensor) -> MetaTensor:
-        """Return a volume ``(C, D, H, W)`` on the image's grid with grid, file name and header codes of the image."""
-        labelled = MetaTensor(volume).copy_meta_from(self.image)
-        labelled.affine = self.original.affine.clone()
-        labelled.applied_operations = []
-        labelled.meta.pop("padding", None)
-        return labelled
-
-
 def resample(target: Grid, volume: Tensor, source: Grid) -> Tensor:
     """Return ``volume`` ``(C, D, H, W)`` of ``source`` on ``target``, trilinearly in float32; 0 outside ``source``."""
     require_on(volume, source)
@@ -253,6 +256,15 @@ def resample(target: Grid, volume: Tensor, source: Grid) -> Tensor:
     for place, values in sample_grid(target, source).read(Held(volume), (depth, height, width), SLAB_ELEMENTS):
         resampled[:, *place] = values
     return resampled
+
+
+def _move(box: Box, shift: Sequence[int], sides: Sequence[int]) -> Box:
+    """Return a box counted from ``shift`` on, clipped to ``sides``."""
+    d, h, w = (
+        range(max(0, part.start - by), max(0, min(part.stop - by, side)))
+        for part, by, side in zip(box, shift, sides, strict=True)
+    )
+    return d, h, w
 
 
 def require_on(volume: Tensor, source: Grid) -> None:

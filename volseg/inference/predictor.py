@@ -21,7 +21,7 @@ from monai.data import MetaTensor
 from torch import Tensor, nn
 
 from volseg.errors import BatchFieldError, ConfigError, NonFinitePredictionError
-from volseg.inference.original_grid import Also, Decision, LabelRule, Prediction, WayBack
+from volseg.inference.original_grid import Also, Decision, LabelRule, Prediction
 from volseg.inference.streaming import Streamer, pad_shape
 from volseg.inference.window_step import FastModels, Model, WindowStep, choose_windows_per_step
 from volseg.inference.windows import MONAI, Windowing
@@ -231,7 +231,7 @@ class Predictor:
     def begin(self, image: MetaTensor, also: Collection[Also]) -> Decision:
         """Return the empty volumes of a prediction."""
         with torch.inference_mode(False):  # the windows are computed outside of it
-            return WayBack.of(image).begin(self.rule, also=also)
+            return Decision(image, self.rule, also=also)
 
     @property
     def rule(self) -> LabelRule:

@@ -43,6 +43,15 @@ class Held:
         return (voxels - self.origin[axis]) % self.values.shape[axis + 1]
 
 
+def locate_planes(planes: range, depth: int) -> list[slice]:
+    """Return the slices of planes in a ring of ``depth``: one piece, or two around its end."""
+    if not planes:
+        return []
+    start = planes.start % depth
+    stop = start + len(planes)
+    return [slice(start, stop)] if stop <= depth else [slice(start, depth), slice(0, stop - depth)]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisTable:
     """Source neighbours of the target's voxels along one axis."""

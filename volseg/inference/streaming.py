@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from volseg.errors import OutOfMemoryError
-from volseg.inference.blending import Slab, blend_slabs, locate_planes
-from volseg.inference.original_grid import Also, Decision, LabelRule, Prediction, WayBack
-from volseg.inference.sampling import Box, Held
+from volseg.inference.blending import Slab, blend_slabs
+from volseg.inference.original_grid import Also, Decision, LabelRule, Prediction
+from volseg.inference.sampling import Held
 from volseg.inference.window_step import WindowStep
 from volseg.inference.windows import HELD_WHOLE_BYTES, BlendPlan, plan_blend
 from volseg.memory import available_bytes
@@ -117,7 +117,7 @@ class Streamer:
             shape, self.window, self.predictor.overlap, self.step.num_classes, everything,
             most_whole=everything, windowing=self.predictor.windowing,
         )  # fmt: skip
-        ((slab, _, _),) = self._blend(plan, pad(images, margins))
+        (slab,) = self._blend(plan, pad(images, margins))
         return slab.blend[:, :, d : d + depth, h : h + height, w : w + width]
 
     def _predict_unwindowed(self, images: Sequence[MetaTensor], also: Collection[Also]) -> list[Prediction | None]:
@@ -126,41 +126,35 @@ class Streamer:
         everything = range(depth), range(height), range(width)
         predictions = []
         for image, of_image in zip(images, probabilities, strict=True):
-            filling = _Filling(image, (0, 0, 0), self.rule, also, self.step.link)
-            filling.take(Held(of_image), everything, everything)
-            predictions.append(filling.finish())
+            decision = Decision(image, self.rule, also=also)
+            decision.fill(Held(of_image), everything, everything, (0, 0, 0))
+            predictions.append(decision.finish())
         return predictions
 
     def _predict_by(
         self, plan: BlendPlan, images: Sequence[MetaTensor], also: Collection[Also], into: Decision | None
     ) -> list[Prediction | None]:
-        fillings = []
-        for image in images:
-            w, _, h, _, d, _ = _compute_margins(image.shape[-3:], plan.shape)
-            fillings.append(_Filling(image, (d, h, w), self.rule, also, self.step.link, into))
-        for slab, finished, ready in self._blend(plan, _stack(images, plan.shape)):
-            for filling, of_image in zip(fillings, slab.blend, strict=True):
-                filling.take(Held(of_image, slab.origin), finished, ready)
-        return [filling.finish() for filling in fillings]
+        decisions = [Decision(image, self.rule, also=also) if into is None else into.join() for image in images]
+        margins = [_compute_margins(image.shape[-3:], plan.shape)[-2::-2] for image in images]  # before D, H, W
+        for slab in self._blend(plan, _stack(images, plan.shape)):
+            for decision, of_image, margin in zip(decisions, slab.blend, margins, strict=True):
+                decision.fill(Held(of_image, slab.origin), slab.finished, slab.ready, margin)
+        return [decision.finish() for decision in decisions]
 
-    def _blend(self, plan: BlendPlan, images: Tensor) -> Iterator[tuple[Slab, Box, Box]]:
-        """Yield each slab with the voxels finished since the last slab, and the voxels ready for a decision."""
+    def _blend(self, plan: BlendPlan, images: Tensor) -> Iterator[Slab]:
+        """Yield the slabs of all strips."""
         # Windows are cut on the device if the image takes a small part of its free memory.
         if self.device.type != "cpu" and images.numel() * FLOAT_BYTES <= count_free_bytes(self.device) // 8:
             images = images.to(self.device)
         windows = skipped = 0
-        for region in plan.regions():
+        for cells in plan.list_strips():
             for slab in blend_slabs(
-                self.step, images, plan, region,
+                self.step, images, plan, cells,
                 windows_per_step=self.windows_per_step, device=self.device,
                 skips_background=self.predictor.skip_background,
             ):  # fmt: skip
                 windows, skipped = windows + slab.num_windows, skipped + slab.num_skipped
-                finished, ready = (
-                    tuple(planes if axis == plan.axis else part for axis, part in enumerate(region.cells))
-                    for planes in (slab.layer.finished, slab.layer.ready)
-                )
-                yield slab, (finished[0], finished[1], finished[2]), (ready[0], ready[1], ready[2])
+                yield slab
         if self.predictor.skip_background:
             logger.info("%d of %d windows hold one value and count as background (skip_background)", skipped, windows)
 
@@ -212,58 +206,6 @@ class Streamer:
         )
 
 
-class _Filling:
-    """The prediction of one image while it is filled, and whether its probabilities are finite so far."""
-
-    def __init__(
-        self,
-        image: MetaTensor,
-        margin: tuple[int, int, int],
-        rule: LabelRule,
-        also: Collection[Also],
-        link: str,
-        into: Decision | None = None,
-    ) -> None:
-        self.back, self.margin = WayBack.of(image), margin
-        self.decision = self.back.begin(rule, also=also) if into is None else into.join()
-        self.classes = slice(1) if link == "softmax" else slice(None)  # a softmax is finite for all classes or none
-        self.finite: Tensor | None = None
-
-    def take(self, held: Held, finished: Box, ready: Box) -> None:
-        """Check finished voxels of the padded volume, and decide the image's voxels that are ready."""
-        seen = _move(finished, self.margin, self.back.image.shape[-3:])
-        if all(seen):
-            self._watch(held, _move(seen, [-margin for margin in self.margin], (2**62,) * 3))
-        shift = [margin + start for margin, start in zip(self.margin, self.back.start, strict=True)]
-        cells = _move(ready, shift, self.back.source.shape)
-        if all(cells):
-            d, h, w = (origin - by for origin, by in zip(held.origin, shift, strict=True))
-            self.decision.take(Held(held.values, (d, h, w)), cells)
-
-    def finish(self) -> Prediction | None:
-        """Return the prediction, or None if a probability was not finite; waits for the GPU only here."""
-        decision, label = self.decision, self.back.label
-        decision.finish()
-        if self.finite is not None and not bool(self.finite):
-            return None
-        return Prediction(
-            labels=label(decision.labels[None]),
-            entropy=None if decision.entropy is None else label(decision.entropy[None]),
-            probabilities=None if decision.probabilities is None else label(decision.probabilities),
-        )
-
-    def _watch(self, held: Held, seen: Box) -> None:
-        pieces = [
-            locate_planes(range(part.start - origin, part.stop - origin), side)
-            for part, origin, side in zip(seen, held.origin, held.values.shape[1:], strict=True)
-        ]
-        for d in pieces[0]:
-            for h in pieces[1]:
-                for w in pieces[2]:
-                    finite = held.values[self.classes, d, h, w].isfinite().all()
-                    self.finite = finite if self.finite is None else self.finite & finite
-
-
 def pad_shape(sides: Sequence[int], window: Sequence[int] | None) -> tuple[int, ...]:
     """Return the sides of a volume that is padded to a window at least."""
     return tuple(sides) if window is None else tuple(map(max, sides, window))
@@ -283,15 +225,6 @@ def _compute_margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
     """Return the padding before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
     missing = [wanted - side for side, wanted in zip(sides, shape, strict=True)]
     return [part for short in reversed(missing) for part in (short // 2, short - short // 2)]
-
-
-def _move(box: Box, shift: Sequence[int], sides: Sequence[int]) -> Box:
-    """Return a box counted from ``shift`` on, clipped to ``sides``."""
-    d, h, w = (
-        range(max(0, part.start - by), max(0, min(part.stop - by, side)))
-        for part, by, side in zip(box, shift, sides, strict=True)
-    )
-    return d, h, w
 
 
 def count_free_bytes(device: torch.device) -> int:

@@ -130,16 +130,6 @@ FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """A strip of the volume that is blended by itself."""
-
-    cells: Box
-    """Voxels at or after which labels are decided; all voxels along the streamed axis."""
-    held: Box
-    """Voxels that are blended: the cells, and the next plane for interpolation."""
-
-
-@dataclass(frozen=True, slots=True)
 class BlendPlan:
     """Planes of a blend that are held at a time, on the network's grid, padded to a window at least."""
 
@@ -173,13 +163,23 @@ class BlendPlan:
         layers = list_layers(starts, window, side)
         return layers if count == 1 else restrict_layers(layers, window, _cut(side, count)[number])
 
-    def regions(self) -> Iterator[Region]:
-        """Yield the strips; their cells cover the volume once."""
-        for parts in product(*(_cut(side, count) for side, count in zip(self.shape, self.strips, strict=True))):
-            d, h, w = (
-                range(part.start, min(part.stop + 1, side)) for part, side in zip(parts, self.shape, strict=True)
-            )
-            yield Region((parts[0], parts[1], parts[2]), (d, h, w))
+    def list_strips(self) -> Iterator[Box]:
+        """Return the strips that are blended one by one; together they cover the volume once.
+
+        A strip is a box of cells: the voxels at or after which labels are decided.
+        """
+        d, h, w = (_cut(side, count) for side, count in zip(self.shape, self.strips, strict=True))
+        return product(d, h, w)
+
+    def hold(self, cells: Box) -> Box:
+        """Return the voxels that are blended for a strip: its cells, and the next plane for interpolation."""
+        d, h, w = (range(part.start, min(part.stop + 1, side)) for part, side in zip(cells, self.shape, strict=True))
+        return d, h, w
+
+    def restrict(self, cells: Box, planes: range) -> Box:
+        """Return the cells in some planes of the streamed axis."""
+        d, h, w = (planes if axis == self.axis else part for axis, part in enumerate(cells))
+        return d, h, w
 
     def corners(self, held: Box, layer: Layer) -> list[tuple[int, int, int]]:
         """Return the first voxels of a layer's windows that reach into a region, in the order of summation."""

@@ -281,22 +281,28 @@ def kill(bench: Bench, count: int) -> dict:
         }
 
     runs = bench.each(count, run)
-    return {
-        **count_well(runs),
-        "kills": sum(found["kills"] for found in runs),
-        "unreadable_checkpoints": sum(len(found["checkpoints_unreadable"]) for found in runs),
-    }
+    kills = sum(found["kills"] for found in runs)
+    return summarise(runs, kills=kills, unreadable=sum(len(found["checkpoints_unreadable"]) for found in runs))
 
 
-def count_well(runs: Sequence[dict]) -> dict:
-    """Return how many runs equal the undisturbed one bit for bit, and the runs that failed."""
-    wrong = [found for found in runs if not found["well"]]
-    return {
-        "all_well": not wrong,
-        "runs": len(runs),
-        "runs_equal_to_undisturbed": sum(found["equal"] for found in runs),
-        "not_well": wrong,
+def summarise(runs: Sequence[dict], *spread: str, **more: object) -> dict:
+    """Return counts, the median and largest of each ``spread``, and the failed runs.
+
+    A run that was over before anything was done to it does not count.
+    """
+    tried = [run for run in runs if "over" not in run]
+    wrong = [run for run in tried if not run["well"]]
+    told: dict = {
+        "all_well": not wrong and len(tried) > 0.8 * len(runs),
+        "runs": len(tried),
+        "statuses": Counter(str(run["status"]) for run in tried),
     }
+    if equal := [run["equal"] for run in tried if "equal" in run]:
+        told["runs_equal_to_undisturbed"] = sum(equal)
+    for name in spread:
+        seconds = [run[name] for run in tried]
+        told[name] = {"median": statistics.median(seconds), "largest": max(seconds)}
+    return {**told, **more, "not_well": wrong}
 
 
 def terminate(bench: Bench, count: int) -> dict:
@@ -310,7 +316,7 @@ def terminate(bench: Bench, count: int) -> dict:
             return {"over": True}
         return ask_to_stop(bench, folder, sitting, sitting.stop, bench.weights)
 
-    return summarise(bench.each(count, run))
+    return summarise(bench.each(count, run), "seconds_until_gone", "seconds_lost")
 
 
 def ask_to_stop(
@@ -339,25 +345,6 @@ def ask_to_stop(
     }
 
 
-def summarise(runs: list[dict]) -> dict:
-    """Return counts and the longest times of runs that were asked to stop."""
-    stopped = [run for run in runs if "over" not in run]
-    counted = count_well(stopped)
-    return {
-        **counted,
-        "all_well": counted["all_well"] and len(stopped) > 0.8 * len(runs),
-        "statuses": Counter(run["status"] for run in stopped),
-        "seconds_until_gone": measure_spread(stopped, "seconds_until_gone"),
-        "seconds_lost": measure_spread(stopped, "seconds_lost"),
-    }
-
-
-def measure_spread(runs: Sequence[dict], name: str) -> dict[str, float]:
-    """Return the median and the largest of some seconds."""
-    seconds = [run[name] for run in runs]
-    return {"median": statistics.median(seconds), "largest": max(seconds)}
-
-
 def spot(bench: Bench, count: int) -> dict:
     """Announce the end of the machine by its metadata service."""
 
@@ -372,7 +359,7 @@ def spot(bench: Bench, count: int) -> dict:
             return ask_to_stop(bench, folder, sitting, lambda: setattr(service, "notice", NOTICE), longer, LONGER)
 
     longer = bench.finish(bench.place / "longer", *LONGER)
-    return summarise(bench.each(count, run))
+    return summarise(bench.each(count, run), "seconds_until_gone", "seconds_lost")
 
 
 NOTICE = json.dumps({"action": "terminate", "time": "2030-01-01T00:00:00Z"})
@@ -420,7 +407,7 @@ def worker(bench: Bench, count: int) -> dict:
                 "well": equal and len(victims) == 4 and not left_over,
             }
         )
-    return {**count_well(runs), "seconds_to_the_end": {"largest": max(run["seconds_to_the_end"] for run in runs)}}
+    return summarise(runs, "seconds_to_the_end")
 
 
 def children(pid: int) -> list[int]:
@@ -441,28 +428,16 @@ def children_of_group(folder: Path) -> int:
 def torchrun(bench: Bench, count: int) -> dict:
     """Train in two processes, and count their exit statuses."""
     launcher = run_module("torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    statuses, seconds, tails = [], [], []
+    short = ["--set", "training.epochs=1", "--set", "training.iterations=3"]
+    runs = []
     for number in range(count):
         folder = bench.place / f"torchrun_{number}"
-        command = [*launcher, "-m", "volseg", "train", str(bench.config), "-o", str(folder)]
+        command = [*launcher, "-m", "volseg", "train", str(bench.config), "-o", str(folder), *short]
         begin = time.monotonic()
-        done = subprocess.run(
-            [*command, "--set", "training.epochs=1", "--set", "training.iterations=3"],
-            capture_output=True,
-            encoding="utf-8",
-            timeout=LIMIT,
-            check=False,
-        )
-        seconds.append(time.monotonic() - begin)
-        statuses.append(done.returncode)
-        if done.returncode:
-            tails.append(done.stderr[-2000:])
-    return {
-        "all_well": not any(statuses),
-        "statuses": Counter(statuses),
-        "median_seconds": statistics.median(seconds),
-        "what_failed": tails,
-    }
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=LIMIT, check=False)
+        well, seconds = done.returncode == 0, time.monotonic() - begin
+        runs.append({"status": done.returncode, "seconds": seconds, "well": well, "errors": done.stderr[-2000:]})
+    return summarise(runs, "seconds")
 
 
 def signals(bench: Bench, count: int) -> dict:
@@ -485,7 +460,14 @@ def signals(bench: Bench, count: int) -> dict:
         )[number % 3]
         return try_signal(verb, arguments, NUMBERS[number // 3 % 3], folder, chance)
 
-    return summarise_tries(bench.each(count, attempt))
+    runs = bench.each(count, attempt)
+    found = summarise(runs, "seconds_until_gone")
+    pairs = Counter(f"{run['verb']}, {run['signal']}" for run in runs if "over" not in run)
+    failed = Counter(f"{run['verb']}, {run['signal']}" for run in found["not_well"])
+    # Python handles Ctrl-C itself in its first hundredths of a second, before it runs a line of volseg.
+    early = all("KeyboardInterrupt" in run["errors"] and "/volseg/" not in run["errors"] for run in found["not_well"])
+    found["all_well"] = early and found["runs"] > 0.8 * len(runs)
+    return found | {"well": {name: f"{pairs[name] - failed[name]} of {pairs[name]}" for name in sorted(pairs)}}
 
 
 def try_signal(
@@ -523,8 +505,6 @@ def try_signal(
     by_signal = process.returncode == -number  # before the first statement of volseg
     well = (process.returncode == 128 + number and lines == 1) or (by_signal and lines == 0)
     well = well and not hung and not left and "Traceback" not in errors
-    # Python handles Ctrl-C itself in its first hundredths of a second, before it runs a line of volseg.
-    in_python_start = "KeyboardInterrupt" in errors and "/volseg/" not in errors
     return {
         "verb": verb,
         "signal": number.name,
@@ -534,7 +514,6 @@ def try_signal(
         "seconds_until_gone": gone,
         "hung": hung,
         "left_alive": left,
-        "in_python_start": in_python_start,
         "well": well,
         "errors": errors[-3000:],
     }
@@ -558,26 +537,6 @@ def _list_session(session: int) -> Iterator[int]:
             continue
         if int(fields[3]) == session and fields[0] not in (b"Z", b"X"):
             yield int(folder.name)
-
-
-def summarise_tries(runs: Sequence[dict]) -> dict:
-    """Return counts by verb and signal, and the failed tries; a process that ended before its signal is no try."""
-    tries = [run for run in runs if "over" not in run]
-    wrong = [run for run in tries if not run["well"]]
-    pairs = Counter((run["verb"], run["signal"]) for run in tries)
-    failed = Counter((run["verb"], run["signal"]) for run in wrong)
-    return {
-        "all_well": all(run["in_python_start"] for run in wrong) and len(tries) > 0.8 * len(runs),
-        "tries": len(tries),
-        "well": len(tries) - len(wrong),
-        "by_verb_and_signal": {
-            f"{verb}, {name}": f"{count - failed[verb, name]} of {count}"
-            for (verb, name), count in sorted(pairs.items())
-        },
-        "statuses": Counter(str(run["status"]) for run in tries),
-        "seconds_until_gone": measure_spread(tries, "seconds_until_gone"),
-        "not_well": wrong,
-    }
 
 
 PARTS = {

@@ -3,11 +3,13 @@
     python workflows/benchmarks/largest_volumes.py --forecast > rows.json
     python workflows/benchmarks/largest_volumes.py --rows rows.json --result volumes.json --seconds 50
 
-The first needs no GPU and takes minutes; the second takes GPUs. A volume grows along its first side. Each try trains
-three steps or more in a process of its own (`plan_accuracy.py`), which may reserve as much of a GPU as ``--memory``
-leaves beside CUDA and its libraries; who is out of memory did not train. Searches go on side by side, each with one try
-at a time: from the forecast up until one does not train, or down until one does, in growing strides, and then by
-halves. The JSON is rewritten after every round, and ``--rows volumes.json`` goes on with it.
+The first needs no GPU and takes minutes; the second takes GPUs. A volume grows along its first side; with
+``--cubes 1 2 4`` the first prints searches of the largest cube on so many GPUs, by DynUNet with all activations
+recomputed, whose volumes grow along all sides. Each try trains three steps or more in a process of its own
+(`plan_accuracy.py`), which may reserve as much of a GPU as ``--memory`` leaves beside CUDA and its libraries; who is
+out of memory did not train. Searches go on side by side, each with one try at a time: from the forecast up until one
+does not train, or down until one does, in growing strides, and then by halves. The JSON is rewritten after every round,
+and ``--rows volumes.json`` goes on with it.
 
 Without a GPU ``--device cpu --pretended-voxels N`` tries the script itself: what has more voxels is out of memory.
 """
@@ -20,7 +22,6 @@ from pathlib import Path
 
 from plan_accuracy import Pool
 from results import make_parser, write_result
-from spatial import next_side
 from workers import Row
 
 UNIT = 16
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--forecast", action="store_true", help="print the searches with what is forecast of them")
     parser.add_argument("--rows", type=Path, help="JSON: searches as --forecast printed them, or an earlier result")
     parser.add_argument("--result", type=Path, help="JSON to write")
+    parser.add_argument("--cubes", type=int, nargs="+", metavar="GPUS", help="search cubes, cut over so many GPUs")
     parser.add_argument("--memory", type=float, default=16, metavar="GIB", help="of each GPU that is planned for")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORDS", help="searches whose name has these")
     parser.add_argument("--seconds", type=float, default=50, help="after which no try is begun")
@@ -47,7 +49,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--pretended-voxels", type=int, help="with --device cpu: more are out of memory")
     chosen = parser.parse_args()
-    rows = json.loads(chosen.rows.read_text(encoding="utf-8")) if chosen.rows else list_searches()
+    rows = json.loads(chosen.rows.read_text(encoding="utf-8")) if chosen.rows else list_searches(chosen.cubes)
     rows = rows["rows"] if isinstance(rows, dict) else rows
     rows = [row for row in rows if all(words in name_search(row) for words in chosen.only)]
     if chosen.forecast:
@@ -58,14 +60,18 @@ def main() -> None:
         measure_all(rows, chosen)
 
 
-def list_searches() -> list[Row]:
-    """Return what ``volseg plan --max-volume`` looks at on one GPU: recorded steps, plain and by tiles.
+def list_searches(cubes: Sequence[int] | None = None) -> list[Row]:
+    """Return the searches of the largest cubes on these numbers of GPUs.
 
-    Volumes are one plane of `UNIT` deep.
+    By default those of ``volseg plan --max-volume`` on one GPU: recorded steps, plain and by tiles. Volumes are one
+    unit deep.
     """
     plain = {"batch": 1, "precision": "bf16", "layout": "contiguous", "ema": None, "patch": [UNIT, 160, 160]}
     way = {"spatial": 1, "pipeline": 1, "split_size": None, "checkpoint": None, "kernels": "fast", "recorded": True}
     dynunet, vnet, segresnet, unet = ({**plain, **way, "net": net} for net in ("dynunet", "vnet", "segresnet", "unet"))
+    if cubes:
+        cube = {**dynunet, "recorded": False, "checkpoint": "all", "measured_s": 0}
+        return [{**cube, "spatial": gpus, "unit": 64, "patch": [64] * 3, "cube": True} for gpus in cubes]
     return [dynunet, {**vnet, "patch": [UNIT, 128, 128]}, {**segresnet, "checkpoint": "tiled"}, unet]
 
 
@@ -74,12 +80,13 @@ def name_search(row: Row) -> str:
     # It imports torch and volseg.
     from plan_accuracy_rows import name_row
 
-    return str(name_row(row)).replace(f" {row['patch'][0]}x", " Nx", 1)
+    name = name_row({**row, "patch": ["N"] * 3 if row.get("cube") else ["N", *row["patch"][1:]]})
+    return str(name)
 
 
 def at_side(row: Row, side: int) -> Row:
-    """Return the configuration whose first side has so many planes."""
-    resized = {**row, "patch": [side, *row["patch"][1:]]}
+    """Return the configuration whose first side, or whose cube's sides, have so many planes."""
+    resized = {**row, "patch": [side] * 3 if row.get("cube") else [side, *row["patch"][1:]]}
     return {key: value for key, value in resized.items() if key not in ("tries", "name", "forecast_side")}
 
 
@@ -89,13 +96,38 @@ def foretell(row: Row, gpu_bytes: int) -> Row:
     from plan_accuracy_compared import forecast_row
 
     outside, tries = 0, []
-    while (side := next_side(tries, FIRST, UNIT)) is not None:
+    while (side := next_side(tries, FIRST, row.get("unit", UNIT))) is not None:
         memory = (found := forecast_row(at_side(row, side), gpu_bytes=gpu_bytes)).memory
         if memory is None:
             raise SystemExit(f"{name_search(row)} is not followed: {found.refused}")
         outside = max(outside, memory.outside)
         tries.append({"side": side, "fits": memory.total <= gpu_bytes})
     return {"forecast_side": find_largest(tries), "limit_bytes": gpu_bytes - outside}
+
+
+def next_side(tries: Sequence[Row], first: int, unit: int) -> int | None:
+    """Return the side to try next, or None where the largest is known.
+
+    From the first guess in growing strides until one side fits and another does not, then by halves.
+    """
+    fitting = [attempt["side"] for attempt in tries if attempt["fits"]]
+    failing = [attempt["side"] for attempt in tries if not attempt["fits"]]
+    if not tries:
+        return first
+    low, high = max(fitting, default=0), min(failing, default=0)
+    if not failing:
+        return low + unit * 2 ** (len(fitting) - 1)
+    if high - low <= unit:
+        return None
+    if not fitting:
+        return max(unit, high - unit * 2 ** (len(failing) - 1))
+    return low + (high - low) // unit // 2 * unit
+
+
+def go_on(row: Row) -> int | None:
+    """Return the side that a search tries next; None where it is over."""
+    unit = row.get("unit", UNIT)
+    return next_side(row.get("tries", ()), row["forecast_side"] or unit, unit)
 
 
 def find_largest(tries: Sequence[Row]) -> int:
@@ -121,8 +153,7 @@ def measure_all(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
 def list_tries(rows: Sequence[Row], pretended_voxels: int | None) -> Iterator[Row]:
     """Yield the next try of each search that goes on, with the search's number."""
     for number, row in enumerate(rows):
-        side = None if has_failed(row) else next_side(row.get("tries", ()), row["forecast_side"] or UNIT, UNIT)
-        if side is not None:
+        if not has_failed(row) and (side := go_on(row)) is not None:
             yield at_side(row, side) | {"pretended_voxels": pretended_voxels, "search": number}
 
 
@@ -155,7 +186,7 @@ def summarise(row: Row) -> Row:
         "largest_that_trained": largest,
         "first_that_did_not": min((one["side"] for one in tries if not one["fits"]), default=None),
         "trained_over_forecast": largest / forecast if forecast else None,
-        "is_over": has_failed(row) or next_side(tries, forecast or UNIT, UNIT) is None,
+        "is_over": has_failed(row) or go_on(row) is None,
     }
     return found | ({"failed": True} if has_failed(row) else {})
 

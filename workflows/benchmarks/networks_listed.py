@@ -11,7 +11,7 @@ import torch
 from monai.networks import nets
 from torch import Tensor, nn
 
-from volseg.models.residual_encoder import ENCODER_BLOCKS, ResEncUNet
+from volseg.models.residual_encoder import ENCODER_BLOCKS, PlainConvUNet, ResEncUNet
 
 __all__ = ["CLASSES", "NETWORKS", "TUNED", "build", "find_logits", "fit"]
 
@@ -33,10 +33,10 @@ def _attention(channels: Sequence[int]) -> nn.Module:
     return nets.AttentionUnet(3, 1, CLASSES, channels, (2,) * (len(channels) - 1))
 
 
-def _residual_encoder(filters: Sequence[int], blocks: Sequence[int]) -> nn.Module:
+def _nnunet(kind: type[ResEncUNet], filters: Sequence[int], blocks: Sequence[int]) -> nn.Module:
     strides = [1] + [2] * (len(filters) - 1)
     kernels = [3] * len(filters)
-    return ResEncUNet(1, CLASSES, strides=strides, kernel_size=kernels, filters=filters, blocks=blocks)
+    return kind(1, CLASSES, strides=strides, kernel_size=kernels, filters=filters, blocks=blocks)
 
 
 def _unetr(sides: Sides, **sizes: int) -> nn.Module:
@@ -67,7 +67,7 @@ FULL: Mapping[str, Callable[[Sides], nn.Module]] = {
     "SwinUNETR": lambda _: _swin(feature_size=48),
     "MedNeXt": lambda _: nets.MedNeXtS(spatial_dims=3, in_channels=1, out_channels=CLASSES),
     "HighResNet": lambda _: nets.HighResNet(3, 1, CLASSES),
-    "ResEncUNet": lambda _: _residual_encoder([32, 64, 128, 256, 320, 320], ENCODER_BLOCKS[:6]),
+    "ResEncUNet": lambda _: _nnunet(ResEncUNet, [32, 64, 128, 256, 320, 320], ENCODER_BLOCKS[:6]),
 }
 """With the sizes of their papers, of MONAI's defaults, or of nnU-Net's plan for such a patch."""
 
@@ -97,7 +97,7 @@ SMALL: Mapping[str, Callable[[Sides], nn.Module]] = {
         use_residual_connection=True,
     ),
     "HighResNet": lambda _: nets.HighResNet(3, 1, CLASSES, layer_params=HIGHRES),
-    "ResEncUNet": lambda _: _residual_encoder([4, 6, 8], [1, 1, 2]),
+    "ResEncUNet": lambda _: _nnunet(ResEncUNet, [4, 6, 8], [1, 1, 2]),
 }
 """Of the same functions, for a CPU. V-Net's widths are fixed."""
 
@@ -229,26 +229,6 @@ def _halve(*_: int) -> nn.Module:
     return nn.MaxPool3d(2)
 
 
-def _plain(widths: Sequence[int], classes: int) -> nn.Module:
-    """Return stages of two convolutions, the first of a stage strided (nnU-Net's plain U-Net)."""
-
-    def block(before: int, after: int) -> nn.Module:
-        stride = 2 if after > before > 1 or (after == before) else 1
-        units = [
-            _unit(before, after, norm, leaky, stride=stride, bias=True),
-            _unit(after, after, norm, leaky, bias=True),
-        ]
-        return nn.Sequential(*units)
-
-    def norm(channels: int) -> nn.Module:
-        return nn.InstanceNorm3d(channels, affine=True)
-
-    def leaky() -> nn.Module:
-        return nn.LeakyReLU(inplace=True)
-
-    return Encoder2Decoder(widths, block, lambda *_: nn.Identity(), _double, classes)
-
-
 def _group(widths: Sequence[int], classes: int) -> nn.Module:
     """Return residual blocks of GroupNorm(8) and SiLU, halved by strides, doubled by interpolation."""
 
@@ -314,7 +294,9 @@ def _of_2016(widths: Sequence[int], classes: int) -> nn.Module:
 
 
 UNTUNED: Mapping[str, Callable[[int, bool], nn.Module]] = {
-    "PlainConvUNet": lambda classes, small: _plain([4, 8, 8] if small else [32, 64, 128, 256, 320, 320], classes),
+    "PlainConvUNet": lambda _, small: _nnunet(
+        PlainConvUNet, [4, 8, 8] if small else [32, 64, 128, 256, 320, 320], [2] * (3 if small else 6)
+    ),
     "GroupNormUNet": lambda classes, small: _group([8, 16] if small else [32, 64, 128, 256], classes),
     "UNet3D": lambda classes, small: _gcr([8, 16] if small else [32, 64, 128, 256], classes),
     "ConvNeXtUNet": lambda classes, small: _convnext([4, 8] if small else [32, 64, 128, 256], classes),

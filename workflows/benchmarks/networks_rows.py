@@ -56,12 +56,11 @@ ROWS: dict[str, Row] = {
     "recorded, compiled, channels last": {"kind": "compiled", "record": True, "channels_last": True},
     "exactness": {"kind": "exactness"},
     "exactness on 2 GPUs": {"kind": "exactness", "gpus": 2},
+    "ours, recomputed": {"kind": "slabs", "checkpoint": "all"},
+    "ours, by tiles": {"kind": "slabs", "checkpoint": "tiled"},
     "ours on each GPU alone": {"kind": "ours", "record": True, "gpus": 2},
-    "ours on 2 GPUs": {"kind": "slabs", "record": True, "gpus": 2},
     "ours on each of 4 GPUs alone": {"kind": "ours", "record": True, "gpus": 4},
-    "ours on 4 GPUs": {"kind": "slabs", "record": True, "gpus": 4},
     "ours on each of 8 GPUs alone": {"kind": "ours", "record": True, "gpus": 8},
-    "ours on 8 GPUs": {"kind": "slabs", "record": True, "gpus": 8},
 }  # fmt: skip
 """By name. Rows of as many GPUs are compared with one another.
 
@@ -69,7 +68,13 @@ ROWS: dict[str, Row] = {
 step as in ``ours``, and all of it one CUDA graph.
 """
 
-BY_DEFAULT = tuple(name for name, row in ROWS.items() if "max-autotune" not in name and "without" not in row)
+for _gpus in (2, 4, 8):
+    ROWS[f"ours on {_gpus} GPUs"] = {"kind": "slabs", "record": True, "gpus": _gpus}
+    ROWS[f"ours on {_gpus} GPUs, eager"] = {"kind": "slabs", "gpus": _gpus}
+    ROWS[f"ours on {_gpus} GPUs, recomputed"] = {"kind": "slabs", "checkpoint": "all", "gpus": _gpus}
+
+RARE = ("max-autotune", "torch's attention", "recomputed", "by tiles", "GPUs, eager")
+BY_DEFAULT = tuple(name for name in ROWS if not any(words in name for words in RARE))
 
 WARM_UP = 5
 """Steps before any that is timed: kernels are compiled, chosen and recorded in them."""
@@ -151,10 +156,11 @@ class MeasuredStep:
     def _place(self, net: nn.Module) -> nn.Module:
         if self.row["kind"] == "ours":
             return FastKernels(net, self.device)
-        if self.row["kind"] in ("slabs", "alone"):
-            one = self.row["kind"] == "alone" or self.row.get("gpus", 1) == 1
+        if self.row["kind"] == "slabs":
             strategy = Spatial(checkpoint=self.row.get("checkpoint"))
-            return ModelParallel(net, strategy=strategy, devices=[self.device] if one else None)
+            return ModelParallel(
+                net, strategy=strategy, devices=[self.device] if self.row.get("gpus", 1) == 1 else None
+            )
         if self.row.get("channels_last"):
             net.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
         return CompiledNetwork(LogitsAlone(net)) if self.row["kind"] == "compiled" else net

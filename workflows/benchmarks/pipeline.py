@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from pipeline_rows import check, measure
 from results import ROW, Bar, draw_bars, make_parser, read_result, rectangle, text, write, write_result
-from workers import Group, Row, count_gpus, serve
+from workers import FAILURES, IMPORT_S, Row, Worker, ask, count_gpus, serve
 
 ROW_LIMIT_S = 60
 
@@ -167,13 +167,20 @@ def answer(messages: Iterator[Row]) -> Iterator[Row]:
 def measure_all(todo: list[Row], output: Path, limit_s: float) -> list[Row]:
     """Measure rows one after another; keep ``output`` current."""
     found: list[Row] = []
-    group, begun = Group(__file__), time.monotonic()
+    worker: Worker | None = None
+    begun = time.monotonic()
     for row in todo:
         if time.monotonic() - begun > limit_s:
             break
-        found.append(row | group.ask(row, 1, ROW_LIMIT_S)[0])
+        limit = ROW_LIMIT_S if worker else ROW_LIMIT_S + IMPORT_S
+        worker = worker or Worker(__file__)
+        [answer] = ask([worker], [row], limit)
+        if answer.keys() & FAILURES:
+            worker = None
+        found.append(row | answer)
         write_result(output, rows=found)
-    group.end()
+    if worker:
+        worker.end()
     return found
 
 

@@ -6,12 +6,12 @@ Rows of further calls are added to the same file. Every row of every case is a p
 that is cut or fails keeps the parts that it ended, and says so. All rows predict by one network with the same random
 weights (DynUNet, 32 to 320 channels, bfloat16 or float16), windows of 128^3 that overlap by half, on a synthetic CT
 from a ``.nii.gz``, resampled from 0.8 x 0.8 x 1 mm to 0.82 x 0.82 x 1.02 mm and back, which leaves the 441 windows of
-512 x 512 x 600 (``--spacing file`` leaves the grid as it is). A small volume goes first, so that libraries are loaded,
+512 x 512 x 600 (``--spacing file`` leaves the grid as it is). ``--network`` takes one of `networks_listed`, of 3
+classes. A small volume goes first, so that libraries are loaded,
 kernels compiled and recorded: ``warm_up``.
 
 - ``ours``: what ``volseg predict`` does: `overlapped` around `Predictor.predict`, fast kernels, recorded; the image is
   prepared on the GPU. ``of_read_the_file`` is the part of ``read`` for file and checks.
-- ``ours_torch``: the same with torch's kernels.
 - ``monai``: ``SlidingWindowInferer``, blended on the device, ``SpatialResample`` back and arg-max there.
 - ``nnunet``: nnunetv2's ``predict_sliding_window_return_logits`` and its export's resampling of logits; both MONAI's
   and nnU-Net's rows read and preprocess by our reader, since they are compared for what comes after it.
@@ -30,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ import numpy as np
 import torch
 from isal import igzip_threaded
 from monai.data import MetaTensor
+from networks_listed import CLASSES, NETWORKS, build
 from results import make_parser, read_result, write_result
 from torch import nn
 
@@ -50,10 +50,8 @@ from volseg.fields import Case
 from volseg.inference.original_grid import Decision, Prediction
 from volseg.inference.predictor import Predictor
 from volseg.inference.prefetching import overlapped, prepare_on, suits
-from volseg.inference.window_step import record_models
 from volseg.inference.writing import write_prediction
 from volseg.models.networks import DynUNet
-from volseg.parallel import FastKernels
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
 
 CASES = ("512x512x600x3", "512x512x600x15", "512x512x600x117", "512x512x1000x117")
@@ -71,6 +69,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), help="default all that are installed")
     parser.add_argument("--spacing", choices=("network", "file"), default="network", help="of the network's grid")
     parser.add_argument("--window", nargs=3, type=int, default=(128, 128, 128))
+    parser.add_argument("--network", choices=NETWORKS, help="default a DynUNet of --filters")
     parser.add_argument("--filters", nargs="+", type=int, default=(32, 64, 128, 256, 320, 320))
     parser.add_argument(
         "--windows", type=int, help="that go through the network together; by default as predict chooses"
@@ -104,6 +103,7 @@ def measure_all(rows: Sequence[str], chosen: argparse.Namespace) -> None:
             else:
                 outcome = measure_apart(row, case, chosen)
             described = {"row": row, "case": case, "spacing": chosen.spacing, "windows": chosen.windows}
+            described["network"] = chosen.network
             measured = [one for one in measured if {key: one.get(key) for key in described} != described]
             measured.append(described | outcome)
             print(json.dumps(measured[-1]), flush=True)
@@ -112,12 +112,14 @@ def measure_all(rows: Sequence[str], chosen: argparse.Namespace) -> None:
 
 def write(chosen: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> None:
     """Write what was measured so far, and how many times the others' speed ours is."""
-    seconds = {(one["case"], one["spacing"], one["row"]): one for one in measured if "seconds" in one}
+    timed = [one for one in measured if "seconds" in one]
+    places = [", ".join(filter(None, (one.get("network"), one["case"], one["spacing"]))) for one in timed]
+    seconds = {(place, one["row"]): one for place, one in zip(places, timed, strict=True)}
     faster = {}
-    for (case, spacing, row), one in seconds.items():
-        ours = seconds.get((case, spacing, "ours"), {})
+    for (place, row), one in seconds.items():
+        ours = seconds.get((place, "ours"), {})
         if row != "ours" and "failed" not in one and "failed" not in ours and ours:
-            faster.setdefault(f"{case}, {spacing}", {})[row] = {
+            faster.setdefault(place, {})[row] = {
                 part: one["seconds"][part] / ours["seconds"][part] for part in ("compute", "all")
             }
     network = {"filters": list(chosen.filters), "window": list(chosen.window), "overlap": 0.5}
@@ -232,7 +234,7 @@ def measure_here(row: str, case: str, chosen: argparse.Namespace) -> None:
     shape, classes = parse(case)
     device = torch.device(chosen.device, *([0] if chosen.device == "cuda" else []))
     torch.manual_seed(0)
-    network = make_network(chosen.filters, classes).to(device).eval()
+    network = make_network(chosen, classes).to(device).eval()
     measured = ROWS[row](network, classes, device, chosen)
     # Windows enough that a batch of them is recorded.
     small = make_image(chosen.scratch, [6 * chosen.window[0], *chosen.window[1:]])
@@ -249,9 +251,12 @@ def measure_here(row: str, case: str, chosen: argparse.Namespace) -> None:
     parts.tell()
 
 
-def make_network(filters: Sequence[int], classes: int) -> nn.Module:
+def make_network(chosen: argparse.Namespace, classes: int) -> nn.Module:
     """Return the network of all rows, with random weights."""
-    levels = len(filters)
+    if chosen.network is not None:
+        assert classes == CLASSES, "the listed networks have 3 classes"
+        return build(chosen.network, tuple(chosen.window))
+    filters, levels = chosen.filters, len(chosen.filters)
     return DynUNet(
         spatial_dims=3,
         in_channels=1,
@@ -279,21 +284,19 @@ Measure = Callable[[Path, Parts], Path]
 """From an image to the label map's file, part by part."""
 
 
-def ours(network: nn.Module, classes: int, device: torch.device, chosen: argparse.Namespace, kind: str) -> Measure:
+def ours(network: nn.Module, classes: int, device: torch.device, chosen: argparse.Namespace) -> Measure:
     """Predict as ``volseg predict`` does."""
-    model = FastKernels(network, device) if kind == "fast" else network
     predictor = Predictor(
-        model=record_models([model]),
+        model=network,
         num_classes=classes,
         window=chosen.window,
         windows_per_step=chosen.windows,
-        fast=False,
         device=device,
         autocast=torch.bfloat16 if device.type == "cuda" else None,
     )
 
     def save(case: Case, prediction: Prediction) -> Path:
-        return write_prediction(prediction.labels, case["image"], chosen.scratch / f"ours_{kind}.nii.gz")
+        return write_prediction(prediction.labels, case["image"], chosen.scratch / "ours.nii.gz")
 
     preprocessing = make_preprocessing(chosen)
     on_device = suits(preprocessing, device)
@@ -463,8 +466,7 @@ def nnunet_plans(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 ROWS: dict[str, Callable[[nn.Module, int, torch.device, argparse.Namespace], Measure]] = {
-    "ours": partial(ours, kind="fast"),
-    "ours_torch": partial(ours, kind="torch"),
+    "ours": ours,
     "monai": monai,
     "nnunet": nnunet,
 }

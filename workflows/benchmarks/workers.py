@@ -91,30 +91,6 @@ def ask(workers: Sequence[Worker], messages: Iterable[Row], seconds: float) -> l
     return [answers[worker] for worker in workers]
 
 
-class Group:
-    """Workers that measure row after row together; new ones are started after a failure, and for another number."""
-
-    def __init__(self, script: str | Path) -> None:
-        self.script = script
-        self.workers: list[Worker] = []
-
-    def ask(self, row: Row, count: int, seconds: float) -> list[Row]:
-        """Return the answer of each of ``count`` workers to a row; see `ask`."""
-        if len(self.workers) != count:
-            self.end()
-            self.workers = [Worker(self.script) for _ in range(count)]
-            seconds += IMPORT_S
-        answers = ask(self.workers, number_jobs(row, count), seconds)
-        if answers[0].keys() & FAILURES:
-            self.workers = []
-        return answers
-
-    def end(self) -> None:
-        """End the workers."""
-        for worker in self.workers:
-            worker.end()
-
-
 def number_jobs(row: Row, count: int) -> list[Row]:
     """Return a row for each of several workers that make one group: see `take_place`."""
     port = get_free_port()
