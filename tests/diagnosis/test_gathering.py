@@ -26,7 +26,7 @@ from volseg.diagnosis.doctor import (
     show_diagnosis,
 )
 from volseg.diagnosis.gatherers import gather_folders, gather_imports, gather_packages, list_bus, look_at, read_module
-from volseg.diagnosis.trials import build_module, gather_compiler, try_kernel
+from volseg.diagnosis.trials import try_kernel
 from volseg.memory import read_limits
 
 
@@ -171,30 +171,6 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path, monkeypatc
     ran = subprocess.run([sys.executable, "-m", "volseg.diagnosis.gatherers", "torch"], capture_output=True)
     assert ran.stdout == b""
     assert b"NCCL INFO" in ran.stderr
-
-
-def test_a_missing_compiler_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (finding,) = check({"compiler": gather_compiler()})
-    assert finding.found == "there is no C compiler"
-    assert "gcc" in finding.remedy
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
-def test_missing_headers_of_python_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = build_module("gcc", str(tmp_path))
-    assert said is not None
-    assert "Python.h" in said
-    assert (
-        build_module(str(tmp_path / "no_compiler"), str(tmp_path))
-        == f"{tmp_path}/no_compiler: No such file or directory"
-    )
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\nexit 7\n", encoding="utf-8")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CC", str(broken))
-    assert gather_compiler()["refused"] == "exit status 7"
 
 
 @with_kernels
