@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from volseg.diagnosis.gatherers import Section, shorten
 from volseg.version import installed_version
@@ -100,7 +101,7 @@ def gather_all_reduce() -> Section:
     for name in ("RANK", "WORLD_SIZE"):  # of another job's launcher
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
-        torch.multiprocessing.spawn(add_up, (count, folder), nprocs=count)
+        spawn(add_up, (count, folder), nprocs=count)
         answer: Section = json.loads(Path(folder, "answer").read_text(encoding="utf-8"))
     return answer
 

@@ -36,7 +36,7 @@ FAULTS = (OSError, http.client.HTTPException, ValueError)
 """Of a service that gives no answer, or one that is none; every error of urllib is an OSError."""
 
 
-def find_endpoint() -> str:
+def read_endpoint() -> str:
     """Return the address of the metadata service.
 
     Raises
@@ -110,7 +110,7 @@ def heeding_spot_notices(
     if spot == "none" or read_local_rank() != 0:
         yield
         return
-    endpoint, ended = find_endpoint(), threading.Event()
+    endpoint, ended = read_endpoint(), threading.Event()
     watcher = threading.Thread(
         target=_watch, args=(endpoint, ended, every_seconds, stop), name="spot notices", daemon=True
     )

@@ -56,7 +56,7 @@ def write_document(name: str, scripts: Sequence[str], **values: Any) -> str:
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(
-        kind=lambda block: type(block).__name__, words=_find_words, draw=draw, legend=_draw_names, pack=_pack
+        kind=lambda block: type(block).__name__, words=_detect_words, draw=draw, legend=_draw_names, pack=_pack
     )
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     sources = " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -77,7 +77,7 @@ def _pack(picture: content.Picture) -> tuple[int, int, str]:
         return *image.size, f"data:image/jpeg;base64,{base64.b64encode(packed.getvalue()).decode()}"
 
 
-def _find_words(table: content.TextTable) -> list[bool]:
+def _detect_words(table: content.TextTable) -> list[bool]:
     """Return whether each column holds words, not numbers, and is aligned to the left."""
     return [any(_is_word(row[column]) for row in table.rows) for column in range(len(table.header))]
 
