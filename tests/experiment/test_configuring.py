@@ -216,7 +216,7 @@ def test_values_that_yaml_takes_for_others_stay_text(tmp_path: Path) -> None:
 
 def test_bounds_are_said_in_words() -> None:
     def say(section: type, key: str) -> str:
-        return describe_values(section.model_fields[key])
+        return describe_values(section.model_json_schema()["properties"][key])
 
     assert say(PatchConfig, "foreground") == "A number at least 0 and at most 1."
     assert say(TrainingConfig, "ema") == "A number above 0 and below 1; or null."

@@ -218,5 +218,5 @@ def test_choices_are_what_set_takes_and_sections_come_first(over):
 
 def test_without_optuna_the_error_says_what_to_install(config_file, over, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"optuna is needed .*; install it by: pip install optuna$"):
+    with pytest.raises(ConfigError, match=r"volseg search needs a package .* pip install optuna$"):
         search(config_file, over())

@@ -252,7 +252,7 @@ def test_bad_cases_stop_the_run_before_it_begins_all_at_once_or_are_left_out_and
         ("losses=[{name: DiceLoss, inputs: [logits, lable]}]", r"a loss needs the field 'lable'; did you mean 'label'"),
         ("metrics=[{name: MeanIoU, output: x, inputs: [pred, logits]}]", r"a metric needs the field 'logits'; known:"),
         ("preprocessing=[{name: Spacing, spacing: [1, 1]}]", r"Spacing refused .*three positive lengths in mm"),
-        ("logging.loggers=[wandb]", r"^logger wandb: the package wandb is needed .*pip install wandb"),
+        ("logging.loggers=[wandb]", r"^logger wandb needs a package .*pip install wandb"),
     ],
 )
 def test_a_component_that_cannot_be_is_refused_before_anything_is_read(configured, override, message, monkeypatch):

@@ -257,10 +257,10 @@ def test_scalars_that_cannot_be_told_are_said_once_and_the_others_come(caplog):
     assert "broken (ZeroDivisionError: division by zero)" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "distribution"), [("wandb", "wandb"), ("mlflow", "mlflow-skinny")])
-def test_a_package_that_is_not_there_is_named_with_what_installs_it(monkeypatch, name, distribution):
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_package_that_is_not_there_is_named_with_what_installs_it(monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=f"pip install {distribution}$"):
+    with pytest.raises(ConfigError, match=f"logger {name} needs a package .* pip install {name}$"):
         build_logger({"name": name})
 
 

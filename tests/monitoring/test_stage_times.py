@@ -3,9 +3,10 @@ import torch
 from volseg import ModelParallel, Training
 from volseg.monitoring import stage_times
 from volseg.monitoring.loggers import Logger
-from volseg.monitoring.stage_times import StageTimes
+from volseg.monitoring.stage_times import StageTimes, draw_intervals
 from volseg.monitoring.training_log import TrainingLog
 from volseg.parallel import Pipeline
+from volseg.parallel.timeline import Interval
 
 
 class Heard(Logger):
@@ -46,8 +47,18 @@ def test_a_pipeline_shows_when_each_stage_works():
         assert 0 < values["gpu/1/idle_share"] < 1
     picture = heard.pictures["timeline"]
     assert (picture.dtype, picture.shape[0]) == (torch.uint8, 3)
+
+
+def test_forward_and_backward_have_colours_of_their_own():
+    """A box of a step that was held up may be thinner than its outline."""
+    picture = draw_intervals(
+        [
+            Interval(stage=0, device="cpu", what=what, micro_batch=0, begin=begin, end=begin + 1.0)
+            for begin, what in enumerate(("forward", "backward"))
+        ]
+    )
     colours = {tuple(colour.tolist()) for colour in picture.flatten(1).T.unique(dim=0)}
-    assert {(70, 130, 190), (215, 120, 60)} <= colours  # forward and backward
+    assert {(70, 130, 190), (215, 120, 60)} <= colours
 
 
 def test_a_timeline_that_cannot_be_drawn_ends_no_training(monkeypatch, caplog):

@@ -44,13 +44,17 @@ def keep(folder: Path, stored: Any) -> Path:
 
 
 def test_what_was_kept_is_read_and_what_never_was_is_measured_without_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = keep(tmp_path, STORED)
     assert file.name == "NVIDIA-H200-torch-2.11.0.json"
     assert read_calibration(file, MACHINE) == STORED
     assert read_calibration(tmp_path / "none.json", MACHINE) is None
     assert not caplog.records
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert rates_file_path("NVIDIA H200", "2.11.0").parent == tmp_path / "volseg" / "rates"
+    with pytest.raises(ConfigError, match="only a GPU can be measured, got cpu"):
+        calibrate(torch.device("cpu"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +106,3 @@ def test_what_is_timed_is_counted_as_in_a_trace(dtype: torch.dtype, monkeypatch:
         groups.add(name_group(run))
     kind = "float32" if dtype is torch.float32 else "half"
     assert groups == {f"products, {kind}", f"passes, {kind}"}
-
-
-def test_a_cpu_cannot_be_measured(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="only a GPU can be measured, got cpu"):
-        calibrate(torch.device("cpu"), tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_rates_are_kept_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert rates_file_path("NVIDIA H200", "2.11.0").parent == tmp_path / "volseg" / "rates"

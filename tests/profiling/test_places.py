@@ -60,33 +60,22 @@ def test_operators_are_placed_by_module_and_direction():
     }
 
 
-def test_a_second_batch_of_a_step_is_placed_as_the_first():
-    once, _ = watch_step(Net())
-    twice, _ = watch_step(Net(), batches=2)
-    forward = [each for each in once if each[2] == "forward"]
-    assert [each for each in twice if each[2] == "forward"] == forward * 2
-
-
-def test_what_is_computed_again_says_so():
+def test_a_second_batch_of_a_step_is_placed_as_the_first_and_what_is_computed_again_says_so():
+    once, twice = (
+        [each for each in watch_step(Net(), batches=batches)[0] if each[2] == "forward"] for batches in (1, 2)
+    )
+    assert twice == once * 2
     found, _ = watch_step(Net(recomputes=True))
-    again = [each for each in found if each[2] == "recompute"]
-    assert ("convolution", "stem.0", "recompute") in again
-    assert ("convolution_backward", "stem.0", "backward") in found
+    assert {("convolution", "stem.0", "recompute"), ("convolution_backward", "stem.0", "backward")} <= {*found}
 
 
-def test_other_modules_are_none_of_the_networks():
+def test_other_modules_are_none_of_the_networks_and_one_that_fails_leaves_the_watch_as_it_was():
     net = Net()
     watch = PlaceWatch(lambda module: module if module is net else None)
     with watch.watching():
         nn.ReLU()(torch.zeros(1))
         assert watch.find_place().layer == "(step)"
-    assert watch.classes == {}
-
-
-def test_a_network_that_fails_leaves_the_watch_as_it_was():
-    net = Net()
-    watch = PlaceWatch(lambda module: module if module is net else None)
-    with watch.watching():
+        assert watch.classes == {}
         with pytest.raises(RuntimeError):
             net(torch.zeros(1, 5, 4, 4, 4))
         assert watch.find_place().layer == LOSS, "no module runs any more"

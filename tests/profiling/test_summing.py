@@ -25,23 +25,19 @@ def test_a_device_computes_sends_and_waits():
     assert times.computing + times.exposed + times.waiting == times.step == 10
 
 
-def test_what_is_exposed_may_be_known_otherwise():
+@pytest.mark.parametrize(
+    ("settings", "exposed", "hidden", "waiting", "step"),
+    [
+        ({"step": 6.0}, 3, 0, 0, 7),  # its kernels took longer
+        ({"step": 6.0, "exposed": 1.0}, 1, 2, 1, 6),  # known otherwise
+        ({"step": 6.0, "exposed": 9.0}, 3, 0, 0, 7),
+        ({"step": 10.0, "steps": 2}, 1.5, 0, 6.5, 10),  # the mean of two steps
+    ],
+)
+def test_the_parts_of_a_step_add_up_to_it(settings, exposed, hidden, waiting, step):
     ran = [kernel(seconds=4), kernel("nccl", direction="communication", start=4, seconds=3)]
-    known = sum_device_times(ran, device=0, step=6.0, exposed=1.0)
-    assert (known.exposed, known.hidden, known.waiting, known.step) == (1, 2, 1, 6)
-    most = sum_device_times(ran, device=0, step=6.0, exposed=9.0)
-    assert (most.exposed, most.hidden, most.step) == (3, 0, 7)
-
-
-def test_of_several_steps_the_mean_is_told():
-    ran = [kernel(start=number * 10, seconds=4) for number in range(3)]
-    times = sum_device_times(ran, device=0, step=10.0, steps=3)
-    assert (times.computing, times.waiting) == (4, 6)
-
-
-def test_kernels_that_took_longer_than_a_step_make_it_longer():
-    times = sum_device_times([kernel(seconds=4)], device=0, step=3.0)
-    assert (times.step, times.computing, times.waiting) == (4, 4, 0)
+    times = sum_device_times(ran, device=0, **settings)
+    assert (times.exposed, times.hidden, times.waiting, times.step) == (exposed, hidden, waiting, step)
 
 
 def test_a_layer_is_held_against_its_bounds():

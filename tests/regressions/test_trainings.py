@@ -659,8 +659,8 @@ def test_a_config_that_is_edited_meanwhile_changes_no_trial_and_the_next_command
         (SPACE, "lesion_f1/Anterior", "evaluation.lesions=[Posterior]", "did you mean 'lesion_f1/Posterior'"),
         ("split.validation: [fold, none]", "dice_mean", "seed=1", r"search\.yaml: a search compares validations"),
         ("evaluation.distances: [true, false]", "assd/Anterior", "seed=1", r"search\.yaml: no validation gives"),
-        ("patch.batch: {low: 2.0, high: 4.0}", "dice_mean", "seed=1", r"patch\.batch: .* whole number, got 2\.7"),
-        ("patch.batch: {low: 2, high: 4, step: 0.5}", "dice_mean", "seed=1", r"needed: a whole number, got 2\.5"),
+        ("patch.batch: {low: 2.0, high: 4.0}", "dice_mean", "seed=1", r"patch\.batch: .* valid integer, .*got 2\.7"),
+        ("patch.batch: {low: 2, high: 4, step: 0.5}", "dice_mean", "seed=1", r"a valid integer, .*got 2\.5"),
     ],
 )
 def test_trials_that_could_only_fail_are_not_begun(searched, tmp_path, space, metric, setting, message):

@@ -142,8 +142,8 @@ def test_what_is_left_out_is_told_with_its_reason(run):
     change_file(run / "times.json", ("parts", 0, "begun"), 1e300)
     page = write_report(run).read_text(encoding="utf-8")
     for words in (
-        "The section &#x27;Published results&#x27; cannot be told: a file of the folder holds what volseg does not",
-        "The section &#x27;GPU memory&#x27; cannot be told",
+        "The section &#39;Published results&#39; cannot be told: a file of the folder holds what volseg does not",
+        "The section &#39;GPU memory&#39; cannot be told",
         "No time budget: times.json holds something else than volseg writes there; it is damaged.",
     ):
         assert words in page
@@ -197,7 +197,7 @@ def test_a_run_that_lies_elsewhere_now_is_told_of_from_there(run, tmp_path):
     shutil.rmtree(run)
     page = write_report(moved).read_text(encoding="utf-8")
     assert f"from {moved}" in page
-    assert f"volseg train &#x27;{moved}/config.yaml&#x27;" in page or f"volseg predict &#x27;{moved}&#x27;" in page
+    assert f"volseg train &#39;{moved}/config.yaml&#39;" in page or f"volseg predict &#39;{moved}&#39;" in page
     assert str(run) not in page.replace(str(moved), "")
 
 

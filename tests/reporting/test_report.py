@@ -65,12 +65,10 @@ def test_the_page_is_whole_and_alone(run):
     assert page.tags.count("img") == 10
     assert f"{SCRIPT}: voxels are NaN" in page.texts
     assert "default-src 'none'" in " ".join(value for _, key, value in page.attributes if key == "content")
-
-
-def test_what_came_before_a_resume_counts(run):
-    spans = add_spans(read_run(run).parts)
-    assert spans == {"reading": 60, "training": 3500, "validation": 90, "the rest": 20}
-    assert "1 h 1 min in 2 parts" in read_page(run).text
+    # What came before a resume counts.
+    spans = {"reading": 60, "training": 3500, "validation": 90, "the rest": 20}
+    assert add_spans(read_run(run).parts) == spans
+    assert "1 h 1 min in 2 parts" in page.text
     assert "| in all     | 1 h 1 min" in write_brief(run)
 
 
@@ -86,13 +84,6 @@ def test_each_gpu_is_told_and_the_forecast_of_the_fullest(run):
     cells = [[cell.strip() for cell in row.split("|")[2:6]] for row in rows]
     assert cells == [["3.00", "5.00", "", ""], ["4.00", "6.00", "", ""], ["", "", "4.00", "7.00"]]
     assert rows[-1].startswith("| the fullest")
-
-
-def test_pictures_come_first_and_charts_after(run, tmp_path):
-    for page in (read_page(run), read_page(make_crossed(tmp_path / "crossed"))):
-        titles = [text for text in page.texts if text in ("Cases to look at closely", "Scores", "Curves")]
-        assert titles[-3] == "Cases to look at closely"
-        assert page.tags.index("img") < page.tags.index("svg")
 
 
 def test_a_chart_without_two_values_is_not_drawn(run):
@@ -135,7 +126,10 @@ def test_an_infinite_median_is_told_as_evaluate_does(run):
     assert [cell.strip() for cell in evaluated.split("|")[3:-1]] == ["-", "- to -", "infinite", "12"]
 
 
-def test_a_run_says_which_of_its_files_are_missing(run):
+def test_a_run_says_which_of_its_files_are_missing_or_damaged(run):
+    lines = (run / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    (run / "history.jsonl").write_text("\n".join([lines[0], "{", *lines[1:]]) + "\n", encoding="utf-8")
+    assert "is no line of a history" in read_page(run).text
     for name in ("history.jsonl", "times.json", "status.json", "told.json", "memory.json", "environment.json"):
         (run / name).unlink()
     shutil.rmtree(run / "validation" / "overlays")
@@ -189,12 +183,6 @@ def test_a_damaged_picture_is_told_of(run, kept):
     assert page.tags.count("img") == 9
 
 
-def test_a_damaged_history_is_told_of(run):
-    lines = (run / "history.jsonl").read_text(encoding="utf-8").splitlines()
-    (run / "history.jsonl").write_text("\n".join([lines[0], "{", *lines[1:]]) + "\n", encoding="utf-8")
-    assert "is no line of a history" in read_page(run).text
-
-
 def test_numbers_that_are_none_leave_gaps(run):
     with (run / "history.jsonl").open("a", encoding="utf-8") as history:
         for epoch in (21, 22):
@@ -209,9 +197,10 @@ def test_numbers_that_are_none_leave_gaps(run):
     assert "inf" not in numbers
 
 
-def test_a_cross_validation_has_a_page_of_its_own(tmp_path):
+def test_a_cross_validation_has_a_page_of_its_own_and_pictures_come_before_charts(tmp_path, run):
     folder = make_crossed(tmp_path / "crossed")
-    page = read_page(folder)
+    for page in (read_page(run), read_page(folder)):
+        assert page.tags.index("img") < page.tags.index("svg")
     assert "Cross-validation of DynUNet on Task00_<i>" in page.texts
     assert "2-fold cross-validation" in page.texts
     assert page.tags.count("img") == 10

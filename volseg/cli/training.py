@@ -275,7 +275,7 @@ def profile(
 
     Trains on random voxels for some seconds, without data, and leaves no run folder.
     """
-    from volseg.profiling.table import format_profile  # pydantic: not for --help
+    from volseg.reporting.profile import format_profile  # pydantic: not for --help
 
     loaded = experiment.load_config(config, overrides or ())
     profiled = experiment.profile_training(

@@ -7,7 +7,7 @@ Cross-field checks belong to the section that owns the fields (``model_validator
 import math
 import os
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Self, TypeVar, get_args
 
@@ -17,99 +17,23 @@ from pydantic_core import PydanticCustomError
 from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
 
-PLAIN = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "a text",
-    "path_type": "a path",
-    "dict_type": "a section of `key: value` lines",
-    "string_pattern_mismatch": "letters, digits, '.', '_' and '-', the first of them a letter or a digit",
-}
-"""Needed value by pydantic's type of error."""
-
 SECTIONS = ("model_type", "model_attributes_type")
 LISTS = ("tuple_type", "list_type")
-LENGTHS = {"too_long": ("max_length", "at most"), "too_short": ("min_length", "at least")}
+NEEDED = {
+    **dict.fromkeys(SECTIONS, "a section of `key: value` lines"),
+    **dict.fromkeys(LISTS, "a list in brackets, such as [40, 40, 40] or [{name: NAME}]"),
+    "string_pattern_mismatch": "letters, digits, '.', '_' and '-', the first of them a letter or a digit",
+}
+"""Needed value by pydantic's type of error, where pydantic's own message has words of Python."""
 
-TRUTHS = ("yes", "no", "on", "off")
-"""Truth values of YAML 1.1 that are strings in YAML 1.2."""
-
-LIST = re.compile(r"\(?[^,\[\]]+(,[^,\[\]]+)+\)?")
-
-
-def suggest_plain(value: object) -> str | None:
-    """Return advice on how to write the number or truth value that a string may mean; None for other values.
-
-    >>> suggest_plain("0,003"), suggest_plain("1_000"), suggest_plain("off"), suggest_plain("1,2,3")
-    ('write 0.003, with a point', 'write 1000, without _', 'write true or false', None)
-    """
-    if not isinstance(value, str):
-        return None
-    if re.fullmatch(r"[-+]?\d+,\d+", value):
-        return f"write {value.replace(',', '.')}, with a point"
-    if re.fullmatch(r"[-+]?\d+(e[-+]?\d+)?(,\d+(e[-+]?\d+)?)+", value, re.IGNORECASE) and "e" in value.lower():
-        return f"write a number with a point, or a list: [{value}]"
-    if re.fullmatch(r"[-+]?\d+(_\d+)+", value):
-        return f"write {value.replace('_', '')}, without _"
-    return "write true or false" if value.lower() in TRUTHS else None
-
-
-def say_what_is_needed(error: Mapping[str, Any], key: str, fields: Collection[str] = ()) -> str:
-    """Return the rule that a value breaks, with a likely correction.
-
-    Parameters
-    ----------
-    error : mapping
-        One item of pydantic's ``errors()``.
-    key : str
-        Name of the section or value, for the example in the message.
-    fields : collection of str
-        Keys of the needed section, or of each section in the needed list.
-    """
-    kind, came = error["type"], error["input"]
-    if kind in SECTIONS:
-        return f"needed: a section of `key: value` lines{_show_section(came, key, fields)}"
-    if kind in LISTS:
-        return f"needed: a list in brackets{_show_list(came, key, fields)}"
-    if kind in LENGTHS:
-        name, most = LENGTHS[kind]
-        return f"needed: {most} {error['ctx'][name]} item(s) in the list"
-    if kind not in PLAIN:
-        return error["msg"].removeprefix("Value error, ")
-    is_truth = isinstance(came, str) and came.lower() in TRUTHS  # this advice helps only if a truth value is needed
-    plain = suggest_plain(came) if kind.startswith(("int", "float")) and not is_truth else None
-    return f"needed: {PLAIN[kind]}{f'; {plain}' if plain else ''}"
-
-
-def _show_section(came: Any, key: str, fields: Collection[str]) -> str:
-    if came is None:
-        return "; leave the key out for its defaults"
-    if "name" in fields and isinstance(came, str):
-        return f", such as {key}: {{name: {came}}}"
-    return f" with keys of {', '.join(sorted(fields))}" if fields else ""
-
-
-def _show_list(came: Any, key: str, fields: Collection[str]) -> str:
-    """Return an example list with the value that came without brackets."""
-    is_component = "name" in fields
-    if isinstance(came, Mapping):
-        if came and all(str(name).isdigit() for name in came):
-            return (
-                f", of which --set could change item {next(iter(came))}; the config has none, so write it whole, such "
-                f"as {key}: [{{name: NAME}}]"
-            )
-        shown = ", ".join(f"{name}: {value}" for name, value in came.items())
-        return f", such as {key}: [{{{shown}}}]"
-    if is_component:
-        return f", such as {key}: [{{name: {came}}}]"
-    if isinstance(came, str) and LIST.fullmatch(came):
-        return f", such as [{came.strip('()')}]"
-    return f", such as [{came}, {came}, {came}]" if isinstance(came, int | float) else f", such as [{came}]"
+MISTAKEN = re.compile(
+    r"yes|no|on|off"  # truth values of YAML 1.1
+    r"|[-+]?\d+(_\d+)+"
+    r"|[-+]?\d+,\d+"
+    r"|(?=.*e)[-+]?\d+(e[-+]?\d+)?(,\d+(e[-+]?\d+)?)+",
+    re.IGNORECASE,
+)
+"""Strings that were meant as numbers or truth values."""
 
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -126,10 +50,6 @@ ClassWeight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 Section = TypeVar("Section", bound="ConfigModel")
-
-
-RENAMED = {"training.capture": "training.record"}
-"""Former keys of the schema, mapped to their present names."""
 
 
 class _Fields(BaseModel):
@@ -186,8 +106,8 @@ class ComponentConfig(_Fields):
             if (absurd := _find_absurd_number(value)) is not None:
                 raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
             for item in list_values(value):
-                if (plain := suggest_plain(item)) is not None:
-                    raise ValueError(f"{name} is a text; {plain}, got {item!r}")
+                if isinstance(item, str) and MISTAKEN.fullmatch(item):
+                    raise ValueError(f"{name} is a text; write a number as 0.003 or 1000, true or false, got {item!r}")
         return self
 
     def spec(self) -> dict[str, Any]:
@@ -257,11 +177,12 @@ def _sentence(section: type[BaseModel], error: Any) -> str:
     *parents, last = keys or ("(top level)",)
     where = ".".join(str(part) for part in (*parents, last))
     if error["type"] == "extra_forbidden":
-        if where in RENAMED:
-            return f"{where}: unknown key; write {RENAMED[where]}"
         return f"{where}: unknown key; {did_you_mean(str(last), _section_at(section, parents).model_fields)}"
-    fields = _section_at(section, (*parents, last)).model_fields
-    message = say_what_is_needed(error, str(parents[-1] if parents and isinstance(last, int) else last), fields)
+    message = error["msg"].removeprefix("Value error, ").replace("Tuple", "A list")
+    if error["type"] in NEEDED:
+        message = "needed: " + NEEDED[error["type"]]
+    if error["type"] in SECTIONS:
+        message += f" with keys of {', '.join(sorted(_section_at(section, (*parents, last)).model_fields))}"
     came = error["input"]
     if error["type"] == "missing" and isinstance(last, int):
         key = ".".join(str(part) for part in parents)

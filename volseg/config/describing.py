@@ -10,11 +10,10 @@ The comments are the schema's descriptions, so they cannot contradict it. The co
 import json
 import re
 import textwrap
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -150,12 +149,12 @@ def list_names(schema: Mapping[str, Any], kind: str) -> list[str]:
 WIDTH = 110
 
 BOUNDS = {
-    "ge": "at least {}",
-    "gt": "above {}",
-    "le": "at most {}",
-    "lt": "below {}",
-    "min_length": "at least {} of them",
+    "minimum": "at least {:g}",
+    "exclusiveMinimum": "above {:g}",
+    "maximum": "at most {:g}",
+    "exclusiveMaximum": "below {:g}",
 }
+TYPES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": "null"}
 
 
 def write_commented(
@@ -191,6 +190,7 @@ def _describe_section(
     section: BaseModel, indent: str, *, minimal: bool, names: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
     """Yield the lines of a section, each value below its comments."""
+    schema = type(section).model_json_schema()["properties"]
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         is_default = not field.is_required() and value == field.get_default(call_default_factory=True)
@@ -199,7 +199,7 @@ def _describe_section(
         is_section = isinstance(value, ConfigModel)
         if not indent:
             yield ""
-        yield from _comment(_say(field, default=None if is_default or is_section else field), indent)
+        yield from _comment(_say(field, schema[name], with_default=not (is_default or is_section)), indent)
         for line in _describe_component(type(section).__name__, name, field, names):
             yield from _comment(line, indent)
         if is_section:
@@ -220,9 +220,10 @@ def _describe_component(section: str, name: str, field: FieldInfo, names: Mappin
     kind = KINDS.get(model.__name__) or KINDS_OF_FIELDS.get(("" if section == "ExperimentConfig" else section, name))
     if kind is not None and kind in names:
         yield f"Names: {', '.join(names[kind])}."
+    schema = model.model_json_schema()["properties"]
     for key, own in model.model_fields.items():
         if key != "name":
-            yield f"{key}: {_say(own, default=own)}"
+            yield f"{key}: {_say(own, schema[key], with_default=True)}"
 
 
 def _find_components(annotation: Any) -> Iterator[type[ComponentConfig]]:
@@ -237,64 +238,34 @@ def _comment(text: str, indent: str) -> Iterator[str]:
     yield from textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
 
 
-def _say(field: FieldInfo, default: FieldInfo | None) -> str:
-    """Return the meaning of a field, its possible values, and the default, if one is given."""
+def _say(field: FieldInfo, told: Mapping[str, Any], *, with_default: bool) -> str:
+    """Return the meaning of a field, its possible values, and the default."""
     meaning = re.sub(r"``([^`]*)``", r"\1", " ".join((field.description or "").split()))
-    said = [meaning, describe_values(field)]
-    if default is not None and not field.is_required():
+    said = [meaning, describe_values(told)]
+    if with_default and not field.is_required():
         said.append(f"Default {format_inline(field.get_default(call_default_factory=True))}.")
     return " ".join(part for part in said if part)
 
 
-def describe_values(field: FieldInfo) -> str:
-    """Return the values that a field accepts, as far as its type states them.
+def describe_values(told: Mapping[str, Any]) -> str:
+    """Return the values that a field accepts, as far as its JSON schema states them.
 
-    >>> from volseg.config.sections import DataConfig, TrainingConfig
-    >>> describe_values(TrainingConfig.model_fields["precision"])
-    'One of: auto, fp32, bf16, fp16.'
-    >>> describe_values(DataConfig.model_fields["device_limit"])
+    >>> from volseg.config.sections import DataConfig
+    >>> describe_values(DataConfig.model_json_schema()["properties"]["device_limit"])
     'A number above 0; or null.'
     """
-    told = list(dict.fromkeys(_describe_type(field.annotation, field.metadata)))
-    return f"{told[0][0].upper()}{'; or '.join(told)[1:]}." if told else ""
+    text = "; or ".join(dict.fromkeys(filter(None, map(_describe_type, told.get("anyOf", [told])))))
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def _describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
-    """Yield a description of each kind of value that a type accepts."""
-    if hasattr(annotation, "__metadata__"):
-        yield from _describe_type(annotation.__origin__, (*annotation.__metadata__, *metadata))
-        return
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (Union, types.UnionType):
-        for argument in arguments:
-            yield from _describe_type(argument, metadata)
-    elif origin is Literal:
-        one = "one of: " if len(arguments) > 1 else ""
-        yield one + ", ".join(map(str, arguments))
-    elif annotation is type(None):
-        yield "null"
-    elif annotation is bool:
-        yield "true or false"
-    elif annotation in (int, float):
-        bounds = _describe_bounds(metadata)
-        yield f"{'a whole number' if annotation is int else 'a number'}{bounds and f' {bounds}'}"
-    elif origin is tuple and arguments and arguments[-1] is not Ellipsis:
-        yield f"{len(arguments)} values, {next(_describe_type(arguments[0]), 'each')} each"
-    elif annotation is Path:
-        yield "a path"
-
-
-def _describe_bounds(metadata: Sequence[Any]) -> str:
-    """Return the bounds of a number, except bounds of 32 bits."""
-    found = [
-        wording.format(f"{bound:g}")
-        for constraint in _flatten(metadata)
-        for name, wording in BOUNDS.items()
-        if isinstance(bound := getattr(constraint, name, None), int | float) and abs(bound) < 2**31
-    ]
-    return " and ".join(found)
-
-
-def _flatten(metadata: Sequence[Any]) -> Iterator[Any]:
-    for constraint in metadata:
-        yield from constraint.metadata if isinstance(constraint, FieldInfo) else (constraint,)
+def _describe_type(told: Mapping[str, Any]) -> str:
+    if "enum" in told:
+        return f"one of: {', '.join(map(str, told['enum']))}"
+    if "const" in told:
+        return str(told["const"])
+    if "prefixItems" in told:
+        return f"{len(told['prefixItems'])} values, {_describe_type(told['prefixItems'][0])} each"
+    if told.get("format") == "path":
+        return "a path"
+    bounds = [wording.format(told[key]) for key, wording in BOUNDS.items() if abs(told.get(key, 2**31)) < 2**31]
+    return f"{TYPES[told['type']]} {' and '.join(bounds)}".strip() if told.get("type") in TYPES else ""

@@ -27,7 +27,7 @@ from volseg.diagnosis import gpu_checks, machine_checks
 from volseg.streams import make_printable
 from volseg.version import __version__
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of the JSON: raised when a key disappears or changes its meaning."""
 
 LEVELS = ("ok", "note", "warning", "error")

@@ -253,13 +253,9 @@ def check_compiler(compiler: Section, torch: Section | None = None) -> Said:
     """Report whether Triton can compile kernels, and what it lacks."""
     capabilities = _list_capabilities(torch)
     takes_fast = any(capability >= AMPERE for capability in capabilities)
-    refused, triton = compiler["refused"], compiler["triton"]
-    if not capabilities and refused is None:
-        told = f"{compiler['compiler']} builds modules for this Python; no GPU to run a kernel on"
-        yield "triton", "ok", told
-    elif not capabilities:
-        why = "nothing here needs it; on a GPU the fast kernels would"
-        yield "triton", "note", refused, why, _mend_compiler(refused)
+    triton = compiler["triton"]
+    if not capabilities:
+        yield "triton", "ok", f"{f'Triton {triton}' if triton else 'no Triton'}; no GPU to run a kernel on"
     elif triton is None:
         why = "the fast kernels are written in it; torch's are taken in their place"
         remedy = "pip install triton   (CUDA builds of torch bring it)"
@@ -267,19 +263,14 @@ def check_compiler(compiler: Section, torch: Section | None = None) -> Said:
     elif compiler["kernel"] == "right":
         yield "triton", "ok", f"Triton {triton} compiled a kernel and ran it, {compiler['seconds']:.1f} s"
     else:
-        said = compiler["kernel_refused"] or f"a kernel gave {compiler['kernel']} values"
-        found = f"Triton {triton}: {said}" + (f" ({refused})" if refused else "")
+        said = compiler["refused"] or f"a kernel gave {compiler['kernel']} values"
         why = "training.kernels: auto takes fast kernels, which Triton compiles when they are first used"
-        yield "triton", "error" if takes_fast else "warning", found, why, _mend_compiler(refused or said)
-
-
-def _mend_compiler(said: str) -> str:
-    """Return the remedy for a compiler's message; usually the compiler or Python's headers are missing."""
-    if "Python.h" in said:
-        return "sudo apt-get install python3-dev   (python3.12-dev and so on; dnf install python3-devel)"
-    if any(sign in said for sign in ("C compiler", "No such file", "not found")):
-        return "sudo apt-get install gcc libc6-dev   (dnf install gcc), or export CC=COMPILER"
-    return "volseg train CONFIG --set training.kernels=torch; rm -rf ~/.triton/cache where it holds another machine's"
+        remedy = (
+            "volseg train CONFIG --set training.kernels=torch; rm -rf ~/.triton/cache where it holds another machine's"
+        )
+        if any(sign in said for sign in ("C compiler", "No such file", "not found", "non-zero exit status")):
+            remedy = "sudo apt-get install gcc libc6-dev python3-dev (dnf install gcc python3-devel), or export CC=FILE"
+        yield "triton", "error" if takes_fast else "warning", f"Triton {triton}: {said}", why, remedy
 
 
 CHECKS = (

@@ -2,10 +2,6 @@
 
 import json
 import os
-import re
-import shutil
-import subprocess
-import sysconfig
 import tempfile
 import time
 from datetime import timedelta
@@ -13,8 +9,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
-from volseg.commands import run_module
 from volseg.diagnosis.gatherers import Section, shorten
 from volseg.version import installed_version
 
@@ -99,47 +95,25 @@ LIMIT = timedelta(seconds=90)
 
 
 def gather_all_reduce() -> Section:
-    """All-reduce over processes as in a training: one process per GPU by NCCL, or two by gloo without GPUs.
-
-    Raises
-    ------
-    RuntimeError
-        If a process fails; the message has NCCL's first warning, if any, and the last line of the first that failed.
-    """
+    """All-reduce over processes as in a training: one process per GPU by NCCL, or two by gloo without GPUs."""
     count = torch.cuda.device_count() or 2
-    # A launcher's variables belong to another job; NCCL explains failures only with NCCL_DEBUG.
-    environment = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", **os.environ}
-    environment = {name: value for name, value in environment.items() if name not in ("RANK", "WORLD_SIZE")}
+    os.environ |= {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", **os.environ}  # NCCL explains failures only with it
+    for name in ("RANK", "WORLD_SIZE"):  # of another job's launcher
+        os.environ.pop(name, None)
     with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
-        processes = [
-            subprocess.Popen(  # noqa: S603 - our own command
-                run_module("volseg.diagnosis.gatherers", "sum", str(rank), str(count), str(Path(folder) / "meeting")),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                encoding="utf-8",
-                errors="replace",
-                env=environment,
-            )
-            for rank in range(count)
-        ]
-        told = [process.communicate() for process in processes]
-    if failed := [said for process, (_, said) in zip(processes, told, strict=True) if process.returncode]:
-        warned = re.findall("NCCL WARN (.*)", "\n".join(failed))
-        lines = [line.strip() for line in failed[0].splitlines() if line.strip()]
-        raise RuntimeError(" | ".join([*warned[:1], *lines[-1:]]) or "a process ended without a word")
-    answer: Section = json.loads(told[0][0])
+        spawn(add_up, (count, folder), nprocs=count)
+        answer: Section = json.loads(Path(folder, "answer").read_text(encoding="utf-8"))
     return answer
 
 
-def gather_sum(rank: str, count: str, meeting: str) -> Section:
-    """All-reduce with the other processes, as one of ``count`` that meet at a file; return time and correctness."""
-    own, size = int(rank), int(count)
+def add_up(own: int, size: int, folder: str) -> None:
+    """All-reduce with the other processes, as one of ``size``; the first writes time and correctness to ``answer``."""
     gpus = [own] if torch.cuda.device_count() else []
     backend = "nccl" if gpus else "gloo"
     device = torch.device("cuda", own) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=own, world_size=size, timeout=LIMIT)
+    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=own, world_size=size, timeout=LIMIT)
     values = torch.empty(SIZES_BYTES[backend] // 4, device=device)
     wrong = torch.zeros(1, device=device)
     begun = 0.0
@@ -154,53 +128,27 @@ def gather_sum(rank: str, count: str, meeting: str) -> Section:
     is_right = not wrong.item()
     dist.destroy_process_group()
     told = {"backend": backend, "processes": size, "size_bytes": SIZES_BYTES[backend]}
-    return {**told, "seconds": seconds, "is_right": is_right}
-
-
-SOURCE = """#include <Python.h>
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "tried", NULL, -1, NULL};
-PyMODINIT_FUNC PyInit_tried(void) { return PyModule_Create(&module); }
-"""
+    if own == 0:
+        text = json.dumps({**told, "seconds": seconds, "is_right": is_right})
+        Path(folder, "answer").write_text(text, encoding="utf-8")
 
 
 def gather_compiler() -> Section:
-    """Build a C module against Python's headers, as Triton does for every kernel, and run a kernel if there is a GPU.
+    """Compile one of volseg's kernels and run it, if there is Triton and a GPU; Triton needs a C compiler for that.
 
-    ``refused`` is the compiler's message, ``kernel`` one of right, wrong and not run, ``kernel_refused`` the error of
-    Triton, compiler or driver, ``seconds`` the time for compiling the kernel and running it once.
+    ``kernel`` is one of right, wrong and not run, ``refused`` the error of Triton, compiler or driver, ``seconds`` the
+    time for compiling the kernel and running it once.
     """
-    named = os.environ.get("CC")
-    compiler = named or next((path for name in ("gcc", "clang", "cc") if (path := shutil.which(name))), None)
-    headers = sysconfig.get_paths()["include"]
-    refused = build_module(compiler, headers) if compiler else "there is no C compiler"
     triton = installed_version("triton")
-    kernel, kernel_refused, seconds = "not run", None, None
+    kernel, refused, seconds = "not run", None, None
     if triton is not None and torch.cuda.is_available():
         begun = time.perf_counter()
         try:
             kernel = "right" if try_kernel() else "wrong"
         except Exception as fault:  # any error of Triton, compiler or driver is the result
-            kernel_refused = shorten(fault)
+            refused = shorten(fault)
         seconds = time.perf_counter() - begun
-    told = {"compiler": compiler, "headers": headers, "refused": refused, "triton": triton}
-    return {**told, "kernel": kernel, "kernel_refused": kernel_refused, "seconds": seconds}
-
-
-def build_module(compiler: str, headers: str) -> str | None:
-    """Build a C module against Python's headers; return the compiler's message on failure, else None."""
-    with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
-        source = Path(folder) / "tried.c"
-        source.write_text(SOURCE, encoding="utf-8")
-        target = str(source.with_suffix(".so"))
-        command = [compiler, str(source), "-O3", "-shared", "-fPIC", f"-I{headers}", "-o", target]
-        try:
-            told = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)  # noqa: S603
-        except OSError as fault:
-            return f"{compiler}: {fault.strerror}"
-    if told.returncode == 0:
-        return None
-    lines = [line for line in (told.stderr + told.stdout).splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else f"exit status {told.returncode}")
+    return {"triton": triton, "kernel": kernel, "refused": refused, "seconds": seconds}
 
 
 def try_kernel(device: str = "cuda") -> bool:

@@ -40,6 +40,7 @@ from volseg.config.loading import (
     read_space,
 )
 from volseg.config.nearest import did_you_mean
+from volseg.config.registry import explain_import
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
@@ -52,7 +53,6 @@ from volseg.experiment.several_runs import PlannedRun, require_own_folder, train
 from volseg.files import replace_nan
 from volseg.lifetime import is_running
 from volseg.monitoring.environment import environment
-from volseg.monitoring.loggers import import_package
 from volseg.monitoring.run_files import (
     HISTORY,
     STATUS,
@@ -131,7 +131,10 @@ def search(
         Before any training, if Optuna is not installed, a config cannot be run, a key or metric is unknown, or the
         folder has another search.
     """
-    optuna = import_package("optuna", distribution="optuna")
+    try:
+        import optuna  # an extra
+    except ImportError as fault:
+        raise ConfigError(f"volseg search {explain_import(fault)}") from fault
     values, space = read_config(config), read_space(over)
 
     def load(*settings: str) -> ExperimentConfig:

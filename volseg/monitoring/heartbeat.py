@@ -21,7 +21,7 @@ from typing import Any
 from volseg.checkpointing.state import EpochRecord
 from volseg.lifetime import take_age
 from volseg.monitoring import run_files
-from volseg.monitoring.memory import GIB, GpuMeter
+from volseg.monitoring.training_log import read_progress
 from volseg.parallel.processes.first_error import await_first_error, reporting_first_error
 from volseg.parallel.processes.group import get_supervision
 from volseg.parallel.processes.progress import get_milestone
@@ -61,13 +61,9 @@ class Heartbeat(Hook):
         self._training: Training | None = None
         self._state: run_files.State = "preparing"
         self._message = ""
-        self._score: float | None = None
-        self._epochs_seen = 0
-        self._seconds_of_epochs = 0.0
         self._before = (0.0, 0.0)  # of the epoch gone on with, in an earlier process
         self._batch_begun = 0.0
         self._seconds_recording = 0.0  # of this epoch
-        self._memory: float | None = None
         self._lock = threading.Lock()
 
     @property
@@ -175,7 +171,6 @@ class Heartbeat(Hook):
     def on_training_begin(self, training: Training) -> None:
         """Start to report progress."""
         self._training, self._before = training, training.seconds_of_epoch
-        self._score = next((one.score for one in reversed(training.history) if one.score is not None), None)
         self._set_state("training")
 
     def on_batch_begin(self, training: Training, batch: Mapping[str, Any]) -> None:
@@ -199,14 +194,10 @@ class Heartbeat(Hook):
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         """Add the epoch's time by span."""
         del training
-        seconds = self._count_epoch(record.seconds, record.seconds_waited)
+        self._count_epoch(record.seconds, record.seconds_waited)
         self._before = (0.0, 0.0)
         with self._lock:
             self._spans["validation"] += record.seconds_validating
-            self._epochs_seen += 1
-            self._seconds_of_epochs += seconds + record.seconds_validating
-        self._memory = max((device.reserved / GIB for device in GpuMeter().read()), default=None)
-        self._score = record.score if record.score is not None else self._score
         if self._state != "training":  # else the thread writes it: a file takes the place of another in milliseconds
             self._set_state("training")
 
@@ -215,8 +206,8 @@ class Heartbeat(Hook):
         self._count_epoch(*training.seconds_of_epoch)
         self._before = training.seconds_of_epoch
 
-    def _count_epoch(self, seconds: float, waited: float) -> float:
-        """Add this process's time of an epoch; return the seconds."""
+    def _count_epoch(self, seconds: float, waited: float) -> None:
+        """Add this process's time of an epoch."""
         seconds, waited = seconds - self._before[0], waited - self._before[1]
         with self._lock:
             self._spans["training"] += seconds - waited - self._seconds_recording
@@ -224,7 +215,6 @@ class Heartbeat(Hook):
             if self._seconds_recording:
                 self._spans["recording"] += self._seconds_recording
         self._seconds_recording = 0.0
-        return seconds
 
     def _set_state(self, state: run_files.State, message: str = "") -> None:
         self._state, self._message = state, message
@@ -270,7 +260,7 @@ class Heartbeat(Hook):
                 self._is_mute = False
 
     def _describe(self) -> run_files.RunStatus:
-        told: Mapping[str, Any] = {} if self._training is None else self._describe_training(self._training)
+        told = {} if self._training is None else read_progress(self._training)
         doing = self._message if self._state in run_files.ENDED else str(get_milestone())
         return run_files.RunStatus(
             state=self._state,
@@ -282,20 +272,3 @@ class Heartbeat(Hook):
             message=doing,
             **told,
         )
-
-    def _describe_training(self, training: Training) -> dict[str, Any]:
-        best = None if training.best is None else training.best.score
-        last = training.history[-1] if training.history else None
-        left = training.epochs - training.epoch - training.position / max(training.num_batches, 1)
-        return {
-            "epoch": training.epoch,
-            "epochs": training.epochs,
-            "batch": training.position,
-            "batches": training.num_batches,
-            "loss": training.latest_losses.get("loss"),
-            "score": self._score,
-            "best": best,
-            "seconds_left": left * self._seconds_of_epochs / self._epochs_seen if self._epochs_seen else None,
-            "voxels_per_second": None if last is None else last.voxels_per_second,
-            "memory_gib": self._memory,
-        }

@@ -117,22 +117,6 @@ class History(Logger):
             self._lines.close()
 
 
-def import_package(name: str, *, distribution: str) -> Any:
-    """Return a package that volseg does not depend on.
-
-    Raises
-    ------
-    ConfigError
-        If it is not installed: how to install it.
-    """
-    try:
-        return import_module(name)
-    except ImportError as fault:
-        raise ConfigError(
-            f"the package {name} is needed ({fault}); install it by: pip install {distribution}"
-        ) from fault
-
-
 def flatten(settings: Mapping[str, Any], path: str = "") -> dict[str, bool | int | float | str]:
     """Return nested settings by dotted names, with values that every logger shows.
 
@@ -281,7 +265,7 @@ class MLflow(Logger):
     """
 
     def __init__(self, experiment: str = "volseg", uri: str | None = None) -> None:
-        self._client = import_package("mlflow", distribution="mlflow-skinny").MlflowClient(tracking_uri=uri)
+        self._client = import_module("mlflow").MlflowClient(tracking_uri=uri)
         self._experiment = experiment
         self._epoch = 0
 
@@ -329,7 +313,7 @@ class WeightsAndBiases(Logger):
     """
 
     def __init__(self, project: str = "volseg", **settings: Any) -> None:
-        self._wandb = import_package("wandb", distribution="wandb")
+        self._wandb = import_module("wandb")
         self._settings = {"project": project, **settings}
 
     def begin(self, run: LoggedRun) -> None:

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 from volseg.checkpointing.state import EpochRecord
 from volseg.formatting import format_duration
 from volseg.monitoring.console import FIELDS, Bar, shows_bars
-from volseg.monitoring.memory import GIB, GpuMeter
 from volseg.monitoring.run_files import format_speed
-from volseg.monitoring.training_log import list_scalars
+from volseg.monitoring.training_log import list_scalars, read_progress
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
@@ -67,10 +66,8 @@ class Progress(Hook):
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
-        self._meter = GpuMeter()
         self._next = 0.0
         self._began, self._batches = 0.0, 0
-        self._seconds, self._epochs = 0.0, 0
 
     def on_training_begin(self, training: Training) -> None:
         """Open the bar at the training's position."""
@@ -97,8 +94,6 @@ class Progress(Hook):
         """Show the newest score; log a line if there is no bar."""
         if self._bar is None:
             return
-        self._seconds += record.seconds + record.seconds_validating
-        self._epochs += 1
         self._show(training, record.batches / max(record.seconds, 1e-9))
         if not shows_bars():
             fields = {"epoch": record.epoch + 1, "epochs": training.epochs, "scalars": list_scalars(record)}
@@ -117,7 +112,7 @@ class Progress(Hook):
         told += _describe_scores(training)
         if training.voxels_per_batch is not None:
             told.append(format_speed(training.voxels_per_batch * batches_per_second))
-        told += [*self._describe_left(training), *self._describe_memory()]
+        told += _describe_left(training)
         is_over = training.epoch >= training.epochs
         done = training.num_batches if is_over else training.position
         self._bar.set(done, title=_name_epoch(training), told=", ".join(told))
@@ -126,34 +121,29 @@ class Progress(Hook):
         """Return the line of an epoch."""
         told = [f"{name} {value:.4f}" for name, value in record.losses.items()]
         told += [] if record.soft_dice is None else [f"soft Dice {record.soft_dice:.4f}"]
-        told += _describe_scores(training, record)
+        told += [] if record.score is None else _describe_scores(training)
         if record.voxels_per_second is not None:
             told.append(format_speed(record.voxels_per_second))
         parts = [f"{record.seconds_waited:.1f} s waiting"]
         parts += [f"{record.seconds_validating:.1f} s validating"] if record.score is not None else []
         told.append(f"{record.seconds + record.seconds_validating:.1f} s ({', '.join(parts)})")
-        told += [*self._describe_left(training), *self._describe_memory()]
+        told += _describe_left(training)
         return f"epoch {record.epoch + 1}/{training.epochs}: {', '.join(told)}"
-
-    def _describe_left(self, training: Training) -> list[str]:
-        """Return the remaining time of the training, from the epochs of this process so far."""
-        left = training.epochs - training.epoch - training.position / max(training.num_batches, 1)
-        seconds = left * self._seconds / max(self._epochs, 1)
-        return [f"{format_duration(seconds)} left"] if seconds > 0 else []
-
-    def _describe_memory(self) -> list[str]:
-        reserved = max((device.reserved for device in self._meter.read()), default=0)
-        return [f"{reserved / GIB:.1f} GiB"] if reserved else []
 
 
 def _name_epoch(training: Training) -> str:
     return f"epoch {min(training.epoch + 1, training.epochs)}/{training.epochs}"
 
 
-def _describe_scores(training: Training, record: EpochRecord | None = None) -> list[str]:
-    """Return the score of an epoch, by default of the last that was validated, beside the best one."""
-    scores = [one.score for one in training.history if one.score is not None] if record is None else [record.score]
-    if not scores or scores[-1] is None:
-        return []
-    best = training.best.score if training.best is not None and training.best.score is not None else scores[-1]
-    return [f"Dice {scores[-1]:.4f} (best {best:.4f})"]
+def _describe_scores(training: Training) -> list[str]:
+    """Return the score of the last validation, beside the best one."""
+    told = read_progress(training)
+    best = told["score"] if told["best"] is None else told["best"]
+    return [] if told["score"] is None else [f"Dice {told['score']:.4f} (best {best:.4f})"]
+
+
+def _describe_left(training: Training) -> list[str]:
+    """Return the remaining time of the training, and the reserved memory of the fullest GPU."""
+    told = read_progress(training)
+    left = [f"{format_duration(told['seconds_left'])} left"] if told["seconds_left"] else []
+    return [*left, *([f"{told['memory_gib']:.1f} GiB"] if told["memory_gib"] else [])]

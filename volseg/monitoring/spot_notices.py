@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 """Where the SDKs of AWS look for the service too."""
 
 ENDPOINT = "http://169.254.169.254"
-TOKEN_SECONDS = 21600
+TOKEN_SECONDS = 300
 ANSWER_BYTES = 65536
 """More than any answer has."""
 
@@ -37,62 +36,50 @@ FAULTS = (OSError, http.client.HTTPException, ValueError)
 """Of a service that gives no answer, or one that is none; every error of urllib is an OSError."""
 
 
-class SpotNotices:
-    """The metadata service of an instance of AWS.
+def read_endpoint() -> str:
+    """Return the address of the metadata service.
+
+    Raises
+    ------
+    ConfigError
+        If ``AWS_EC2_METADATA_SERVICE_ENDPOINT`` is no address of a web server.
+    """
+    endpoint = (os.environ.get(ENDPOINT_VARIABLE) or ENDPOINT).rstrip("/")
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"{ENDPOINT_VARIABLE} is no address such as {ENDPOINT}, got {endpoint!r}")
+    return endpoint
+
+
+def ask_for_notice(endpoint: str, *, timeout: float = 1.0) -> str | None:
+    """Return the action announced for this machine and its time; None without a notice.
 
     Parameters
     ----------
-    endpoint : str, optional
-        Of the service; what ``AWS_EC2_METADATA_SERVICE_ENDPOINT`` says, or the address that every instance knows.
+    endpoint : str
+        Of the service.
     timeout : float
         Seconds to wait for an answer, which takes milliseconds where there is a service.
 
     Raises
     ------
-    ConfigError
-        If the endpoint is no address of a web server.
+    OSError, http.client.HTTPException, ValueError
+        If the service does not answer.
     """
+    # A proxy would be asked about itself.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def __init__(self, endpoint: str | None = None, *, timeout: float = 1.0) -> None:
-        self.endpoint = (endpoint or os.environ.get(ENDPOINT_VARIABLE) or ENDPOINT).rstrip("/")
-        if not _is_web_address(self.endpoint):
-            raise ConfigError(f"{ENDPOINT_VARIABLE} is no address such as {ENDPOINT}, got {self.endpoint!r}")
-        self.timeout = timeout
-        self._token: str | None = None
-        # A proxy would be asked about itself.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def ask(self) -> str | None:
-        """Return the action announced for this machine and its time; None without a notice.
-
-        Raises
-        ------
-        OSError, http.client.HTTPException, ValueError
-            If the service does not answer.
-        """
-        if self._token is None:
-            self._token = self._call("PUT", "api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)})
-        try:
-            answer = self._call("GET", "meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": self._token})
-        except urllib.error.HTTPError as refusal:
-            if refusal.code == http.client.NOT_FOUND:
-                return None
-            self._token = None  # it may have run out: the next time asks for a new one
-            raise
-        return _describe(answer)
-
-    def _call(self, method: str, path: str, headers: dict[str, str]) -> str:
-        request = urllib.request.Request(f"{self.endpoint}/latest/{path}", method=method, headers=headers)  # noqa: S310 (http only: looked at above)
-        with self._opener.open(request, timeout=self.timeout) as answer:
+    def call(method: str, path: str, headers: dict[str, str]) -> str:
+        request = urllib.request.Request(f"{endpoint}/latest/{path}", method=method, headers=headers)  # noqa: S310 (http only: looked at above)
+        with opener.open(request, timeout=timeout) as answer:
             return answer.read(ANSWER_BYTES).decode("utf-8", "replace")
 
-
-def _is_web_address(text: str) -> bool:
+    token = call("PUT", "api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)})
     try:
-        parts = urllib.parse.urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # half an IPv6 address, a port that is none
-        return False
+        return _describe(call("GET", "meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token}))
+    except urllib.error.HTTPError as refusal:
+        if refusal.code == http.client.NOT_FOUND:
+            return None
+        raise
 
 
 def _describe(answer: str) -> str:
@@ -123,9 +110,9 @@ def heeding_spot_notices(
     if spot == "none" or read_local_rank() != 0:
         yield
         return
-    service, ended = SpotNotices(), threading.Event()
+    endpoint, ended = read_endpoint(), threading.Event()
     watcher = threading.Thread(
-        target=_watch, args=(service, ended, every_seconds, stop), name="spot notices", daemon=True
+        target=_watch, args=(endpoint, ended, every_seconds, stop), name="spot notices", daemon=True
     )
     watcher.start()
     try:
@@ -135,15 +122,15 @@ def heeding_spot_notices(
         watcher.join()  # no longer than an answer may take
 
 
-def _watch(service: SpotNotices, ended: threading.Event, every_seconds: float, stop: Callable[[], Any]) -> None:
+def _watch(endpoint: str, ended: threading.Event, every_seconds: float, stop: Callable[[], Any]) -> None:
     is_told = False
     while True:
         try:
-            notice = service.ask()
+            notice = ask_for_notice(endpoint)
         except FAULTS as fault:
             notice = None
             if not is_told:
-                logger.warning("no spot notices of %s: %s; the training asks again", service.endpoint, fault)
+                logger.warning("no spot notices of %s: %s; the training asks again", endpoint, fault)
                 is_told = True
         if notice is not None:
             logger.warning("this machine will be taken away (%s): saving, and out", notice)

@@ -210,6 +210,30 @@ def list_scalars(record: EpochRecord) -> dict[str, float]:
     return {tag: float(value) for tag, value in scalars.items()}  # a metric of one's own may give NumPy's numbers
 
 
+RECENT = 5
+"""Epochs whose mean duration gives the remaining time."""
+
+
+def read_progress(training: Training) -> dict[str, Any]:
+    """Return how far a training is, by the fields of a `RunStatus`; this waits for no device."""
+    history = training.history
+    scores = [one.score for one in history if one.score is not None]
+    recent = [one.seconds + one.seconds_validating for one in history[-RECENT:]]
+    left = training.epochs - training.epoch - training.position / max(training.num_batches, 1)
+    return {
+        "epoch": training.epoch,
+        "epochs": training.epochs,
+        "batch": training.position,
+        "batches": training.num_batches,
+        "loss": training.latest_losses.get("loss"),
+        "score": scores[-1] if scores else None,
+        "best": None if training.best is None else training.best.score,
+        "seconds_left": left * sum(recent) / len(recent) if recent else None,
+        "voxels_per_second": history[-1].voxels_per_second if history else None,
+        "memory_gib": max((device.reserved / GIB for device in GpuMeter().read()), default=None),
+    }
+
+
 def list_final(record: EpochRecord) -> dict[str, float]:
     """Return the final scores by tag of a training that ends with this epoch and is not validated again."""
     scores = {} if record.score is None else {"final/dice_mean": float(record.score)}

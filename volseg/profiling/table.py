@@ -1,12 +1,8 @@
-"""Print a profile in a terminal: kernels by kind, the slowest layers, the step's limit, and advice."""
+"""Put a profile into words: the cells of its tables, the step's limit, and advice."""
 
 from collections.abc import Sequence
 
-from volseg.formatting import format_table
 from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow, ProfileReport
-
-MOST_LAYERS = 16
-"""Most rows in a terminal; the page and the JSON have all."""
 
 KIND_HEADER = ("kernels", "calls", "time", "share", "memory", "tensor", "bound", "x bound")
 """``memory`` and ``tensor``: the achieved share of the memory's bandwidth, and of the tensor cores; for a device of
@@ -65,33 +61,6 @@ def list_device_cells(device: DeviceTimes) -> dict[str, str]:
     if device.communicating:
         cells |= {"communication, hidden": device.hidden, "communication, exposed": device.exposed}
     return {name: f"{format_seconds(seconds)} ({seconds / device.step:.0%})" for name, seconds in cells.items()}
-
-
-def format_profile(report: ProfileReport) -> str:
-    """Return a profile as text for a terminal."""
-    shape = " x ".join(map(str, report.shape))
-    how = "recorded" if report.recorded else "eager"
-    lines = [
-        f"{report.network}, {shape}, {report.precision}, {report.device}, {report.parallel}, {how}: "
-        f"{format_seconds(report.step_seconds)} a step ({report.source}), {report.kernels_per_step:.0f} kernels"
-    ]
-    for device in report.devices:
-        name = "" if len(report.devices) == 1 else f"device {device.device}: "
-        lines.append(name + ", ".join(f"{what} {cell}" for what, cell in list_device_cells(device).items()))
-    kinds = [[row.kind, *list_kind_cells(row)] for row in report.kinds]
-    layers = [list_layer_cells(row) for row in report.layers[:MOST_LAYERS]]
-    for rows in ([KIND_HEADER, *kinds], [LAYER_HEADER, *layers]):
-        filled = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
-        lines += ["", format_table([[row[number] for number in filled] for row in rows])]
-    if len(report.layers) > MOST_LAYERS:
-        lines.append(f"... and {len(report.layers) - MOST_LAYERS} more rows: -o FOLDER writes all, --json prints them")
-    far = list_far_from_bound(report.layers)
-    if far:
-        told = ", ".join(f"{row.layer} {row.direction} ({row.times_bound:.1f})" for row in far[:4])
-        lines += ["", f"Farthest above their bound, in time: {told}; {len(far)} in all."]
-    lines += ["", f"{report.limit[:1].upper()}{report.limit[1:]}."]
-    lines += [f"Try: {advice}." for advice in report.advice]
-    return "\n".join([*lines, *(f"Note: {note}." for note in report.notes)])
 
 
 FAR = 1.5

@@ -5,51 +5,27 @@ Colours are classes of the page's style, which knows light and dark.
 """
 
 import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from markupsafe import Markup, escape
 
 from volseg.reporting.content import Boxes, Chart, Line
 
-VOID = {"meta", "img", "br", "link", "path", "line", "rect", "circle"}
 
-
-class Markup(str):
-    """Text that is already markup."""
-
-    __slots__ = ()
-
-
-def tag(name: str, /, *children: str | Markup, **attributes: str | float | bool | None) -> Markup:
-    """Return an element.
-
-    An attribute's name has ``_`` for ``-`` and may end with one where Python has a word of that name; True is an
-    attribute without a value, None and False leave it out.
+def tag(name: str, /, *children: str | Markup, **attributes: str | float) -> Markup:
+    """Return an element; an attribute's name has ``_`` for ``-`` and may end with one where Python has such a word.
 
     Examples
     --------
-    >>> tag("td", "<script>", class_="number")
-    '<td class="number">&lt;script&gt;</td>'
+    >>> tag("text", "<script>", class_="name", x=0.123)
+    Markup('<text class="name" x="0.12">&lt;script&gt;</text>')
     """
     told = ""
     for key, value in attributes.items():
-        if value is None or value is False:
-            continue
-        key = key.rstrip("_").replace("_", "-")
-        told += f" {key}" if value is True else f' {key}="{escape(_format(value))}"'
-    if name in VOID and not children:
-        return Markup(f"<{name}{told}/>")
-    return Markup(f"<{name}{told}>{join(children)}</{name}>")
-
-
-def join(children: "tuple[str | Markup, ...] | list[Markup]") -> Markup:
-    """Return parts joined, with plain text escaped."""
-    return Markup("".join(child if isinstance(child, Markup) else escape(child) for child in children))
-
-
-def _format(value: str | float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+        text = f"{value:.2f}" if isinstance(value, float) else value
+        told += f' {key.rstrip("_").replace("_", "-")}="{escape(text)}"'
+    return Markup(f"<{name}{told}>{Markup().join(children)}</{name}>")  # noqa: S704 - all its parts are escaped
 
 
 WIDTH, HEIGHT = 340, 190
@@ -60,6 +36,14 @@ MOST_POINTS = 600
 
 ROW = 44
 """Height of a box with its name above it."""
+
+
+def draw(chart: Chart | Boxes) -> Markup:
+    """Return a chart, with the names of its lines where it has several."""
+    if isinstance(chart, Boxes):
+        return draw_boxes(chart)
+    names = [(line.name, line.colour) for line in chart.lines]
+    return draw_chart(chart) + (draw_legend(names) if len(names) > 1 else Markup())
 
 
 def draw_chart(chart: Chart) -> Markup:
@@ -173,7 +157,7 @@ def _paint(number: int, *properties: str) -> str:
     return painted if number < NUM_COLOURS else f"{painted};opacity:.4"
 
 
-def _draw_line(line: Line, place) -> list[Markup]:  # type: ignore[no-untyped-def]  # a function of two numbers
+def _draw_line(line: Line, place: Callable[[float, float], tuple[float, float]]) -> list[Markup]:
     stroke = _paint(line.colour, "stroke")
     stride = -(-len(line.xs) // MOST_POINTS)
     points = list(zip(line.xs, line.ys, strict=True))
@@ -197,7 +181,7 @@ def _draw_line(line: Line, place) -> list[Markup]:  # type: ignore[no-untyped-de
     return drawn
 
 
-def _draw_box(known: np.ndarray, middle: float, colour: str, place) -> list[Markup]:  # type: ignore[no-untyped-def]
+def _draw_box(known: np.ndarray, middle: float, colour: str, place: Callable[[float], float]) -> list[Markup]:
     lower, median, upper = (float(value) for value in np.quantile(known, [0.25, 0.5, 0.75]))
     reach = 1.5 * (upper - lower)
     inside = known[(known >= lower - reach) & (known <= upper + reach)]
@@ -218,4 +202,4 @@ def _tell_line(line: Line) -> str:
 
 
 def _frame(parts: Sequence[Markup], height: float, told: str) -> Markup:
-    return tag("svg", join(list(parts)), viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=told)
+    return tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=told)

@@ -22,14 +22,21 @@ from volseg.version import __version__
 
 PAGE, BRIEF = "profile.html", "profile.md"
 
+MOST_LAYERS = 16
+"""Most layers in the short form; the page has all."""
+
 
 def write_profile(report: ProfileReport, folder: str | Path) -> Path:
     """Write a profile into a folder, as a page and in short form; return the page's path."""
-    said = describe_profile(report)
-    for name, text in ((PAGE, write_page(said)), (BRIEF, write_markdown(said))):
+    for name, text in ((PAGE, write_page(describe_profile(report))), (BRIEF, format_profile(report))):
         with replacing(Path(folder) / name) as partial:
             partial.write_text(text, encoding="utf-8")
     return Path(folder) / PAGE
+
+
+def format_profile(report: ProfileReport) -> str:
+    """Return the short form, which a terminal shows too."""
+    return write_markdown(describe_profile(report))
 
 
 def describe_profile(report: ProfileReport) -> content.ReportContent:
@@ -53,13 +60,16 @@ def describe_profile(report: ProfileReport) -> content.ReportContent:
         content.Section(title="The step", blocks=[content.NamedValues(times)], brief=True),
         _tabulate("Kinds of kernels", "Kernels by kind, per step; share of the step", KIND_HEADER, kinds, brief=True),
         _tabulate(
+            "Slowest layers", "By direction, per step", LAYER_HEADER, layers[:MOST_LAYERS], brief=True, only_brief=True
+        ),
+        _tabulate(
             "Above the bound",
             f"Layers that take more than {FAR} times what the device needs at best, by the time above it",
             (*LAYER_HEADER, "above bound"),
             above,
         ),
         _tabulate("Layers", "Every layer by direction, per step", LAYER_HEADER, layers),
-        content.Section(title="How it was found", blocks=notes),
+        content.Section(title="How it was found", blocks=notes, brief=True),
     ]
     return content.ReportContent(
         title=f"Profile of {report.name}",
@@ -77,10 +87,13 @@ def describe_profile(report: ProfileReport) -> content.ReportContent:
 
 
 def _tabulate(
-    title: str, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, brief: bool = False
+    title: str, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], **kind: bool
 ) -> content.Section:
+    """Return a section with a table of the columns that hold anything."""
+    filled = [number for number in range(len(header)) if any(row[number] for row in rows)]
+    header, *rows = ([row[number] for number in filled] for row in (header, *rows))
     table = content.TextTable(caption=caption, header=header, rows=rows, sortable=True)
-    return content.Section(title=title, blocks=[table] if rows else [], brief=brief)
+    return content.Section(title=title, blocks=[table] if rows else [], **kind)
 
 
 def _list_facts(report: ProfileReport) -> dict[str, str]:

@@ -35,7 +35,6 @@ from volseg.data.labels import choose_colour
 from volseg.data.readers import Files, name_files, read_label, read_volume
 from volseg.errors import ConfigError, DataError
 from volseg.files import replacing
-from volseg.reporting.drawing import Markup, tag
 from volseg.reporting.page import read_part, write_document
 from volseg.streams import show
 from volseg.transforms.grid import Grid
@@ -96,27 +95,14 @@ def write_viewer(
     DataError
         A volume cannot be read, holds no labels, or does not lie on the grid of its image.
     """
-    scripts = [Markup(read_niivue()), read_part("viewer.js")]
+    scripts = [read_niivue(), read_part("viewer.js")]
     page = _Page(names, task, channel, most=min(MOST_OF_CASE, MOST_OF_PAGE // len(cases)))
     described = json.dumps({"cases": [*map(page.add, cases)], "labels": [*page.list_labels()]})
     blocks = {"viewed": described.replace("<", "\\u003c"), **page.blocks}
-    choices = [
-        tag("label", "Case ", tag("select", id="case")),
-        tag("label", "Labels ", tag("input", id="opacity", type="range", min=0, max=1, step=0.05, value=0.5)),
-    ]
-    body = [
-        tag("header", tag("h1", title), *choices, tag("div", id="labels")),
-        tag("main"),
-        tag("footer", tag("span", id="note"), tag("span", f"volseg {__version__}. {HINT}")),
-        *(tag("script", Markup(text), id=name, type="application/octet-stream") for name, text in blocks.items()),
-    ]
-    text = write_document(title, body, "viewer.css", scripts)
+    text = write_document("viewer", scripts, title=title, version=__version__, blocks=blocks)
     with replacing(file) as partial:
         partial.write_text(text, encoding="utf-8")
     return Path(file)
-
-
-HINT = "Click to move the crosshair, scroll to change the slice, drag with the right button for brightness."
 
 
 class _Page:
