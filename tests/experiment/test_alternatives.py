@@ -64,7 +64,7 @@ def test_lines_can_be_pasted_and_have_numbers(configured, config_file):
         "  --set parallel.strategy=spatial --set parallel.devices=1 --set parallel.checkpoint=2   "
         "12.0 GiB, 0.2 s per step"
     )
-    assert lines[2].startswith("  --gpus 2 --set parallel.data=2 --set parallel.spatial=1   19.9 GiB of each GPU")
+    assert lines[2].startswith("  --gpus 2 --set parallel.data=2   19.9 GiB of each GPU")
     for line, each in zip(lines, KNOWN[1:], strict=False):
         words = line.split("   ")[0].removeprefix("  ").split()
         pasted = load_config(config_file, [word for word in words if "=" in word])
@@ -78,7 +78,7 @@ def test_kernels_that_were_asked_for_stay(configured):
     config = configured("training.kernels=torch")
     assert list_lines(config, [KNOWN[2]], 1) == []
     with pytest.raises(ConfigError, match=r"kernels is torch, which parallel\.strategy: spatial does not run"):
-        take_candidate(config, KNOWN[2].candidate, 1)
+        take_candidate(config, KNOWN[2].candidate)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_is_taken_is_what_is_done(configured):
         Candidate(pipeline=2, split_size=1, recorded=True),
     ):
         count = candidate.data * candidate.spatial
-        config = take_candidate(configured(), candidate, count)
+        config = take_candidate(configured(), candidate)
         found = build_candidate(config, config.mesh(count), 1)
         assert replace(found, kernels=candidate.kernels) == candidate
         assert config.mesh(count).is_open is False

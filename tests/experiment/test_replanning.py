@@ -10,7 +10,6 @@ import torch
 
 from tests.experiment.conftest import latest, write_config
 from volseg import Checkpoints, Hook
-from volseg.config.parallel import ParallelConfig
 from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, OutOfMemoryError
 from volseg.estimate.candidate import Candidate, Estimate
@@ -193,7 +192,7 @@ def test_a_run_goes_on_from_its_checkpoint_in_another_way(trained, configured, c
     ]
     assert caplog.text.count(AT_SECOND) == 1
     record = read_json(config.folder / "replanned.json")
-    assert record["parallel"]["checkpoint"] == "all"
+    assert "parallel.checkpoint=all" in record["overrides"]
     assert record["failure"]["tried"]["checkpoint"] is None
     assert AT_SECOND in (config.folder / "report.md").read_text(encoding="utf-8")
     # float32: the strategy that recomputes adds up in another order, over two steps.
@@ -218,7 +217,7 @@ def test_what_is_taken_follows_from_forecasts(configured, monkeypatch, gib, take
 
     known = [estimate(None, 21), *(estimate(*each) for each in gib.items())] if gib else []
     replanned = choose(monkeypatch, configured(REPLAN), Candidate(), 1, known)
-    assert replanned.parallel["checkpoint"] == taken
+    assert f"parallel.checkpoint={taken}" in replanned.overrides
     assert ("GiB, " in replanned.why) == bool(gib)
 
 
@@ -232,7 +231,7 @@ def choose(monkeypatch, config, tried, processes, forecasts):
 @pytest.mark.parametrize(
     ("processes", "tried", "taken"),
     [
-        (2, Candidate(data=2), {"spatial": 2, "data": 1, "pipeline": None}),
+        (2, Candidate(data=2), {"spatial": 2, "data": None, "pipeline": None}),
         (1, Candidate(spatial=2), {"pipeline": 2, "spatial": None, "data": None}),
         (2, Candidate(data=2, pipeline=2, split_size=2), {"data": 2, "pipeline": 2, "split_size": 1}),
     ],
@@ -244,8 +243,9 @@ def test_processes_stay_as_many_as_they_are(configured, monkeypatch, processes, 
         forecast(1, 2.0, spatial=tried.num_gpus, checkpoint="all"),
         forecast(1, 3.0, data=2, pipeline=2, split_size=1),
     ]
-    parallel = choose(monkeypatch, configured(REPLAN), tried, processes, known).parallel
-    assert {name: parallel[name] for name in taken} == taken
+    config = configured(REPLAN)
+    parallel = choose(monkeypatch, config, tried, processes, known).apply(config).parallel
+    assert {name: getattr(parallel, name) for name in taken} == taken
 
 
 def test_a_second_time_ends_the_run_even_after_it_was_resumed(configured):
@@ -288,21 +288,14 @@ def test_a_run_that_was_replanned_and_lost_goes_on_as_it_was_or_is_asked_for(con
     assert message in caplog.text
 
 
-DAMAGED = [("asked", None), ("asked", "abc"), ("parallel", []), ("training", None), ("training", {"epochs": 9})]
+STRANGE = [["data.root=/etc"], ["training.epochs=9"], ["parallel.devices"], ["parallel.devises=1"], [1], None]
+DAMAGED = [("asked", None), ("asked", "abc"), *(("overrides", each) for each in STRANGE), ("unknown", 1)]
 
 
-@pytest.mark.parametrize(("field", "value"), [*DAMAGED, ("unknown", 1)])
+@pytest.mark.parametrize(("field", "value"), DAMAGED)
 def test_a_damaged_record_is_refused(field, value):
     tried = {"where": "here", "at": "epoch 0", "said": "full", "tried": asdict(Candidate())}
-    sound = {
-        "asked": {},
-        "processes": 1,
-        "failure": tried,
-        "overrides": ["parallel.devices=1"],
-        "parallel": ParallelConfig().model_dump(mode="json"),
-        "training": {"kernels": "torch", "record": False},
-        "why": "less memory",
-    }
+    sound = {"asked": {}, "processes": 1, "failure": tried, "overrides": ["parallel.devices=1"], "why": "less memory"}
     assert asdict(replanning.Replanned.read(sound, "replanned.json")) == {**sound, "overrides": ("parallel.devices=1",)}
     with pytest.raises(CheckpointError, match=r"replanned\.json should say how the run goes on .* remove it"):
         replanning.Replanned.read({**sound, field: value}, "replanned.json")
@@ -441,7 +434,7 @@ def test_a_gpu_that_is_out_of_memory_goes_on_with_what_fits_it(configured, tmp_p
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert latest(config.folder).progress == (2, 0)
     taken = read_json(config.folder / "replanned.json")
-    assert taken["parallel"]["checkpoint"] is not None
+    assert any(each.startswith("parallel.checkpoint=") for each in taken["overrides"])
     measured = read_json(config.folder / "memory.json")["measured"]
     assert measured[-1]["devices"][0]["reserved"] < most
 

@@ -20,7 +20,7 @@ import torch
 
 from volseg.commands import run_module
 from volseg.config.base import validated
-from volseg.config.loading import dump_config
+from volseg.config.loading import dump_config, override
 from volseg.config.parallel import MeshPlan
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError, OutOfMemoryError, VolsegError
@@ -31,6 +31,9 @@ from volseg.experiment.placement.placed_network import choose_device
 from volseg.launched import OF_JOB, OWN_LAUNCHER
 from volseg.memory import total_bytes
 from volseg.parallel.devices import uses_gpus
+
+PLACED = ("data", "spatial", "pipeline", "strategy", "devices", "split_size", "checkpoint")
+"""Keys of ``parallel`` that a candidate decides."""
 
 CLEARLY_LESS = 0.97
 """Factor of the failed candidate's tensor bytes; estimates above it count as no smaller."""
@@ -64,33 +67,38 @@ def build_candidate(config: ExperimentConfig, plan: MeshPlan, num_devices: int) 
     )
 
 
-def take_candidate(config: ExperimentConfig, candidate: Candidate, num_processes: int) -> ExperimentConfig:
-    """Return the config with which ``num_processes`` run the candidate.
+def list_settings(candidate: Candidate) -> list[str]:
+    """Return the config overrides that select a candidate."""
+    mesh = {"data": candidate.data, "spatial": candidate.spatial, "pipeline": candidate.pipeline}
+    settings = [f"parallel.{name}={count}" for name, count in mesh.items() if count > 1]
+    if candidate.split_size is not None:
+        settings.append(f"parallel.split_size={candidate.split_size}")
+    if candidate.checkpoint is not None:
+        # Recomputation is part of the strategy that cuts, even without a cut.
+        settings += ["parallel.strategy=spatial"] if candidate.spatial == 1 else []
+        whole = "parallel.devices=1" if candidate.num_gpus == 1 else "parallel.spatial=1"
+        settings += [whole] if candidate.spatial == 1 else []
+        settings.append(f"parallel.checkpoint={candidate.checkpoint}")
+    return settings
+
+
+def take_candidate(config: ExperimentConfig, candidate: Candidate) -> ExperimentConfig:
+    """Return the config that runs the candidate.
 
     Raises
     ------
     ConfigError
         If its other values do not fit the candidate.
     """
-    recomputes_alone = candidate.checkpoint is not None and candidate.spatial == candidate.pipeline == 1
-    is_alone = candidate.data * candidate.spatial == 1
-    parallel = {
-        **config.parallel.model_dump(),
-        "data": None if is_alone else candidate.data,
-        "spatial": None if is_alone or candidate.pipeline > 1 else candidate.spatial,
-        "pipeline": candidate.pipeline if candidate.pipeline > 1 else None,
-        "split_size": candidate.split_size,
-        # Recomputation is part of the strategy that cuts, on one device too.
-        "strategy": "spatial" if recomputes_alone else "none",
-        "devices": 1 if recomputes_alone and num_processes == 1 else None,
-        "checkpoint": candidate.checkpoint,
-    }
+    values = config.model_dump()
+    values["parallel"] = {name: value for name, value in values["parallel"].items() if name not in PLACED}
+    for setting in list_settings(candidate):
+        values = override(values, setting)
     training = config.training.model_dump()
     if training["kernels"] == "fast" and candidate.kernels == "torch":
         training["kernels"] = "torch"
     training["record"] = training["record"] and candidate.recorded
-    source = "what takes less memory"
-    return validated(ExperimentConfig, {**config.model_dump(), "parallel": parallel, "training": training}, source)
+    return validated(ExperimentConfig, {**values, "training": training}, "what takes less memory")
 
 
 def list_overrides(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
@@ -100,7 +108,7 @@ def list_overrides(before: ExperimentConfig, after: ExperimentConfig) -> list[st
     >>> config = ExperimentConfig(
     ...     name="a", data=DataConfig(root="x"), patch=PatchConfig(size=(8, 8, 8)),
     ...     network={"name": "VNet"}, optimizer={"name": "SGD", "lr": 0.1})
-    >>> list_overrides(config, take_candidate(config, Candidate(checkpoint="all", kernels="fast"), 1))
+    >>> list_overrides(config, take_candidate(config, Candidate(checkpoint="all", kernels="fast")))
     ['parallel.strategy=spatial', 'parallel.devices=1', 'parallel.checkpoint=all', 'training.record=false']
     """
     one, other = before.model_dump(mode="json"), after.model_dump(mode="json")
@@ -184,9 +192,8 @@ def list_lines(config: ExperimentConfig, forecasts: Sequence[Estimate], num_proc
     """Return a line to paste for each estimate, with its numbers; skip those that the config does not allow."""
     lines = []
     for forecast in forecasts:
-        count = forecast.candidate.data * forecast.candidate.spatial
         try:
-            overrides = list_overrides(config, take_candidate(config, forecast.candidate, count))
+            overrides = list_overrides(config, take_candidate(config, forecast.candidate))
         except ConfigError:  # for example, kernels that the config names
             continue
         gpus = f"--gpus {forecast.candidate.num_gpus} " if forecast.candidate.num_gpus != num_processes else ""

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from volseg.checkpointing.ranks import JobFolder
-from volseg.config.base import validated
+from volseg.config.loading import build_config, require_sound_overrides
 from volseg.config.parallel import ParallelConfig
 from volseg.config.registry import read_record
 from volseg.config.schema import ExperimentConfig
@@ -60,6 +60,9 @@ REPLANNED = "replanned.json"
 VARIABLE = "VOLSEG_OUT_OF_MEMORY"
 """Environment variable that passes the failure to the restarted process."""
 
+REPLACED = ("parallel.", "training.kernels=", "training.record=")
+"""Beginnings of the overrides of a candidate."""
+
 HOST_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
 """Texts of messages about main memory, which no other use of the GPUs saves."""
 
@@ -90,17 +93,12 @@ class Replanned:
     processes: int
     failure: Failure
     overrides: tuple[str, ...]
-    parallel: Mapping[str, Any]
-    training: Mapping[str, Any]
-    """``kernels`` and ``record``."""
+    """Settings of ``parallel``, and ``training.kernels`` and ``training.record``."""
     why: str
 
     def apply(self, config: ExperimentConfig) -> ExperimentConfig:
         """Return the config with which the run continues."""
-        training = {**config.training.model_dump(), **self.training}
-        parallel = {**self.parallel, "on_oom": config.parallel.on_oom, "timeout": config.parallel.timeout}
-        values = {**config.model_dump(), "parallel": parallel, "training": training}
-        return validated(ExperimentConfig, values, REPLANNED)
+        return build_config(config.model_dump(), self.overrides, REPLANNED)
 
     @classmethod
     def read(cls, content: Any, source: object) -> "Replanned":
@@ -113,9 +111,10 @@ class Replanned:
         """
         try:
             found = read_record(cls, content)
-            if set(found.training) != {"kernels", "record"}:
-                raise ValueError(f"training must hold kernels and record, got {dict(found.training)}")
-            validated(ParallelConfig, dict(found.parallel), str(source))
+            if strange := [each for each in found.overrides if not each.startswith(REPLACED)]:
+                raise ValueError(f"{strange[0]} is no setting of a candidate")
+            for each in found.overrides:
+                require_sound_overrides([each])
         except (ConfigError, ValueError) as fault:  # a ConfigError has a line per fault
             reason = " ".join(str(fault).split())
             raise CheckpointError(
@@ -270,17 +269,14 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
         ways.sort(key=lambda way: math.inf if way.memory is None else way.memory.total)
     for way in ways:
         try:
-            changed = take_candidate(config, way.candidate, processes)
+            changed = take_candidate(config, way.candidate)
         except ConfigError:  # for example, kernels that the config names
             continue
-        training = changed.training
         return Replanned(
             asked=_list_asked(config),
             processes=processes,
             failure=failure,
             overrides=tuple(list_overrides(config, changed)),
-            parallel=changed.parallel.model_dump(mode="json"),
-            training={"kernels": training.kernels, "record": training.record},
             why=describe_estimate(way),
         )
     raise OutOfMemoryError(
