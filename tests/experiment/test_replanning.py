@@ -52,6 +52,19 @@ class TooMuch(Hook):
     on_epoch_end = on_batch_end  # and after the best one has been written
 
 
+def forecast(gib, seconds=1.0, refused=None, **candidate):
+    memory = MemoryUse(used=0, reserved=int(gib * 2**30), outside=0, peak_in="backward")
+    return Estimate(candidate=Candidate(**candidate), memory=memory, seconds=seconds, refused=refused)
+
+
+@pytest.fixture(autouse=True)
+def known(request, monkeypatch):
+    """Let the CPU stand for a GPU on which a step fits that recomputes its activations."""
+    if not any(map(request.node.get_closest_marker, ("gpu", "multi_gpu"))):
+        answer = Answer(forecasts=(forecast(21, refused="too much"), forecast(9, checkpoint="all", recorded=True)))
+        monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: answer)
+
+
 def test_without_being_asked_a_run_ends_and_says_what_takes_less(configured):
     with pytest.raises(OutOfMemoryError) as caught:
         train(configured(), hooks=[TooMuch(0, 1)])
@@ -61,11 +74,6 @@ def test_without_being_asked_a_run_ends_and_says_what_takes_less(configured):
     assert "at train, epoch 1, batch 2" in told
     assert "\n  --set parallel.strategy=spatial --set parallel.devices=1 --set parallel.checkpoint=all   " in told
     assert told.endswith("parallel.checkpoint: all (recomputes activations)")
-
-
-def forecast(gib, seconds=1.0, refused=None, **candidate):
-    memory = MemoryUse(used=0, reserved=int(gib * 2**30), outside=0, peak_in="backward")
-    return Estimate(candidate=Candidate(**candidate), memory=memory, seconds=seconds, refused=refused)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +213,6 @@ def test_a_run_goes_on_from_its_checkpoint_in_another_way(trained, configured, c
     [
         ({1: 12, 2: 10, 3: 9, "all": 8}, 1),  # the fastest of those that fit
         ({1: 20, 2: 18, 3: 17, "all": 16.5}, "all"),  # none fits: the least
-        ({}, "all"),  # nobody knows: what is known to be least of any network
     ],
 )
 def test_what_is_taken_follows_from_forecasts(configured, monkeypatch, gib, taken):
@@ -215,10 +222,17 @@ def test_what_is_taken_follows_from_forecasts(configured, monkeypatch, gib, take
         refused = None if needed <= 16 else "needs more than 16.0 GiB"
         return forecast(needed, 1 + (4 if checkpoint == "all" else checkpoint or 0), refused, checkpoint=checkpoint)
 
-    known = [estimate(None, 21), *(estimate(*each) for each in gib.items())] if gib else []
+    known = [estimate(None, 21), *(estimate(*each) for each in gib.items())]
     replanned = choose(monkeypatch, configured(REPLAN), Candidate(), 1, known)
     assert f"parallel.checkpoint={taken}" in replanned.overrides
-    assert ("GiB, " in replanned.why) == bool(gib)
+    assert "GiB, " in replanned.why
+
+
+def test_what_cannot_be_estimated_is_not_replanned(configured, monkeypatch):
+    with pytest.raises(
+        OutOfMemoryError, match=r"full\. parallel\.on_oom: replan found nothing that takes less memory on"
+    ):
+        choose(monkeypatch, configured(REPLAN), Candidate(), 1, [])
 
 
 def choose(monkeypatch, config, tried, processes, forecasts):
@@ -320,7 +334,16 @@ HOOK = """
 import os
 import torch
 import volseg
+from volseg.estimate.candidate import Candidate, Estimate
+from volseg.estimate.step_memory import MemoryUse
+from volseg.experiment.placement import replanning
+from volseg.experiment.placement.alternatives import Answer
 from volseg.parallel.devices import count_restarts
+
+if not torch.cuda.is_available():  # the CPU stands for GPUs on which slabs fit
+    memory = MemoryUse(used=0, reserved=2**30, outside=0, peak_in="backward")
+    known = Estimate(candidate=Candidate(spatial=2), memory=memory, seconds=1.0)
+    replanning._forecast = lambda config, tried, more_gpus: Answer(forecasts=(known,))
 
 @volseg.register("hook", "TooMuch")
 class TooMuch(volseg.Hook):
@@ -392,7 +415,7 @@ def test_two_processes_that_fail_at_a_time_are_replanned_once(start, config_file
     assert {attempt for _, attempt, _, _ in batches} == {0, 1}
     assert "A second time ends the run." in errors
     # As it was chosen; later it is told as what was before.
-    assert errors.count("parallel.checkpoint=all: less memory; how much is not known\n") == 1
+    assert errors.count("parallel.spatial=2 --set training.record=false: 1.0 GiB of each GPU, 1 s per step\n") == 1
 
 
 def measure_peak(config):

@@ -1,11 +1,8 @@
-"""Other ways to run a training, asked of ``volseg plan``, as settings of its config, and what is out of memory.
-
-Without estimates, `list_smaller` gives the ways that need less memory, by the known effect of each setting on any
-network.
-"""
+"""Other ways to run a training, asked of ``volseg plan``, as settings of its config, and what is out of memory."""
 
 import gc
 import json
+import math
 import os
 import re
 import subprocess
@@ -124,49 +121,22 @@ def _as_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
-def list_smaller(tried: Candidate, batch_size: int) -> list[Candidate]:
-    """Return candidates that take less memory on as many devices for any network, the simplest first.
-
-    They have fewer replicas that are cut more, and each mesh also with recomputed activations. A pipeline is cut by
-    layers, whose sizes depend on the network: for it, only smaller micro-batches are known to take less.
-
-    Examples
-    --------
-    >>> [(each.data, each.spatial, each.checkpoint) for each in list_smaller(Candidate(data=2), 2)]
-    [(2, 1, 'all'), (1, 2, None), (1, 2, 'all')]
-    """
-    if tried.pipeline > 1:
-        smaller = (tried.split_size or -(-batch_size // tried.data)) // 2
-        return [replace(tried, split_size=smaller)] if smaller else []
-    return list(_list_cuts(tried))
-
-
-def _list_cuts(tried: Candidate) -> Iterator[Candidate]:
-    devices = tried.data * tried.spatial
-    for data in range(tried.data, 0, -1):
-        if devices % data:
-            continue
-        mesh = replace(tried, data=data, spatial=devices // data, kernels="fast")
-        if data < tried.data:
-            yield mesh
-        if mesh.checkpoint != "tiled":
-            yield replace(mesh, checkpoint="tiled" if mesh.checkpoint == "all" else "all")
-
-
 def rank_smaller(tried: Candidate, forecasts: Sequence[Estimate]) -> list[Estimate]:
-    """Return the estimates that run and need clearly less memory than ``tried``, fastest first."""
+    """Return the estimates that need clearly less memory than ``tried``.
+
+    Those that run come alone, fastest first; if none runs, the others, smallest first.
+    """
     failed = get_estimate(tried, forecasts)
     # Compare the bytes of tensors: torch has emptied its cache before it failed.
-    most = None if failed is None or failed.memory is None else CLEARLY_LESS * failed.memory.used
-    fitting = [
-        each
+    most = math.inf if failed is None or failed.memory is None else CLEARLY_LESS * failed.memory.used
+    smaller = [
+        (each, each.memory.total)
         for each in forecasts
-        if each.runs
-        and each.memory is not None
-        and not _is_same(each.candidate, tried)
-        and (most is None or each.memory.used <= most)
+        if each.memory is not None and not _is_same(each.candidate, tried) and each.memory.used <= most
     ]
-    return sorted(fitting, key=lambda each: (each.candidate.num_gpus != tried.num_gpus, each.seconds or 0.0))
+    if fitting := [each for each, _ in smaller if each.runs]:
+        return sorted(fitting, key=lambda each: (each.candidate.num_gpus != tried.num_gpus, each.seconds or 0.0))
+    return [each for each, _ in sorted(smaller, key=lambda each: each[1])]
 
 
 def get_estimate(candidate: Candidate, forecasts: Sequence[Estimate]) -> Estimate | None:
