@@ -47,7 +47,7 @@ def train_in_double(config_file, overrides):
     config = load_config(config_file, overrides)
     join_processes(config)
     device, chosen = choose_device(config), choose_cases(config)
-    config, mesh = resolve_mesh(config, chosen.task, device)
+    config, mesh = resolve_mesh(config, device)
     seed_everything(config.seed)
     model = build_model(config, chosen.task, device, mesh=mesh).double()
     reading = CaseReading(config, mesh)
@@ -173,7 +173,7 @@ def build_where_measurements_differ(config_file):
     config = load_config(config_file, ["parallel.data=2"])
     join_processes(config)
     device, chosen = choose_device(config), choose_cases(config)
-    config, mesh = resolve_mesh(config, chosen.task, device)
+    config, mesh = resolve_mesh(config, device)
     layouts = [torch.contiguous_format, torch.channels_last_3d]
     with mock.patch.object(placed_network, "faster_layout", return_value=layouts[mesh.mesh.replica]):
         model = build_model(config, chosen.task, device, mesh=mesh)
@@ -221,10 +221,17 @@ def test_a_deterministic_run_keeps_how_it_was_shared(config_file, tmp_path):
     assert try_to_run(config_file, [*overrides, "training.epochs=2", "parallel.data=2"], True) is None
 
 
+def test_replicas_share_no_loss_that_mixes_the_samples_of_a_batch(configured):
+    config = configured("training.deterministic=true", "parallel.data=2", "losses=[{name: DiceLoss, batch: true}]")
+    with pytest.raises(ConfigError, match="DiceLoss is no mean over the samples of a batch"):
+        train(config)
+    assert not config.folder.exists()
+
+
 def read(config):
     """Prepare the cases."""
     chosen = choose_cases(config)
-    settled, mesh = resolve_mesh(config, chosen.task, torch.device("cpu"))
+    settled, mesh = resolve_mesh(config, torch.device("cpu"))
     reading = CaseReading(settled, mesh)
     prepared = reading.prepare(chosen)
     return {

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import volseg
 from volseg.cli import app
-from volseg.errors import ConfigError, DataError, ParallelError
+from volseg.errors import ConfigError, ParallelError
 from volseg.estimate import PlanReport
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.report import VolumesReport
@@ -237,11 +237,6 @@ def test_a_network_of_one_size_is_refused_as_its_training_would_be(vnet):
     with pytest.raises(ConfigError, match=r"takes volumes of \(32, 32, 32\) voxels only; set inference.window to"):
         plan_small(vnet, unetr, *sizes, kind="h200")
     assert plan_small(vnet, unetr, *sizes, "inference.window=[32, 32, 32]", kind="h200").forecasts[0].runs
-
-
-def test_an_unknown_data_set_is_asked_for(vnet):
-    with pytest.raises(DataError, match="--channels N --classes N"):
-        plan_training(load_config(vnet, ["data.root=mine"]), resolve_machine(kind="t4"))
 
 
 class LooksAtValues(torch.nn.Module):

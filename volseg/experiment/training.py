@@ -146,7 +146,7 @@ class _Run:
         self._choose_cases()
         self.plan = job.folder.plan() if self.resume else plan_network(given, self.chosen.task)
         config = self.replanning.settle(job, self.plan.complete(given), self.resume)
-        config, mesh = resolve_mesh(config, self.chosen.task, self.device)
+        config, mesh = resolve_mesh(config, self.device)
         self._note_candidate(config, mesh)
         job.keep_mesh(config)
         seed_everything(config.seed)

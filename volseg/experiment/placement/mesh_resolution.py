@@ -22,22 +22,13 @@ from volseg.data.case_store.reading_group import ALONE, Readers, meet_readers
 from volseg.data.cases import Task
 from volseg.estimate.candidate import Candidate, Estimate, name_candidate
 from volseg.estimate.search import SURE, choose
-from volseg.experiment.building import (
-    build_batches,
-    build_objective,
-    build_predictor,
-    build_validation,
-    preprocessing_of,
-)
+from volseg.experiment.building import build_batches, build_predictor, build_validation, preprocessing_of
 from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.experiment.placement.alternatives import Gpus, run_plan, take_candidate
-from volseg.experiment.placement.placed_network import build_plain_network
-from volseg.experiment.rehearsing import rehearse_losses, rehearse_network
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.processes.group import decide_together, make_group, start_group
 from volseg.parallel.replicas import Mesh, Replicas, join_mesh
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.distributed import (
     FollowedModel,
     GroupBatches,
@@ -107,14 +98,8 @@ def join_processes(config: ExperimentConfig) -> None:
         start_group(config.parallel.timeout, on_cpu=config.device == "cpu")
 
 
-def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:
-    """Return the config with its mesh resolved, and the mesh; every process calls this function.
-
-    Raises
-    ------
-    ConfigError
-        If replicas would share a batch whose loss is no mean over its samples.
-    """
+def resolve_mesh(config: ExperimentConfig, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:
+    """Return the config with its mesh resolved, and the mesh; every process calls this function."""
     count = count_processes()
     plan, reason = config.mesh(count), ""
     is_auto = config.parallel.strategy == "auto" and config.parallel.num_gpus == 1
@@ -122,10 +107,6 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
         chosen, reason = choose_by_estimate(config, device)
         config = config if chosen is None else take_candidate(config, chosen)
         plan = config.mesh(count)
-    if plan.data > 1:
-        with own_random_numbers([]):
-            made = rehearse_network(build_plain_network(config, task), config, task)
-        rehearse_losses(build_objective(config, task), made, task.num_inputs, is_shared=True)
     settled = config.with_mesh(plan) if count > 1 else config
     settled.mesh(count)  # the resolved mesh may not fit other settings
     if is_main_process() and plan.data * plan.spatial * plan.pipeline > 1:
